@@ -41,6 +41,7 @@ from etrain_jupyter.process.tls import (
     without_http,
     write_certificates,
 )
+from etrain_jupyter.wire import requests as q
 
 logger = logging.getLogger(__name__)
 
@@ -110,14 +111,16 @@ class Head:
         # would get the answer that its job is unknown.
         self.coordinator.register(self.scheduler)
         self.coordinator.recall(self._cluster.jobs, died_at=self._incarnation.died_at)
-        self.scheduler.handlers |= {
-            "etrain_pool_touch": self._touch,
-            "etrain_pool_want": self._want,
-            "etrain_pool_nodes": self._list_nodes,
-            "etrain_pool_costs": self._list_costs,
-            "etrain_pool_release": self._release,
-            "etrain_pool_kill": self._kill,
+        handlers: dict[type[q.Request[Any]], Any] = {
+            q.TouchCluster: self._touch,
+            q.WantWorkers: self._want,
+            q.ListNodes: self._list_nodes,
+            q.ListCosts: self._list_costs,
+            q.ReleaseWorker: self._release,
+            q.KillWorker: self._kill,
         }
+        for request, handler in handlers.items():
+            self.scheduler.handlers[request.op] = q.handler_of(request, handler)
         await self.scheduler
         await self.nodes.start(self.scheduler.address)
         # Report costs once before any job runs: what was spent so far belongs to no job.
@@ -239,27 +242,27 @@ class Head:
 
     # --- request handlers for kernels ---
 
-    async def _touch(self) -> dict[str, Any]:
+    async def _touch(self, request: q.TouchCluster) -> q.ClusterIdentity:
         self._touched_at = time.monotonic()
-        return {"cluster_id": self._cluster.cluster_id, "pid": os.getpid()}
+        return q.ClusterIdentity(cluster_id=self._cluster.cluster_id, pid=os.getpid())
 
-    async def _want(self, count: int, reason: str = "") -> dict[str, Any]:
-        self.nodes.hold(count, reason=reason)
-        return {}
+    async def _want(self, request: q.WantWorkers) -> q.WorkersPresent:
+        self.nodes.hold(request.count, reason=request.reason)
+        return q.WorkersPresent()
 
-    async def _list_nodes(self) -> dict[str, Any]:
-        return {"nodes": self.nodes.nodes()}
+    async def _list_nodes(self, request: q.ListNodes) -> q.NodeList:
+        return q.NodeList(nodes=tuple(self.nodes.nodes()))
 
-    async def _list_costs(self) -> dict[str, Any]:
-        return {"costs": [asdict(cost) for cost in self.nodes.costs()]}
+    async def _list_costs(self, request: q.ListCosts) -> q.CostList:
+        return q.CostList(costs=tuple(asdict(cost) for cost in self.nodes.costs()))
 
-    async def _release(self, worker: str, drain_s: float) -> dict[str, Any]:
-        self.nodes.release(worker, drain_s=drain_s)
-        return {}
+    async def _release(self, request: q.ReleaseWorker) -> q.Done:
+        self.nodes.release(request.worker, drain_s=request.drain_s)
+        return q.Done()
 
-    async def _kill(self, worker: str) -> dict[str, Any]:
-        self.nodes.kill(worker)
-        return {}
+    async def _kill(self, request: q.KillWorker) -> q.Done:
+        self.nodes.kill(request.worker)
+        return q.Done()
 
 
 async def run_head(

@@ -534,22 +534,22 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
         common: dict[str, Any] = {
             k: values[k] for k in ("job_id", "time", "generation", "seq") if k in values
         }
-        _check_types("UnknownEvent", {"name": name, **common})
+        check_types("UnknownEvent", {"name": name, **common})
         return UnknownEvent(name=name, data=values, **common)
     known = _field_names(name)
     if values.keys() == known:
-        _check_types(name, values)
+        check_types(name, values)
         # Three times as fast as ``__init__``: a log may have 200,000 lines.
         event: Event = object.__new__(kind)
         vars(event).update(values)
         return event
     values = {key: value for key, value in values.items() if key in known}
-    _check_types(name, values)
+    check_types(name, values)
     return kind(**values)
 
 
-def _check_types(kind: str, values: Mapping[str, Any]) -> None:
-    """Reject values of other types than the fields of a kind.
+def check_types(kind: str, values: Mapping[str, Any]) -> None:
+    """Reject values of other types than the fields of a kind. Unknown names are a ``KeyError``.
 
     Raises:
         TypeError: For the first one.

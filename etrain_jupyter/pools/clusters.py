@@ -15,6 +15,7 @@ from etrain_jupyter.pools.registry import get_pool, pool_names
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
+from etrain_jupyter.wire.requests import DescribeCluster, ListCosts, ListNodes
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.ec2.reaping import Tagged
@@ -60,9 +61,9 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     """Return a cluster's load, and its cost if it has machines that cost money."""
     address = cluster.address(record)
     try:
-        state = describe_load(ask(address, "etrain_describe", timeout_s=3.0))
-        costs = ask(address, "etrain_pool_costs", timeout_s=3.0)["costs"]
-        nodes = ask(address, "etrain_pool_nodes", timeout_s=3.0)["nodes"]
+        state = describe_load(ask(address, DescribeCluster(), timeout_s=3.0))
+        costs = ask(address, ListCosts(), timeout_s=3.0).costs
+        nodes = ask(address, ListNodes(), timeout_s=3.0).nodes
     except PoolError as exc:
         return str(exc)
     if not costs:

@@ -27,6 +27,14 @@ from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.processes import MARKER, kill_processes_of, processes_of, wait_until
 from etrain_jupyter.process.start_lock import lock_key_of, start_lock
 from etrain_jupyter.process.state_root import open_state_root
+from etrain_jupyter.wire.requests import (
+    KillWorker,
+    ListNodes,
+    ReleaseWorker,
+    ShutDownCluster,
+    TouchCluster,
+    WantWorkers,
+)
 
 START_S = 60.0
 """Start timeout in seconds. A start usually takes 1 s, but the first imports may be slow."""
@@ -71,11 +79,11 @@ class DetachedPool:
 
         Jobs request their workers themselves. This starts workers before the first job.
         """
-        ask(self._address(), "etrain_pool_want", count=n, reason=reason)
+        ask(self._address(), WantWorkers(count=n, reason=reason))
 
     def nodes(self) -> list[Node]:
         """Return the workers, oldest first."""
-        records = ask(self._address(), "etrain_pool_nodes")["nodes"]
+        records = ask(self._address(), ListNodes()).nodes
         return [
             Node(
                 id=record["worker"],
@@ -92,11 +100,11 @@ class DetachedPool:
 
     def release(self, node_id: str, *, drain_s: float) -> None:
         """Drain a worker and stop it within ``drain_s`` seconds."""
-        ask(self._address(), "etrain_pool_release", worker=node_id, drain_s=drain_s)
+        ask(self._address(), ReleaseWorker(worker=node_id, drain_s=drain_s))
 
     def kill(self, node_id: str) -> None:
         """Kill a worker or its machine immediately, for fault injection."""
-        ask(self._address(), "etrain_pool_kill", worker=node_id)
+        ask(self._address(), KillWorker(worker=node_id))
 
     def down(self, *, timeout_s: float = 10.0) -> Leftovers:
         """Shut down the cluster and its jobs, by force after ``timeout_s`` seconds.
@@ -181,7 +189,7 @@ def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
         PoolError: If the scheduler process runs but does not answer.
     """
     try:
-        ask(cluster.address(record), "etrain_pool_touch", timeout_s=ANSWER_S)
+        ask(cluster.address(record), TouchCluster(), timeout_s=ANSWER_S)
         return True
     except PoolError:
         # The cluster may have ended since its record was read. Only a running one is an error.
@@ -313,7 +321,7 @@ def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
 def _stop_scheduler(address: SchedulerAddress, record: ClusterRecord, timeout_s: float) -> None:
     """Request a shutdown; send SIGTERM to the keeper if the scheduler does not shut down."""
     with contextlib.suppress(PoolError):
-        ask(address, "etrain_down", timeout_s=min(2.0, timeout_s))
+        ask(address, ShutDownCluster(), timeout_s=min(2.0, timeout_s))
         wait_until(lambda: not record.is_alive, timeout_s=timeout_s * 0.6)
     if record.is_alive:
         with contextlib.suppress(ProcessLookupError):

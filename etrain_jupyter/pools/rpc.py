@@ -1,51 +1,55 @@
-"""Questions to the scheduler of a cluster, from any thread of any process."""
+"""Send requests to the scheduler of a cluster, from any thread of any process."""
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.wire.requests import (
+    NotOursError,
+    RefusedRequestError,
+    Request,
+    call_scheduler,
+)
 
 ANSWER_S = 10.0
+"""Default timeout of a reply, in seconds."""
+
+R = TypeVar("R")
 
 
-def ask(
-    address: SchedulerAddress, op: str, *, timeout_s: float = ANSWER_S, **arguments: Any
-) -> dict[str, Any]:
-    """Call a handler of a cluster's scheduler and wait for its answer.
+def ask(address: SchedulerAddress, request: Request[R], *, timeout_s: float = ANSWER_S) -> R:
+    """Send a request to a cluster's scheduler and wait for the reply.
 
-    It may be called where an event loop runs already, as in a kernel.
+    It may be called where an event loop is running, as in a kernel.
 
     Raises:
-        PoolError: If there is no answer in time, or the answer is an error.
+        PoolError: If there is no reply in time, or the scheduler refuses.
     """
     try:
-        # The kernel's own thread runs an event loop already, so the question gets another thread.
+        # The kernel's own thread runs an event loop already, so the request gets another thread.
         with ThreadPoolExecutor(1, thread_name_prefix="etrain-pool-ask") as thread:
-            exchange = _exchange(address, op, timeout_s, arguments)
-            answer = thread.submit(asyncio.run, exchange).result()
+            exchange = _exchange(address, request, timeout_s)
+            return thread.submit(asyncio.run, exchange).result()
     except (OSError, TimeoutError) as exc:
         raise PoolError(
             f"the scheduler of cluster {address.cluster_id} at {address.address} did not answer "
-            f"{op} within {timeout_s:g} s ({exc or type(exc).__name__}). Nothing was changed. "
-            "Try again; `%etrain doctor` says more, and `%etrain down` ends the cluster."
+            f"{request.op} within {timeout_s:g} s ({exc or type(exc).__name__}). Nothing was "
+            "changed. Try again; `%etrain doctor` says more, and `%etrain down` ends the cluster."
         ) from exc
-    if not isinstance(answer, dict):
+    except NotOursError as exc:
         raise PoolError(
             f"the scheduler at {address.address} runs no etrain coordinator, or no longer. Nothing "
             "was changed. A cell with %%etrain distributed puts one there."
-        )
-    if "error" in answer:
-        raise PoolError(str(answer.get("message") or answer["error"]))
-    return answer
+        ) from exc
+    except RefusedRequestError as exc:
+        raise PoolError(str(exc)) from exc
 
 
-async def _exchange(
-    address: SchedulerAddress, op: str, timeout_s: float, arguments: dict[str, Any]
-) -> dict[str, Any]:
+async def _exchange(address: SchedulerAddress, request: Request[R], timeout_s: float) -> R:
     from distributed import core
 
     from etrain_jupyter.process.peers import plain_values_only
@@ -57,7 +61,6 @@ async def _exchange(
                 address.address, timeout=timeout_s, connection_args=address.connection_args()
             )
             try:
-                answer: dict[str, Any] = await getattr(scheduler, op)(**arguments)
-                return answer
+                return await call_scheduler(scheduler, request)
             finally:
                 await scheduler.close_rpc()

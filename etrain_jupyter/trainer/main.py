@@ -17,6 +17,7 @@ import sys
 import traceback
 
 from etrain_jupyter.wire.channel import Channel
+from etrain_jupyter.wire.messages import LaunchTrainer, SpareReady
 from etrain_jupyter.wire.progress_page import ProgressPage, start_pulse
 
 _PR_SET_PDEATHSIG = 1
@@ -96,9 +97,9 @@ def run_trainer(channel: Channel, page: ProgressPage) -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         torch.set_num_threads(int(threads))
-    channel.send({"op": "spare", "pid": os.getpid()})
+    channel.send(SpareReady(pid=os.getpid()))
     for message in channel.messages():
-        if message["op"] == "start":
+        if isinstance(message, LaunchTrainer):
             Trainer(channel, message, progress=page).run()
             break
 

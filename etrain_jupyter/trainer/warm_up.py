@@ -23,6 +23,7 @@ from etrain_jupyter.trainer.compiled import (
     reason_of,
     undo_compile,
 )
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Indices, SampleSource, Share, to_device
 from etrain_jupyter.trainer.loop.evaluation import eval_mode
 from etrain_jupyter.trainer.micro_batch import (
@@ -40,6 +41,7 @@ from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.seeds import seeded
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.workload import Workload
+from etrain_jupyter.wire.messages import TextLogged
 
 
 class PassEffects(NamedTuple):
@@ -72,7 +74,7 @@ class WarmUp:
         *,
         micro: MicroBatch,
         order: NDArray[np.int64],
-        send: Callable[[dict[str, Any]], None],
+        send: Send,
         beat: Callable[[], None],
     ) -> None:
         self._workload = workload
@@ -258,7 +260,7 @@ class WarmUp:
                 self._beat()
 
     def _log(self, level: str, text: str) -> None:
-        self._send({"op": "log", "level": level, "text": text})
+        self._send(TextLogged(level=level, text=text))
 
 
 def _two_batches(order: Indices, count: int) -> list[Indices]:

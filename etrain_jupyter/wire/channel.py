@@ -1,4 +1,4 @@
-"""The control channel of a supervisor and its trainer: length-prefixed msgpack.
+"""Control channel between a supervisor and a trainer: length-prefixed msgpack.
 
 Imports no torch, because the supervisor's process reads the other end of it.
 """
@@ -14,29 +14,31 @@ from typing import Any
 
 import msgpack
 
+from etrain_jupyter.wire import codec
+from etrain_jupyter.wire.messages import TO_TRAINER, Message, ToTrainer
+
 _LENGTH = struct.Struct("!I")
 
-Message = dict[str, Any]
 
+def frame(message: Message) -> bytes:
+    """Return one frame: four bytes of length, then the message in msgpack.
 
-def encode(message: Message) -> bytes:
-    """Return one frame: four bytes of length, then msgpack.
-
-    Texts of users may contain what UTF-8 cannot encode, such as a file name with a lone surrogate;
-    it is escaped.
+    A user's text may contain what UTF-8 cannot encode, such as a file name with a lone surrogate.
+    That is escaped.
     """
-    body: bytes = msgpack.packb(message, use_bin_type=True, unicode_errors="backslashreplace")
+    data = codec.encode(message)
+    body: bytes = msgpack.packb(data, use_bin_type=True, unicode_errors="backslashreplace")
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into messages, wherever the pieces end."""
+    """Cut a stream of bytes into encoded messages, wherever the chunks end."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that are whole now."""
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yield the messages that are complete now, to be decoded by a ``Vocabulary``."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -49,25 +51,29 @@ class FrameDecoder:
 
 
 class Channel:
-    """The trainer's end: blocking reads by one thread, writes by any."""
+    """The trainer's end: one thread blocks in reads, any thread may write."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
         self._decoder = FrameDecoder()
-        self._ready: deque[Message] = deque()
+        self._ready: deque[Any] = deque()
 
     def send(self, message: Message) -> None:
         """Write one message. Raises ``OSError`` once the supervisor is gone."""
-        frame = encode(message)
+        data = frame(message)
         with self._lock:
-            self._sock.sendall(frame)
+            self._sock.sendall(data)
 
-    def messages(self) -> Iterator[Message]:
-        """Yield messages until the supervisor closes its end or dies. One reader at a time."""
+    def messages(self) -> Iterator[ToTrainer]:
+        """Yield messages until the supervisor closes its end or dies. One reader at a time.
+
+        Raises:
+            MalformedMessageError: If the supervisor sends anything else.
+        """
         while True:
             while self._ready:
-                yield self._ready.popleft()
+                yield TO_TRAINER.decode(self._ready.popleft())
             try:
                 data = self._sock.recv(1 << 20)
             except OSError:

@@ -1,4 +1,4 @@
-"""Compare the installed versions with those of the notebook whose job is to run.
+"""Compare the installed versions with those of the notebook, and define the wire version.
 
 The notebook's objects are sent by value: functions as byte code, which is specific to a minor
 version of Python, and modules in torch's pickle format.
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from etrain_jupyter import __version__
 
-PROTOCOL = 2
-"""Version of the messages between kernel, coordinator, supervisor and trainer. Increment it with
-each change that an older version would not understand."""
+WIRE_VERSION = 3
+"""Version of the messages in ``wire.messages`` and ``wire.requests``. Increment it with each change
+that an older version would not understand."""
 
 PROTOCOL_KEY = "protocol"
 NAMES = {
@@ -54,7 +54,7 @@ class Comparison:
 def read_fingerprint() -> dict[str, str]:
     """Return the installed versions without importing the packages."""
     known = {
-        PROTOCOL_KEY: str(PROTOCOL),
+        PROTOCOL_KEY: str(WIRE_VERSION),
         "etrain": __version__,
         "python": platform.python_version(),
     }

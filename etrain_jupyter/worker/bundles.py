@@ -18,9 +18,11 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+from etrain_jupyter.wire.messages import BundleRef
 
 LOOK_S = 0.05
 """Interval in seconds for checking whether another supervisor has fetched the file."""
@@ -66,7 +68,7 @@ class MachineBundles:
             with contextlib.suppress(OSError):
                 _remove_unused(lock, os.open(lock, os.O_RDWR))
 
-    async def get(self, bundle: Mapping[str, Any]) -> Path:
+    async def get(self, bundle: BundleRef) -> Path:
         """Return the file with a bundle, and keep it until it is released.
 
         Args:
@@ -75,8 +77,8 @@ class MachineBundles:
         Raises:
             BundleFetchError: If the bundle is unavailable.
         """
-        shared, digest = Path(bundle["path"]), str(bundle["digest"])
-        if _size_of(shared) == bundle["size"]:
+        shared, digest = Path(bundle.path), bundle.digest
+        if _size_of(shared) == bundle.size:
             return shared  # the trainer checks the digest when it opens the file
         if not _DIGEST.fullmatch(digest):
             raise BundleFetchError(f"{digest!r} is no SHA-256")
@@ -84,7 +86,7 @@ class MachineBundles:
         async with self._getting:
             if digest not in self._locks:
                 self._coming = digest
-                self._locks[digest] = await self._get(path, bundle["size"])
+                self._locks[digest] = await self._get(path, bundle.size)
                 if not self._coming:
                     self.release(digest)
                     raise BundleFetchError("its job has ended")

@@ -1,7 +1,7 @@
-"""A worker process of a local cluster: ``python -m etrain_jupyter.worker.main``.
+"""Worker process of a local cluster: ``python -m etrain_jupyter.worker.main``.
 
-Started by the head only. It never outlives the keeper: the end of the pipe on its standard input
-tells it. But it does outlive the scheduler, see ``worker_life``.
+The head starts it. It ends with the keeper, when the pipe on its standard input is closed. It
+outlives the scheduler, see ``worker.lifecycle``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from etrain_jupyter.process.entry import log_to_stderr
 from etrain_jupyter.worker.entry import make_parser, run_worker
 
 AWAY_S = 60.0
-"""How long to wait for the next scheduler before giving up, trainers and all."""
+"""Reconnect timeout in seconds; after it, the worker ends with its trainers."""
 
 
 class LocalFinder:
-    """Finds the scheduler by the record in the cluster's folder."""
+    """Find the scheduler by the record in the cluster's folder."""
 
     away_s = AWAY_S
     is_remote = False
@@ -26,12 +26,12 @@ class LocalFinder:
         self._cluster = cluster
 
     def look(self) -> ClusterRecord | None:
-        """Return the record; None while the cluster ends."""
+        """Return the record; None while the cluster shuts down."""
         return self._cluster.record()
 
 
 def main() -> None:
-    """Run until the end."""
+    """Run until the cluster ends."""
     parser = make_parser("etrain-local-worker")
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--scheduler", required=True)

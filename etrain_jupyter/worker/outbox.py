@@ -1,96 +1,117 @@
-"""What a supervisor has said and no coordinator has taken in: kept, and said again to the next one.
+"""Keep a supervisor's reports until they are acknowledged, and resend them to a new coordinator.
 
-A coordinator that dies may have taken in what it could not acknowledge any more; the next one knows
-from its predecessor's notes how far that was. So nothing is lost, and nothing counts twice.
+A coordinator may die between logging a report and acknowledging it. The next one knows from its
+predecessor's notes how far that was, so that no report is lost and none counts twice::
+
+    supervisor   report 7 ──▶        report 8 ──▶                   hello, 8 again ──▶
+    coordinator     logged, notes 7     logged, notes 8, dies   │ the next one: 8 <= 8, dropped
+                    acknowledges 7                              │ acknowledges 8
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from etrain_jupyter.wire.channel import Message
+from etrain_jupyter.wire.messages import (
+    AnyReport,
+    GenerationLeft,
+    JoinGeneration,
+    Message,
+    Progress,
+    StepsTrained,
+    TrainerHello,
+    TrainerReport,
+    TrainerSummary,
+    UserCodeFailed,
+)
 
 MOST_UNHEARD = 20_000
-"""Messages that are kept. Beyond that nobody reads what trainers say, so that they wait."""
+"""Reports that are kept. Beyond that the supervisor stops reading, so that its trainers wait."""
 
 MOST_RECORDS = 100_000
-"""Step records in them that are kept: a message of a fast job has many."""
+"""Step records in these reports: one report of a fast job has many."""
+
+R = TypeVar("R", bound=TrainerReport)
 
 
 class Outbox:
-    """Numbers messages and keeps them until they are acknowledged."""
+    """Number reports and keep them until they are acknowledged."""
 
     def __init__(self, most: int = MOST_UNHEARD, most_records: int = MOST_RECORDS) -> None:
         self._most = most
         self._most_records = most_records
         self._num_records = 0
         self._newest = 0
-        self._unheard: deque[Message] = deque()
+        self._unheard: deque[AnyReport] = deque()
 
     @property
     def newest(self) -> int:
-        """The number of the newest message; 0 before the first."""
+        """Number of the newest report; 0 before the first."""
         return self._newest
 
     @property
     def is_full(self) -> bool:
-        """Whether no more should be said for now; what is said all the same is kept, too."""
+        """Whether no more should be put in for now. What is put in anyway is kept as well."""
         return len(self._unheard) >= self._most or self._num_records >= self._most_records
 
-    def put(self, message: Message) -> Message:
-        """Return the message with its number, and keep it."""
+    def put(self, report: AnyReport, *, trainer: str) -> AnyReport:
+        """Return the report with its trainer's name and its number, and keep it."""
         self._newest += 1
-        numbered = {**message, "n": self._newest}
+        numbered = replace(report, trainer=trainer, number=self._newest)
         self._unheard.append(numbered)
-        self._num_records += len(message.get("records", ()))
+        self._num_records += _num_records(report)
         return numbered
 
     def acknowledge(self, number: int) -> None:
-        """Forget what was taken in: all messages up to this one."""
-        while self._unheard and self._unheard[0]["n"] <= number:
-            self._num_records -= len(self._unheard.popleft().get("records", ()))
+        """Forget all reports up to this one."""
+        while self._unheard and self._unheard[0].number <= number:
+            self._num_records -= _num_records(self._unheard.popleft())
 
-    def unheard(self) -> list[Message]:
-        """Return what nobody has acknowledged, in order."""
+    def unheard(self) -> list[AnyReport]:
+        """Return the reports that no coordinator has acknowledged, in order."""
         return list(self._unheard)
 
 
+def _num_records(report: AnyReport) -> int:
+    return len(report.records) if isinstance(report, StepsTrained) else 0
+
+
 @dataclass
-class TrainerReport:
-    """What the next coordinator has to know of a trainer, from what it was told and has said."""
+class TrainerStatus:
+    """Track what a restarted coordinator must know of a trainer, from the messages that pass."""
 
     started_at: float
-    """In seconds since the epoch: another process may read it."""
+    """In seconds since the epoch: another process reads it."""
     pid: int = 0
     generation: int = 0
-    """The newest that it was told to form; 0 if none."""
-    hello: Message | None = None
-    """What it said when it was warm."""
-    left: Message | None = None
-    """What it said when it left that generation, or why the notebook's code failed in it."""
-    progress: tuple[int, int] = (-1, 0)
-    """As it said then."""
+    """The newest generation that it was told to join; 0 if none."""
+    hello: TrainerHello | None = None
+    left: GenerationLeft | UserCodeFailed | None = None
+    """How it left that generation, or why the notebook's code failed in it."""
+    progress: Progress = (-1, 0)
+    """As reported then."""
     ended_with: int = 0
-    """The number of the message that it has ended; 0 while it lives."""
+    """Number of the report of its end; 0 while it runs."""
 
-    def hear_order(self, message: Message) -> None:
-        """Take note of what it is told."""
-        if message["op"] == "form":
-            self.generation, self.left = message["generation"], None
+    def note_order(self, message: Message) -> None:
+        """Track a message to the trainer."""
+        if isinstance(message, JoinGeneration):
+            self.generation, self.left = message.generation, None
 
-    def hear_report(self, message: Message) -> None:
-        """Take note of what it says."""
-        op = message["op"]
-        if op == "hello":
-            self.hello = message
-        elif op == "report" or (op == "user_error" and message["generation"]):
-            self.left = message
-            self.progress = tuple(message["progress"])
-        elif op == "user_error":
-            self.left = message
+    def note_report(self, report: Message) -> None:
+        """Track a report of the trainer."""
+        match report:
+            case TrainerHello():
+                self.hello = report
+            case GenerationLeft():
+                self.left, self.progress = report, report.progress
+            case UserCodeFailed():
+                self.left = report
+                if report.generation:  # outside of a generation it has no progress to report
+                    self.progress = report.progress
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as a message has it."""
-        return asdict(self)
+    def summary(self) -> TrainerSummary:
+        """Return its status as a hello of the supervisor has it."""
+        return TrainerSummary(**vars(self))

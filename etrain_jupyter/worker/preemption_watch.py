@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from etrain_jupyter.wire.channel import Message
+from etrain_jupyter.wire.messages import MachineNotice
 from etrain_jupyter.wire.notices import INTERRUPTION
 from etrain_jupyter.worker.imds import Imds, is_ec2
 from etrain_jupyter.worker.notices import POLL_S, Notice, NoticeWatch
@@ -27,11 +27,11 @@ class OwnNotices:
     Runs on an event loop.
 
     Args:
-        tell: Sends a message to the coordinator, if one is connected.
+        send: Sends a message to the coordinator, if one is connected.
     """
 
-    def __init__(self, tell: Callable[[Message], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[MachineNotice], None]) -> None:
+        self._send = send
         self._known: dict[str, Notice] = {}
         self._watch: NoticeWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -64,10 +64,10 @@ class OwnNotices:
         if watch is not None:
             await asyncio.to_thread(watch.stop)
 
-    def tell_again(self) -> None:
+    def send_again(self) -> None:
         """Report all known notices to a newly connected coordinator."""
         for notice in self._known.values():
-            self._say(notice)
+            self._report(notice)
 
     def _on_signal(self) -> None:
         notice_s = seconds_from_environment("ETRAIN_NOTICE_S", SIGNALLED_S)
@@ -82,12 +82,11 @@ class OwnNotices:
 
     def _take(self, notice: Notice) -> None:
         self._known[notice.kind] = notice
-        self._say(notice)
+        self._report(notice)
 
-    def _say(self, notice: Notice) -> None:
-        # Machine clocks differ, so the coordinator uses the remaining seconds, not the deadline.
-        told = {"kind": notice.kind, "deadline": notice.deadline, "left_s": notice.left_s()}
-        self._tell({"op": "notice", **told})
+    def _report(self, notice: Notice) -> None:
+        # Machine clocks differ, so the coordinator uses the remaining seconds, not an instant.
+        self._send(MachineNotice(notice=notice.kind, left_s=notice.left_s()))
 
 
 def seconds_from_environment(name: str, default: float) -> float:
@@ -102,6 +101,6 @@ def seconds_from_environment(name: str, default: float) -> float:
     if value > 0:
         return value
     logger.warning(
-        "%s=%r is no number of seconds above 0: %g are taken instead", name, text, default
+        "%s=%r is not a number of seconds above 0; using %g instead", name, text, default
     )
     return default

@@ -1,4 +1,4 @@
-"""The supervisor: a Dask worker plugin that starts, feeds, watches and kills trainers."""
+"""Supervisor: a Dask worker plugin that starts, monitors and kills trainers."""
 
 from __future__ import annotations
 
@@ -9,65 +9,66 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, assert_never
 
 from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 from distributed.comm.core import CommClosedError
 
-from etrain_jupyter.wire.channel import Message
+from etrain_jupyter.wire import codec
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire.requests import FetchBundle, RefusedRequestError, call_scheduler
 from etrain_jupyter.wire.versions import read_fingerprint
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
-from etrain_jupyter.worker.outbox import Outbox, TrainerReport
+from etrain_jupyter.worker.outbox import Outbox, TrainerStatus
 from etrain_jupyter.worker.preemption_watch import OwnNotices
 from etrain_jupyter.worker.trainer_process import TrainerProcess
 
 logger = logging.getLogger("etrain.supervisor")
 
 SPARE_DELAY_S = 4.0
-"""How long after a spare was used the next one is started: its imports must not compete with a
-job's first steps."""
+"""Delay in seconds before the next spare is started: its imports must not compete with a job's
+first steps."""
 
 RELEASE_TIMEOUT_S = 60.0
-"""How long a released trainer may give no sign of life: it may be writing a checkpoint."""
+"""Heartbeat timeout in seconds of a released trainer, which may be writing a checkpoint."""
 
 RELEASE_LIMIT_S = 900.0
-"""How long it may take to end by itself at most, signs or not."""
-
+"""Maximum seconds for a released trainer to end, even with heartbeats."""
 
 BEAT_S = 1.0
-"""How often it tells that it lives, and how far its trainers are."""
+"""Interval of the heartbeats, in seconds."""
 
 FROZEN_S = 1.5
-"""From which age of a trainer's pulse on the system is asked what has become of its process."""
+"""Age of a trainer's pulse, in seconds, from which the supervisor checks its process's state."""
 
 FETCH_S = 30.0
 """Timeout in seconds of one piece of a bundle."""
 
 FETCH_PATIENCE_S = 90.0
-"""How long a piece is asked for again; longer than a scheduler takes to be started again."""
+"""Seconds for which a piece is retried; longer than the restart of a scheduler takes."""
 
 BY_SIGNAL = {"stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
-"""Faults on purpose that need no help of the trainer; the others it commits itself."""
+"""Injected faults that need no help of the trainer, which commits the others itself."""
 
 
 class Supervisor(WorkerPlugin):
-    """Keeps one warm spare trainer and runs the trainers that the coordinator orders.
+    """Run the trainers that the coordinator launches, and keep one warm spare.
 
-    It shares its process with nothing that computes, so that a trainer which holds the GIL or
-    hangs does not make the machine look dead.
+    Its process computes nothing, so that a trainer which holds the GIL or hangs does not make the
+    machine look dead.
 
     Args:
-        device: Where its trainers compute, as torch says it.
-        rests: Whether it costs nothing until the coordinator wakes it: no spare, no sign of life.
-            For workers that somebody else uses as well.
+        device: Where its trainers compute, as torch names it.
+        rests: Whether it is idle until the coordinator wakes it, without a spare and heartbeats.
+            For workers that others use as well.
     """
 
     name = "etrain-supervisor"
 
     outlives_scheduler = False
-    """Whether the trainers are kept when a connection ends, because this process will have another
-    one; set by whoever sees to that."""
+    """Whether the trainers are kept when the connection ends, because this process will reconnect;
+    set by ``worker.lifecycle``."""
 
     def __init__(self, *, device: str = "cpu", rests: bool = False) -> None:
         self._device = device
@@ -83,35 +84,40 @@ class Supervisor(WorkerPlugin):
         self._outbox = Outbox()
         self._notices = OwnNotices(self._send)
         self._bundles = MachineBundles(self._fetch_bundle)
-        self._standings: dict[str, TrainerReport] = {}
-        """Of the trainers that run, and of those whose end nobody has heard of."""
+        self._statuses: dict[str, TrainerStatus] = {}
+        """Of the trainers that run, and of those whose end no coordinator has acknowledged."""
         self._may_read = asyncio.Event()
-        """Whether what trainers say is read: no more than can be kept."""
+        """Clear while the outbox is full: then trainers are not read, and wait."""
         self._may_read.set()
 
     async def setup(self, worker: Worker) -> None:
-        """Say hello to the coordinator, with what it has missed, and warm up a spare."""
+        """Send the coordinator a hello and the reports that it lacks, and warm up a spare."""
         self._worker = worker
-        worker.stream_handlers["etrain_order"] = self._take_order
+        worker.stream_handlers["etrain_order"] = self._receive
         self._is_connected = True
         self._bundles.begin(folder_of(worker.local_directory))
         self._notices.start()
         self._say_hello()
-        for message in self._outbox.unheard():
-            self._send(message)
+        for report in self._outbox.unheard():
+            self._send(report)
         if self._is_awake:
             self._beating = self._go(self._beat(worker))
             await self._start_spare()
 
     def _say_hello(self) -> None:
-        facts = {"device": self._device, "pid": os.getpid(), "incarnation": self._incarnation}
-        trainers = {name: known.to_dict() for name, known in self._standings.items()}
-        versions = {"fingerprint": read_fingerprint()}
-        self._send({"op": "supervisor", **facts, **versions, "trainers": trainers})
-        self._notices.tell_again()
+        self._send(
+            m.SupervisorHello(
+                device=self._device,
+                pid=os.getpid(),
+                incarnation=self._incarnation,
+                fingerprint=read_fingerprint(),
+                trainers={name: known.summary() for name, known in self._statuses.items()},
+            )
+        )
+        self._notices.send_again()
 
     async def teardown(self, worker: Worker) -> None:
-        """Kill whatever trainers are left, unless only the connection ends."""
+        """Kill all trainers, unless only the connection ends."""
         self._is_connected = False
         if self.outlives_scheduler:
             return
@@ -126,93 +132,115 @@ class Supervisor(WorkerPlugin):
             await trainer.wait()
         self._bundles.release_all()
 
-    # --- orders ---
+    # --- messages of the coordinator ---
 
-    def _take_order(self, message: Message) -> None:
+    def _receive(self, message: Any) -> None:
+        """Handle a message of the coordinator. Called by Dask."""
         if self._closing:
-            return  # the worker goes on without us, and orders may have been under way
+            return  # the worker stays in use without us, and messages may have been on the way
         try:
-            self._carry_out(message)
+            self._handle(m.TO_SUPERVISOR.decode(message))
         except Exception:
-            # Dask would close the connection, and end all trainers with it.
-            logger.exception("the order %r could not be carried out", message.get("op"))
+            # Dask would close the connection, and all trainers would end with it.
+            logger.exception("a message of the coordinator could not be handled")
 
-    def _carry_out(self, message: Message) -> None:
-        op = message["op"]
-        if op == "ack":
-            self._take_acknowledgement(message["n"])
-            return
-        if op in ("wake", "rest"):
-            self._wake() if op == "wake" else self._rest()
-            return
-        if op == "start":
-            self._go(self._start_trainer(message))
-            return
-        if op == "forget_bundle":
-            self._bundles.release(message["digest"])
-            return
-        if op == "reset":
-            if message["incarnation"] == self._incarnation:
-                self._incarnation += 1  # it may be told again before all trainers have ended
-                self._go(self._begin_anew())
-            return
-        trainer = self._trainers.get(message["trainer"])
-        if trainer is None:
-            return
-        if op == "kill":
-            self._go(self._kill(trainer, message))
-        elif op == "stacks":
-            self._go(trainer.tell_stacks())
-        elif op == "fault":
-            _commit_fault(trainer, message["kind"])
-        elif op == "tell":
-            trainer.send(message["message"])
-            if trainer.name in self._standings:
-                self._standings[trainer.name].hear_order(message["message"])
-            if message["message"]["op"] == "release":
-                self._standings.pop(trainer.name, None)
-                # It ends by itself, perhaps after a checkpoint; its end is no news any more.
-                self._ending.add(self._trainers.pop(trainer.name))
-                self._go(self._kill_later(trainer))
+    def _handle(self, message: m.ToSupervisor | m.ToTrainer) -> None:
+        match message:
+            case m.AcknowledgeReports():
+                self._forget_reports(message.number)
+            case m.WakeSupervisor():
+                self._wake()
+            case m.RestSupervisor():
+                self._rest()
+            case m.RemoveBundle():
+                self._bundles.release(message.digest)
+            case m.ResetSupervisor():
+                # The message may come again before all trainers have ended: the second one is of
+                # an incarnation that is over.
+                if message.incarnation == self._incarnation:
+                    self._incarnation += 1
+                    self._go(self._start_over())
+            case m.LaunchTrainer():
+                self._go(self._launch(message))
+            case m.TerminateTrainer() | m.LogStacks() | m.InjectFault():
+                if (trainer := self._trainers.get(message.trainer)) is not None:
+                    self._act_on(trainer, message)
+            case (
+                m.JoinGeneration()
+                | m.LeaveGeneration()
+                | m.BreakGeneration()
+                | m.SaveState()
+                | m.RequestCheckpoint()
+                | m.SetPace()
+                | m.StoreEntry()
+                | m.ShutDownTrainer()
+            ):
+                if (trainer := self._trainers.get(message.trainer)) is not None:
+                    self._pass_on(trainer, message)
+            case _:
+                assert_never(message)
+
+    def _act_on(
+        self, trainer: TrainerProcess, message: m.TerminateTrainer | m.LogStacks | m.InjectFault
+    ) -> None:
+        match message:
+            case m.TerminateTrainer():
+                self._go(self._terminate(trainer, message))
+            case m.LogStacks():
+                self._go(trainer.log_stacks())
+            case m.InjectFault():
+                _commit_fault(trainer, message)
+            case _:
+                assert_never(message)
+
+    def _pass_on(self, trainer: TrainerProcess, message: m.ToTrainer) -> None:
+        trainer.send(message)
+        if (status := self._statuses.get(trainer.name)) is not None:
+            status.note_order(message)
+        if isinstance(message, m.ShutDownTrainer):
+            self._statuses.pop(trainer.name, None)
+            # It ends by itself, perhaps after a checkpoint. Its end is not reported any more.
+            self._ending.add(self._trainers.pop(trainer.name))
+            self._go(self._kill_later(trainer))
 
     def _wake(self) -> None:
-        """Beat, and warm up a spare once the trainers that are ordered now have begun."""
+        """Start the heartbeats, and warm up a spare once the new job's trainers have begun."""
         if not self._is_awake:
             self._is_awake = True
             self._beating = self._go(self._beat(self._worker))
             self._go(self._start_spare(SPARE_DELAY_S))
 
     def _rest(self) -> None:
-        """Cost nothing until somebody has a job again."""
+        """Stop the heartbeats and the spare until the next job."""
         self._is_awake = False
         if self._beating is not None:
             self._beating.cancel()
         spare, self._spare = self._spare, None
         if spare is not None:
             self._ending.add(spare)
-            spare.kill("nobody needs it")
+            spare.kill("no job needs it")
 
-    def _take_acknowledgement(self, number: int) -> None:
+    def _forget_reports(self, number: int) -> None:
         self._outbox.acknowledge(number)
-        for name, known in list(self._standings.items()):
+        for name, known in list(self._statuses.items()):
             if 0 < known.ended_with <= number:
-                del self._standings[name]
+                del self._statuses[name]
         if not self._outbox.is_full:
             self._may_read.set()
 
-    async def _kill(self, trainer: TrainerProcess, order: Message) -> None:
+    async def _terminate(self, trainer: TrainerProcess, message: m.TerminateTrainer) -> None:
         try:
-            if order["stacks"]:
-                await trainer.tell_stacks()
-        finally:  # the others wait for its end, whatever can be told of it
-            trainer.kill(order["why"])
+            if message.dumps_stacks:
+                await trainer.log_stacks()
+        finally:  # the other ranks wait for its end, with or without its stacks
+            trainer.kill(message.why)
 
-    async def _begin_anew(self) -> None:
-        """End all trainers and come back as a new worker: this one was given up meanwhile."""
-        logger.warning("given up by the coordinator: beginning anew")
+    async def _start_over(self) -> None:
+        """Kill all trainers and register again: the coordinator has declared this worker dead."""
+        logger.warning("declared dead by the coordinator: registering again")
         ending = [*self._trainers.values(), *self._ending]
         self._trainers.clear()
-        self._standings.clear()
+        self._statuses.clear()
         self._ending.update(ending)
         for trainer in ending:
             trainer.kill("its worker was given up")
@@ -222,7 +250,7 @@ class Supervisor(WorkerPlugin):
         self._say_hello()
 
     async def _kill_later(self, trainer: TrainerProcess) -> None:
-        """End a trainer that was released and does not end, nor write its checkpoint any more."""
+        """Kill a released trainer that neither ends nor makes progress with its checkpoint."""
         deadline = time.monotonic() + RELEASE_LIMIT_S
         beats = -1
         while (page := trainer.progress()) is not None and page.beats != beats:
@@ -232,16 +260,24 @@ class Supervisor(WorkerPlugin):
                 break
             await asyncio.sleep(min(RELEASE_TIMEOUT_S, left_s))
         if trainer.progress() is not None:
-            trainer.say("warning", "it did not end when released: what it was saving is lost")
+            trainer.log("warning", "it did not end when released: what it was saving is lost")
         trainer.kill("it did not end when released")
 
-    async def _start_trainer(self, order: Message) -> None:
+    async def _launch(self, message: m.LaunchTrainer) -> None:
+        """Give a job to the spare, or to a new trainer.
+
+        ::
+
+            LaunchTrainer  ── process starts ── bundle is fetched ──▶ passed on to the trainer
+                  JoinGeneration: waits in the process's queue  ──▶ passed on after it
+                  TerminateTrainer: kills it at once            ──▶ nothing is passed on
+        """
         trainer, self._spare = self._spare, None
         is_new = trainer is None
         trainer = trainer or self._new_trainer()
-        trainer.name = order["trainer"]
-        self._standings[trainer.name] = TrainerReport(started_at=time.time(), pid=trainer.pid)
-        # Known before it runs: orders that come meanwhile wait for it, a kill is carried out.
+        trainer.name = message.trainer
+        self._statuses[trainer.name] = TrainerStatus(started_at=time.time(), pid=trainer.pid)
+        # Registered before it runs, so that messages that come meanwhile find it.
         self._trainers[trainer.name] = trainer
         if is_new:
             try:
@@ -251,27 +287,31 @@ class Supervisor(WorkerPlugin):
                 self._on_exit(trainer, f"its process could not be started: {exc}")
                 return
         try:
-            path = await self._bundles.get(order["bundle"])
+            path = await self._bundles.get(message.bundle)
         except BundleFetchError as exc:
             trainer.kill(str(exc))
             return
         if self._trainers.get(trainer.name) is not trainer:
-            trainer.kill("it was let go before it began")
+            trainer.kill("it was released before it began")
             return
+        bundle = dataclasses.replace(message.bundle, path=str(path))
         host = get_address_host(self._worker.address)
-        bundle = {"path": str(path), "digest": order["bundle"]["digest"]}
-        trainer.send({**order, "bundle": bundle, "host": host})
-        self._report({"op": "started", "trainer": trainer.name, "pid": trainer.pid})
+        trainer.send(dataclasses.replace(message, bundle=bundle, host=host))
+        self._report(trainer, m.TrainerStarted(pid=trainer.pid))
         self._go(self._start_spare(SPARE_DELAY_S))
 
     async def _fetch_bundle(self, digest: str, offset: int) -> bytes:
-        """Return the next piece of a bundle; a scheduler that has died is waited for."""
+        """Return the next piece of a bundle. Retry while the scheduler is being restarted."""
         deadline = time.monotonic() + FETCH_PATIENCE_S
         while True:
             try:
-                asked = self._worker.scheduler.etrain_bundle(digest=digest, offset=offset)
-                answer = await asyncio.wait_for(asked, FETCH_S)
-                break
+                request = FetchBundle(digest=digest, offset=offset)
+                piece = await asyncio.wait_for(
+                    call_scheduler(self._worker.scheduler, request), FETCH_S
+                )
+                return piece.data
+            except RefusedRequestError as exc:
+                raise BundleFetchError(str(exc)) from exc
             except (OSError, TimeoutError) as exc:
                 if time.monotonic() >= deadline:
                     raise BundleFetchError(
@@ -279,10 +319,6 @@ class Supervisor(WorkerPlugin):
                         f"{FETCH_PATIENCE_S:.0f} s ({type(exc).__name__}: {exc})"
                     ) from exc
             await asyncio.sleep(BEAT_S)
-        if "error" in answer:
-            raise BundleFetchError(str(answer["message"]))
-        data: bytes = answer["data"]
-        return data
 
     async def _start_spare(self, delay_s: float = 0.0) -> None:
         await asyncio.sleep(delay_s)
@@ -292,7 +328,7 @@ class Supervisor(WorkerPlugin):
                 await spare.start()
             except OSError as exc:
                 logger.error("no spare trainer could be started: %s", exc)
-                self._on_exit(spare, str(exc))  # which tries again later
+                self._on_exit(spare, str(exc))  # which retries later
 
     def _new_trainer(self) -> TrainerProcess:
         return TrainerProcess(
@@ -306,28 +342,30 @@ class Supervisor(WorkerPlugin):
             try:
                 pages = dict(self._pages())
             except Exception:
-                # Without a beat the coordinator would give this worker up.
+                # Without a heartbeat the coordinator would declare this worker dead.
                 logger.exception("the trainers' progress could not be read")
                 pages = {}
-            self._send({"op": "beat", "trainers": pages, "is_stuck": self._outbox.is_full})
+            self._send(m.Heartbeat(trainers=pages, is_stuck=self._outbox.is_full))
             await asyncio.sleep(BEAT_S)
 
-    def _pages(self) -> Iterator[tuple[str, Message]]:
-        """Yield what the trainers' progress pages say, by name."""
+    def _pages(self) -> Iterator[tuple[str, m.PageCopy]]:
+        """Yield copies of the trainers' progress pages, by name."""
         for name, trainer in self._trainers.items():
             progress = trainer.progress()
             if progress is not None:
                 is_frozen = progress.alive_age_s > FROZEN_S
                 process = trainer.process_state() if is_frozen else ""
-                yield name, {**dataclasses.asdict(progress), "process": process}
+                yield name, m.PageCopy(**vars(progress), process=process)
 
-    def _on_message(self, trainer: TrainerProcess, message: Message) -> None:
+    def _on_message(self, trainer: TrainerProcess, message: m.FromTrainer) -> None:
+        if isinstance(message, m.SpareReady):
+            return  # its hello, of which only the version counts
         if trainer.name:
-            if trainer.name in self._standings:
-                self._standings[trainer.name].hear_report(message)
-            self._report({**message, "trainer": trainer.name})
-        elif message["op"] == "log":
-            logger.warning("spare trainer %d: %s", trainer.pid, message["text"])
+            if (status := self._statuses.get(trainer.name)) is not None:
+                status.note_report(message)
+            self._report(trainer, message)
+        elif isinstance(message, m.TextLogged):
+            logger.warning("spare trainer %d: %s", trainer.pid, message.text)
 
     def _on_exit(self, trainer: TrainerProcess, cause: str) -> None:
         self._ending.discard(trainer)
@@ -335,27 +373,29 @@ class Supervisor(WorkerPlugin):
             self._spare = None
             self._go(self._start_spare(SPARE_DELAY_S))
         if self._trainers.pop(trainer.name, None) is not None:
-            self._report({"op": "exited", "trainer": trainer.name, "cause": cause})
-            if trainer.name in self._standings:
-                self._standings[trainer.name].ended_with = self._outbox.newest
+            self._report(trainer, m.TrainerExited(cause=cause))
+            if (status := self._statuses.get(trainer.name)) is not None:
+                status.ended_with = self._outbox.newest
 
-    def _report(self, message: Message) -> None:
-        """Say something that counts: it is kept until the coordinator has taken it in."""
+    def _report(self, trainer: TrainerProcess, report: m.AnyReport) -> None:
+        """Send a report, and keep it until the coordinator acknowledges it."""
         if self._closing:
             return
-        numbered = self._outbox.put(message)
+        # The name is ours, not the trainer's: no trainer can report in the name of another one.
+        numbered = self._outbox.put(report, trainer=trainer.name)
         if self._outbox.is_full:
             self._may_read.clear()
         self._send(numbered)
 
-    def _send(self, message: Message) -> None:
-        """Send a message, if anybody is there; who comes next gets those that count again."""
+    def _send(self, message: m.FromSupervisor | m.AnyReport) -> None:
+        """Send a message, if a coordinator is connected. The next one gets the kept reports."""
         if self._closing or not self._is_connected:
             return
+        frame = {"op": "etrain_report", "message": codec.encode(message)}
         try:
-            self._worker.batched_stream.send({"op": "etrain_report", "message": message})
+            self._worker.batched_stream.send(frame)
         except CommClosedError:
-            self._is_connected = False  # the worker is about to close, or to connect anew
+            self._is_connected = False  # the worker is about to close, or to reconnect
 
     def _go(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
@@ -369,8 +409,9 @@ class Supervisor(WorkerPlugin):
             logger.error("%r failed", task.get_coro(), exc_info=error)
 
 
-def _commit_fault(trainer: TrainerProcess, kind: str) -> None:
-    """Do on purpose what may happen to a trainer, or to this whole worker."""
+def _commit_fault(trainer: TrainerProcess, fault: m.InjectFault) -> None:
+    """Inject a fault into a trainer, or into this whole worker."""
+    kind = fault.kind_of_fault
     if kind == "kill_worker":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "kill":
@@ -378,4 +419,4 @@ def _commit_fault(trainer: TrainerProcess, kind: str) -> None:
     elif kind in BY_SIGNAL:
         trainer.send_signal(BY_SIGNAL[kind])
     else:
-        trainer.send({"op": "fault", "kind": kind})
+        trainer.send(fault)

@@ -1,4 +1,4 @@
-"""One trainer process as its supervisor sees it."""
+"""A trainer process, as its supervisor sees it."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import psutil
 
 from etrain_jupyter.log.events import STACKS_ASKED
-from etrain_jupyter.wire.channel import FrameDecoder, Message, encode
+from etrain_jupyter.wire.channel import FrameDecoder, frame
+from etrain_jupyter.wire.codec import WireVersionError
+from etrain_jupyter.wire.messages import FROM_TRAINER, FromTrainer, TextLogged, ToTrainer
 from etrain_jupyter.wire.progress_page import ProgressPage, TrainerProgress
 
 logger = logging.getLogger("etrain.supervisor")
 
 MAX_LINES_PER_S = 50
-"""Printed lines that are passed on; what exceeds it is counted and left out."""
+"""Printed lines that are passed on; the others are counted and dropped."""
 
 STACKS_S = 2.0
-"""How long a trainer may take to write what its threads are doing."""
+"""Timeout in seconds for a trainer to write the stacks of its threads."""
 
 MAX_STACK_LINES = 500
-"""Lines of that which are passed on."""
+"""Lines of these stacks that are passed on."""
 
-
-OnMessage = Callable[["TrainerProcess", Message], None]
+OnMessage = Callable[["TrainerProcess", FromTrainer], None]
 OnExit = Callable[["TrainerProcess", str], None]
 
 
 class TrainerProcess:
-    """Starts a trainer, passes messages both ways, tells of its end. For one event loop."""
+    """Start a trainer, pass messages both ways, and report its end. Runs on one event loop."""
 
     def __init__(
         self, *, on_message: OnMessage, on_exit: OnExit, may_read: asyncio.Event | None = None
@@ -47,8 +47,8 @@ class TrainerProcess:
         self._on_message = on_message
         self._on_exit = on_exit
         self._may_read = may_read
-        """While it is clear, nothing that the trainer says is read: it waits when it has said what
-        the channel holds."""
+        """While it is clear, nothing that the trainer sends is read: the trainer blocks once the
+        channel's buffer is full."""
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -56,7 +56,7 @@ class TrainerProcess:
         self._early: list[bytes] = []
         self._page: ProgressPage | None = None
         self._num_free_lines = 0
-        """Lines that are passed on however fast they come."""
+        """Lines that are passed on at any rate."""
 
     async def start(self) -> None:
         """Spawn the process; it imports torch and waits for a job."""
@@ -72,8 +72,8 @@ class TrainerProcess:
         if self._killed_because:  # meanwhile
             self._process.kill()
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        for frame in self._early:
-            self._writer.write(frame)
+        for data in self._early:
+            self._writer.write(data)
         self._early = []
         streams = ((self._process.stdout, "info"), (self._process.stderr, "warning"))
         self._tasks = [
@@ -104,13 +104,13 @@ class TrainerProcess:
             self._page.close()
             self._page = None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ToTrainer) -> None:
         """Pass a message to the trainer; one that is starting gets it when it reads."""
-        frame = encode(message)
+        data = frame(message)
         if self._writer is None:
-            self._early.append(frame)
+            self._early.append(data)
         elif not self._writer.is_closing():
-            self._writer.write(frame)
+            self._writer.write(data)
 
     def kill(self, why: str = "") -> None:
         """End the process with SIGKILL."""
@@ -119,37 +119,38 @@ class TrainerProcess:
             self._process.kill()
 
     def progress(self) -> TrainerProgress | None:
-        """Return how far it is, whatever it does just now; None before its start and at its end."""
+        """Return its progress, even if it is stopped; None before its start and after its end."""
         return self._page.read() if self._page is not None else None
 
     def process_state(self) -> str:
-        """Return how the system sees the process: ``running``, ``sleeping``, ``stopped`` ..."""
+        """Return the system's state of the process: ``running``, ``sleeping``, ``stopped`` ..."""
         try:
             return str(psutil.Process(self.pid).status())
         except psutil.Error:
             return "gone"
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send the process a signal, if it lives."""
+        """Send the process a signal, if it is alive."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
-    async def tell_stacks(self) -> None:
-        """Log what each of its threads is doing, as far as that can be found out.
+    async def log_stacks(self) -> None:
+        """Log what each of its threads is doing.
 
-        The trainer writes it from within a signal's handler, so that it also tells of a thread
-        that holds the interpreter's lock; but a process that is stopped writes nothing.
+        The trainer writes its stacks within a signal handler, which also works while a thread holds
+        the GIL. A stopped process writes nothing.
         """
         state = self.process_state()
         if self._page is None or not self._page.has_pulsed() or state == "stopped":
             text = f"trainer {self.pid} is {state}: what its threads are doing cannot be told"
-            self._tell_line("warning", text)
+            self.log("warning", text)
             return
-        self._tell_line("warning", STACKS_ASKED)
+        self.log("warning", STACKS_ASKED)
         self._num_free_lines = MAX_STACK_LINES
         self.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + STACKS_S
-        # It ends with the main thread's oldest frame, and nothing tells that it was the last line.
+        # The report ends with the main thread's oldest frame, without a mark: wait until no more
+        # lines come.
         left = -1
         while left != self._num_free_lines and time.monotonic() < deadline:
             left = self._num_free_lines
@@ -165,16 +166,23 @@ class TrainerProcess:
         try:
             while await self._is_read() and (data := await _read(reader)):
                 for message in decoder.feed(data):
-                    self._on_message(self, message)
+                    self._on_message(self, FROM_TRAINER.decode(message))
+        except WireVersionError as exc:
+            # Its files were replaced by those of another version while this worker runs.
+            logger.error("trainer %d: %s", self.pid, exc)
+            self.kill(
+                f"{exc}: etrain-jupyter was updated here while this worker runs. The trainer was "
+                "ended. Restart the workers; a local cluster starts new ones after %etrain down"
+            )
         except Exception as exc:
-            # Bytes that are no message, or a defect of ours: nobody could follow it any more.
+            # Bytes that are not a message, or a defect of ours: nothing more can be read from it.
             logger.exception("what trainer %d sends cannot be read", self.pid)
             self.kill(f"what it sends cannot be read: {type(exc).__name__}: {exc}")
         code = await self._exit_code()
         cause = self._cause_of_end(code)
         for task in self._tasks[:2]:
-            # What a crash printed comes first; a child of the trainer may hold the pipe open for
-            # ever. A process that was killed has no last words to wait for.
+            # Log the crash output first, but wait only briefly: a child of the trainer may hold the
+            # pipe open. A process that was killed has printed nothing.
             if code != -signal.SIGKILL:
                 await asyncio.wait([task], timeout=0.2)
             task.cancel()
@@ -185,22 +193,22 @@ class TrainerProcess:
         self._on_exit(self, cause)
 
     async def _is_read(self) -> bool:
-        """Wait until what the trainer says may be read."""
+        """Wait until the trainer's messages may be read."""
         if self._may_read is not None:
             await self._may_read.wait()
         return True
 
     def _close_pipes(self) -> None:
-        """Close our ends of the pipes, whoever holds the others; asyncio has no public way."""
+        """Close our ends of the pipes, even if others hold theirs; asyncio has no public way."""
         transport = getattr(self._process, "_transport", None)
         if transport is not None:
             transport.close()
 
     async def _exit_code(self, patience_s: float = 5.0) -> int:
-        """Wait for the end of the process alone.
+        """Wait for the end of this process only.
 
-        ``Process.wait`` also waits until nobody holds its pipes any more, and loader processes
-        outlive a killed trainer by seconds.
+        ``Process.wait`` also waits until its pipes are closed, and loader processes outlive a
+        killed trainer by seconds.
         """
         assert self._process is not None
         deadline = time.monotonic() + patience_s
@@ -215,7 +223,7 @@ class TrainerProcess:
             return self._killed_because
         if code < 0:
             name = signal.Signals(-code).name
-            # Nobody of us did it; the system does it where memory runs out.
+            # Not killed by us: the system does that when memory runs out.
             guess = " (out of memory?)" if code == -signal.SIGKILL else ""
             return f"trainer {self.pid} was ended by {name}{guess}"
         return f"trainer {self.pid} exited with code {code}"
@@ -224,7 +232,7 @@ class TrainerProcess:
         try:
             await self._pass_lines(stream, level)
         except Exception:
-            # It may not stop to be read: the trainer would wait for that when the pipe is full.
+            # Keep reading: the trainer would block once the pipe is full.
             logger.exception("a line of trainer %d could not be passed on", self.pid)
             while await _read(stream):
                 pass
@@ -235,7 +243,7 @@ class TrainerProcess:
             now = time.monotonic()
             if now - window > 1:
                 if left_out:
-                    self._tell_line(level, f"... {left_out} more lines left out")
+                    self.log(level, f"... {left_out} more lines left out")
                 window, count, left_out = now, 0, 0
             is_free = self._num_free_lines > 0
             if is_free:
@@ -246,17 +254,11 @@ class TrainerProcess:
                 left_out += 1
             else:
                 text = line.decode(errors="replace").rstrip()[:2000]
-                self._tell_line(level, text, is_printed=not is_free)
+                self.log(level, text, is_printed=not is_free)
 
-    def say(self, level: str, text: str) -> None:
-        """Log a line about it."""
-        self._tell_line(level, text)
-
-    def _tell_line(self, level: str, text: str, *, is_printed: bool = False) -> None:
-        message: dict[str, Any] = {"op": "log", "level": level, "text": text}
-        if is_printed:
-            message["is_printed"] = True  # the job's log takes a bounded number of these
-        self._on_message(self, message)
+    def log(self, level: str, text: str, *, is_printed: bool = False) -> None:
+        """Log a line, as if the trainer had sent it."""
+        self._on_message(self, TextLogged(level=level, text=text, is_printed=is_printed))
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

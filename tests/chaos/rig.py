@@ -29,6 +29,8 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.rules.membership import stalls
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire import requests as q
 from etrain_jupyter.worker import supervisor
 from etrain_jupyter.worker.supervisor import Supervisor
 from etrain_jupyter.worker.trainer_process import TrainerProcess
@@ -50,8 +52,8 @@ class RigSupervisor(Supervisor):
         super().__init__(device="cpu")
         self.has_warm_spare = asyncio.Event()
 
-    def _on_message(self, trainer: TrainerProcess, message: Message) -> None:
-        if message["op"] == "spare":
+    def _on_message(self, trainer: TrainerProcess, message: m.FromTrainer) -> None:
+        if isinstance(message, m.SpareReady):
             self.has_warm_spare.set()
         super()._on_message(trainer, message)
 
@@ -77,12 +79,12 @@ class RigWorker:
         """Start its supervisor, which sends hello."""
         work = self.supervisor.setup(self)  # type: ignore[arg-type]
         await asyncio.create_task(work, context=self.context)
-        self.stream_handlers["etrain_order"] = self._take_order
+        self.stream_handlers["etrain_order"] = self._receive
 
-    def _take_order(self, message: Message) -> None:
-        """Carry out an order without the product's net, so that the rig sees what goes wrong."""
+    def _receive(self, message: Message) -> None:
+        """Handle a message without the product's net, so that the rig sees what goes wrong."""
         if not self.supervisor._closing:
-            self.supervisor._carry_out(message)
+            self.supervisor._handle(m.TO_SUPERVISOR.decode(message))
 
     def send(self, message: Message) -> None:
         """Send to the scheduler; messages of a removed worker are dropped."""
@@ -249,7 +251,7 @@ class Rig:
             "max_workers": plan.config.max_workers(),
             **({"faults": list(faults)} if faults else {}),
         }
-        await self.ask("submit", job=order)
+        await self.ask(q.SubmitJob(job=order))
         return RigJob(self, order["job_id"], folder=self._folder)
 
     async def _warm_up(self, count: int) -> None:
@@ -274,7 +276,7 @@ class Rig:
             "resumes": True,
             **values,
         }
-        await self.ask("submit", job=order)
+        await self.ask(q.SubmitJob(job=order))
         return RigJob(self, job.id, folder=self._folder)
 
     def _put_bundle(self, plan: Any, job_id: str) -> Message:
@@ -293,17 +295,10 @@ class Rig:
         job.hosted._log.close()
         del self.coordinator._jobs[job.id]
 
-    async def ask(self, op: str, **arguments: Any) -> Message:
-        """Ask the coordinator as a notebook does."""
-        answer: Message = await self.scheduler.handlers[f"etrain_{op}"](**arguments)
-        assert "error" not in answer, answer
-        return answer
-
-    async def ask_anyway(self, job: RigJob, request: str, args: Message) -> Message:
-        """Ask for something that may be refused."""
-        ask = self.scheduler.handlers["etrain_request"]
-        answer: Message = await ask(job_id=job.id, request=request, args=args)
-        return answer
+    async def ask(self, request: q.Request[q.R]) -> q.R:
+        """Send the coordinator a request, as a kernel does."""
+        handler = self.scheduler.handlers[request.op]
+        return q.decode_reply(request, await handler(**q.encode_request(request)))
 
     async def close(self) -> None:
         """Stop everything; raise the first recorded error."""
@@ -365,8 +360,8 @@ class RigJob:
 
     async def request(self, request: str, **args: Any) -> str:
         """Send a request to the job."""
-        answer = await self._rig.ask("request", job_id=self.id, request=request, args=args)
-        return str(answer["message"])
+        control = q.ControlJob(job_id=self.id, request=request, args=args)
+        return (await self._rig.ask(control)).message
 
     async def until(self, condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
         """Wait until a condition holds; it is evaluated whenever the log grows."""

@@ -27,7 +27,9 @@ from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.processes import wait_until
 from etrain_jupyter.process.state_root import environment_key
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
+from etrain_jupyter.wire.requests import DescribeCluster
 from tests.unit.pools import standins
+from tests.unit.pools.standins import PretendJob
 
 PATIENCE_S = 90.0
 ROOT = Path(__file__).parents[2]
@@ -152,7 +154,7 @@ def test_only_clients_with_the_clusters_certificate_connect(shared: Shared, tmp_
         asyncio.run(try_to_enter(address.address.replace("tls://", "tcp://"), {}))
     with pytest.raises(OSError, match=r"."):
         asyncio.run(try_to_enter(address.address, foreign.connection_args()))
-    assert ask(address, "etrain_describe")["cluster_id"] == address.cluster_id
+    assert ask(address, DescribeCluster()).cluster_id == address.cluster_id
 
 
 def test_all_ports_are_on_loopback_and_none_serves_http(shared: Shared) -> None:
@@ -348,12 +350,12 @@ def test_cluster_without_a_record_shuts_down(make_pool: MakePool, state: Path) -
 
 def test_idle_cluster_shuts_down_and_leaves_nothing(make_pool: MakePool, state: Path) -> None:
     address = make_pool(idle_s=1.0).up()
-    ask(address, "etrain_test_job", num_workers=1)
+    ask(address, PretendJob(num_workers=1))
     assert not wait_until(lambda: not running_cluster_ids(), timeout_s=1.5), (
         "the cluster shut down during a job"
     )
 
-    ask(address, "etrain_test_job", num_workers=0)
+    ask(address, PretendJob(num_workers=0))
 
     assert wait_until(lambda: not processes_in(state), timeout_s=PATIENCE_S)
     assert list(state.iterdir()) == []
@@ -362,10 +364,10 @@ def test_idle_cluster_shuts_down_and_leaves_nothing(make_pool: MakePool, state: 
 def test_unused_workers_exit_after_the_linger_time(make_pool: MakePool) -> None:
     pool = make_pool(linger_s=0.2)
     address = pool.up()
-    ask(address, "etrain_test_job", num_workers=1)
+    ask(address, PretendJob(num_workers=1))
     await_running(pool, 1)
 
-    ask(address, "etrain_test_job", num_workers=0)
+    ask(address, PretendJob(num_workers=0))
 
     assert wait_until(lambda: pool.nodes() == [], timeout_s=PATIENCE_S)
 

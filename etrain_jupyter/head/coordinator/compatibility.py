@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from etrain_jupyter.head.coordinator.roster import WorkerFacts
+from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log import events
-from etrain_jupyter.wire.versions import PROTOCOL, PROTOCOL_KEY, Comparison, compare
-
-if TYPE_CHECKING:
-    from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.wire.versions import PROTOCOL_KEY, WIRE_VERSION, Comparison, compare
 
 
 class Fitness:
@@ -37,8 +34,8 @@ class Fitness:
 
 
 def expected_of(order: JobSpec) -> Mapping[str, str]:
-    """Return the versions that a worker of this job needs: the notebook's, and our protocol."""
-    return {**order.fingerprint, PROTOCOL_KEY: str(PROTOCOL)}
+    """Return the versions that a worker of this job needs: the notebook's, and our wire version."""
+    return {**order.fingerprint, PROTOCOL_KEY: str(WIRE_VERSION)}
 
 
 def words_of(found: Comparison, worker: str) -> str:

@@ -1,4 +1,4 @@
-"""The coordinator: a Dask scheduler plugin that owns the jobs and acts as ``elastic`` decides."""
+"""Coordinator: a Dask scheduler plugin that owns the jobs and acts as ``rules`` decides."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
+from etrain_jupyter import __version__
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.acknowledgements import Acknowledgements
 from etrain_jupyter.head.coordinator.bundles import HeadBundles
@@ -21,9 +22,10 @@ from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.fault_injection import Injector
 from etrain_jupyter.head.coordinator.nodes import NodeCost, NodeSource
 from etrain_jupyter.head.coordinator.notices import Notices
-from etrain_jupyter.head.coordinator.recovery import Returning
+from etrain_jupyter.head.coordinator.recovery import Recovering
 from etrain_jupyter.head.coordinator.requests import RequestError, Requests, UnknownJobError
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
+from etrain_jupyter.head.coordinator.serving import Serving
 from etrain_jupyter.head.coordinator.sharing import Sharing
 from etrain_jupyter.head.head_coordinator import HeadCoordinator
 from etrain_jupyter.head.jobs.costs import Money
@@ -31,33 +33,38 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.head.jobs.mirrored_log import open_run
-from etrain_jupyter.head.jobs.reports import Message
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.wire import codec
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire import requests as q
 
 logger = logging.getLogger("etrain.coordinator")
 
 TICK_S = 0.25
 COALESCE_S = 0.05
-"""Least time between two tellings of news of a job: the first is told at once, and later ones take
-more events along."""
+"""Minimum interval between two replies with new events of a job, so that a reply has several."""
 
 HANG_S = 30.0
-"""How long the ranks of a job may stand still, unless the variable ``ETRAIN_HANG_S`` says else."""
+"""Seconds without progress after which ranks count as hung, unless ``ETRAIN_HANG_S`` is set."""
 
 SILENCE_S = 10.0
-"""How long a supervisor may be silent, unless ``ETRAIN_SILENCE_S`` says else. Dask would notice a
-machine that vanished without closing its connections only after minutes."""
-
+"""Heartbeat timeout of a supervisor, unless ``ETRAIN_SILENCE_S`` is set. Dask would need minutes to
+notice a machine that vanished without closing its connections."""
 
 LAST_UPLOADS_S = 3.0
-"""How long the end of the cluster waits for logs that a bucket does not have yet."""
+"""Timeout at the end of the cluster for logs that a bucket does not have yet."""
 
-Handler = Callable[..., Awaitable[dict[str, Any]]]
+Handler = Callable[[Any], Awaitable[Any]]
+"""Handles one kind of request of a kernel."""
 
 
 class Coordinator(SchedulerPlugin, HeadCoordinator):
-    """Runs the jobs of one cluster. Everything happens on the scheduler's event loop."""
+    """Run the jobs of one cluster. Everything happens on the scheduler's event loop.
+
+    What depends on whether all workers are known is in its mode: ``Serving``, or ``Recovering``
+    after the death of the previous scheduler.
+    """
 
     name = "etrain-coordinator"
 
@@ -84,78 +91,98 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         )
         self._money = Money()
         self._halted = ""
-        """Why there will be no more workers; empty if there will."""
+        """Why the pool starts no more workers; empty if it does."""
         self._defects = Defects()
-        self._records = JobRecords(None)
-        self._acknowledgements = Acknowledgements(self._records)
         self._bundles = HeadBundles(lambda: (job.order for job in self._active()))
-        self._returning: Returning | None = None
-        """The trainers of the scheduler before, while they are waited for."""
+        self._serve(JobRecords(None))
+        self._refused: set[str] = set()
+        """Addresses of supervisors of another wire version."""
         self._ticked_at: float | None = None
-        self._told_at: dict[str, float] = {}
-        """When news of a job was told, by the event loop's clock."""
+        self._sent_at: dict[str, float] = {}
+        """When new events of a job were sent, by the event loop's clock."""
         self._idle_since = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
 
-    # --- life ---
+    def _serve(self, records: JobRecords) -> None:
+        """Begin to serve, and write down in ``records`` what the next scheduler must know."""
+        self._records = records
+        self._acknowledgements = Acknowledgements(records)
+        self._serving = Serving(
+            active=self._active,
+            roster=self._workers,
+            sharing=self._sharing,
+            notices=self._notices,
+            injector=self._injector,
+            acknowledgements=self._acknowledgements,
+            money=self._money,
+            defects=self._defects,
+            send_to=self._send_to,
+        )
+        self._mode: Serving | Recovering = self._serving
+
+    # --- start and end ---
 
     def recall(self, folder: Path, *, died_at: float) -> None:
-        """Keep the records of jobs in a folder, and take over those of a scheduler that died.
+        """Keep the records of jobs in a folder, and take over the jobs of a scheduler that died.
 
-        Called before the scheduler listens, so that nobody hears that a job is unknown.
+        Called before the scheduler listens, so that no kernel gets the reply that a job is unknown.
 
         Args:
             folder: Where the records are.
             died_at: When it died, in seconds since the epoch; 0.0 if there was none.
         """
-        self._records = JobRecords(folder)
-        self._acknowledgements = Acknowledgements(self._records)
+        self._serve(JobRecords(folder))
         for order, wishes in self._records.load():
             try:
                 job = self._host(order, recalls=wishes)
             except Exception:
-                # One that cannot go on must not keep the others from it, nor the scheduler.
+                # One job that cannot continue must stop neither the others nor the scheduler.
                 logger.exception("job %s could not be taken over", order.job_id)
                 continue
             self._jobs[order.job_id] = job
         recalled = [job for job in self._active() if job.recalled is not None]
-        self._returning = Returning(died_at, recalled) if recalled else None
+        if recalled:
+            self._mode = Recovering(died_at, recalled)
 
     def _host(self, order: JobSpec, **more: Any) -> HostedJob:
-        job = HostedJob(order=order, tell=self._tell, hang_s=self._hang_s, **more)
-        job.before_end = self._money.tell_last
-        job.describe_worker = self._machine_of
-        job.defects = self._defects
-        return job
+        return HostedJob(
+            order=order,
+            send_to=self._send_to,
+            describe_worker=self._machine_of,
+            before_end=self._money.tell_last,
+            defects=self._defects,
+            hang_s=self._hang_s,
+            **more,
+        )
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Register what the kernel and the supervisors may call."""
+        """Register the handlers and start to tick. Called by the scheduler."""
         self.register(scheduler)
         self._ticker = asyncio.create_task(self._tick_often())
 
     def register(self, scheduler: Scheduler) -> None:
-        """Register it with a scheduler that may not have started yet."""
+        """Register the handlers with a scheduler that may not have started yet."""
         self._scheduler = scheduler
-        scheduler.stream_handlers["etrain_report"] = self._take_report
-        for name, handler in self._handlers().items():
-            scheduler.handlers[f"etrain_{name}"] = _answering(handler)
+        scheduler.stream_handlers["etrain_report"] = self._receive
+        for request, handler in self._handlers().items():
+            scheduler.handlers[request.op] = q.handler_of(request, handler)
 
-    def _handlers(self) -> dict[str, Handler]:
-        """Return what may be called, without the prefix that all of it has."""
+    def _handlers(self) -> dict[type[q.Request[Any]], Handler]:
+        """Return the handler of each request."""
         return {
-            "submit": self._submit,
-            "put_bundle": self._put_bundle,
-            "bundle": self._read_bundle,
-            "jobs": self._jobs_list,
-            "events": self._events,
-            "request": self._request,
-            "workers": self._workers_of,
-            "describe": self._describe,
-            "down": self._down,
+            q.SubmitJob: self._submit,
+            q.PutBundle: self._put_bundle,
+            q.FetchBundle: self._read_bundle,
+            q.ListJobs: self._list_jobs,
+            q.FetchEvents: self._events,
+            q.ControlJob: self._control,
+            q.ListWorkers: self._list_workers,
+            q.DescribeCluster: self._describe,
+            q.ShutDownCluster: self._down,
         }
 
     async def close(self) -> None:
-        """Stop ticking, and let what has ended be uploaded; the scheduler is closing."""
+        """Stop ticking, and upload the logs of ended jobs. Called as the scheduler closes."""
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -176,19 +203,19 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
                 self.tick()
 
     def tick(self) -> None:
-        """Do what is due because time has passed."""
+        """Do what is due at this time."""
         now = clock.now()
         self._write_logs()
         self._acknowledge()
         asleep_s = self._workers.tick(now)
         with self._defects.watch(None, "taking jobs over"):
-            self._bring_back(now)
-        self._give_up_silent(now)
+            self._end_recovery()
+        self._drop_silent(now)
         passed_s = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
-        for job in self._active() if self._returning is None else ():
+        for job in self._mode.deciding_jobs():
             with self._defects.watch(job, "a tick"):
-                # Trainers that wait until the log can be written do not hang.
+                # Trainers that wait until the log can be written are not hung.
                 is_stuck = self._is_stuck(job)
                 job.handle(s.Tick(asleep_s=passed_s if is_stuck and not asleep_s else asleep_s))
                 self._injector.tick(job)
@@ -202,30 +229,29 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
                 job.retry_log()
 
     def _is_stuck(self, job: HostedJob) -> bool:
-        """Whether a trainer of the job waits because its supervisor can keep no more messages."""
+        """Return whether a trainer of the job waits because its supervisor's outbox is full."""
         facts = [self._workers.get(member.worker) for member in job.state.members.values()]
         return any(known is not None and known.is_stuck for known in facts)
 
-    # --- what the pool tells ---
+    # --- called by the pool ---
 
     def take_costs(self, costs: Sequence[NodeCost]) -> None:
-        """Take in what the nodes have cost by now, for the logs of the jobs."""
-        if self._returning is None:
-            self._money.take(costs, self._active())
+        """Log what the nodes have cost so far."""
+        self._mode.take_costs(costs)
 
     def take_notice(self, worker: str, leaves_at: float) -> None:
-        """Take in that the pool itself will end a worker's machine, and when (epoch seconds)."""
+        """Handle that the pool itself will end a worker's machine, and when (epoch seconds)."""
         facts = self._workers.get(worker)
         if facts is not None:
             self._notices.interrupt(facts, left_s=leaves_at - time.time())
 
     def warn(self, text: str) -> None:
-        """Let whoever watches a job know."""
+        """Log a warning for each active job."""
         for job in self._active():
             job.log(events.LogLine, level="warning", worker="", text=text)
 
     def halt(self, why: str) -> None:
-        """Let all jobs save and stop, and take no more: there will be no more workers."""
+        """Save and stop all jobs, and refuse new ones: the pool starts no more workers."""
         if self._halted:
             return
         self._halted = why
@@ -236,10 +262,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._after_change()
 
     def is_busy(self, worker: str) -> bool:
-        """Whether a job holds this worker; the pool may end the others when there are too many."""
-        return self._returning is not None or any(
-            job.state.of_worker(worker) for job in self._active()
-        )
+        """Return whether a job uses this worker; the pool may end the others if it has too many."""
+        return self._mode.is_busy(worker)
 
     def idle_s(self) -> float:
         """Return the seconds since the last job ended; 0.0 while one is active or uploaded."""
@@ -253,170 +277,125 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     # --- workers ---
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """Take in that a worker's connection is gone. Called by the scheduler."""
+        """Handle a closed connection of a worker. Called by the scheduler."""
+        self._refused.discard(worker)
         facts = self._workers.remove(worker)
         if facts is not None:
             self._records.forget_worker(facts.name)
             self._acknowledgements.forget(facts.name)
             cause = "preempted" if facts.leaves_at else f"worker process {facts.pid} is gone"
-            self._lose(facts, cause)
+            self._mode.lose(facts, cause)
 
-    def _give_up_silent(self, now: float) -> None:
-        """Do without workers whose supervisors are silent, though their connections stand."""
+    def _drop_silent(self, now: float) -> None:
+        """Declare workers dead whose heartbeats timed out, although their connections are open."""
         for facts, silence_s in self._workers.give_up_silent(now):
             with self._defects.watch(None, f"killing {facts.name}"):
                 self._nodes.kill(facts.name)
-            self._lose(facts, f"silent for {silence_s:.1f} s", detected_s=silence_s)
+            self._mode.lose(facts, f"silent for {silence_s:.1f} s", detected_s=silence_s)
 
-    def _lose(self, facts: WorkerFacts, cause: str, detected_s: float = 0.0) -> None:
-        if self._returning is not None:
-            self._returning.forget(facts.name)
-            return
-        for job in self._active():
-            job.handle(s.WorkerGone(worker=facts.name, cause=cause, detected_s=detected_s))
-        self._allocate()
+    def _receive(self, message: Any, worker: str) -> None:
+        """Handle a message of a supervisor; ``worker`` is its address. Called by Dask.
 
-    def _take_report(self, message: Message, worker: str) -> None:
-        """Take a message of a supervisor; ``worker`` is its address.
-
-        Dask would close the connection upon an exception, and the worker would end itself.
+        An exception would make Dask close the connection, and the worker would end itself.
         """
-        with self._defects.watch(
-            self._job_of(message), f"taking {message.get('op')!r} of {worker}"
-        ):
-            self._take(message, worker)
+        with self._defects.watch(None, f"reading a message of {worker}"):
+            try:
+                decoded = m.FROM_SUPERVISOR.decode(message)
+            except codec.WireVersionError as exc:
+                self._refuse(worker, exc)
+                return
+            doing = f"handling {type(decoded).__name__} of {worker}"
+            with self._defects.watch(self._job_named(decoded), doing):
+                self._handle(decoded, worker)
 
-    def _job_of(self, message: Message) -> HostedJob | None:
-        """Return the job whose trainer a message comes from, if it says so."""
-        return self._jobs.get(str(message.get("trainer", "")).partition("/")[0])
+    def _refuse(self, worker: str, exc: codec.WireVersionError) -> None:
+        """Use no supervisor that speaks another version of the wire, and log that once."""
+        if worker in self._refused:
+            return
+        self._refused.add(worker)
+        state = self._scheduler.workers.get(worker)
+        name = str(state.name) if state is not None else worker
+        text = (
+            f"worker {name} takes no part: {exc} (etrain-jupyter {__version__}). The other workers "
+            f"train on. Install etrain-jupyter {__version__} there and restart that worker"
+        )
+        logger.error("%s", text)
+        self.warn(text)
 
-    def _take(self, message: Message, worker: str) -> None:
+    def _job_named(self, message: m.Message) -> HostedJob | None:
+        """Return the job that a report names."""
+        return self._jobs.get(message.job_id) if isinstance(message, m.TrainerReport) else None
+
+    def _handle(self, message: m.FromSupervisor | m.AnyReport, worker: str) -> None:
         now = clock.now()
-        if message["op"] == "supervisor":
+        if isinstance(message, m.SupervisorHello):
             self._greet(message, worker, now)
             return
         known = self._workers.hear(worker, now)
         if known is None:
             self._reset(worker)
-        elif message["op"] == "beat":
-            known.is_stuck = message.get("is_stuck", False)
-            for trainer, page in message["trainers"].items():
-                for job in self._jobs_of(trainer, known):
+        elif isinstance(message, m.Heartbeat):
+            known.is_stuck = message.is_stuck
+            for trainer, page in message.trainers.items():
+                job = self._serving.job_of(trainer, known)
+                if job is not None:
                     job.take_progress(trainer, page)
-        elif self._returning is not None:
-            self._returning.hold(message, worker)  # its job is not complete yet
-            return
         else:
-            self._take_held(message, known)
+            self._mode.take(message, known)
+            if isinstance(self._mode, Recovering):
+                return  # nothing has changed
         self._after_change()
 
-    def _greet(self, message: Message, worker: str, now: float) -> None:
+    def _greet(self, hello: m.SupervisorHello, worker: str, now: float) -> None:
         facts = WorkerFacts(
             name=str(self._scheduler.workers[worker].name),
             address=worker,
-            device=message["device"],
-            pid=message["pid"],
-            incarnation=message["incarnation"],
-            fingerprint=message.get("fingerprint", {}),
+            device=hello.device,
+            pid=hello.pid,
+            incarnation=hello.incarnation,
+            fingerprint=hello.fingerprint or {},
         )
-        if not self._workers.greet(facts, now):
-            return
-        standings = message.get("trainers", {})
-        if self._returning is not None:
-            self._returning.greet(facts.name, standings)
-        else:
-            self._dismiss_strangers(facts.name, standings)
-            self._allocate()
-
-    def _take_held(self, message: Message, worker: WorkerFacts) -> None:
-        """Take a message that waits while workers are coming back."""
-        if message["op"] == "notice":
-            self._notices.take(message, worker)
-        else:
-            self._take_numbered(message, worker)
-
-    def _take_numbered(self, message: Message, worker: WorkerFacts) -> None:
-        """Take a message of a trainer, unless the scheduler before has."""
-        number = message.get("n", 0)
-        if number and not self._acknowledgements.is_new(worker.name, number):
-            return
-        jobs = self._jobs_of(message["trainer"], worker)
-        try:
-            for job in jobs:
-                job.take_report(message["trainer"], message)
-                self._injector.commit_planned(job)
-        finally:
-            # Also one that we fail to take: it would fail again each time.
-            if number:
-                self._acknowledgements.take(worker.name, number, jobs)
+        if self._workers.greet(facts, now):
+            self._mode.greet(facts.name, hello.trainers or {})
 
     def _acknowledge(self) -> None:
-        """Tell the supervisors what they need not keep any more."""
+        """Send the supervisors the numbers up to which they need not keep their reports."""
         for worker, number in self._acknowledgements.collect().items():
-            self._tell(worker, {"op": "ack", "n": number})
+            self._send_to(worker, m.AcknowledgeReports(number=number))
 
-    # --- after the death of the scheduler before ---
-
-    def _bring_back(self, now: float) -> None:
-        """Go on with the jobs of the scheduler before, once all workers are back that can be."""
-        returning = self._returning
-        if returning is None:
+    def _end_recovery(self) -> None:
+        """Serve again once all workers are back that can be."""
+        recovery = self._mode
+        if not isinstance(recovery, Recovering):
             return
         alive = None
         if self._nodes.capacity() is not None:
             alive = {node["worker"] for node in self._nodes.nodes()}
-        if not returning.is_over(alive):
-            return
-        self._returning = None
-        for job in returning.jobs:
-            with self._defects.watch(job, "adopting its trainers"):
-                job.adopt(returning.standings, away_s=max(0.0, time.time() - returning.died_at))
-        self._notices.recall(returning.notices, returning.at_risk)
-        for message, worker in returning.held:
-            known = self._workers.hear(worker, now)
-            if known is not None:
-                with self._defects.watch(self._job_of(message), f"taking {message.get('op')!r}"):
-                    self._take_held(message, known)
-        for worker, standings in returning.by_worker.items():
-            self._dismiss_strangers(worker, standings)
-        self._allocate()
-
-    def _dismiss_strangers(self, worker: str, standings: Mapping[str, Any]) -> None:
-        """Let those trainers of a worker end that no job here knows."""
-        known = {name for job in self._active() for name in job.state.members}
-        for name in standings:
-            if name not in known:
-                message = {"op": "release"}
-                self._tell(worker, {"op": "tell", "trainer": name, "message": message})
-
-    def _jobs_of(self, trainer: str, worker: WorkerFacts) -> list[HostedJob]:
-        """Return the job whose trainer this is, if the worker is the one that it was started on."""
-        return [
-            job
-            for job in self._active()
-            if trainer in job.trainers and job.trainers[trainer].worker == worker.name
-        ]
+        if recovery.is_over(alive):
+            self._mode = self._serving
+            recovery.hand_over(self._serving)
 
     def _reset(self, address: str) -> None:
-        """Tell a supervisor that was given up to begin anew; it may be told several times."""
+        """Send a reset to a supervisor that was declared dead; it may get several."""
         incarnation = self._workers.given_up(address)
-        stream = self._scheduler.stream_comms.get(address)
-        if incarnation is not None and stream is not None:
-            message = {"op": "reset", "incarnation": incarnation}
-            stream.send({"op": "etrain_order", "message": message})
+        if incarnation is not None:
+            self._send(address, m.ResetSupervisor(incarnation=incarnation))
 
-    def _tell(self, worker: str, message: Message) -> None:
+    def _send_to(self, worker: str, message: m.ToSupervisor | m.ToTrainer) -> None:
         facts = self._workers.get(worker)
-        stream = self._scheduler.stream_comms.get(facts.address) if facts else None
+        if facts is not None:
+            self._send(facts.address, message)
+
+    def _send(self, address: str, message: m.ToSupervisor | m.ToTrainer) -> None:
+        stream = self._scheduler.stream_comms.get(address)
         if stream is not None:
-            stream.send({"op": "etrain_order", "message": message})
+            stream.send({"op": "etrain_order", "message": codec.encode(message)})
 
     def _allocate(self) -> None:
-        if self._returning is None:  # else nobody knows yet which workers are in use
-            self._sharing.allocate()
+        self._mode.allocate()
 
     def _after_change(self) -> None:
-        """Let go what is not needed any more."""
+        """Free what ended jobs do not need any more, and share the workers again if necessary."""
         ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_let_go]
         for job in ended:
             job.let_go()
@@ -425,25 +404,25 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
         for job in [job for job in self._jobs.values() if job.has_told_its_end and job.is_recorded]:
-            # Until then, the next scheduler would have to find out how it ended.
+            # Until now, the next scheduler would have had to find out how it ended.
             job.is_recorded = False
             self._records.remove(job.order.job_id)
         for job in self._active():
             self._records.note(job.order.job_id, job.wishes)
-        # A job that was about to end, and goes on after all, has no workers to ask for.
+        # A job that was about to end and continues after all has no workers assigned.
         if ended or any(not j.state.assigned and not j.state.outcome for j in self._active()):
             self._allocate()
 
     def _forget_bundle(self, digest: str) -> None:
-        """Let the workers remove a bundle, unless another job uses the same."""
+        """Remove a bundle from the workers, unless another job uses the same one."""
         if all(job.order.bundle_digest != digest for job in self._active()):
             for facts in self._workers:
-                self._tell(facts.name, {"op": "forget_bundle", "digest": digest})
+                self._send_to(facts.name, m.RemoveBundle(digest=digest))
 
-    # --- what the kernel may call ---
+    # --- requests of kernels ---
 
-    async def _submit(self, job: dict[str, Any]) -> dict[str, Any]:
-        order = JobSpec.from_message(job)
+    async def _submit(self, request: q.SubmitJob) -> q.Submitted:
+        order = JobSpec.from_message(request.job)
         known = self._jobs.get(order.job_id)
         if known is not None and not (order.resumes and known.state.is_ended):
             raise RequestError(
@@ -455,7 +434,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             raise RequestError(f"{self._halted}. Nothing was submitted. %etrain down ends the pool")
         self._requests.check_capacity(order.min_workers, "Nothing was submitted")
         if not await self._bundles.is_here(order):
-            return {"wants_bundle": True}
+            return q.Submitted(wants_bundle=True)
         try:
             hosted = await self._open(order)
         except OSError as exc:
@@ -466,7 +445,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             ) from exc
         self._jobs[order.job_id] = hosted
         self._allocate()
-        return {"job_id": order.job_id}
+        return q.Submitted(job_id=order.job_id)
 
     async def _open(self, order: JobSpec) -> HostedJob:
         """Write down a job that is submitted, and open its log.
@@ -482,43 +461,42 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         except BaseException as exc:
             self._records.remove(order.job_id)
             if isinstance(exc, OSError) and not order.resumes:
-                order.log_path.unlink(missing_ok=True)  # nothing is in it: there is no such job
+                order.log_path.unlink(missing_ok=True)  # it is empty: the job never existed
             raise
 
-    async def _put_bundle(self, job: dict[str, Any], offset: int, data: bytes) -> dict[str, Any]:
-        await self._bundles.put(JobSpec.from_message(job), offset, data)
-        return {}
+    async def _put_bundle(self, request: q.PutBundle) -> q.Done:
+        await self._bundles.put(JobSpec.from_message(request.job), request.offset, request.data)
+        return q.Done()
 
-    async def _read_bundle(self, digest: str, offset: int) -> dict[str, Any]:
-        return {"data": await self._bundles.read(digest, offset)}
+    async def _read_bundle(self, request: q.FetchBundle) -> q.BundlePiece:
+        return q.BundlePiece(data=await self._bundles.read(request.digest, request.offset))
 
-    async def _jobs_list(self) -> dict[str, Any]:
-        return {"jobs": [job.summary() for job in self._jobs.values()]}
+    async def _list_jobs(self, request: q.ListJobs) -> q.JobList:
+        return q.JobList(jobs=tuple(job.summary() for job in self._jobs.values()))
 
-    async def _events(
-        self, job_id: str, since: int = 0, wait_s: float = 10.0, limit: int = 5000
-    ) -> dict[str, Any]:
+    async def _events(self, request: q.FetchEvents) -> q.EventBatch:
+        job_id, since, wait_s = request.job_id, request.since, request.wait_s
         job = self._job(job_id)
         if job.last_seq <= since and not job.has_told_its_end:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(job.changed.wait(), min(wait_s, 60.0))
-        if wait_s and job.last_seq - since < limit:
-            await self._pace(job_id)
+        if wait_s and job.last_seq - since < request.limit:
+            await self._collect_events(job_id)
         trouble = job.log_trouble
         if trouble and self._is_stuck(job):
             trouble += "; training waits for that"
-        told = {"status": job.state.status, "trouble": trouble}
-        return {"events": job.events_since(since, limit), **told}
+        batch = tuple(job.events_since(since, request.limit))
+        return q.EventBatch(events=batch, status=job.state.status, trouble=trouble)
 
-    async def _pace(self, job_id: str) -> None:
-        """Wait until news of a job may be told again; whoever asks meanwhile is told with it."""
+    async def _collect_events(self, job_id: str) -> None:
+        """Wait until new events of a job may be sent again; all kernels that wait get the same."""
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(self._told_at.get(job_id, -math.inf) + COALESCE_S - loop.time())
-        if loop.time() >= self._told_at.get(job_id, -math.inf) + COALESCE_S:
-            self._told_at[job_id] = loop.time()
+        await asyncio.sleep(self._sent_at.get(job_id, -math.inf) + COALESCE_S - loop.time())
+        if loop.time() >= self._sent_at.get(job_id, -math.inf) + COALESCE_S:
+            self._sent_at[job_id] = loop.time()
 
     def _machine_of(self, worker: str) -> dict[str, Any]:
-        """Return what is known of a worker's machine, as ``WorkerJoined`` has it."""
+        """Return the facts of a worker's machine, as ``WorkerJoined`` has them."""
         facts = self._workers.get(worker)
         node: dict[str, Any] = next((n for n in self._nodes.nodes() if n["worker"] == worker), {})
         machine: dict[str, Any] = {"device": facts.device} if facts else {}
@@ -531,66 +509,44 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             }
         return machine
 
-    async def _workers_of(self, job_id: str) -> dict[str, Any]:
-        records = self._job(job_id).members()
+    async def _list_workers(self, request: q.ListWorkers) -> q.WorkerList:
+        records = self._job(request.job_id).members()
         for record in records:
             facts = self._workers.get(record["worker"])
             record["address"] = facts.address if facts else ""
             record["pid"] = facts.pid if facts else 0
             record |= self._machine_of(record["worker"]) | {"device": record["device"]}
-        return {"workers": records}
+        return q.WorkerList(workers=tuple(records))
 
-    async def _describe(self) -> dict[str, Any]:
-        return {
-            "cluster_id": self._cluster_id,
-            "pid": os.getpid(),
-            "workers": len(self._workers),
-            "jobs": len(self._active()),
-            "idle_s": self.idle_s(),
-        }
+    async def _describe(self, request: q.DescribeCluster) -> q.ClusterFacts:
+        return q.ClusterFacts(
+            cluster_id=self._cluster_id,
+            pid=os.getpid(),
+            workers=len(self._workers),
+            jobs=len(self._active()),
+            idle_s=self.idle_s(),
+        )
 
-    async def _down(self) -> dict[str, Any]:
+    async def _down(self, request: q.ShutDownCluster) -> q.ShuttingDown:
         for job in self._active():
             job.handle(s.StopAsked(now=True))
         asyncio.get_running_loop().call_later(0.05, self._on_shutdown)
-        return {"message": "the cluster is going down"}
+        return q.ShuttingDown(message="the cluster is going down")
 
-    async def _request(
-        self, job_id: str, request: str, args: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        job = self._job(job_id)
-        if self._returning is not None:
-            raise RequestError(
-                f"the scheduler of job {job.order.name} has been started again and waits for the "
-                "workers to come back. Nothing was done, and training goes on. Try again in a "
-                "moment."
-            )
+    async def _control(self, request: q.ControlJob) -> q.Outcome:
+        job = self._job(request.job_id)
+        self._mode.check_request(job)
         num_before = self._defects.num_seen
-        message = self._requests.do(job, request, args or {})
+        message = self._requests.do(job, request.request, request.args or {})
         self._after_change()
         if self._defects.num_seen > num_before:
             raise RequestError(
-                f"{request} met a defect of etrain-jupyter and may be incomplete: "
+                f"{request.request} met a defect of etrain-jupyter and may be incomplete: "
                 f"{self._defects.newest}. The traceback is in the scheduler's log"
             )
-        return {"message": message}
+        return q.Outcome(message=message)
 
     def _job(self, job_id: str) -> HostedJob:
         if job_id not in self._jobs:
             raise UnknownJobError(f"job {job_id} is not on this cluster")
         return self._jobs[job_id]
-
-
-def _answering(handler: Handler) -> Handler:
-    """Turn what goes wrong into an answer: the caller gets words, not a pickled traceback."""
-
-    async def answer(**arguments: Any) -> dict[str, Any]:
-        try:
-            return await handler(**arguments)
-        except RequestError as exc:
-            return {"error": exc.kind, "message": str(exc)}
-        except Exception as exc:
-            logger.exception("a request failed")
-            return {"error": type(exc).__name__, "message": str(exc)}
-
-    return answer

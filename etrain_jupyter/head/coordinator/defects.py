@@ -1,6 +1,6 @@
-"""Exceptions of our own code in the coordinator: logged for the job, and nothing else stops.
+"""Log exceptions of our own code in the coordinator for their job, and keep the rest running.
 
-A defect that is met again and again is logged again after 10, 20, 40 ... 600 s, with a count.
+A defect that repeats is logged again after 10, 20, 40 ... 600 s, with a count.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from etrain_jupyter.head.coordinator import clock
+from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log import events
-
-if TYPE_CHECKING:
-    from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.rules.membership.membership import JobState
 
 logger = logging.getLogger("etrain.coordinator")
 
@@ -26,7 +25,18 @@ MOST_KINDS = 100
 """Kinds of defects that are remembered."""
 
 Kind = tuple[str, str, str]
-"""The job, what was being done, and where which exception was raised."""
+"""The job, what was being done, and the exception with the place where it was raised."""
+
+
+class WatchedJob(Protocol):
+    """What is needed of a job to log a defect for it."""
+
+    order: JobSpec
+    state: JobState
+
+    def log(self, kind: type[events.Event], **values: Any) -> None:
+        """Append one event."""
+        ...
 
 
 @dataclass
@@ -37,21 +47,21 @@ class _Seen:
 
 
 class Defects:
-    """Logs exceptions in the name of the job that they belong to, at a bounded rate."""
+    """Log exceptions for the job that they belong to, at a bounded rate."""
 
     def __init__(self) -> None:
         self.num_seen = 0
-        """How many there were."""
+        """Number of exceptions so far."""
         self.newest = ""
-        """The last one, as the log has it."""
+        """The last one, as it was logged."""
         self._seen: dict[Kind, _Seen] = {}
 
     @contextlib.contextmanager
-    def watch(self, job: HostedJob | None, doing: str) -> Iterator[None]:
-        """Log what the block raises.
+    def watch(self, job: WatchedJob | None, doing: str) -> Iterator[None]:
+        """Log the exception that the block raises, and suppress it.
 
         Args:
-            job: The job that the block works for; None for work that no single job causes.
+            job: The job that the block works for; None if it works for none, or for all.
             doing: What the block does, for the message.
         """
         try:
@@ -59,8 +69,8 @@ class Defects:
         except Exception as exc:
             self.take(job, doing, exc)
 
-    def take(self, job: HostedJob | None, doing: str, exc: Exception) -> None:
-        """Log an exception: the traceback for us, a sentence for whoever watches the job."""
+    def take(self, job: WatchedJob | None, doing: str, exc: Exception) -> None:
+        """Log an exception: the traceback in the scheduler's log, a sentence in the job's."""
         self.num_seen += 1
         self.newest = f"{doing} failed: {type(exc).__name__}: {exc}"
         num_before = self._num_unsaid((job.order.job_id if job else "", doing, _place_of(exc)))
@@ -81,7 +91,7 @@ class Defects:
             logger.exception("%s: this could not be logged for the job", name)
 
     def _num_unsaid(self, kind: Kind) -> int | None:
-        """Count one; return how many were not logged before it, or None if it is not logged."""
+        """Count an exception; return how many before it were not logged, None to skip it too."""
         now = clock.now()
         seen = self._seen.get(kind)
         if seen is None:
@@ -99,7 +109,7 @@ class Defects:
 
 
 def _place_of(exc: Exception) -> str:
-    """Return which exception was raised where; its text may differ each time."""
+    """Return the exception's class and the line that raised it; its text may differ each time."""
     frame = exc.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

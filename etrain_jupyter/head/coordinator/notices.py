@@ -1,34 +1,31 @@
-"""Notices: what becomes of jobs whose workers' machines will be taken, or may be."""
+"""Handle notices that a worker's machine will be reclaimed, or may be."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.nodes import NodeSource
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
+from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.wire.channel import Message
+from etrain_jupyter.wire.messages import MachineNotice, RequestCheckpoint
 from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
 
-if TYPE_CHECKING:
-    from etrain_jupyter.head.jobs.hosted_job import HostedJob
-
 SAME_S = 1.0
-"""A deadline that is told again comes out a little different each time."""
+"""Two deadlines that differ by less are the same one: a repeated notice differs a little."""
 
 
 class Notices:
-    """Takes notices in and lets the jobs know.
+    """Pass notices on to the jobs and to the pool.
 
     Args:
         roster: The workers.
         active: Returns the jobs that have not ended.
-        allocate: Shares the workers anew.
-        nodes: Hears of it before it is asked for others.
+        allocate: Shares the workers among the jobs again.
+        nodes: The pool. It gets the notice first, and then the request for a replacement.
     """
 
     def __init__(
@@ -43,18 +40,18 @@ class Notices:
         self._active = active
         self._allocate = allocate
 
-    def take(self, message: Message, worker: WorkerFacts) -> None:
-        """Take what a supervisor has heard of its machine; it may say so again and again."""
-        if message["kind"] == INTERRUPTION:
-            self.interrupt(worker, left_s=message.get("left_s", message["deadline"] - time.time()))
-        elif message["kind"] == REBALANCE:
+    def take(self, message: MachineNotice, worker: WorkerFacts) -> None:
+        """Handle a supervisor's notice of its machine, which may come several times."""
+        if message.notice == INTERRUPTION:
+            self.interrupt(worker, left_s=message.left_s)
+        elif message.notice == REBALANCE:
             self._note_risk(worker)
 
     def interrupt(self, worker: WorkerFacts, *, left_s: float) -> None:
-        """Announce that a worker's machine will be taken ``left_s`` seconds from now."""
+        """Announce that a worker's machine will be reclaimed ``left_s`` seconds from now."""
         leaves_at, deadline = clock.now() + left_s, time.time() + left_s
         if worker.leaves_at and worker.leaves_at < leaves_at + SAME_S:
-            return  # no notice takes an earlier one back
+            return  # a later deadline does not revoke an earlier one
         worker.leaves_at = leaves_at
         self._nodes.note_notice(worker.name, kind=INTERRUPTION, deadline=deadline)
         for job in self._jobs_on(worker.name):
@@ -63,7 +60,7 @@ class Notices:
         self._allocate()
 
     def _note_risk(self, worker: WorkerFacts) -> None:
-        """Ask for a replacement and a checkpoint; the worker trains on."""
+        """Request a replacement and a checkpoint; the worker keeps training."""
         if worker.at_risk or worker.leaves_at:
             return
         worker.at_risk = True
@@ -71,11 +68,11 @@ class Notices:
         for job in self._jobs_on(worker.name):
             job.log(events.RebalanceRecommended, worker=worker.name)
             for member in job.state.in_phase("ranked"):
-                job.send(member.trainer, {"op": "checkpoint"})
+                job.send(RequestCheckpoint(trainer=member.trainer))
         self._allocate()
 
     def recall(self, notices: Mapping[str, float], at_risk: Collection[str]) -> None:
-        """Remember what the logs of the scheduler before tell of machines, in wall time."""
+        """Restore the notices from the logs of the previous scheduler, in wall time."""
         for name in at_risk:
             facts = self._roster.get(name)
             if facts is not None:

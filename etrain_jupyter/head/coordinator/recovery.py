@@ -1,66 +1,111 @@
-"""The time after the death of a scheduler until its workers are back, or known not to come."""
+"""Recovery after the death of a scheduler: wait until its workers have reconnected."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
+from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.head.coordinator.roster import WorkerFacts
+from etrain_jupyter.head.coordinator.serving import Held, Serving
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
-from etrain_jupyter.head.jobs.reports import Message
+from etrain_jupyter.wire.messages import TrainerSummary
 
 RETURN_S = 30.0
-"""How long a worker is waited for whose process lives, or of which nobody knows."""
+"""Reconnect timeout in seconds for a worker whose process is alive, or whose state is unknown."""
 
 
-class Returning:
-    """Collects who comes back and what they say meanwhile; nothing is decided before.
+class Recovering:
+    """The coordinator's mode until the workers of the previous scheduler are back.
+
+    Nothing is decided meanwhile, because it is unknown which workers are in use. Reports are held,
+    and handled in order once the jobs have their trainers again::
+
+        previous scheduler dies    this one starts       w1 back       w2 back (or 30 s are over)
+        trainers keep training ─────────────────────────────────────────────────▶
+                                   Recovering: reports of w1 are held ───┤ Serving: adopt, handle
 
     Args:
-        died_at: When the scheduler before died, in seconds since the epoch.
+        died_at: When the previous scheduler died, in seconds since the epoch.
         jobs: Its jobs that have not ended.
     """
 
     def __init__(self, died_at: float, jobs: Sequence[HostedJob]) -> None:
-        self.died_at = died_at
-        self.jobs = tuple(jobs)
-        self.by_worker: dict[str, Mapping[str, Any]] = {}
-        """What each supervisor that is back says of its trainers, by their names."""
-        self.held: list[tuple[Message, str]] = []
-        """Messages that have come meanwhile, in order, and the addresses of their workers."""
+        self._died_at = died_at
+        self._jobs = tuple(jobs)
+        self._by_worker: dict[str, Mapping[str, TrainerSummary]] = {}
+        """The trainers of each worker that is back, by their names."""
+        self._held: list[tuple[Held, str]] = []
+        """Messages that have come meanwhile, in order, with the names of their workers."""
         recalled = [job.recalled for job in jobs if job.recalled is not None]
-        self.notices = {w: at for known in recalled for w, at in known.notices.items()}
-        """Workers whose machines will be taken, and when."""
-        self.at_risk = {worker for known in recalled for worker in known.at_risk}
-        """Workers whose machines are likely to be taken."""
+        self._notices = {w: at for known in recalled for w, at in known.notices.items()}
+        """Workers whose machines will be reclaimed, and when."""
+        self._at_risk = {worker for known in recalled for worker in known.at_risk}
+        """Workers whose machines are likely to be reclaimed."""
         self._expected = {worker for known in recalled for worker in known.trainers}
         self._deadline = time.monotonic() + RETURN_S
 
-    @property
-    def standings(self) -> dict[str, Any]:
-        """What is said of all trainers."""
-        return {name: known for part in self.by_worker.values() for name, known in part.items()}
-
-    def greet(self, worker: str, standings: Mapping[str, Any]) -> None:
-        """Take in that a worker is back."""
-        self.by_worker[worker] = standings
-
-    def forget(self, worker: str) -> None:
-        """Take in that a worker is gone again; it will not come back."""
-        self.by_worker.pop(worker, None)
-        self._expected.discard(worker)
-
-    def hold(self, message: Message, worker: str) -> None:
-        """Keep a message for later."""
-        self.held.append((message, worker))
-
     def is_over(self, alive: Collection[str] | None) -> bool:
-        """Whether nobody is to be waited for any more.
+        """Return whether no worker is worth waiting for.
 
         Args:
-            alive: The workers whose processes live; None if nobody knows.
+            alive: The workers whose processes are alive; None if unknown.
         """
         if time.monotonic() >= self._deadline:
             return True
         expected = self._expected if alive is None else self._expected & set(alive)
-        return expected <= self.by_worker.keys()
+        return expected <= self._by_worker.keys()
+
+    def hand_over(self, serving: Serving) -> None:
+        """Give the jobs their trainers, then handle what was held."""
+        summaries = {n: known for part in self._by_worker.values() for n, known in part.items()}
+        away_s = max(0.0, time.time() - self._died_at)
+        serving.adopt(self._jobs, summaries, away_s=away_s)
+        serving.recall_notices(self._notices, self._at_risk)
+        for message, worker in self._held:
+            serving.take_held(message, worker)
+        for worker, trainers in self._by_worker.items():
+            serving.release_unknown(worker, trainers)
+        serving.allocate()
+
+    # --- what the coordinator does in this mode ---
+
+    def deciding_jobs(self) -> list[HostedJob]:
+        """Return no jobs: nothing is decided."""
+        return []
+
+    def is_busy(self, worker: str) -> bool:
+        """Return True: any worker may be in use."""
+        return True
+
+    def allocate(self) -> None:
+        """Do nothing: it is unknown which workers are in use."""
+
+    def take_costs(self, costs: Sequence[NodeCost]) -> None:
+        """Do nothing: it is unknown whose costs they are."""
+
+    def greet(self, worker: str, trainers: Mapping[str, TrainerSummary]) -> None:
+        """Note that a worker is back."""
+        self._by_worker[worker] = trainers
+
+    def lose(self, facts: WorkerFacts, cause: str, *, detected_s: float = 0.0) -> None:
+        """Note that a worker is lost; it will not reconnect."""
+        self._by_worker.pop(facts.name, None)
+        self._expected.discard(facts.name)
+
+    def take(self, message: Held, worker: WorkerFacts) -> None:
+        """Hold a message until the jobs have their trainers."""
+        self._held.append((message, worker.name))
+
+    def check_request(self, job: HostedJob) -> None:
+        """Refuse every request.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise RequestError(
+            f"the scheduler of job {job.order.name} has been started again and waits for the "
+            "workers to come back. Nothing was done, and training goes on. Try again in a "
+            "moment."
+        )

@@ -1,4 +1,4 @@
-"""What a person may ask of a job that runs."""
+"""Carry out what a user requests of an active job."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, Chaos
+from etrain_jupyter.wire.messages import RequestCheckpoint
+from etrain_jupyter.wire.requests import UNKNOWN_JOB, RefusedRequestError
 
 _BLAMED = "is found when the others have waited for it too long (ETRAIN_HANG_S), and replaced"
 _REPLACED = "the others go on, and another one takes its place"
@@ -28,32 +30,34 @@ _OUTCOMES = {
     "notice": "was given notice of 120 s",
     "worker": f"is killed; {_REPLACED}",
 }
-"""What comes of each fault that somebody asks for; follows the worker's name."""
+"""Consequence of each requested fault; follows the worker's name."""
 
 STANDSTILL_S = 5.0
-"""Nothing is said of a step that took less, however short the others are."""
+"""A step that takes less is not reported as late, however short the others are."""
 
 
-class RequestError(Exception):
-    """A request that cannot be done; the text goes back to whoever asked."""
+class RequestError(RefusedRequestError):
+    """A request that cannot be carried out. The message goes back to the kernel."""
 
-    kind = "request"
+    def __init__(self, message: str, *, kind: str = "request") -> None:
+        super().__init__(kind, message)
 
 
 class UnknownJobError(RequestError):
     """A request for a job that this cluster does not have."""
 
-    kind = "JobNotFoundError"
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind=UNKNOWN_JOB)
 
 
 class Requests:
-    """Does what is asked of a job, and says in a sentence what will come of it.
+    """Carry out requests, and return a sentence with the consequence.
 
     Args:
-        nodes: Knows how many workers there can be.
-        roster: Knows the workers.
-        injector: Lets faults happen.
-        allocate: Shares the workers anew.
+        nodes: The pool, which limits the number of workers.
+        roster: The connected workers.
+        injector: Injects faults.
+        allocate: Shares the workers among the jobs again.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Requests:
         return do(self, job, **args)
 
     def check_capacity(self, min_workers: int, outcome: str) -> None:
-        """Refuse what would wait for ever."""
+        """Refuse a job that would wait forever."""
         most = self._nodes.capacity()
         if most is not None and min_workers > most:
             raise RequestError(
@@ -135,10 +139,10 @@ class Requests:
         if not ranked:
             raise RequestError("no rank is training now, so there is nothing new to save")
         for member in ranked:
-            job.send(member.trainer, {"op": "checkpoint"})
+            job.send(RequestCheckpoint(trainer=member.trainer))
         return "saves at the next step boundary"
 
-    # --- faults on purpose ---
+    # --- injected faults ---
 
     def _preempt(self, job: HostedJob, worker: str | None = None, notice_s: float = 120.0) -> str:
         facts = self._victim(job, worker)
@@ -186,7 +190,7 @@ class Requests:
         return f"faults by chance: {words}{again}. %etrain chaos --off ends it"
 
     def _victim(self, job: HostedJob, worker: str | None) -> WorkerFacts:
-        """Return the worker that was named, or the last rank's."""
+        """Return the named worker, or that of the last rank."""
         ranked = [
             m.worker
             for m in job.state.in_phase("ranked")
@@ -215,7 +219,7 @@ class Requests:
 
 
 def _standstill(job: HostedJob) -> str:
-    """Warn that the next step boundary may never come."""
+    """Return a warning if the next step boundary may never come."""
     state = job.state
     quiet_s = clock.now() - state.timings.last_step_at
     usual_s = max(STANDSTILL_S, 10 * state.timings.step_s)

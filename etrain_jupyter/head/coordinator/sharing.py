@@ -1,4 +1,4 @@
-"""Which worker is whose: the shares of the jobs, and what the pool is asked for and handed back."""
+"""Share the workers among the jobs; request workers from the pool and hand them back."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.policy.allocation import Claim, allocate
 
 HAND_BACK_S = 2.0
-"""A noticed worker that nobody uses ends at the latest so long before its machine is taken."""
-
+"""An unused worker with a notice is released at least this many seconds before its deadline."""
 
 TAKEN_S = 60.0
-"""A machine elsewhere that was not taken so long after its time is ended by us: what we end
-ourselves is paid for, and what EC2 takes in its first hour is not."""
+"""A machine elsewhere that still runs this many seconds after its deadline is terminated by us. Not
+earlier: EC2 waives the first hour of a machine that it reclaims, not of one that we terminate."""
 
 
 class Sharing:
-    """Shares the workers of one pool among the jobs of one cluster.
+    """Share the workers of one pool among the jobs of one cluster.
 
     Args:
         nodes: The pool.
-        roster: Its workers that are there now.
+        roster: Its connected workers.
         active: Returns the jobs that have not ended.
     """
 
@@ -39,7 +38,7 @@ class Sharing:
         self._fitness = Fitness()
 
     def allocate(self) -> None:
-        """Share the workers anew and ask the pool for as many as all jobs together can use."""
+        """Share the workers again, and request as many as all jobs together can use."""
         jobs = {job.state.job_id: job for job in self._active()}
         ending = [job for job in jobs.values() if job.state.outcome]
         busy = {m.worker for job in ending for m in job.state.members.values()}
@@ -51,13 +50,15 @@ class Sharing:
         self._want_workers()
 
     def _want_workers(self) -> None:
-        """Ask the pool for what the jobs can use.
+        """Request as many workers from the pool as the jobs can use.
 
-        A noticed worker that stays because too few would be left is replaced at once: its time is
-        what the newcomer needs to start and to warm up. The others are replaced when they are
-        released, so that nothing starts on this machine while their generation changes; all are at
-        once where newcomers have machines of their own, and those whose machines are likely to be
-        taken, too.
+        ::
+
+            worker with a notice                          its replacement is requested
+            each worker has a machine of its own          at once; also if it is only at risk
+            shared machine, the job is short without it   at once: it must warm up in time
+            shared machine, the job is not short          when it is released, so that no start-up
+                                                          competes with the change of generation
         """
         jobs = [job for job in self._active() if not job.state.outcome]
         kept = {
@@ -76,7 +77,7 @@ class Sharing:
         self._nodes.want(wanted + len(leaving), reason="jobs")
 
     def hand_back_noticed(self) -> None:
-        """Hand noticed workers back once the others train without them; in time in any case."""
+        """Release workers with a notice once the others train without them, or time is short."""
         used = self._used()
         is_changing = any(
             j.state.phase == "running" and not j.state.current.is_ready for j in self._active()
@@ -94,11 +95,11 @@ class Sharing:
     def _hand_back(self, facts: WorkerFacts, left_s: float) -> None:
         facts.is_released = True
         if self._nodes.replaces_early:
-            # Counted until then: what replaces it must not look like one too many.
+            # It counts until then, so that its replacement is not one too many.
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
             self._want_workers()
         else:
-            self._want_workers()  # without it, before its end makes room for another one
+            self._want_workers()  # without it, before its end makes room for another worker
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
 
     def _used(self) -> set[str]:
@@ -117,7 +118,7 @@ class Sharing:
 
 
 def _is_short(job: HostedJob) -> bool:
-    """Whether a job could not go on with those that need not leave."""
+    """Return whether a job could not continue with the workers that are not leaving."""
     members = job.state.members.values()
     stays = [m for m in members if not m.leaving and m.phase != "starting"]
     return len(stays) < max(1, job.state.min_workers)

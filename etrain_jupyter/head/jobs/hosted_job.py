@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.defects import Defects
-from etrain_jupyter.head.coordinator.fault_injection import PlannedFaults
 from etrain_jupyter.head.jobs.job_log import JobLog
 from etrain_jupyter.head.jobs.job_records import PendingRequests
 from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.head.jobs.mirrored_log import MirroredLog, OpenedRun
-from etrain_jupyter.head.jobs.printed_lines import BURST, PER_S, PrintedLines
-from etrain_jupyter.head.jobs.reports import Message, take_report
+from etrain_jupyter.head.jobs.planned_faults import PlannedFaults
+from etrain_jupyter.head.jobs.reports import Consequence, Relay, TrainerMessages
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.head.jobs.take_over import (
     find_trainers,
@@ -35,17 +34,24 @@ from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 from etrain_jupyter.rules.policy.checkpoint_interval import describe_choice
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
+from etrain_jupyter.wire import messages as m
 
-Tell = Callable[[str, Message], None]
-"""Sends an order to a worker's supervisor, by worker name."""
+Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
+"""Sends a message to a worker's supervisor, by worker name."""
 
 
 @dataclass(kw_only=True)
 class HostedJob:
-    """Owns a job's state; turns messages into stimuli, and carries out commands."""
+    """Own a job's state; turn messages into stimuli, and carry out commands."""
 
     order: JobSpec
-    tell: Tell
+    send_to: Send
+    describe_worker: Callable[[str], dict[str, Any]] = lambda worker: {}
+    """Returns the facts of a worker's machine, as ``WorkerJoined`` has them."""
+    before_end: Callable[[HostedJob], None] = lambda job: None
+    """Called before the log gets the job's end: no event can follow that."""
+    defects: Defects = field(default_factory=Defects)
+    """Logs the exceptions of our own code."""
     hang_s: float = 30.0
     """Minimum seconds without progress after which ranks count as stalled."""
     opened: OpenedRun | None = None
@@ -57,19 +63,10 @@ class HostedJob:
     state: JobState = field(init=False)
     record: JobRecord = field(default_factory=JobRecord, init=False)
     """Everything that its log says, folded from the events that this object appends."""
-    step_clock: StepClock = field(default_factory=StepClock)
-    trainers: dict[str, TrainerFacts] = field(default_factory=dict)
-    planned: PlannedFaults = field(init=False)
+    messages: TrainerMessages = field(init=False)
+    """What its trainers have reported, and what follows from it."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
     """The basis of ``checkpoint.every: auto``: the same events, by this process's clock."""
-    describe_worker: Callable[[str], dict[str, Any]] = field(default=lambda worker: {}, init=False)
-    """Returns the facts of a worker's machine that ``WorkerJoined`` has."""
-    before_end: Callable[[HostedJob], None] = field(default=lambda job: None, init=False)
-    """Called before the end of the job is logged: no event can follow that."""
-    printed: PrintedLines = field(default_factory=PrintedLines, init=False)
-    """Decides which printed lines are logged."""
-    defects: Defects = field(default_factory=Defects, init=False)
-    """Collects the exceptions of our own code."""
     is_let_go: bool = field(default=False, init=False)
     """Whether the resources of an ended job were freed."""
     is_recorded: bool = field(default=True, init=False)
@@ -85,14 +82,17 @@ class HostedJob:
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
             backend=order.config.get("backend") or "auto",
         )
-        self.planned = PlannedFaults(order.faults)
         self._log = self._open_log()
         try:
-            if self.recalls is None or not self._log.last_seq:
+            has_log = self._log.last_seq > 0
+            if order.resumes or (self.recalls is not None and has_log):
+                self._read_log()
+            self.messages = TrainerMessages(order, self.record)
+            if self.recalls is not None and has_log:
+                self._recall(self.recalls)
+            else:
                 self._begin()
                 self._log.check()
-            else:
-                self._recall(self.recalls)
         except BaseException:
             self._log.abandon()  # another process may open it
             raise
@@ -111,8 +111,6 @@ class HostedJob:
             "pool": order.pool,
             "config": order.config,
         }
-        if order.resumes:
-            self._read_log()
         before = self.record
         if before.num_events:
             self.state = resumed_state(before, self.state)
@@ -135,29 +133,28 @@ class HostedJob:
 
     def _recall(self, wishes: PendingRequests) -> None:
         """Recover the state that the dead coordinator had; the trainers are adopted later."""
-        self._read_log()
         self.recalled = self.record
         self.state = recovered_state(self.record, self.state, wishes)
         self.step_clock.step_s = self.record.step_s
         if wishes.faults is not None:
             left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
-            self.planned = PlannedFaults(left)
+            self.messages.planned = PlannedFaults(left)
         if self.state.is_ended:
             self._log.close()
             return
         self._follow_with_tensorboard()
 
-    def adopt(self, standings: Mapping[str, Mapping[str, Any]], *, away_s: float) -> None:
+    def adopt(self, summaries: Mapping[str, m.TrainerSummary], *, away_s: float) -> None:
         """Adopt the surviving trainers of a recovered job.
 
         Args:
-            standings: The supervisors' reports about their trainers, by trainer name.
+            summaries: The supervisors' summaries of their trainers, by name.
             away_s: Seconds without a scheduler.
         """
         recalled, self.recalled = self.recalled, None
         assert recalled is not None
-        pairs = list(find_trainers(recalled, self.state, standings))
-        self.trainers = {found.trainer: facts for found, facts in pairs}
+        pairs = list(find_trainers(recalled, self.state, summaries))
+        self.messages.trainers = {found.trainer: facts for found, facts in pairs}
         workers = [found.worker for found, _ in pairs]
         lost = tuple(worker for worker in recalled.trainers if worker not in workers)
         self.step_clock.ranks = tuple(recalled.trainers.get(w, "") for w in recalled.ranks)
@@ -174,9 +171,24 @@ class HostedJob:
             )
         )
         for found, _ in pairs:
-            left = standings[found.trainer]["left"]
+            left = summaries[found.trainer].left
             if left is not None:
-                self.take_report(found.trainer, left)
+                self.take_report(dataclasses.replace(left, trainer=found.trainer))
+
+    @property
+    def trainers(self) -> dict[str, TrainerFacts]:
+        """Its trainers by name, with what they reported of themselves."""
+        return self.messages.trainers
+
+    @property
+    def step_clock(self) -> StepClock:
+        """Which steps the log has."""
+        return self.messages.step_clock
+
+    @property
+    def planned(self) -> PlannedFaults:
+        """Its planned faults that have not fired."""
+        return self.messages.planned
 
     @property
     def wishes(self) -> PendingRequests:
@@ -221,16 +233,8 @@ class HostedJob:
         for event in new:
             self.record.apply(event)
             self.evidence.fold(event, clock.now())
-
-    def report_dropped_lines(self, *, is_last: bool = False) -> None:
-        """Log the number of dropped printed lines, at intervals."""
-        num = self.printed.report(clock.now(), is_last=is_last)
-        if num:
-            text = (
-                f"... {num:,} printed {'line' if num == 1 else 'lines'} dropped: after the first "
-                f"{BURST:,}, a job's log takes {PER_S:g} per second on average"
-            )
-            self.log(events.LogLine, level="warning", worker="", text=text)
+        if any(isinstance(event, events.CheckpointCommitted) for event in new):
+            self.review_pace()  # the checkpoint has shown its cost
 
     def review_pace(self) -> None:
         """Update the interval of ``checkpoint.every: auto``; notify the ranks if it changes."""
@@ -242,15 +246,16 @@ class HostedJob:
         values = dataclasses.asdict(choice)
         self.log(events.CheckpointIntervalChosen, **values, reason=describe_choice(choice))
         for member in self.state.in_phase("ranked"):
-            self.send(member.trainer, {"op": "pace", "interval_s": choice.interval_s})
+            pace = m.PaceUpdate(interval_s=choice.interval_s)
+            self.send(m.SetPace(trainer=member.trainer, pace=pace))
 
-    def _pace(self, *, restore: bool) -> Message:
+    def _pace(self, *, restore: bool) -> m.PaceUpdate | None:
         """Return the next generation's checkpoint interval and the age of the newest checkpoint."""
         choice = self.evidence.choice
         if choice is None:
-            return {}
+            return None
         age_s = 0.0 if restore else self.evidence.age_s(clock.now())
-        return {"interval_s": choice.interval_s, "age_s": age_s}
+        return m.PaceUpdate(interval_s=choice.interval_s, age_s=age_s)
 
     def events_since(self, seq: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` events after ``seq``, in order."""
@@ -312,88 +317,115 @@ class HostedJob:
             self.state, commands = handle(self.state, stimulus, clock.now(), wall=time.time())
             for command in commands:
                 with self.defects.watch(self, f"carrying out {type(command).__name__}"):
-                    _CARRY_OUT[type(command)](self, command)
+                    self._carry_out(command)
         if self.state.is_ended and not was_ended:
             self._log.close()
+
+    def _carry_out(self, command: c.Command) -> None:
+        match command:
+            case c.StartTrainer():
+                self._start(command)
+            case c.AnnounceChange():
+                self._announce(command)
+            case c.AbortGeneration():
+                self._abort(command)
+            case c.FormGeneration():
+                self._form(command)
+            case c.SaveCheckpoint():
+                self._save(command)
+            case c.AskForCheckpoint():
+                self._ask_for_checkpoint(command)
+            case c.ReleaseTrainer():
+                self._release(command)
+            case c.KillTrainer():
+                self._kill(command)
+            case c.DumpStacks():
+                self._dump_stacks(command)
+            case c.Publish():
+                self._publish(command)
+            case _:
+                assert_never(command)
 
     def _start(self, command: c.StartTrainer) -> None:
         self.trainers[command.trainer] = TrainerFacts(command.worker, clock.now())
         order = self.order
         facts = self.describe_worker(command.worker)
         self.log(events.WorkerJoined, worker=command.worker, **facts)
-        self.tell(
-            command.worker,
-            {
-                "op": "start",
-                "trainer": command.trainer,
-                "job_id": order.job_id,
-                "config": order.config,
-                "bundle": {
-                    "digest": order.bundle_digest,
-                    "size": order.bundle_size,
-                    "path": str(order.bundle_path),
-                },
-                "cwd": order.cwd,
-                "checkpoints": order.checkpoints,
-                "faults": self.planned.of_newcomer(command.trainer, among=self.state.members),
-            },
+        self.send(
+            m.LaunchTrainer(
+                trainer=command.trainer,
+                config=order.config,
+                bundle=m.BundleRef(
+                    digest=order.bundle_digest,
+                    size=order.bundle_size,
+                    path=str(order.bundle_path),
+                ),
+                cwd=order.cwd,
+                checkpoints=order.checkpoints,
+                faults=tuple(self.planned.of_newcomer(command.trainer, among=self.state.members)),
+            )
         )
 
-    def send(self, trainer: str, message: Message) -> None:
+    def send(self, message: m.AboutTrainer) -> None:
         """Send a message to a trainer, through its supervisor."""
-        worker = self.trainers[trainer].worker
-        self.tell(worker, {"op": "tell", "trainer": trainer, "message": message})
+        self.send_to(self.trainers[message.trainer].worker, message)
 
     def _announce(self, command: c.AnnounceChange) -> None:
         for trainer in command.trainers:
-            self.send(trainer, {"op": "change", "generation": command.generation})
+            self.send(m.LeaveGeneration(trainer=trainer, generation=command.generation))
 
     def _abort(self, command: c.AbortGeneration) -> None:
         for trainer in command.trainers:
-            self.send(trainer, {"op": "abort", "generation": command.generation})
+            self.send(m.BreakGeneration(trainer=trainer, generation=command.generation))
 
     def _form(self, command: c.FormGeneration) -> None:
         self.step_clock.ranks = command.trainers
+        world_size = len(command.trainers)
         for rank, trainer in enumerate(command.trainers):
             self.send(
-                trainer,
-                {
-                    "op": "form",
-                    "generation": command.generation,
-                    "rank": rank,
-                    "world_size": len(command.trainers),
-                    "is_guarded": command.is_guarded,
-                    "behind": list(command.behind),
-                    "restore": command.restore,
-                    "logged_step": min(self.record.logged_step, command.step),
-                    "backend": command.backend,
-                    "faults": self.planned.of_rank(rank, len(command.trainers)),
-                    "log_end": self.record.logged_step,
-                    "starts": self.record.starts,
-                    "pace": self._pace(restore=command.restore),
-                },
+                m.JoinGeneration(
+                    trainer=trainer,
+                    generation=command.generation,
+                    rank=rank,
+                    world_size=world_size,
+                    is_guarded=command.is_guarded,
+                    behind=command.behind,
+                    restore=command.restore,
+                    logged_step=min(self.record.logged_step, command.step),
+                    log_end=self.record.logged_step,
+                    backend=command.backend,
+                    faults=tuple(self.planned.of_rank(rank, world_size)),
+                    starts=tuple(self.record.starts),
+                    pace=self._pace(restore=command.restore),
+                )
             )
 
     def _save(self, command: c.SaveCheckpoint) -> None:
-        logged_step = self.record.logged_step
-        order = {"op": "save", "generation": self.state.generation, "logged_step": logged_step}
-        self.send(command.trainer, {**order, "starts": self.record.starts})
+        self.send(
+            m.SaveState(
+                trainer=command.trainer,
+                generation=self.state.generation,
+                logged_step=self.record.logged_step,
+                starts=tuple(self.record.starts),
+            )
+        )
 
     def _ask_for_checkpoint(self, command: c.AskForCheckpoint) -> None:
         for trainer in command.trainers:
-            self.send(trainer, {"op": "checkpoint"})
+            self.send(m.RequestCheckpoint(trainer=trainer))
 
     def _release(self, command: c.ReleaseTrainer) -> None:
-        self.send(command.trainer, {"op": "release"})
+        self.send(m.ShutDownTrainer(trainer=command.trainer))
 
     def _kill(self, command: c.KillTrainer) -> None:
-        worker = self.trainers[command.trainer].worker
-        order = {"op": "kill", "trainer": command.trainer, "why": command.why}
-        self.tell(worker, {**order, "stacks": command.stacks})
+        self.send(
+            m.TerminateTrainer(
+                trainer=command.trainer, why=command.why, dumps_stacks=command.stacks
+            )
+        )
 
     def _dump_stacks(self, command: c.DumpStacks) -> None:
-        worker = self.trainers[command.trainer].worker
-        self.tell(worker, {"op": "stacks", "trainer": command.trainer})
+        self.send(m.LogStacks(trainer=command.trainer))
 
     def _publish(self, command: c.Publish) -> None:
         event = command.event
@@ -404,36 +436,58 @@ class HostedJob:
         if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
             with self.defects.watch(self, "logging the totals"):
                 self.before_end(self)
-                self.report_dropped_lines(is_last=True)
+                self._follow_up(self.messages.dropped_lines(is_last=True))
         self._append([event])
         if isinstance(event, events.GenerationFormed):
             self.review_pace()
             if self.state.current.is_restoring:
-                return  # the first rank that has formed reports the checkpoint's step
+                return  # the first rank that joins reports the checkpoint's step
             self.record.started_from(event.step)
             if event.step < self.record.logged_step:
                 self.log_restored(event.step)
 
     # --- reports of trainers ---
 
-    def take_report(self, trainer: str, message: Message) -> None:
-        """Take one message of a trainer of this job."""
-        take_report(self, trainer, message)
+    def take_report(self, report: m.AnyReport) -> None:
+        """Handle one report of a trainer of this job."""
+        self._follow_up(self.messages.take(report, self.state))
 
-    def take_progress(self, trainer: str, page: Mapping[str, Any]) -> None:
-        """Take a supervisor's reading of a trainer's progress page."""
-        if trainer not in self.state.members:
-            return
-        names = ("generation", "collectives", "beats", "phase", "alive_age_s", "process")
-        self.handle(s.ProgressSeen(trainer=trainer, **{name: page[name] for name in names}))
+    def take_progress(self, trainer: str, page: m.PageCopy) -> None:
+        """Handle a copy of a trainer's progress page."""
+        if trainer in self.state.members:
+            self.handle(
+                s.ProgressSeen(
+                    trainer=trainer,
+                    generation=page.generation,
+                    collectives=page.collectives,
+                    beats=page.beats,
+                    phase=page.phase,
+                    alive_age_s=page.alive_age_s,
+                    process=page.process,
+                )
+            )
+
+    def _follow_up(self, consequences: Iterable[Consequence]) -> None:
+        """Append events, relay entries and decide on stimuli, one by one.
+
+        The next consequence may be derived from the record with the events before it, so that
+        nothing is collected here.
+        """
+        for item in consequences:
+            match item:
+                case Relay():
+                    for trainer in item.trainers:
+                        self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
+                case events.Event():
+                    self._append([self.messages.complete(item, self.state)])
+                case list():
+                    self.log_all(item)
+                case _:
+                    self.handle(item)
 
     def log_restored(self, step: int) -> None:
-        """Log that the steps after ``step`` are trained again.
-
-        A checkpoint may be ahead of the log; then the ranks have the missing step records.
-        """
-        num_undone = max(0, self.record.logged_step - step)
-        self.log(events.JobRestored, step=step, num_undone=num_undone)
+        """Log that the steps after ``step`` are trained again."""
+        self._follow_up([self.messages.restored_to(step)])
 
     # --- queries ---
 
@@ -475,17 +529,3 @@ class HostedJob:
                 }
             )
         return records
-
-
-_CARRY_OUT: dict[type, Callable[[HostedJob, Any], None]] = {
-    c.StartTrainer: HostedJob._start,
-    c.AnnounceChange: HostedJob._announce,
-    c.AbortGeneration: HostedJob._abort,
-    c.FormGeneration: HostedJob._form,
-    c.SaveCheckpoint: HostedJob._save,
-    c.AskForCheckpoint: HostedJob._ask_for_checkpoint,
-    c.ReleaseTrainer: HostedJob._release,
-    c.KillTrainer: HostedJob._kill,
-    c.DumpStacks: HostedJob._dump_stacks,
-    c.Publish: HostedJob._publish,
-}

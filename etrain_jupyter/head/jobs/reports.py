@@ -1,275 +1,332 @@
-"""What trainers say, through their supervisors: each message becomes a fact or a stimulus."""
+"""Turn the reports of a job's trainers into events for its log and stimuli for its state machine.
+
+Nothing is carried out here: ``TrainerMessages.take`` yields what follows from a report, in order,
+and ``HostedJob`` appends, relays and decides.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, assert_never
 
 from etrain_jupyter.bundle.restore import read_cells
 from etrain_jupyter.bundle.sources import CellSource
 from etrain_jupyter.errors import BundleError
 from etrain_jupyter.head.coordinator import clock
-from etrain_jupyter.head.coordinator.fault_injection import FATAL
 from etrain_jupyter.head.jobs.crash_output import last_words
-from etrain_jupyter.head.jobs.job_spec import TrainerFacts
+from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
+from etrain_jupyter.head.jobs.planned_faults import FATAL, PlannedFaults
+from etrain_jupyter.head.jobs.printed_lines import BURST, PER_S, PrintedLines
+from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.log import events
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.lineage import is_of_job
-
-if TYPE_CHECKING:
-    from etrain_jupyter.head.jobs.hosted_job import HostedJob
-
-Message = dict[str, Any]
-
-FENCED = frozenset({"store", "formed", "report", "steps", "eval", "best", "weights"})
-"""What a rank says as a rank of its generation: nothing of it counts once that is over."""
-
-FROM_ANYBODY = frozenset({"log", "checkpoint_committed", "checkpoint_failed"})
-"""What counts whoever says it: a checkpoint is there, though its writer was released meanwhile."""
+from etrain_jupyter.rules.membership.membership import JobState
+from etrain_jupyter.wire import messages as m
 
 MAX_DELAY_S = 1.0
-"""How long a message may have been under way, else the clocks of two machines differ."""
+"""Maximum age of a report. A larger difference means that the clocks of two machines differ."""
 
 
-def take_report(job: HostedJob, trainer: str, message: Message) -> None:
-    """Take one message of a trainer of this job."""
-    facts = job.trainers.get(trainer)
-    take = _TAKE.get(message["op"])
-    if facts is None or take is None or job.state.is_ended:
-        return
-    op, generation = message["op"], message.get("generation") or 0
-    if op not in FROM_ANYBODY and trainer not in job.state.members:
-        return  # it was lost, or let go: it has no say any more
-    is_over = generation != job.state.generation
-    if is_over and (op in FENCED or (op == "user_error" and generation)):
-        return
-    take(job, trainer, facts, message)
+@dataclass(frozen=True, kw_only=True)
+class Relay:
+    """Send a store entry to the other ranks."""
+
+    entry: m.StoreEntry
+    trainers: tuple[str, ...]
 
 
-def _on_started(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
-    facts.pid = message["pid"] or facts.pid
+Consequence = events.Event | list[events.Event] | s.Stimulus | Relay
+"""One thing to do. A list of events is appended as one block, because a report may have hundreds of
+steps."""
 
 
-def _on_hello(job: HostedJob, trainer: str, facts: TrainerFacts, message: Message) -> None:
-    facts.pid, facts.device = message["pid"], message["device"]
-    facts.gpu = message.get("gpu", "")
-    before, now = job.record.num_samples_before, message["plan"]["num_train_samples"]
-    plan = job.record.plan if job.record.is_planned else None
-    if before not in (0, now) and not job.order.is_forced:
-        text = (
-            f"data.train has {now} samples, and had {before} when the job was trained before: the "
-            "rest of its epoch would be another one. Nothing was trained, and every checkpoint is "
-            "there. Give it the same data, or resume with --force."
+class TrainerMessages:
+    """Keep what a job's trainers have reported, and derive what follows from each report.
+
+    Args:
+        order: The job.
+        record: What the job's log says; ``HostedJob`` adds each event to it.
+    """
+
+    def __init__(self, order: JobSpec, record: JobRecord) -> None:
+        self._order, self._record = order, record
+        self.trainers: dict[str, TrainerFacts] = {}
+        """By name: all that were launched, also those that have left."""
+        self.step_clock = StepClock()
+        self.planned = PlannedFaults(order.faults)
+        self.printed = PrintedLines()
+
+    def take(self, report: m.AnyReport, state: JobState) -> Iterator[Consequence]:
+        """Yield what follows from a report, in order. Nothing follows if the report is fenced.
+
+        Carry out each consequence before taking the next one, which may depend on the record.
+
+        Args:
+            report: The report of a trainer of this job.
+            state: The job's current state.
+        """
+        facts = self.trainers.get(report.trainer)
+        is_member = report.trainer in state.members
+        if facts is None or state.is_ended:
+            return
+        if m.is_current(report, generation=state.generation, is_member=is_member):
+            yield from self._follow(report, facts, state)
+
+    @staticmethod
+    def complete(event: events.Event, state: JobState) -> events.Event:
+        """Return an event with its generation, if it does not bring its own."""
+        if event.generation == _CURRENT:
+            return replace(event, generation=state.generation)
+        return event
+
+    def _follow(
+        self, report: m.AnyReport, facts: TrainerFacts, state: JobState
+    ) -> Iterator[Consequence]:
+        match report:
+            case m.TrainerStarted():
+                facts.pid = report.pid or facts.pid
+            case m.TrainerHello():
+                yield from self._on_hello(report, facts)
+            case m.StoreEntry():
+                others = (member.trainer for member in state.in_phase("ranked"))
+                yield Relay(entry=report, trainers=tuple(t for t in others if t != report.trainer))
+            case m.GenerationJoined():
+                yield from self._on_joined(report, state)
+            case m.GenerationLeft():
+                yield from self._on_left(report)
+            case m.StepsTrained():
+                yield from self._on_steps(report)
+            case m.EvalFinished():
+                yield from self._on_eval(report.record)
+            case m.BestFound():
+                yield from self._on_best(report.record)
+            case m.WeightsFingerprinted():
+                values = {"step": report.step, "rank": report.rank, "digest": report.digest}
+                yield self._event(events.WeightsHashed, worker=facts.worker, **values)
+            case m.RankTimesMeasured():
+                yield self._event(events.RankTimed, worker=facts.worker, **report.record)
+            case m.CheckpointWritten():
+                yield from self._on_checkpoint(report, state)
+            case m.CheckpointNotWritten():
+                step, error = report.step, report.error
+                yield self._event(events.CheckpointFailed, step=step, error=error)
+                yield s.CheckpointSaved(ok=False, trainer=report.trainer, step=step, error=error)
+            case m.UserCodeFailed():
+                yield s.UserErrorSeen(
+                    trainer=report.trainer,
+                    generation=report.generation,
+                    progress=report.progress,
+                    error=report.error,
+                    traceback=report.traceback,
+                )
+            case m.TextLogged():
+                yield from self._on_text(report, facts)
+            case m.TrainerExited():
+                yield s.TrainerLost(
+                    trainer=report.trainer,
+                    cause=report.cause,
+                    last_words=last_words(facts.worker, facts.last_lines, self._cells()),
+                    injected=facts.is_injected,
+                )
+            case m.FaultFired():
+                yield from self._on_fault(report, facts, state)
+            case _:
+                assert_never(report)
+
+    def _event(self, kind: type[events.Event], **values: Any) -> events.Event:
+        """Return a fact that happened now, unless it brings its own time and generation."""
+        common = {"time": time.time(), "generation": _CURRENT}
+        return kind(job_id=self._order.job_id, **{**common, **values})
+
+    # --- one report each ---
+
+    def _on_hello(self, report: m.TrainerHello, facts: TrainerFacts) -> Iterator[Consequence]:
+        facts.pid, facts.device, facts.gpu = report.pid, report.device, report.gpu
+        before, now = self._record.num_samples_before, report.plan["num_train_samples"]
+        plan = self._record.plan if self._record.is_planned else None
+        if before not in (0, now) and not self._order.is_forced:
+            yield _user_error(
+                report.trainer,
+                f"data.train has {now} samples, and had {before} when the job was trained before: "
+                "the rest of its epoch would be another one. Nothing was trained, and every "
+                "checkpoint is there. Give it the same data, or resume with --force.",
+            )
+            return
+        if plan is None:
+            yield self._event(events.JobPlanned, **report.plan)
+        elif _lengths(report.plan) != (plan.num_train_samples, plan.num_eval_samples):
+            yield _user_error(
+                report.trainer,
+                f"data of different length on the workers: {_lengths(report.plan)} samples on "
+                f"{facts.worker}, {plan.num_train_samples, plan.num_eval_samples} on the first. "
+                "data.train and data.eval must give the same samples everywhere.",
+            )
+            return
+        yield self._event(
+            events.WorkerWarmed,
+            worker=facts.worker,
+            trainer_pid=facts.pid,
+            warm_s=clock.now() - facts.started_at,
         )
-        _fail(job, trainer, text)
-        return
-    if plan is None:
-        job.log(events.JobPlanned, **message["plan"])
-    elif _lengths(message["plan"]) != (plan.num_train_samples, plan.num_eval_samples):
-        text = (
-            f"data of different length on the workers: {_lengths(message['plan'])} samples on "
-            f"{facts.worker}, {plan.num_train_samples, plan.num_eval_samples} on the first. "
-            "data.train and data.eval must give the same samples everywhere."
+        yield s.TrainerWarm(
+            trainer=report.trainer, warm_s=report.warm_s, device=facts.device, gpu=facts.gpu
         )
-        _fail(job, trainer, text)
-        return
-    warm_s = clock.now() - facts.started_at
-    job.log(events.WorkerWarmed, worker=facts.worker, trainer_pid=facts.pid, warm_s=warm_s)
-    job.handle(
-        s.TrainerWarm(trainer=trainer, warm_s=message["warm_s"], device=facts.device, gpu=facts.gpu)
-    )
+
+    def _on_joined(self, report: m.GenerationJoined, state: JobState) -> Iterator[Consequence]:
+        if state.current.is_restoring and self._record.restored_in != report.generation:
+            # ::
+            #
+            #     log            ... 38 39 40                     40 was the newest step
+            #     checkpoint     ... 35                           rank 0 restored this one
+            #     first to join  "generation 4 begins at 35": steps 36 to 40 are undone
+            yield self.restored_to(report.step)
+        yield s.TrainerFormed(
+            trainer=report.trainer,
+            generation=report.generation,
+            step=report.step,
+            connect_s=report.connect_s,
+            sync_s=report.sync_s,
+            wrap_s=report.wrap_s,
+        )
+
+    def _on_left(self, report: m.GenerationLeft) -> Iterator[Consequence]:
+        if report.why == "nan":
+            yield s.NonFiniteLoss(
+                trainer=report.trainer,
+                generation=report.generation,
+                rank=self.step_clock.ranks.index(report.trainer),
+                progress=report.progress,
+                loss=report.loss if report.loss is not None else math.nan,
+                is_source=report.is_source,
+            )
+            return
+        ended_early = report.ended_early
+        if ended_early and self._record.early_stop_generation != report.generation:
+            # All ranks report the same: the first report is logged.
+            yield self._event(events.EarlyStopped, **ended_early)
+        yield s.TrainerReported(
+            trainer=report.trainer,
+            generation=report.generation,
+            progress=report.progress,
+            why=report.why,
+            undone=report.undone,
+            ending=ended_early["reason"] if ended_early else "",
+            error=report.error,
+            backend=report.backend,
+            is_excused=report.is_excused,
+        )
+
+    def _on_steps(self, report: m.StepsTrained) -> Iterator[Consequence]:
+        job_id, steps = self._order.job_id, self.step_clock
+        records = steps.take(report.records, after=self._record.logged_step)
+        if records:
+            yield [events.StepCompleted(job_id=job_id, **record) for record in records]
+            yield s.StepsCommitted(
+                step=self._record.logged_step,
+                step_s=steps.step_s,
+                committed_at=_local_instant(records[-1]["time"]),
+            )
+
+    def _on_eval(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
+        if record["step"] == self._record.evaluated_step:
+            return  # a new rank 0 repeats what the previous one may not have sent
+        yield self._event(events.EvalCompleted, **record)
+        if not math.isfinite(record["loss"]):
+            what = f"the loss of the evaluation is {record['loss']}; training goes on"
+            text = f"step {record['step']}: {what}"
+            yield self._event(events.LogLine, level="warning", worker="", text=text)
+
+    def _on_best(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
+        # Rank 0 of each generation reports the best: the one that found it may be lost.
+        known = self._record.best_told
+        if known is None or any(getattr(known, name) != record[name] for name in record):
+            yield self._event(events.BestReached, **record)
+
+    def _on_checkpoint(self, report: m.CheckpointWritten, state: JobState) -> Iterator[Consequence]:
+        """Accept a checkpoint of the job's history, also from a trainer that was released.
+
+        ::
+
+            writer                      step of the checkpoint
+            a member                    part of the history: counts
+            released or declared dead   up to the job's step: counts, since the job had that step
+            declared dead               later: the writer went on alone, and the job never had it
+        """
+        step = report.record["step"]
+        is_ahead = report.trainer not in state.members and step > state.step
+        starts = self._record.starts
+        if is_ahead or not is_of_job(generation=report.generation, step=step, starts=starts):
+            return
+        yield self._event(events.CheckpointCommitted, **report.record)
+        if step <= state.step:
+            duration_s = report.record["duration_s"]
+            yield s.CheckpointSaved(step=step, trainer=report.trainer, duration_s=duration_s)
+
+    def _on_text(self, report: m.TextLogged, facts: TrainerFacts) -> Iterator[Consequence]:
+        facts.last_lines.append(report.text)
+        if report.is_printed and not self.printed.take(clock.now()):
+            return
+        yield from self.dropped_lines()
+        yield self._event(events.LogLine, level=report.level, worker=facts.worker, text=report.text)
+
+    def _on_fault(
+        self, report: m.FaultFired, facts: TrainerFacts, state: JobState
+    ) -> Iterator[Consequence]:
+        fault = self.planned.fire(report.fault_id)
+        if fault is None:
+            return
+        facts.is_injected = facts.is_injected or fault["kind"] in FATAL
+        values = {"fault": fault["kind"], "step": state.step}
+        yield self._event(events.FaultInjected, worker=facts.worker, **values)
+
+    def _cells(self) -> dict[str, CellSource]:
+        """Return the notebook's cells; none if its objects cannot be read any more."""
+        try:
+            return read_cells(self._order.bundle_path)
+        except (OSError, BundleError):
+            return {}
+
+    # --- events for the job itself ---
+
+    def restored_to(self, step: int) -> events.Event:
+        """Return the event that the steps after ``step`` are trained again.
+
+        A checkpoint may be ahead of the log; then the ranks have the missing step records.
+        """
+        num_undone = max(0, self._record.logged_step - step)
+        return self._event(events.JobRestored, step=step, num_undone=num_undone)
+
+    def dropped_lines(self, *, is_last: bool = False) -> Iterator[events.Event]:
+        """Yield an event with the number of printed lines that were not logged, if it is due."""
+        num = self.printed.report(clock.now(), is_last=is_last)
+        if num:
+            text = (
+                f"... {num:,} printed {'line' if num == 1 else 'lines'} dropped: after the first "
+                f"{BURST:,}, a job's log takes {PER_S:g} per second on average"
+            )
+            yield self._event(events.LogLine, level="warning", worker="", text=text)
+
+
+_CURRENT = -1
+"""Stands for the generation of the job's state, until the event is complete."""
 
 
 def _lengths(plan: Mapping[str, Any]) -> tuple[int, int]:
     return plan["num_train_samples"], plan["num_eval_samples"]
 
 
-def _fail(job: HostedJob, trainer: str, text: str) -> None:
-    error = s.UserErrorSeen(
+def _user_error(trainer: str, text: str) -> s.UserErrorSeen:
+    return s.UserErrorSeen(
         trainer=trainer, generation=0, progress=s.NO_PROGRESS, error=text, traceback=""
     )
-    job.handle(error)
 
 
-def _on_store(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
-    for member in job.state.in_phase("ranked"):
-        if member.trainer != trainer:
-            told = {k: message[k] for k in ("op", "generation", "key", "value")}
-            job.send(member.trainer, told)
-
-
-def _on_formed(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
-    times = {name: message.get(name, 0.0) for name in ("connect_s", "sync_s", "wrap_s")}
-    generation = message["generation"]
-    if job.state.current.is_restoring and job.record.restored_in != generation:
-        job.log_restored(message["step"])
-    step = message.get("step", 0)
-    job.handle(s.TrainerFormed(trainer=trainer, generation=generation, step=step, **times))
-
-
-def _on_report(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
-    step, evals = message["progress"]
-    generation = message["generation"]
-    if message["why"] == "nan":
-        job.handle(
-            s.NonFiniteLoss(
-                trainer=trainer,
-                generation=generation,
-                rank=job.step_clock.ranks.index(trainer),
-                progress=(step, evals),
-                loss=message["loss"],
-                is_source=message["is_source"],
-            )
-        )
-        return
-    ended_early = message.get("ended_early")
-    if ended_early and job.record.early_stop_generation != generation:
-        # All ranks report the same: the first report is logged.
-        job.log(events.EarlyStopped, **ended_early)
-    job.handle(
-        s.TrainerReported(
-            trainer=trainer,
-            generation=generation,
-            progress=(step, evals),
-            why=message["why"],
-            undone=message["undone"],
-            ending=ended_early["reason"] if ended_early else "",
-            error=message.get("error", ""),
-            backend=message.get("backend", ""),
-            is_excused=message.get("is_excused", False),
-        )
-    )
-
-
-def _on_steps(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
-    records = job.step_clock.take(message["records"], after=job.record.logged_step)
-    job.log_all([events.StepCompleted(job_id=job.order.job_id, **r) for r in records])
-    if records:
-        job.handle(
-            s.StepsCommitted(
-                step=job.record.logged_step,
-                step_s=job.step_clock.step_s,
-                committed_at=_here(records[-1]["time"]),
-            )
-        )
-
-
-def _here(told_at: float) -> float:
-    """Return an instant by the coordinator's clock; now if the other machine's seems to differ."""
-    age_s = time.time() - told_at
+def _local_instant(reported_at: float) -> float:
+    """Convert to the coordinator's clock; return now if the other machine's clock differs."""
+    age_s = time.time() - reported_at
     return clock.now() - (age_s if 0 <= age_s < MAX_DELAY_S else 0.0)
-
-
-def _on_eval(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
-    record = message["record"]
-    if record["step"] == job.record.evaluated_step:
-        return  # a new rank 0 repeats what the previous one may not have sent
-    job.log(events.EvalCompleted, **record)
-    if not math.isfinite(record["loss"]):
-        what = f"the loss of the evaluation is {record['loss']}; training goes on"
-        text = f"step {record['step']}: {what}"
-        job.log(events.LogLine, level="warning", worker="", text=text)
-
-
-def _on_best(job: HostedJob, _: str, __: TrainerFacts, message: Message) -> None:
-    # Every generation's rank 0 repeats it: the one that found it may have died before it sent it.
-    known, record = job.record.best_told, message["record"]
-    if known is None or any(getattr(known, name) != value for name, value in record.items()):
-        job.log(events.BestReached, **record)
-
-
-def _on_weights(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
-    values = {key: message[key] for key in ("step", "rank", "digest")}
-    job.log(events.WeightsHashed, worker=facts.worker, **values)
-
-
-def _on_rank_times(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
-    job.log(events.RankTimed, worker=facts.worker, **message["record"])
-
-
-def _on_committed(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
-    step, generation = message["record"]["step"], message["generation"]
-    is_ahead = trainer not in job.state.members and step > job.state.step
-    if is_ahead or not is_of_job(generation=generation, step=step, starts=job.record.starts):
-        return  # it was given up and has gone on alone: the job never had these steps
-    job.log(events.CheckpointCommitted, **message["record"])
-    job.review_pace()
-    if step <= job.state.step:
-        duration_s = message["record"].get("duration_s", 0.0)
-        job.handle(s.CheckpointSaved(step=step, trainer=trainer, duration_s=duration_s))
-
-
-def _on_checkpoint_failed(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
-    told = {"step": message["step"], "error": message["error"]}
-    job.log(events.CheckpointFailed, **told)
-    job.handle(s.CheckpointSaved(ok=False, trainer=trainer, **told))
-
-
-def _on_user_error(job: HostedJob, trainer: str, _: TrainerFacts, message: Message) -> None:
-    step, evals = message["progress"]
-    job.handle(
-        s.UserErrorSeen(
-            trainer=trainer,
-            generation=message["generation"],
-            progress=(step, evals),
-            error=message["error"],
-            traceback=message["traceback"],
-        )
-    )
-
-
-def _on_log(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
-    facts.last_lines.append(message["text"])
-    if message.get("is_printed") and not job.printed.take(clock.now()):
-        return
-    job.report_dropped_lines()
-    job.log(events.LogLine, level=message["level"], worker=facts.worker, text=message["text"])
-
-
-def _on_exited(job: HostedJob, trainer: str, facts: TrainerFacts, message: Message) -> None:
-    words = last_words(facts.worker, facts.last_lines, _cells_of(job))
-    lost = s.TrainerLost(
-        trainer=trainer,
-        cause=message["cause"],
-        last_words=words,
-        injected=facts.is_injected,
-    )
-    job.handle(lost)
-
-
-def _cells_of(job: HostedJob) -> dict[str, CellSource]:
-    """Return the notebook's cells; none if its objects cannot be read any more."""
-    try:
-        return read_cells(job.order.bundle_path)
-    except (OSError, BundleError):
-        return {}
-
-
-def _on_fault_fired(job: HostedJob, _: str, facts: TrainerFacts, message: Message) -> None:
-    fault = job.planned.fire(message["id"])
-    if fault is None:
-        return
-    facts.is_injected = facts.is_injected or fault["kind"] in FATAL
-    job.log(events.FaultInjected, worker=facts.worker, fault=fault["kind"], step=job.state.step)
-
-
-_TAKE: dict[str, Callable[[HostedJob, str, TrainerFacts, Message], None]] = {
-    "started": _on_started,
-    "hello": _on_hello,
-    "store": _on_store,
-    "formed": _on_formed,
-    "report": _on_report,
-    "steps": _on_steps,
-    "eval": _on_eval,
-    "best": _on_best,
-    "weights": _on_weights,
-    "rank_times": _on_rank_times,
-    "checkpoint_committed": _on_committed,
-    "checkpoint_failed": _on_checkpoint_failed,
-    "user_error": _on_user_error,
-    "log": _on_log,
-    "exited": _on_exited,
-    "fault_fired": _on_fault_fired,
-}

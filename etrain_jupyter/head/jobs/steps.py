@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ class StepClock:
     ranks: tuple[str, ...] = field(default=())
     """Trainers of the current generation in rank order."""
 
-    def take(self, records: list[dict[str, Any]], *, after: int) -> list[dict[str, Any]]:
+    def take(self, records: Sequence[dict[str, Any]], *, after: int) -> list[dict[str, Any]]:
         """Return the new records. A gap before them is for the audit to report.
 
         Args:

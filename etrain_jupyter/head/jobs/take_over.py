@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.head.coordinator import clock
@@ -25,6 +24,7 @@ from etrain_jupyter.rules.membership.membership import (
 )
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 from etrain_jupyter.storage.checkpoints import open_store
+from etrain_jupyter.wire.messages import TrainerSummary
 
 
 def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence]:
@@ -84,37 +84,39 @@ def recovered_state(record: JobRecord, fresh: JobState, wishes: PendingRequests)
 
 
 def find_trainers(
-    record: JobRecord, state: JobState, standings: Mapping[str, Mapping[str, Any]]
+    record: JobRecord, state: JobState, summaries: Mapping[str, TrainerSummary]
 ) -> Iterator[tuple[s.SurvivorFound, TrainerFacts]]:
     """Yield the surviving trainers of a job, with their facts.
 
     Args:
         record: The record of the job, which has its trainers.
         state: The job.
-        standings: The supervisors' reports about their trainers, by name; see ``worker.outbox``.
+        summaries: The supervisors' summaries of their trainers, by name.
     """
     for worker, name in record.trainers.items():
-        known = standings.get(name)
+        known = summaries.get(name)
         if known is None:
             continue
-        hello = known["hello"] or {}
+        hello = known.hello
         found = s.SurvivorFound(
             trainer=name,
             worker=worker,
-            generation=known["generation"],
-            # A trainer that has left the newest generation reports again: its report may be the
-            # reason why the job ends.
-            is_inside=bool(known["generation"])
-            and (known["left"] is None or known["generation"] == state.generation),
-            is_warm=bool(hello),
-            warm_s=hello.get("warm_s", 0.0),
-            device=hello.get("device", ""),
-            gpu=hello.get("gpu", ""),
-            progress=(known["progress"][0], known["progress"][1]),
+            generation=known.generation,
+            # A rank that has left the newest generation counts as inside, and its report is handled
+            # again: it may be the reason why the job ends.
+            is_inside=bool(known.generation)
+            and (known.left is None or known.generation == state.generation),
+            is_warm=hello is not None,
+            warm_s=hello.warm_s if hello is not None else 0.0,
+            device=hello.device if hello is not None else "",
+            gpu=hello.gpu if hello is not None else "",
+            progress=known.progress,
         )
         facts = TrainerFacts(
-            worker, clock.from_wall(known["started_at"]), pid=hello.get("pid", known["pid"])
+            worker,
+            clock.from_wall(known.started_at),
+            pid=hello.pid if hello is not None else known.pid,
         )
-        facts.device, facts.gpu = hello.get("device", ""), hello.get("gpu", "")
+        facts.device, facts.gpu = found.device, found.gpu
         if is_of_job(found, state):
             yield found, facts

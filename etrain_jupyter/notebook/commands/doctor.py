@@ -30,6 +30,7 @@ from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.process.gpus import finish_gpu_query, start_gpu_query, torch_has_cuda
 from etrain_jupyter.process.state_root import state_root
 from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates
+from etrain_jupyter.wire.requests import DescribeCluster
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.ec2.reaping import Tagged
@@ -300,9 +301,9 @@ def _check_clusters() -> list[Finding]:
             continue
         link = open_link(cluster.address(record))
         try:
-            facts = link.call("etrain_describe", timeout=5.0)
-            workers = _number_of(facts.get("workers", 0), "worker")
-            jobs = _number_of(facts.get("jobs", 0), "job")
+            facts = link.call(DescribeCluster(), timeout=5.0)
+            workers = _number_of(facts.workers, "worker")
+            jobs = _number_of(facts.jobs, "job")
             what = f"cluster {cluster.cluster_id}: {workers}, {jobs}"
             findings.append(Finding(state="ok", what=what))
         except EtrainError as exc:

@@ -27,7 +27,8 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.contact import Contact
-from etrain_jupyter.notebook.job.link import Answer, JobLink
+from etrain_jupyter.notebook.job.link import JobLink
+from etrain_jupyter.wire.requests import EventBatch, FetchEvents
 
 Listener = Callable[[Sequence[Event]], None]
 """Receives events in order. A long history arrives as ``Events``; iterate it with ``runs_of``."""
@@ -95,7 +96,7 @@ class EventFeed:
         self._status: JobStatusChanged | None = None
         self._aside: list[Event] = []
         self._listeners: list[Listener] = []
-        self._inbox: queue.Queue[_Newcomer | Future[Answer] | None] = queue.Queue()
+        self._inbox: queue.Queue[_Newcomer | Future[EventBatch] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_over = self._is_asking = self._is_terminal = False
@@ -238,16 +239,12 @@ class EventFeed:
         wait_s = POLL_S if is_calm and not self._is_terminal else 0.0
         self._is_asking = True
         future = self._link.send(
-            "etrain_events",
+            FetchEvents(job_id=self.job_id, since=self._last_seq(), wait_s=wait_s, limit=BATCH),
             timeout=wait_s + POLL_S,
-            job_id=self.job_id,
-            since=self._last_seq(),
-            wait_s=wait_s,
-            limit=BATCH,
         )
         future.add_done_callback(self._inbox.put)
 
-    def _handle(self, message: _Newcomer | Future[Answer] | None) -> None:
+    def _handle(self, message: _Newcomer | Future[EventBatch] | None) -> None:
         if message is None:
             self._is_over = True
         elif isinstance(message, Future):
@@ -261,16 +258,16 @@ class EventFeed:
             self._tell(message.listener, known)
             message.has_history.set()
 
-    def _handle_answer(self, future: Future[Answer]) -> None:
+    def _handle_answer(self, future: Future[EventBatch]) -> None:
         self._take_answer(future)
         # A reported outage ends the wait too: then the status is the last known one.
         if not self._contact.num_failures or self._contact.trouble:
             self._answered.set()
 
-    def _take_answer(self, future: Future[Answer]) -> None:
+    def _take_answer(self, future: Future[EventBatch]) -> None:
         try:
             answer = future.result()
-            news = [event_from_dict(data) for data in answer["events"]]
+            news = [event_from_dict(data) for data in answer.events]
         except (EtrainError, OSError, ValueError, CancelledError, KeyError, TypeError) as exc:
             self._fail(exc)
             return
@@ -279,7 +276,7 @@ class EventFeed:
             self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
             return
         was_silent = self._contact.succeed(time.time())
-        self._take_log_trouble(str(answer.get("trouble", "")), is_due=was_silent)
+        self._take_log_trouble(answer.trouble, is_due=was_silent)
         # A full batch means that more events are waiting.
         if len(news) < BATCH:
             self.caught_up.set()

@@ -9,6 +9,7 @@ from etrain_jupyter.bundle.files import CHUNK_BYTES
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import JobLink
+from etrain_jupyter.wire.requests import PutBundle, SubmitJob
 
 SUBMIT_S = 120.0
 """Timeout of a submit in seconds; the scheduler may be busy, and it hashes a large bundle."""
@@ -33,17 +34,15 @@ def hand_over(link: JobLink, order: dict[str, Any], bundle: Path) -> None:
         PoolError: If the coordinator refuses.
         JobLostError: If the cluster went away; the job may have started there.
     """
-    answer = link.call("etrain_submit", timeout=SUBMIT_S, job=order)
-    if not answer.get("wants_bundle"):
+    if not link.call(SubmitJob(job=order), timeout=SUBMIT_S).wants_bundle:
         # The coordinator cannot read the bundle's file, so upload it, then submit again.
         return
     with bundle.open("rb") as file:
         offset = 0
         while data := file.read(CHUNK_BYTES):
-            link.call("etrain_put_bundle", timeout=PIECE_S, job=order, offset=offset, data=data)
+            link.call(PutBundle(job=order, offset=offset, data=data), timeout=PIECE_S)
             offset += len(data)
-    answer = link.call("etrain_submit", timeout=SUBMIT_S, job=order)
-    if answer.get("wants_bundle"):
+    if link.call(SubmitJob(job=order), timeout=SUBMIT_S).wants_bundle:
         raise PoolError(
             f"the scheduler took all {offset / 2**20:.0f} MB of the job's bundle and does not have "
             "it. Nothing was submitted. Run the cell again."

@@ -1,8 +1,8 @@
-"""The kernel's line to a cluster: blocking calls from any thread, one event loop behind them.
+"""Kernel's connection to a cluster: blocking calls from any thread, over one event loop.
 
-The only thread here is ``etrain-link``, a daemon with one asyncio loop for the whole process,
-started by the first call. It owns every connection; callers hand it a request and wait in slices of
-0.1 s, so that an interrupt of the kernel is seen and nothing here can hold up the end of the
+The only thread here is ``etrain-link``, a daemon with one asyncio loop for the whole process. The
+first call starts it. It owns every connection. Callers pass it a request and wait in slices of
+0.1 s, so that the kernel notices an interrupt, and nothing here can delay the end of the
 interpreter.
 """
 
@@ -19,61 +19,69 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from etrain_jupyter.errors import EtrainError, JobLostError, PoolError
+from etrain_jupyter.wire.requests import (
+    UNKNOWN_JOB,
+    NotOursError,
+    R,
+    RefusedRequestError,
+    Request,
+    decode_reply,
+    exchange,
+)
 
 if TYPE_CHECKING:
     from etrain_jupyter.process.address import SchedulerAddress
 
 CONNECT_S = 3.0
-"""How long a connection may take: distributed goes on trying where nobody listens."""
+"""Connect timeout in seconds: distributed keeps retrying where no process listens."""
 RESTART_S = 6.0
-"""How long a question waits for a scheduler that has died and is being started again."""
+"""Timeout in seconds for a scheduler that has died and is being restarted."""
 SLICE_S = 0.1
 THREAD_NAME = "etrain-link"
 
-Answer = dict[str, Any]
 T = TypeVar("T")
 
 
 class ClusterEndedError(JobLostError):
-    """The cluster's head is known to have ended: there is no point in asking again."""
+    """The cluster's head is known to have ended: a retry is pointless."""
 
 
 class UnreachableError(JobLostError):
-    """No connection to the cluster's head, which may live all the same: stopped, or cut off."""
+    """The cluster's head cannot be reached. It may be alive: stopped, or cut off."""
 
 
 class NoCoordinatorError(JobLostError, PoolError):
-    """A scheduler answers, but has none of our machinery: it holds no job, and takes none."""
+    """A scheduler replies, but it has no coordinator of ours, and so no job."""
 
 
 class NoAnswerError(PoolError):
-    """The scheduler did not answer in time; what it was asked for may still happen."""
+    """The scheduler did not reply in time; the request may still be carried out."""
 
 
 class JobLink(Protocol):
     """What a job needs of its cluster; the tests have one without a network."""
 
-    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
-        """Ask and wait for the answer."""
+    def call(self, request: Request[R], *, timeout: float = 10.0) -> R:
+        """Send a request and wait for the reply."""
 
-    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
-        """Ask and return at once."""
+    def send(self, request: Request[R], *, timeout: float = 10.0) -> Future[R]:
+        """Send a request and return at once."""
 
     def release(self) -> None:
         """Close the connections; a later call opens new ones."""
 
 
 class ClusterLink:
-    """A line to one scheduler.
+    """A connection to one scheduler.
 
     Args:
         address: The scheduler's, for example ``tls://127.0.0.1:40231``.
         connection_args: Returns the keyword arguments for ``distributed.core.rpc`` (the TLS
             context). It is called when the first connection is made, since it reads the cluster's
             certificates.
-        has_ended: Tells whether the cluster is known to have ended; asked when it does not answer.
-        locate: Returns where its scheduler listens now; empty while there is none, because it has
-            died and another one is being started. Asked before each new connection.
+        has_ended: Returns whether the cluster is known to have ended; called if it does not reply.
+        locate: Returns the current address of its scheduler; empty while that is being restarted.
+            Called before each new connection.
     """
 
     def __init__(
@@ -94,50 +102,52 @@ class ClusterLink:
         self._is_released = False
         _links.add(self)
 
-    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
-        """Ask the scheduler and wait for its answer.
+    def call(self, request: Request[R], *, timeout: float = 10.0) -> R:
+        """Send the scheduler a request and wait for its reply.
 
         Args:
-            op: Name of the handler.
-            timeout: Seconds until the wait is given up.
-            **arguments: What the handler takes.
+            request: The request.
+            timeout: Timeout of the reply, in seconds.
 
         Raises:
             JobLostError: If the scheduler does not know the job; an ``UnreachableError`` if it
                 cannot be reached now, a ``ClusterEndedError`` if it never will be.
-            PoolError: If it refuses; a ``NoAnswerError`` if it does not answer in time.
+            PoolError: If it refuses, or speaks another version of the wire; a ``NoAnswerError`` if
+                it does not reply in time.
         """
-        return wait_interruptibly(self.send(op, timeout=timeout, **arguments))
+        return wait_interruptibly(self.send(request, timeout=timeout))
 
-    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
-        """Ask the scheduler and return at once; the future raises what ``call`` raises."""
-        return _run_in_loop(self._ask(op, timeout, arguments))
+    def send(self, request: Request[R], *, timeout: float = 10.0) -> Future[R]:
+        """Send the scheduler a request and return at once; the future raises as ``call`` does."""
+        return _run_in_loop(self._send(request, timeout))
 
     def release(self) -> None:
         """Close the connections when no call is in flight; a later call opens new ones."""
         if self._rpc is not None and _loop_is_running():
             _run_in_loop(self._release())
 
-    async def _ask(self, op: str, timeout: float, arguments: dict[str, Any]) -> Answer:
+    async def _send(self, request: Request[R], timeout: float) -> R:
         from etrain_jupyter.process.peers import plain_values_only
 
         self._num_in_flight += 1
         try:
             with plain_values_only():
-                return await self._answer(op, timeout, arguments)
+                return await self._reply_to(request, timeout)
         finally:
             self._num_in_flight -= 1
             if self._is_released and not self._num_in_flight:
                 await self._close()
 
-    async def _answer(self, op: str, timeout: float, arguments: dict[str, Any]) -> Answer:
+    async def _reply_to(self, request: Request[R], timeout: float) -> R:
         try:
             if self._has_failed:
                 # A process that is killed closes its connections a moment before it is gone.
                 self._refuse_if_ended()
-            answer = await asyncio.wait_for(self._exchange(op, arguments), timeout)
+            reply = await asyncio.wait_for(self._exchange(request), timeout)
         except EtrainError:
             raise
+        except RefusedRequestError as exc:
+            raise PoolError(str(exc)) from exc
         except UnicodeEncodeError as exc:
             start = max(0, exc.start - 40)
             raise PoolError(
@@ -146,12 +156,12 @@ class ClusterLink:
                 "is called so."
             ) from exc
         except TimeoutError as exc:
-            # A head that was stopped may have been killed since.
+            # A head that was suspended may have been killed since.
             self._has_failed = True
             raise NoAnswerError(
-                f"the scheduler at {self.address} did not answer {op} within {timeout:g} s. It may "
-                "be busy or stopped, and what was asked for may still happen; training does not "
-                "wait for it. %etrain doctor shows which clusters are alive."
+                f"the scheduler at {self.address} did not answer {request.op} within {timeout:g} "
+                "s. It may be busy or stopped, and what was asked for may still happen; "
+                "training does not wait for it. %etrain doctor shows which clusters are alive."
             ) from exc
         except OSError as exc:
             # CommClosedError, refused connections and TLS failures are all OSErrors.
@@ -171,7 +181,7 @@ class ClusterLink:
                 "in their run folders; %etrain doctor shows which clusters are alive."
             ) from exc
         self._has_failed = False
-        return _checked(_with_lists(answer), op)
+        return _decoded(request, reply)
 
     def _refuse_if_ended(self) -> None:
         if self._has_ended():
@@ -180,19 +190,19 @@ class ClusterLink:
                 "cell again for a new cluster."
             )
 
-    async def _exchange(self, op: str, arguments: dict[str, Any]) -> Any:
+    async def _exchange(self, request: Request[Any]) -> Any:
         if self._rpc is None:
             from distributed.core import rpc
 
-            # It is another one if the scheduler was started again and the port was taken.
+            # The address changes if the scheduler was restarted and its port was in use.
             self.address = await self._find_scheduler()
             self._rpc = rpc(  # type: ignore[no-untyped-call]
                 self.address, timeout=CONNECT_S, connection_args=self._connection_args()
             )
-        return await getattr(self._rpc, op)(**arguments)
+        return await exchange(self._rpc, request)
 
     async def _find_scheduler(self) -> str:
-        """Return where the scheduler listens; wait a while for one that is being started again."""
+        """Return the scheduler's address; wait for one that is being restarted."""
         for _ in range(int(RESTART_S / SLICE_S)):
             if found := self._locate():
                 return found
@@ -209,7 +219,7 @@ class ClusterLink:
         await self._hang_up()
 
     async def _hang_up(self) -> None:
-        """Close the connections; the next question opens new ones."""
+        """Close the connections; the next request opens new ones."""
         closing, self._rpc = self._rpc, None
         if closing is not None:
             with contextlib.suppress(OSError):
@@ -217,11 +227,10 @@ class ClusterLink:
 
 
 def open_link(address: SchedulerAddress) -> ClusterLink:
-    """Return a line to a cluster of this user's; nothing is asked yet.
+    """Return a connection to a cluster of this user; it is opened by the first request.
 
     Args:
-        address: From a pool or from ``own_clusters``. Answers are unpickled, so an address that
-            somebody else has written down would let that one run code here.
+        address: From a pool or from ``own_clusters``, never from a file that others can write.
     """
     return ClusterLink(
         address.address,
@@ -232,7 +241,7 @@ def open_link(address: SchedulerAddress) -> ClusterLink:
 
 
 def _has_ended(address: SchedulerAddress) -> bool:
-    """Whether a cluster of this machine is known to have ended, without asking it."""
+    """Return whether a cluster of this machine is known to have ended, without a request."""
     from etrain_jupyter.process.cluster_dir import ClusterDir
 
     if not address.state_dir:
@@ -242,7 +251,7 @@ def _has_ended(address: SchedulerAddress) -> bool:
 
 
 def _locate(address: SchedulerAddress) -> str:
-    """Return where a cluster's scheduler listens now; empty while another one is being started."""
+    """Return the current address of a cluster's scheduler; empty while that is being restarted."""
     from etrain_jupyter.process.cluster_dir import ClusterDir
 
     if not address.state_dir:
@@ -254,7 +263,7 @@ def _locate(address: SchedulerAddress) -> str:
 
 
 def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:
-    """Return a future's result, waiting in slices so that a KeyboardInterrupt is seen.
+    """Return a future's result, waiting in slices so that a KeyboardInterrupt is noticed.
 
     Raises:
         TimeoutError: If there is none after ``timeout`` seconds.
@@ -275,33 +284,19 @@ def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:
             raise
 
 
-def _checked(answer: Any, op: str) -> Answer:
-    """Return the answer; raise the error that it tells of."""
-    if not isinstance(answer, dict):
-        # That of somebody else, which was started again and knows nothing of us any more.
+def _decoded(request: Request[R], reply: Any) -> R:
+    """Return the reply; raise the error in it."""
+    try:
+        return decode_reply(request, reply)
+    except NotOursError as exc:
+        # A scheduler that others run was restarted, and has lost our coordinator.
         raise NoCoordinatorError(
-            f"the scheduler answered {op} with {type(answer).__name__}: it runs no etrain "
-            "coordinator, or no longer. %etrain resume lets a job go on from its newest checkpoint."
-        )
-    if "error" not in answer:
-        return answer
-    message = str(answer.get("message") or answer["error"])
-    if answer["error"] in UNKNOWN_JOB:
-        raise JobLostError(message)
-    raise PoolError(message)
-
-
-UNKNOWN_JOB = frozenset({"JobNotFoundError", "JobLostError", "unknown_job", "job_not_found"})
-"""Kinds of error by which a scheduler says that it does not hold the job."""
-
-
-def _with_lists(value: Any) -> Any:
-    """Turn tuples back into lists: msgpack makes tuples, the durable log has lists."""
-    if isinstance(value, dict):
-        return {key: _with_lists(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_lists(item) for item in value]
-    return value
+            f"{exc}. %etrain resume lets a job go on from its newest checkpoint."
+        ) from None
+    except RefusedRequestError as exc:
+        if exc.kind == UNKNOWN_JOB:
+            raise JobLostError(str(exc)) from None
+        raise PoolError(str(exc)) from None
 
 
 _links: weakref.WeakSet[ClusterLink] = weakref.WeakSet()
@@ -316,7 +311,7 @@ def _loop_is_running() -> bool:
 
 
 def _run_in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Start a coroutine on the process's one loop, making thread and loop first if need be."""
+    """Start a coroutine on the process's one loop; create thread and loop first if necessary."""
     global _loop, _thread
     with _starting:
         if _loop is None or not _loop_is_running():
@@ -329,7 +324,7 @@ def _run_in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def _close_all() -> None:
-    """Say goodbye to the schedulers at the end of the process, for half a second at most."""
+    """Close the connections at the end of the process, for half a second at most."""
     if _loop is None or _thread is None or not _loop_is_running():
         return
     loop, thread = _loop, _thread

@@ -13,6 +13,7 @@ from etrain_jupyter.notebook.job.history import LatestValues
 from etrain_jupyter.notebook.job.job_record import JobRecord
 from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
+from etrain_jupyter.wire.requests import ControlJob
 
 REQUEST_S = 30.0
 """Timeout of a request, in seconds."""
@@ -181,12 +182,8 @@ class JobRequests(ABC):
                 f"{request} cannot reach job {job_id}: {self._feed.lost}. {self._what_remains()}"
             )
         try:
-            answer = self._link.call(
-                "etrain_request",
-                timeout=REQUEST_S,
-                job_id=job_id,
-                request=request,
-                args=args,
+            outcome = self._link.call(
+                ControlJob(job_id=job_id, request=request, args=args), timeout=REQUEST_S
             )
         except NoAnswerError as exc:
             # A timeout is not a refusal: the request may still be in the scheduler's queue.
@@ -195,17 +192,12 @@ class JobRequests(ABC):
                 f"{REQUEST_S:g} s. It may still happen, as soon as the scheduler answers: look at "
                 "%etrain show before you ask again."
             ) from exc
-        return str(answer.get("message", ""))
+        return outcome.message
 
     def _send_request(self, request: str, args: dict[str, Any]) -> None:
         if self._link is not None:
-            self._link.send(
-                "etrain_request",
-                timeout=REQUEST_S,
-                job_id=self.record.job_id,
-                request=request,
-                args=args,
-            )
+            control = ControlJob(job_id=self.record.job_id, request=request, args=args)
+            self._link.send(control, timeout=REQUEST_S)
 
     def _what_remains(self) -> str:
         if not self._view.saved_step:

@@ -11,17 +11,18 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.event_log import LogReader
 from etrain_jupyter.notebook.job.job_record import JobRecord
-from etrain_jupyter.notebook.job.link import Answer, ClusterEndedError, UnreachableError
+from etrain_jupyter.notebook.job.link import ClusterEndedError, UnreachableError
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 from etrain_jupyter.storage.bucket_log.mirror import SILENT_S
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.bucket_log.uploads import ALIVE
+from etrain_jupyter.wire.requests import EventBatch, FetchEvents, R, Request
 
 T = TypeVar("T")
 
@@ -48,14 +49,14 @@ class StoreLink:
         self._is_released = threading.Event()
         self._executor: ThreadPoolExecutor | None = None
 
-    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
+    def call(self, request: Request[R], *, timeout: float = 10.0) -> R:
         """Answer a request from the log; refuse a request that needs the cluster."""
-        return self.send(op, timeout=timeout, **arguments).result(timeout)
+        return self.send(request, timeout=timeout).result(timeout)
 
-    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
+    def send(self, request: Request[R], *, timeout: float = 10.0) -> Future[R]:
         """Start a request in the thread ``etrain-store-<job>``, and return its future."""
-        if op != "etrain_events":
-            refused: Future[Answer] = Future()
+        if not isinstance(request, FetchEvents):
+            refused: Future[R] = Future()
             refused.set_exception(
                 UnreachableError(
                     f"job {self._record.job_id} is run by a cluster of "
@@ -70,9 +71,8 @@ class StoreLink:
         if self._executor is None:
             name = f"etrain-store-{self._record.job_id}"
             self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
-        return self._executor.submit(
-            self._look, arguments["since"], arguments["wait_s"], arguments["limit"]
-        )
+        batch = self._executor.submit(self._look, request.since, request.wait_s, request.limit)
+        return cast("Future[R]", batch)
 
     def release(self) -> None:
         """End the thread; a later request starts a new one."""
@@ -81,7 +81,7 @@ class StoreLink:
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _look(self, since: int, wait_s: float, limit: int) -> Answer:
+    def _look(self, since: int, wait_s: float, limit: int) -> EventBatch:
         deadline = time.monotonic() + wait_s
         while True:
             if self._copy is not None:
@@ -91,7 +91,7 @@ class StoreLink:
                 self._look_for_life(since)
             left = deadline - time.monotonic()
             if events or left <= 0 or self._is_released.wait(min(POLL_S, left)):
-                return {"events": events}
+                return EventBatch(events=tuple(events))
 
     def _read(self, since: int, limit: int) -> list[dict[str, Any]]:
         # Keep the reader between polls, so that each poll parses only the new lines.

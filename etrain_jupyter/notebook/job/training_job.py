@@ -37,6 +37,7 @@ from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.screen import Screen, table_of
 from etrain_jupyter.notebook.job.store_link import StoreLink, refresh_log, try_refresh_log
 from etrain_jupyter.notebook.job.weights import find_saved, list_saved, load_weights, put_weights
+from etrain_jupyter.wire.requests import ListWorkers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -222,10 +223,10 @@ class TrainingJob(JobRequests):
         """
         if self._latest().status in TERMINAL_STATUSES or self._link is None:
             return []
-        answer = self._link.call("etrain_workers", timeout=REQUEST_S, job_id=self.id)
+        found = self._link.call(ListWorkers(job_id=self.id), timeout=REQUEST_S)
         return [
             record | {"state": _WORKER_STATES.get(record["state"], record["state"])}
-            for record in answer["workers"]
+            for record in found.workers
         ]
 
     def subscribe(self, listener: Listener) -> threading.Event:

@@ -1,7 +1,7 @@
-"""The coordinator as a guest in a scheduler that somebody else made, and will go on using.
+"""Coordinator as a guest in a scheduler that others started and keep using.
 
-It costs nothing while no job runs: then nothing ticks, the supervisors are silent and keep no spare
-trainer. And whatever goes wrong in it must not take the scheduler's own workers from it.
+It is idle while no job runs: then it does not tick, and the supervisors send no heartbeats and keep
+no spare trainer. A failure of it must not take the scheduler's workers down.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from distributed import Scheduler
@@ -21,31 +22,35 @@ from etrain_jupyter.head.coordinator.coordinator import TICK_S, Coordinator, Han
 from etrain_jupyter.head.coordinator.nodes import NoNodes
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
-from etrain_jupyter.head.jobs.reports import Message
 from etrain_jupyter.log.events import LogLine
 from etrain_jupyter.pools.external.guest import UNFIT
 from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire import requests as q
 
 logger = logging.getLogger("etrain.coordinator")
 
 SILENCE_S = 60.0
-"""How long a supervisor may be silent here: tasks of others share its process, and some hold the
-interpreter's lock for long."""
+"""Heartbeat timeout here: tasks of others share the supervisor's process, and some hold the GIL for
+long."""
 
 LOOK_S = 0.1
+DRAIN_S = 10.0
+"""Default timeout in seconds for the last checkpoints."""
+
 ANSWER_S = 10.0
-"""How long workers may take to say whether they see a job's folder."""
+"""Timeout in seconds for workers to check whether they see a job's folder."""
 
 
 class GuestNodes(NoNodes):
-    """Workers that somebody else starts, and that we may only ask to leave."""
+    """Workers that others start. We can only retire them."""
 
     def __init__(self) -> None:
         self.leaving: dict[str, asyncio.Task[Any]] = {}
-        """Workers that were asked to, by name."""
+        """Workers that are being retired, by name."""
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Learn whose workers they are."""
+        """Use the workers of this scheduler."""
         self._scheduler = scheduler
 
     def release(self, worker: str, *, drain_s: float) -> None:
@@ -70,14 +75,14 @@ class GuestNodes(NoNodes):
 
 
 class GuestCoordinator(Coordinator):
-    """Runs our jobs on the workers that the scheduler has.
+    """Run our jobs on the workers that the scheduler has.
 
     Args:
         cluster_id: The scheduler's own id.
     """
 
     idempotent = True
-    """Dask keeps the one that is there when a second notebook brings its own."""
+    """Dask keeps the registered one when a second notebook sends its own."""
 
     def __init__(self, *, cluster_id: str) -> None:
         self._guests = GuestNodes()
@@ -89,24 +94,24 @@ class GuestCoordinator(Coordinator):
         self._work = asyncio.Event()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be made anew where it is sent: it belongs to that process's event loop."""
+        """Create a new one in the receiving process: it belongs to that process's event loop."""
         return _make, (self._cluster_id,)
 
     def register(self, scheduler: Scheduler) -> None:
-        """Register it with a scheduler that runs already."""
+        """Register it with a scheduler that is running."""
         super().register(scheduler)
         self._guests.attach(scheduler)
 
-    def _handlers(self) -> dict[str, Handler]:
+    def _handlers(self) -> dict[type[q.Request[Any]], Handler]:
         return super()._handlers() | {
-            "down": self._leave,
-            "forget": self._forget,
-            "pool_nodes": self._list_nodes,
-            "pool_want": self._want,
-            "pool_release": self._release,
+            q.ShutDownCluster: self._leave,
+            q.RemoveCoordinator: self._forget,
+            q.ListNodes: self._list_nodes,
+            q.WantWorkers: self._want,
+            q.ReleaseWorker: self._release,
         }
 
-    # --- nothing to do, nothing to pay ---
+    # --- idle without jobs ---
 
     async def _tick_often(self) -> None:
         while True:
@@ -119,13 +124,13 @@ class GuestCoordinator(Coordinator):
                 self._rest()
 
     def tick(self) -> None:
-        """Do what is due; with jobs, the scheduler is not idle although it has no tasks."""
+        """Do what is due. With jobs, the scheduler is not idle although it has no tasks."""
         super().tick()
         if self._active():
             self._scheduler.idle_since = None
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Return whom Dask may close by itself: ranks are no tasks that it could see."""
+        """Return the workers that Dask may close by itself: it does not see our ranks."""
         return [state for state in workers if not self.is_busy(str(state.name))]
 
     def _wake(self) -> None:
@@ -135,26 +140,26 @@ class GuestCoordinator(Coordinator):
         now = clock.now()
         self._workers.tick(now)
         for facts in self._workers:
-            self._workers.hear(facts.address, now)  # it had no reason to say anything
-            self._tell(facts.name, {"op": "wake"})
+            self._workers.hear(facts.address, now)  # it sent no heartbeats while it rested
+            self._send_to(facts.name, m.WakeSupervisor())
 
     def _rest(self) -> None:
         self._work.clear()
         for facts in self._workers:
-            self._tell(facts.name, {"op": "rest"})
+            self._send_to(facts.name, m.RestSupervisor())
 
     # --- workers ---
 
-    def _greet(self, message: Message, worker: str, now: float) -> None:
-        super()._greet(message, worker, now)
+    def _greet(self, hello: m.SupervisorHello, worker: str, now: float) -> None:
+        super()._greet(hello, worker, now)
         facts = self._workers.hear(worker, now)
         if facts is not None:
             self._unfit.pop(facts.name, None)
             if self._work.is_set():
-                self._tell(facts.name, {"op": "wake"})
+                self._send_to(facts.name, m.WakeSupervisor())
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Take in that a worker cannot take part. Called by the scheduler for all events."""
+        """Note that a worker cannot take part. Called by the scheduler for all its events."""
         if topic != UNFIT:
             return
         self._unfit[msg["name"]] = msg["why"]
@@ -162,23 +167,24 @@ class GuestCoordinator(Coordinator):
             _say_unfit(job, msg["name"], msg["why"])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **values: Any) -> None:
-        """Take in that a worker's connection is gone. Called by the scheduler."""
+        """Handle a closed connection of a worker. Called by the scheduler."""
         present = {str(state.name) for state in scheduler.workers.values()}
         self._unfit = {name: why for name, why in self._unfit.items() if name in present}
         super().remove_worker(scheduler, worker, **values)
 
-    # --- what the kernel may call ---
+    # --- requests of kernels ---
 
-    async def _submit(self, job: dict[str, Any]) -> dict[str, Any]:
+    async def _submit(self, request: q.SubmitJob) -> q.Submitted:
+        job = request.job
         if not job.get("place"):
             await self._check_folder(str(job["run_dir"]))
         self._wake()
-        answer = await super()._submit(job)
+        reply = await super()._submit(request)
         if job["job_id"] not in self._jobs:
-            return answer  # its bundle comes first
+            return reply  # its bundle comes first
         for name, why in self._unfit.items():
             _say_unfit(self._jobs[job["job_id"]], name, why)
-        return answer
+        return reply
 
     async def _check_folder(self, folder: str) -> None:
         """Refuse a job whose folder only the notebook's machine has.
@@ -216,12 +222,12 @@ class GuestCoordinator(Coordinator):
                 "ETRAIN_RUNS to a folder that all of them share, or to s3://BUCKET/PREFIX."
             )
 
-    async def _describe(self) -> dict[str, Any]:
-        told = await super()._describe()
-        return told | {"version": __version__, "unfit": dict(self._unfit)}
+    async def _describe(self, request: q.DescribeCluster) -> q.ClusterFacts:
+        facts = await super()._describe(request)
+        return replace(facts, version=__version__, unfit=dict(self._unfit))
 
-    async def _list_nodes(self) -> dict[str, Any]:
-        return {"nodes": [self._node_of(state) for state in self._fit()]}
+    async def _list_nodes(self, request: q.ListNodes) -> q.NodeList:
+        return q.NodeList(nodes=tuple(self._node_of(state) for state in self._fit()))
 
     def _fit(self) -> list[Any]:
         found = self._scheduler.workers.values()
@@ -241,24 +247,30 @@ class GuestCoordinator(Coordinator):
             "zone": get_address_host(state.address),
         }
 
-    async def _want(self, count: int, reason: str) -> dict[str, Any]:
-        logger.info("%d workers are wanted (%s); who made this cluster starts them", count, reason)
-        return {"num_present": len(self._fit())}
+    async def _want(self, request: q.WantWorkers) -> q.WorkersPresent:
+        logger.info(
+            "%d workers are wanted (%s); the owner of this cluster starts them",
+            request.count,
+            request.reason,
+        )
+        return q.WorkersPresent(num_present=len(self._fit()))
 
-    async def _release(self, worker: str, drain_s: float) -> dict[str, Any]:
+    async def _release(self, request: q.ReleaseWorker) -> q.Done:
+        worker, drain_s = request.worker, request.drain_s
         facts = self._workers.get(worker)
         jobs = [job for job in self._active() if job.state.of_worker(worker) is not None]
         if jobs:
             # Its job leaves it at a step boundary first.
             self._injector.give_notice(worker, drain_s)
-            return {}
+            return q.Done()
         if facts is not None:
             facts.leaves_at = clock.now() + drain_s  # no job gets it any more
         self._guests.release(worker, drain_s=drain_s)
-        return {}
+        return q.Done()
 
-    async def _leave(self, drain_s: float = 10.0) -> dict[str, Any]:
-        """Stop all jobs, with a checkpoint as long as there is time for one."""
+    async def _leave(self, request: q.ShutDownCluster) -> q.ShuttingDown:
+        """Stop all jobs, with a checkpoint if there is time for one."""
+        drain_s = DRAIN_S if request.drain_s is None else request.drain_s
         deadline = time.monotonic() + drain_s
         jobs = self._active()
         for job in jobs:
@@ -268,21 +280,21 @@ class GuestCoordinator(Coordinator):
         for job in self._active():
             job.handle(s.StopAsked(now=True))
         self._after_change()
-        return {"stopped": [job.order.job_id for job in jobs]}
+        return q.ShuttingDown(stopped=tuple(job.order.job_id for job in jobs))
 
     def _is_ending(self) -> bool:
         return bool(self._active()) or any(job.is_uploading for job in self._jobs.values())
 
-    async def _forget(self) -> dict[str, Any]:
+    async def _forget(self, request: q.RemoveCoordinator) -> q.Done:
         """Leave the scheduler as it was."""
         scheduler = self._scheduler
         await self.close()
-        for name in self._handlers():
-            scheduler.handlers.pop(f"etrain_{name}", None)
-        # Without any handler, a message that is under way would cost the worker its connection.
+        for handled in self._handlers():
+            scheduler.handlers.pop(handled.op, None)
+        # Without a handler, Dask would close the connection on a message that is still on the way.
         scheduler.stream_handlers["etrain_report"] = _ignore
         scheduler.remove_plugin(self.name)
-        return {}
+        return q.Done()
 
 
 def _make(cluster_id: str) -> GuestCoordinator:
@@ -294,4 +306,4 @@ def _say_unfit(job: HostedJob, name: str, why: str) -> None:
 
 
 def _ignore(**_: Any) -> None:
-    """Take a late message of a supervisor that has ended."""
+    """Drop a late message of a supervisor that has ended."""

@@ -29,6 +29,16 @@ from etrain_jupyter.pools.external.messages import (
 )
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.wire.requests import (
+    ListNodes,
+    NotOursError,
+    RefusedRequestError,
+    ReleaseWorker,
+    RemoveCoordinator,
+    ShutDownCluster,
+    WantWorkers,
+    call_scheduler,
+)
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.catalog import PoolEntry
@@ -141,7 +151,7 @@ class AddressPool:
 
     def want(self, n: int, *, reason: str) -> None:
         """Set the number of wanted workers. This pool cannot start any: it notifies the user."""
-        present = ask(self._address, "etrain_pool_want", count=n, reason=reason)["num_present"]
+        present = ask(self._address, WantWorkers(count=n, reason=reason)).num_present
         if n > present:
             self._notify_once(
                 f"{self._address.address} has {present} of {n} wanted workers. etrain does not "
@@ -161,12 +171,12 @@ class AddressPool:
                 pid=record["pid"],
                 device=record["device"],
             )
-            for record in ask(self._address, "etrain_pool_nodes")["nodes"]
+            for record in ask(self._address, ListNodes()).nodes
         ]
 
     def release(self, node_id: str, *, drain_s: float) -> None:
         """Retire a Dask worker after its ranks have left; this pool does not replace it."""
-        ask(self._address, "etrain_pool_release", worker=node_id, drain_s=drain_s)
+        ask(self._address, ReleaseWorker(worker=node_id, drain_s=drain_s))
 
     def shared_place(self) -> str:
         """Return an empty string: the workers share the kernel's folders, which submit checks."""
@@ -202,7 +212,8 @@ class AddressPool:
         try:
             if not self._with_client(self._is_installed):
                 return Leftovers()
-            ask(self._address, "etrain_down", timeout_s=timeout_s + CONNECT_S, drain_s=timeout_s)
+            stop = ShutDownCluster(drain_s=timeout_s)
+            ask(self._address, stop, timeout_s=timeout_s + CONNECT_S)
             return self._with_client(self._uninstall)
         except NotListeningError:
             return Leftovers()  # the scheduler has ended, and the plugins with it
@@ -360,7 +371,10 @@ class AddressPool:
         except (KeyError, OSError) as exc:
             # A worker connected or left during the request. The others have unregistered it.
             left = (f"possibly a supervisor on a worker that did not answer ({exc!r})",)
-        await client.scheduler.etrain_forget()
+        try:
+            await call_scheduler(client.scheduler, RemoveCoordinator())
+        except (NotOursError, RefusedRequestError) as exc:
+            raise PoolError(str(exc)) from exc
         return Leftovers(processes=left)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from etrain_jupyter.pools.base import CostReport
 from etrain_jupyter.pools.detached import DetachedPool
 from etrain_jupyter.process.cluster_dir import cluster_dirs, remove_stale
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.state_root import local_prefix
+from etrain_jupyter.wire.requests import ClusterFacts
 
 
 class LocalPool(DetachedPool):
@@ -55,14 +54,14 @@ def list_cluster_ids() -> list[str]:
     return [cluster_id for cluster_id, record in records if record is None or record.is_here]
 
 
-def describe_load(facts: Mapping[str, Any]) -> str:
+def describe_load(facts: ClusterFacts) -> str:
     """Return the number of workers and jobs of a cluster, and its idle time.
 
-    >>> describe_load({"workers": 1, "jobs": 0, "idle_s": 7.4})
+    >>> describe_load(ClusterFacts(cluster_id="c", pid=1, workers=1, jobs=0, idle_s=7.4))
     '1 worker, no job, idle for 7 s'
     """
-    num_workers, num_jobs = facts["workers"], facts["jobs"]
+    num_workers, num_jobs = facts.workers, facts.jobs
     workers = f"{num_workers} worker" + ("" if num_workers == 1 else "s")
     if not num_jobs:
-        return f"{workers}, no job, idle for {facts['idle_s']:.0f} s"
+        return f"{workers}, no job, idle for {facts.idle_s:.0f} s"
     return f"{workers}, {num_jobs} job" + ("" if num_jobs == 1 else "s")

@@ -1,8 +1,8 @@
-"""Faults on purpose: what a plan or a person asks a trainer to do to itself.
+"""Commit injected faults inside a trainer, from a plan or at a user's request.
 
-A planned fault is a plain dict on the wire: ``id``, ``kind``, ``rank``, ``step``, ``at``. It is
-committed by the first trainer that comes to its place as its rank, at its step or a later one.
-Imports torch only for the kinds that touch a model.
+A planned fault is a plain dict on the wire: ``id``, ``kind``, ``rank``, ``step``, ``at``. The first
+trainer that reaches its place with its rank, at its step or a later one, commits it. Imports torch
+only for the kinds that touch a model.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-Fault = dict[str, Any]
-Tell = Callable[[Fault], None]
+from etrain_jupyter.wire.messages import Fault, FaultFired
+
+Send = Callable[[FaultFired], None]
 
 ANYWHERE = ""
-"""The place of a fault that was ordered by hand: wherever the main thread comes next."""
+"""The place of a fault that a user requested: the next place that the main thread reaches."""
 
 EXIT_CODE = 7
 NUDGE = 1e-3
@@ -28,31 +29,31 @@ NUDGE = 1e-3
 
 
 class DeliberateError(RuntimeError):
-    """An exception of the framework's own, raised on purpose. It blames no notebook."""
+    """An injected exception of the framework itself, not of the notebook's code."""
 
 
 class Faults:
-    """The faults that this trainer may commit, and where it has to.
+    """The faults that this trainer may commit, and their places.
 
-    Without a plan every method costs one test of an attribute.
+    Without a plan, every method costs one test of an attribute.
 
     Args:
-        planned: Those that have not fired in this job yet.
-        tell: Sends a message to the coordinator at once; it is told of a fault before it happens.
+        planned: Faults that have not fired in this job yet.
+        send: Sends a report at once: the coordinator knows of a fault before it happens.
     """
 
-    def __init__(self, planned: Iterable[Fault], tell: Tell) -> None:
+    def __init__(self, planned: Iterable[Fault], send: Send) -> None:
         self.disconnect: Callable[[], None] = _nothing
-        """Breaks the connections to the other ranks; set by whoever forms a generation."""
-        self._tell = tell
+        """Breaks the connections to the other ranks; set when a generation forms."""
+        self._send = send
         self._planned: list[Fault] = []
         self.renew(planned)
 
     def renew(self, planned: Iterable[Fault]) -> None:
-        """Take over what a form message says: other trainers have committed some meanwhile."""
-        ordered = [fault for fault in self._planned if fault["at"] == ANYWHERE]
+        """Take over the plan of a new generation, without what other trainers have committed."""
+        requested = [fault for fault in self._planned if fault["at"] == ANYWHERE]
         mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _SPOILS]
-        self._planned = ordered + mine
+        self._planned = requested + mine
 
     def at(self, place: str, *, rank: int, step: int) -> None:
         """Commit what is planned for this place; may not return.
@@ -73,10 +74,10 @@ class Faults:
             if fault["kind"] in _AT_A_PLACE and fault["at"] in (place, ANYWHERE):
                 self._commit_if_due(fault, rank, step)
 
-    def order(self, kind: str) -> None:
-        """Commit a fault that was ordered by hand. Called by the thread that reads the channel.
+    def inject(self, kind: str) -> None:
+        """Commit a fault that a user requested. Called by the thread that reads the channel.
 
-        What has to happen on the main thread waits until that comes to its next place.
+        A kind that must happen on the main thread waits until that reaches its next place.
         """
         if kind in ("hang", "error"):
             self._planned.append({"kind": kind, "rank": None, "step": 0, "at": ANYWHERE})
@@ -118,12 +119,12 @@ class Faults:
             commit_fault(fault["kind"], disconnect=self.disconnect)
 
     def _fires(self, fault: Fault, rank: int, step: int) -> bool:
-        """Whether it is due here; then it never is again, and the coordinator knows."""
+        """Return whether it is due here. If so, remove it and report it."""
         is_due = fault["rank"] in (None, rank) and fault["step"] <= step
         if is_due:
             self._planned.remove(fault)
             if "id" in fault:
-                self._tell({"op": "fault_fired", "id": fault["id"]})
+                self._send(FaultFired(fault_id=fault["id"]))
         return is_due
 
 
@@ -188,4 +189,4 @@ _COMMIT: dict[str, Callable[[], None]] = {
 _AT_A_PLACE = frozenset({*_COMMIT, "disconnect"})
 _SPOILS = frozenset({"lose_sample", "repeat_sample", "diverge", "nan_loss"})
 NO_FAULTS = Faults([], lambda _: None)
-"""For whoever has no plan."""
+"""For a loop without a plan."""

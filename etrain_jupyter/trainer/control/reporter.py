@@ -1,4 +1,4 @@
-"""What a rank tells the coordinator: step records in batches, the rest at once, in order."""
+"""Send a rank's reports in order: step records in batches, all others at once."""
 
 from __future__ import annotations
 
@@ -8,29 +8,39 @@ import sys
 import threading
 import traceback
 from collections import deque
-from typing import Any
+from collections.abc import Callable
 
 from etrain_jupyter.wire.channel import Channel
+from etrain_jupyter.wire.messages import StepRecord, StepsTrained, TrainerReport
 
 FLUSH_EVERY_S = 0.05
-"""Least time between two batches: the record of a step that took longer is sent at once."""
+"""Minimum interval between two batches: the record of a step that took longer is sent at once."""
 KEEP_RECORDS = 10_000
 """Records that a rank keeps in case rank 0 dies before it could send its own."""
 
+Report = TrainerReport | StepRecord
+"""What a rank sends. The record of a step is a plain dict: the loop makes one for each step, and a
+batch of them becomes one ``StepsTrained``."""
+
+Send = Callable[[Report], None]
+
 
 class Reporter:
-    """Sends messages up the control channel.
+    """Send reports up the control channel.
 
     Every rank keeps the records of its latest steps, because a step's statistics are the same on
-    all of them. Rank 0 sends them; if it dies, the next rank 0 sends those that the log does not
-    have yet.
+    all of them. Rank 0 sends them. If it dies, the next rank 0 sends those that the log does not
+    have yet::
+
+        rank 0   step 7 ── sent ──▶ log      step 8 ── (dies)
+        rank 1   step 7, step 8 kept ── becomes rank 0, logged_step=7 ── sends step 8 ──▶ log
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
-        self._kept: deque[dict[str, Any]] = deque(maxlen=KEEP_RECORDS)
-        self._unsent: list[dict[str, Any]] = []
+        self._kept: deque[StepRecord] = deque(maxlen=KEEP_RECORDS)
+        self._unsent: list[StepRecord] = []
         self._is_rank_0 = False
         self._generation = 0
         self._thread = threading.Thread(target=self._flush_often, name="etrain-report", daemon=True)
@@ -39,7 +49,7 @@ class Reporter:
         self._thread.start()
 
     def begin(self, *, generation: int, rank: int, logged_step: int) -> None:
-        """Start a generation; rank 0 owes the log every step that it does not have yet."""
+        """Start a generation. Rank 0 sends every step that the log does not have yet."""
         with self._lock:
             self._generation = generation
             self._is_rank_0 = rank == 0
@@ -48,45 +58,43 @@ class Reporter:
                 self._unsent = [r for r in self._kept if r["step"] > logged_step]
                 self._has_news.set()
 
-    def records_after(self, step: int) -> list[dict[str, Any]]:
+    def records_after(self, step: int) -> list[StepRecord]:
         """Return the kept records of the steps after this one: they belong to the state."""
         with self._lock:
             return [r for r in self._kept if r["step"] > step]
 
-    def adopt(self, records: list[dict[str, Any]]) -> None:
-        """Keep these and no others: the state that they led to was taken over.
+    def adopt(self, records: list[StepRecord]) -> None:
+        """Keep these records and no others: they belong to the state that was received.
 
-        Else a step that only its dead rank 0 could tell of would be missing from the log for ever.
+        Without them, a step that only the dead rank 0 had reported would never be in the log.
         """
         with self._lock:
             self._kept.clear()
             self._kept.extend(records)
             self._unsent = []
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message; a step's record may wait for the next batch."""
-        if message["op"] == "step":
-            record = {"generation": message["generation"], **message["record"]}
+    def send(self, report: Report) -> None:
+        """Send a report. A step's record may wait for the next batch."""
+        if isinstance(report, dict):
             with self._lock:
-                self._kept.append(record)
+                self._kept.append(report)
                 if self._is_rank_0:
-                    self._unsent.append(record)
+                    self._unsent.append(report)
                     self._has_news.set()
             return
         self.flush()
-        self._channel.send(message)
+        self._channel.send(report)
 
     def flush(self) -> None:
-        """Send the records that wait."""
+        """Send the records that are waiting."""
         with self._lock:
             records, self._unsent = self._unsent, []
             if records:
-                self._channel.send(
-                    {"op": "steps", "generation": self._generation, "records": records}
-                )
+                steps = StepsTrained(generation=self._generation, records=tuple(records))
+                self._channel.send(steps)
 
     def close(self) -> None:
-        """Send what waits and end the thread."""
+        """Send the records that are waiting, and end the thread."""
         self._ended.set()
         self._has_news.set()
         with contextlib.suppress(OSError):
@@ -94,9 +102,9 @@ class Reporter:
         self._thread.join()
 
     def _flush_often(self) -> None:
-        """Send what waits, in a thread; end the process if that fails by a defect of ours.
+        """Run the thread. End the process if the thread fails because of a defect of ours.
 
-        Without this thread steps would be missing from the log, and nobody would know.
+        Without it, steps would be missing from the log without a sign.
         """
         try:
             self._flush_until_ended()

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.loop.evaluation import Evaluation, EvaluationResult
-from etrain_jupyter.trainer.messages import Send
 from etrain_jupyter.trainer.micro_batch import MicroBatch
 from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.schedule import Every
 from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.wire.messages import BestFound, EvalFinished
 
 
 class Evaluations:
@@ -101,7 +102,7 @@ class Evaluations:
         state, record = self._state, self._record
         # A restored or received state has other counters: then the record is of another state.
         if record is not None and record["step"] == state.step == state.evaluated_step:
-            self._send({"op": "eval", "generation": generation, "record": record})
+            self._send(EvalFinished(generation=generation, record=record))
         best = state.best_tracker.best_record()
         if best is not None:
-            self._send({"op": "best", "generation": generation, "record": best})
+            self._send(BestFound(generation=generation, record=best))

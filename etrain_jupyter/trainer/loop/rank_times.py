@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
 
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
 from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.wire.messages import RankTimesMeasured
 
 FIRST_REPORT_S = 2.5
 """Interval of the first report of a generation; it doubles up to ``REPORT_EVERY_S``."""
@@ -26,7 +27,7 @@ class RankTimes:
         send: Sends a message to the coordinator.
     """
 
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
         self._generation, self._rank, self._world_size = 0, 0, 1
         self._step = 0
@@ -105,6 +106,6 @@ class RankTimes:
                 "samples": self._samples,
                 **{name: round(seconds, 6) for name, seconds in self._spent.items()},
             }
-            self._send({"op": "rank_times", "generation": self._generation, "record": record})
+            self._send(RankTimesMeasured(generation=self._generation, record=record))
             self._interval_s = min(2 * self._interval_s, REPORT_EVERY_S)
         self._clear()

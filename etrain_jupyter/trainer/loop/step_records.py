@@ -17,6 +17,7 @@ def step_record(
     """Return the fields of ``events.StepCompleted`` for a committed step."""
     header, span = step.header, step.span
     return {
+        "generation": step.group.generation,
         "step": step.number,
         "epoch": span.epoch,
         "first": span.first,

@@ -21,6 +21,7 @@ from etrain_jupyter.rules.membership.stimuli import Progress
 from etrain_jupyter.trainer.boundary import NO_HOOKS, Boundary, BoundaryHooks
 from etrain_jupyter.trainer.control.device_errors import device_error_in
 from etrain_jupyter.trainer.control.faults import NO_FAULTS, Faults
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Delivered
 from etrain_jupyter.trainer.gradients.step import Gradients, Step
 from etrain_jupyter.trainer.gradients.step_header import StepHeader
@@ -38,7 +39,6 @@ from etrain_jupyter.trainer.loop.step_records import (
 )
 from etrain_jupyter.trainer.loop.step_requests import StepRequests
 from etrain_jupyter.trainer.loop.update import Update
-from etrain_jupyter.trainer.messages import Send, log_message
 from etrain_jupyter.trainer.micro_batch import MicroBatch, largest_pass
 from etrain_jupyter.trainer.objective.measures import Means
 from etrain_jupyter.trainer.places import Places
@@ -48,6 +48,7 @@ from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.state.weight_fingerprint import WeightFingerprint
 from etrain_jupyter.trainer.warm_up import PassEffects, WarmUp
 from etrain_jupyter.trainer.workload import Workload
+from etrain_jupyter.wire.messages import TextLogged, WeightsFingerprinted
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 OUT_OF_MEMORY = "out of memory"
@@ -372,17 +373,20 @@ class TrainLoop:
             times=times,
             is_skipped=is_skipped,
         )
-        self._send({"op": "step", "generation": step.group.generation, "record": record})
+        self._send(record)
         if is_skipped and step.group.rank == 0:
             self._log("info", skip_message(self.step, means, self.workload.precision.loss_scale))
 
     def _report_digest(self, group: RankGroup) -> None:
         """Report the digest of the weights; the audit compares those of all ranks."""
-        message = {"op": "weights", "generation": group.generation}
-        message |= {"step": self.step, "rank": group.rank}
-        self._digest.begin(
-            self.workload.model, lambda digest: self._send({**message, "digest": digest})
-        )
+        generation, step, rank = group.generation, self.step, group.rank
+
+        def send(digest: str) -> None:
+            self._send(
+                WeightsFingerprinted(generation=generation, step=step, rank=rank, digest=digest)
+            )
+
+        self._digest.begin(self.workload.model, send)
 
     def _log_out_of_memory(self, group: RankGroup) -> None:
         text = out_of_memory_message(
@@ -395,4 +399,4 @@ class TrainLoop:
         self._log("warning", text)
 
     def _log(self, level: str, text: str) -> None:
-        self._send(log_message(level, text))
+        self._send(TextLogged(level=level, text=text))

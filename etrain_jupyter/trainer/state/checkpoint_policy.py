@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 
 from etrain_jupyter.config.schema import Interval
 from etrain_jupyter.rules.policy.checkpoint_interval import FIRST_S
 from etrain_jupyter.trainer.schedule import Every, Mark, WorkPlan
+from etrain_jupyter.wire.messages import PaceUpdate
 
 RETRY_S = 30.0
 """Retry a failed checkpoint after this many seconds, unless the next one is due earlier."""
@@ -26,11 +26,11 @@ class CheckpointPace:
         self.interval_s = FIRST_S
         self._last_at = now
 
-    def adopt(self, pace: Mapping[str, float], *, now: float) -> None:
-        """Adopt the coordinator's interval and the newest checkpoint's age, where given."""
-        self.interval_s = pace.get("interval_s", self.interval_s)
-        if "age_s" in pace:
-            self._last_at = now - pace["age_s"]
+    def adopt(self, pace: PaceUpdate, *, now: float) -> None:
+        """Adopt the coordinator's interval, and the newest checkpoint's age if it is given."""
+        self.interval_s = pace.interval_s
+        if pace.age_s is not None:
+            self._last_at = now - pace.age_s
 
     def is_due(self, now: float) -> bool:
         """Return True if the newest checkpoint is at least one interval old."""

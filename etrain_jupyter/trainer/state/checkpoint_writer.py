@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.storage.checkpoints import Manifest, Part, manifest_key
-from etrain_jupyter.trainer.messages import Send, log_message
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.job_checkpoints import JobCheckpoints, Writers
 from etrain_jupyter.trainer.state.model_config import config_of
@@ -32,6 +32,7 @@ from etrain_jupyter.trainer.state.sharded_write import LEAST_PATIENCE_S
 from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.state_copy import StateCopy
 from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.wire.messages import CheckpointNotWritten, CheckpointWritten, TextLogged
 
 BEST_RETRY_S = (5.0, 10.0, 20.0, 40.0, 60.0)
 """Back-off before each retry to write the weights of the best evaluation; the last one repeats."""
@@ -249,9 +250,7 @@ class CheckpointWriter:
             }
             # The checkpoint is durable now, whether or not old ones can be removed.
             self._prune(copy.generation)
-            self._send(
-                {"op": "checkpoint_committed", "generation": copy.generation, "record": record}
-            )
+            self._send(CheckpointWritten(generation=copy.generation, record=record))
         self._results.put(CopyDone(copy=copy))
 
     def _fail(self, copy: StateCopy, error: str) -> None:
@@ -271,7 +270,7 @@ class CheckpointWriter:
                 retry_after_s=retry_after_s,
             )
         )
-        self._send({"op": "checkpoint_failed", "step": copy.step, "error": error})
+        self._send(CheckpointNotWritten(step=copy.step, error=error))
 
     def _commit(self, copy: StateCopy) -> Manifest | None:
         """Write a copy's parts and its manifest; return None if the copy is not needed.
@@ -316,7 +315,7 @@ class CheckpointWriter:
                 f"step {copy.step} is saved as the best that is left: the weights of step "
                 f"{copy.best_steps[0]} never became durable"
             )
-            self._send(log_message("warning", text))
+            self._send(TextLogged(level="warning", text=text))
         return False
 
     def _put_parts(
@@ -376,5 +375,5 @@ class CheckpointWriter:
             complaint = str(exc)
         # Once per problem, not once per checkpoint.
         if complaint and complaint != self._complaint:
-            self._send(log_message("warning", f"{complaint}. Training continues"))
+            self._send(TextLogged(level="warning", text=f"{complaint}. Training continues"))
         self._complaint = complaint

@@ -12,9 +12,9 @@ from typing import Any
 
 from etrain_jupyter.storage.checkpoints.base import CheckpointStore
 from etrain_jupyter.trainer.boundary import Boundary
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
-from etrain_jupyter.trainer.messages import Send, log_message
 from etrain_jupyter.trainer.schedule import Mark
 from etrain_jupyter.trainer.state.capture import take_state
 from etrain_jupyter.trainer.state.checkpoint_policy import CheckpointPace, CheckpointPolicy
@@ -32,6 +32,7 @@ from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.staging import StagedFile
 from etrain_jupyter.trainer.state.state_copy import StateCopy, copy_state
 from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.wire.messages import TextLogged
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 KEEP_RECORDS = 100
@@ -222,7 +223,7 @@ class Checkpointer:
                 num_written = self._writer.num_written
                 done = f"{num_written / 1e6:.0f} of {self._num_bytes / 1e6:.0f} MB"
                 text = f"this trainer exits once its checkpoint is written ({done} so far)"
-                self._send(log_message("info", text))
+                self._send(TextLogged(level="info", text=text))
             self._writer.wait()
             self._shard_writer.wait()
 
@@ -319,4 +320,4 @@ class Checkpointer:
         return restore(self._state, found.files, config=self._state.config, warn=self._warn)
 
     def _warn(self, text: str) -> None:
-        self._send(log_message("warning", text))
+        self._send(TextLogged(level="warning", text=text))

@@ -6,13 +6,24 @@ The scheduler and worker processes import them by name, so this file imports not
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from distributed import SchedulerPlugin, WorkerPlugin
 
 from etrain_jupyter.head.head_coordinator import HeadCoordinator
+from etrain_jupyter.wire.requests import (
+    ClusterFacts,
+    DescribeCluster,
+    Done,
+    Request,
+    ShutDownCluster,
+    ShuttingDown,
+    handler_of,
+)
 
 COORDINATOR = "tests.unit.pools.standins:Coordinator"
 FAILING_COORDINATOR = "tests.unit.pools.standins:FailingCoordinator"
@@ -21,8 +32,17 @@ SUPERVISOR = "tests.unit.pools.standins:Supervisor"
 FAILING_SUPERVISOR = "tests.unit.pools.standins:FailingSupervisor"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PretendJob(Request[Done]):
+    """Behave as with a job of that many workers; none if 0."""
+
+    op: ClassVar[str] = "etrain_test_job"
+
+    num_workers: int
+
+
 class Coordinator(SchedulerPlugin, HeadCoordinator):
-    """Idle from the start; ``etrain_test_job`` makes it busy."""
+    """Idle from the start; ``PretendJob`` makes it busy."""
 
     name = "etrain-coordinator"
 
@@ -32,32 +52,35 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._idle_since = time.monotonic()
 
     async def start(self, scheduler: Any) -> None:
-        scheduler.handlers |= {
-            "etrain_describe": self._describe,
-            "etrain_down": self._down,
-            "etrain_test_job": self._set_job,
+        handlers: dict[type[Request[Any]], Any] = {
+            DescribeCluster: self._describe,
+            ShutDownCluster: self._down,
+            PretendJob: self._set_job,
         }
+        for request, handler in handlers.items():
+            scheduler.handlers[request.op] = handler_of(request, handler)
 
     def idle_s(self) -> float:
         return 0.0 if self._has_job else time.monotonic() - self._idle_since
 
-    async def _describe(self) -> dict[str, Any]:
-        return {
-            "cluster_id": self._cluster_id,
-            "workers": len(self._nodes.nodes()),
-            "jobs": int(self._has_job),
-            "idle_s": self.idle_s(),
-        }
+    async def _describe(self, request: DescribeCluster) -> ClusterFacts:
+        return ClusterFacts(
+            cluster_id=self._cluster_id,
+            pid=os.getpid(),
+            workers=len(self._nodes.nodes()),
+            jobs=int(self._has_job),
+            idle_s=self.idle_s(),
+        )
 
-    async def _down(self) -> dict[str, Any]:
+    async def _down(self, request: ShutDownCluster) -> ShuttingDown:
         asyncio.get_running_loop().call_later(0.01, self._on_shutdown)
-        return {"message": "going down"}
+        return ShuttingDown(message="going down")
 
-    async def _set_job(self, num_workers: int) -> dict[str, Any]:
-        self._has_job = num_workers > 0
+    async def _set_job(self, request: PretendJob) -> Done:
+        self._has_job = request.num_workers > 0
         self._idle_since = time.monotonic()
-        self._nodes.want(num_workers, reason="test")
-        return {}
+        self._nodes.want(request.num_workers, reason="test")
+        return Done()
 
 
 class FailingCoordinator(Coordinator):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from etrain_jupyter.pools.local.pool import describe_load
+from etrain_jupyter.wire.requests import ClusterFacts
 
 
 @pytest.mark.parametrize(
@@ -15,5 +18,5 @@ from etrain_jupyter.pools.local.pool import describe_load
         ({"workers": 2, "jobs": 0, "idle_s": 7.4}, "2 workers, no job, idle for 7 s"),
     ],
 )
-def test_only_a_cluster_without_jobs_is_idle(facts: dict[str, float], expected: str) -> None:
-    assert describe_load(facts) == expected
+def test_only_a_cluster_without_jobs_is_idle(facts: dict[str, Any], expected: str) -> None:
+    assert describe_load(ClusterFacts(cluster_id="c", pid=1, **facts)) == expected

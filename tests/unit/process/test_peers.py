@@ -34,6 +34,7 @@ from etrain_jupyter.process.tls import (
     without_http,
     write_certificates,
 )
+from etrain_jupyter.wire.requests import ListJobs
 
 
 class Trap:
@@ -149,14 +150,22 @@ async def test_a_worker_registers_and_stays(scheduler: Any, tls: Path, tmp_path:
         with pytest.raises(CommClosedError):
             await line.run(function=dumps(lambda: os.mkdir(tmp_path / "ran")))
         await line.close_rpc()
+
+        # It cannot report in the name of another worker; the attempt ends it.
+        forged = {"op": "etrain_report", "message": {"beat": 2}, "worker": "tls://another"}
+        worker.batched_stream.send(forged)
+        async with asyncio.timeout(10):
+            while scheduler.workers:
+                await asyncio.sleep(0.01)
+        assert [report["message"] for report in heard] == [{"beat": 1}]
     assert not (tmp_path / "ran").exists()
 
 
 async def hostile(role: str, tls: Path, answer: Any) -> Any:
     """Return a server with some certificate of the cluster that answers what it likes."""
 
-    async def etrain_jobs() -> Any:
-        return answer
+    async def etrain_jobs(wire_version: int) -> Any:
+        return {**answer, "wire_version": wire_version}
 
     server = Server({"etrain_jobs": etrain_jobs})
     security = read_security(tls, role)
@@ -194,7 +203,7 @@ async def test_a_worker_cannot_answer_in_the_schedulers_place(tls: Path) -> None
 
 
 async def ask_jobs(link: ClusterLink) -> Any:
-    return await asyncio.wrap_future(link.send("etrain_jobs", timeout=5.0))
+    return await asyncio.wrap_future(link.send(ListJobs(), timeout=5.0))
 
 
 def test_other_uses_of_dask_in_the_kernel_are_not_restricted() -> None:

@@ -25,12 +25,14 @@ import torch.distributed as dist
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.boundary import Boundary, NoHooks
 from etrain_jupyter.trainer.control.faults import Faults
+from etrain_jupyter.trainer.control.reporter import Report
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
+from etrain_jupyter.wire.messages import EvalFinished
 
 HOST = "127.0.0.1"
 PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
@@ -67,17 +69,19 @@ class Outcome:
     """Result of a job in one process."""
 
     digest: str
-    sent: list[dict[str, Any]]
+    sent: list[Report]
     """All messages to the coordinator."""
     ends: list[str]
     """Reason for the end of each of its generations."""
     model: dict[str, torch.Tensor]
     """The state of the model."""
 
-    def records(self, op: str) -> list[dict[str, Any]]:
+    def records(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of steps or evaluations, without timings."""
-        timing = ("time", "samples_per_s", "duration_s", "world_size", *PARTS)
-        records = [m["record"] for m in self.sent if m["op"] == op]
+        timing = ("time", "generation", "samples_per_s", "duration_s", "world_size", *PARTS)
+        records = [sent for sent in self.sent if isinstance(sent, dict)]
+        if kind == "eval":
+            records = [sent.record for sent in self.sent if isinstance(sent, EvalFinished)]
         return [{k: v for k, v in record.items() if k not in timing} for record in records]
 
 
@@ -214,7 +218,7 @@ class _Member:
         self._ends: list[str] = []
         config = TrainConfig.model_validate(job.config)
         names = job.names()
-        self._sent: list[dict[str, Any]] = []
+        self._sent: list[Report] = []
         self._workload = build_workload(config, _Names(names), torch.device("cpu"))
         plan = WorkPlan.of(config, self._workload)
         self._loop = TrainLoop(TrainState(self._workload, config, plan), self._sent.append)

@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 
 from etrain_jupyter.trainer import compiled
 from etrain_jupyter.trainer.state.capture import digest_of
+from etrain_jupyter.wire import messages
 from tests.capabilities import needs
 from tests.unit.trainer.loop.test_train_loop import Names, Net, make_loop, run
 
@@ -67,7 +68,7 @@ class Counted(Net):
 
 
 def logs(sent: list[dict], level: str) -> list[str]:
-    return [m["text"] for m in sent if m["op"] == "log" and m["level"] == level]
+    return [m.text for m in sent if isinstance(m, messages.TextLogged) and m.level == level]
 
 
 def test_everything_is_compiled_in_the_warm_up_and_every_later_call_goes_through_it(backend):
@@ -102,7 +103,7 @@ def test_compiled_training_computes_the_same_as_eager_training(backend):
         names = Names(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
         loop, sent = make_loop(names=names, compile=compiles)
         run(loop)
-        losses.append([m["record"]["loss"] for m in sent if m["op"] == "step"])
+        losses.append([m["loss"] for m in sent if isinstance(m, dict)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -215,7 +216,7 @@ def test_inductor_compiles_and_trains_to_nearly_the_same_loss():
         loop, sent = make_loop(names=names, compile=compiles)
         assert logs(sent, "warning") == []
         assert run(loop) == "done"
-        ends.append([m["record"]["loss"] for m in sent if m["op"] == "step"])
+        ends.append([m["loss"] for m in sent if isinstance(m, dict)])
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
     # No pool of compiler processes, which would outlive a killed trainer.
     assert inductor_config.compile_threads == 1

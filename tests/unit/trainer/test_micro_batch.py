@@ -32,6 +32,7 @@ from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
+from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import (
     BATCH,
     NUM_SAMPLES,
@@ -156,11 +157,11 @@ def limited(limit: int) -> Callable[[], nn.Module]:
 def test_warm_up_finds_the_size_logs_it_and_undoes_all_trials() -> None:
     loop, sent = make_loop(names=Names(model=limited(5)), batch=AUTO)
     assert loop.micro.size == 5
-    [told] = [m for m in sent if m["op"] == "log"]
-    assert told["level"] == "info"
+    [told] = [m for m in sent if isinstance(m, messages.TextLogged)]
+    assert told.level == "info"
     # 16, 8, 4 and then 6, 5.
-    assert told["text"].startswith("batch.micro: auto: 5 of 16 samples in one pass on cpu, after 5")
-    assert "GiB free" in told["text"]
+    assert told.text.startswith("batch.micro: auto: 5 of 16 samples in one pass on cpu, after 5")
+    assert "GiB free" in told.text
     untouched, _ = make_loop(names=Names(model=limited(99)))
     assert digest_of(loop.workload.model) == digest_of(untouched.workload.model)
     assert all(p.grad is None for p in loop.workload.model.parameters())
@@ -213,7 +214,9 @@ def test_found_size_is_trained_with_and_evaluated_with() -> None:
     assert run(loop) == "done"
     # 16 samples in 4 passes, and the last 2 of the epoch.
     assert sizes == {True: {4, 2}, False: {5}}
-    assert [m["record"]["samples"] for m in sent if m["op"] == "eval"] == [NUM_SAMPLES]
+    assert [m.record["samples"] for m in sent if isinstance(m, messages.EvalFinished)] == [
+        NUM_SAMPLES
+    ]
 
 
 def test_aggregation_frequency_still_makes_at_least_as_many_passes() -> None:
@@ -258,14 +261,14 @@ def test_out_of_memory_in_a_step_halves_the_size_and_ends_the_generation() -> No
         assert (loop.micro.size, loop.progress) == (size, (0, 0))
         assert digest_of(loop.workload.model) == before
         assert all(p.grad is None for p in loop.workload.model.parameters())
-    told = [m["text"] for m in sent if m["op"] == "log" and m["level"] == "warning"]
+    told = [m.text for m in sent if isinstance(m, messages.TextLogged) and m.level == "warning"]
     assert told[-1] == (
         "rank 0 ran out of memory in step 1: its micro-batches are reduced to 4; a new generation "
         "continues from step 0, and nothing is lost"
     )
     loop.in_step = False
     assert run(loop) == "done"
-    records = [m["record"] for m in sent if m["op"] == "step"]
+    records = [m for m in sent if isinstance(m, dict)]
     order = epoch_order(seed=0, epoch=0, num_samples=NUM_SAMPLES)
     due = [checksum_of(order[first : first + BATCH]) for first in (0, 16, 32)]
     assert [r["sample_checksum"] for r in records] == due

@@ -12,6 +12,7 @@ from torch import nn
 from etrain_jupyter.trainer.group.process_group import CommunicationError
 from etrain_jupyter.trainer.precision import Precision
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import BATCH, PLAIN, Names, Net, make_loop
 from tests.unit.trainer.loop.test_train_loop import run as run_loop
 from tests.unit.trainer.plain_loop import DTYPES, train_plainly
@@ -43,12 +44,12 @@ def test_overflow_skips_the_step_halves_the_scale_and_is_logged():
     skipped = plain.skipped
     assert skipped
     assert_same_weights(loop.workload.model, plain.model)
-    steps = [m["record"] for m in sent if m["op"] == "step"]
+    steps = [m for m in sent if isinstance(m, dict)]
     assert [r["step"] for r in steps if r["skipped"]] == skipped
     assert (
         len(steps) == loop.state.plan.total_steps
     )  # the samples of skipped steps count as trained
-    told = [m["text"] for m in sent if m["op"] == "log"]
+    told = [m.text for m in sent if isinstance(m, messages.TextLogged)]
     assert len(told) == len(skipped)
     assert told[0].startswith(f"step {skipped[0]}: gradients overflowed in fp16")
     assert loop.workload.precision.loss_scale == 65536.0 / 2 ** len(skipped)

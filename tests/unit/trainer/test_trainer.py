@@ -19,8 +19,9 @@ from etrain_jupyter.trainer.state.capture import take_state
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.state.transfer import send_state
-from etrain_jupyter.trainer.trainer import DISCONNECTED, failure_of
-from etrain_jupyter.wire.channel import FrameDecoder, encode
+from etrain_jupyter.trainer.trainer import DISCONNECTED, Failure, failure_of
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire.channel import FrameDecoder, frame
 from tests.unit.trainer.trainer_rig import TrainerRig
 
 
@@ -35,14 +36,14 @@ def group_of_two() -> RankGroup:
 def test_report_of_an_abort_has_no_error_since_another_rank_has_it():
     group = group_of_two()
     group.abort()
-    assert failure_of(group, RuntimeError("Connection closed by peer")) == {}
+    assert failure_of(group, RuntimeError("Connection closed by peer")) == Failure()
 
 
 @pytest.mark.parametrize("why", [OUT_OF_MEMORY, DISCONNECTED])
 def test_report_excuses_errors_that_are_unrelated_to_connections(why):
     group = group_of_two()
     group.abort(why)
-    assert failure_of(group, RuntimeError(why)) == {"error": why, "is_excused": True}
+    assert failure_of(group, RuntimeError(why)) == Failure(error=why, is_excused=True)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +51,14 @@ def test_report_excuses_errors_that_are_unrelated_to_connections(why):
     [("[gloo/transport/tcp/pair.cc:547] Connection closed", "gloo"), ("NCCL error in: a", "nccl")],
 )
 def test_report_has_the_error_of_a_collective_that_torch_started_by_itself(text, backend):
-    assert failure_of(group_of_two(), RuntimeError(text)) == {"error": text, "backend": backend}
+    assert failure_of(group_of_two(), RuntimeError(text)) == Failure(error=text, backend=backend)
 
 
 def test_text_of_a_report_is_bounded_and_valid_utf_8():
     text = text_of(RuntimeError(f"bad file \udce9 {'x' * 10_000}"))
     assert len(text) == MOST_TEXT
-    [message] = FrameDecoder().feed(encode({"error": text}))
-    assert message["error"].startswith("bad file \\udce9 xxx")
+    [message] = FrameDecoder().feed(frame(m.TextLogged(level="error", text=text)))
+    assert message["text"].startswith("bad file \\udce9 xxx")
 
 
 # Review G4: the first synchronization after a failing kernel is in our files, so every CUDA error
@@ -113,17 +114,17 @@ def device_error(text: str) -> Exception:
 def test_device_side_assert_in_a_step_is_the_notebooks_error_with_its_code(rigs, monkeypatch):
     gpu = Gpu(monkeypatch)
     rig = rigs().start()
-    rig.wait_for("hello")
+    rig.wait_for(m.TrainerHello)
     gpu.is_broken = True
     rig.form()
-    told = rig.wait_for("user_error", "report")
-    assert told["op"] == "user_error"
-    assert told["progress"] == [-1, 0], "its state cannot be read any more"
-    assert "device-side assert triggered" in told["error"]
-    assert "targets of CrossEntropyLoss must be 0 to classes - 1" in told["error"]
-    assert "CUDA_LAUNCH_BLOCKING=1" in told["error"]
-    assert "Cell In[3], line 12, in loss" in told["traceback"]
-    assert "Cell In[3], line 9, in forward" in told["traceback"]
+    told = rig.wait_for(m.UserCodeFailed, m.GenerationLeft)
+    assert isinstance(told, m.UserCodeFailed)
+    assert told.progress == (-1, 0), "its state cannot be read any more"
+    assert "device-side assert triggered" in told.error
+    assert "targets of CrossEntropyLoss must be 0 to classes - 1" in told.error
+    assert "CUDA_LAUNCH_BLOCKING=1" in told.error
+    assert "Cell In[3], line 12, in loss" in told.traceback
+    assert "Cell In[3], line 9, in forward" in told.traceback
     assert rig.has_ended()
     assert rig.crash is None
     assert gpu.calls == ["stack_means"], "CUDA was used again"
@@ -133,9 +134,9 @@ def test_device_side_assert_in_the_warm_up_is_the_notebooks_error(rigs, monkeypa
     gpu = Gpu(monkeypatch)
     gpu.is_broken = True
     rig = rigs().start()
-    told = rig.wait_for("user_error")
-    assert (told["generation"], told["progress"]) == (0, [-1, 0])
-    assert "device-side assert" in told["error"]
+    told = rig.wait_for(m.UserCodeFailed)
+    assert (told.generation, told.progress) == (0, (-1, 0))
+    assert "device-side assert" in told.error
     assert rig.has_ended()
     assert rig.crash is None
 
@@ -143,11 +144,11 @@ def test_device_side_assert_in_the_warm_up_is_the_notebooks_error(rigs, monkeypa
 def test_error_of_the_machines_gpu_ends_the_trainer_alone(rigs, monkeypatch):
     gpu = Gpu(monkeypatch, "CUDA error: uncorrectable ECC error encountered")
     rig = rigs().start()
-    rig.wait_for("hello")
+    rig.wait_for(m.TrainerHello)
     gpu.is_broken = True
     rig.form()
-    told = rig.wait_for("log", "user_error")
-    assert told["text"] == (
+    told = rig.wait_for(m.TextLogged, m.UserCodeFailed)
+    assert told.text == (
         "the GPU failed, and this trainer ends: CUDA error: uncorrectable ECC error encountered"
     )
     assert rig.has_ended()
@@ -189,13 +190,13 @@ def run_out_in(monkeypatch, *, times: int) -> list[str]:
 
 def join(rig: TrainerRig, generation: int, *, step: int, is_sent: bool = True):
     """Make the trainer join as rank 1 and receive; return its next report."""
-    with rig.peers(generation, 2, behind=[1], logged_step=step) as [sender]:
+    with rig.peers(generation, 2, behind=(1,), logged_step=step) as [sender]:
         with contextlib.suppress(CommunicationError):
             if is_sent:
                 send_state(sender, *newest_state(rig, step=step), [1])
             else:
                 sender.abort("rank 0 is lost")
-        return rig.wait_for("formed", "report", "user_error", "log")
+        return rig.wait_for(m.GenerationJoined, m.GenerationLeft, m.UserCodeFailed, m.TextLogged)
 
 
 def test_new_rank_without_memory_receives_the_state_again_and_exits_the_second_time(
@@ -203,39 +204,41 @@ def test_new_rank_without_memory_receives_the_state_again_and_exits_the_second_t
 ):
     run_out_in(monkeypatch, times=2)
     rig = rigs().start()
-    rig.wait_for("hello")
-    assert "received again from the start" in join(rig, 1, step=4)["text"]
-    told = rig.wait_for("report", "user_error")
-    assert (told["op"], told["why"], told["progress"]) == ("report", "failed", [-1, 0])
-    assert told["is_excused"]
-    assert "no memory for" in told["error"]
-    assert "batch: {micro: auto}" in told["error"]
-    assert "this trainer ends" in join(rig, 2, step=4)["text"]
+    rig.wait_for(m.TrainerHello)
+    assert "received again from the start" in join(rig, 1, step=4).text
+    told = rig.wait_for(m.GenerationLeft, m.UserCodeFailed)
+    assert (told.why, told.progress) == ("failed", (-1, 0))
+    assert told.is_excused
+    assert "no memory for" in told.error
+    assert "batch: {micro: auto}" in told.error
+    assert "this trainer ends" in join(rig, 2, step=4).text
     assert rig.has_ended()
     assert isinstance(rig.crash, torch.OutOfMemoryError)
 
 
 def test_survivor_that_is_behind_drops_its_state_if_memory_runs_out(rigs, monkeypatch):
     rig = rigs().start()
-    rig.wait_for("hello")
+    rig.wait_for(m.TrainerHello)
     rig.form(1)
-    assert rig.wait_for("report")["progress"] == [4, 0]
+    assert rig.wait_for(m.GenerationLeft).progress == (4, 0)
     run_out_in(monkeypatch, times=1)
-    assert "received again from the start" in join(rig, 2, step=5)["text"]
-    assert rig.wait_for("report", "user_error")["progress"] == [-1, 0]
+    assert "received again from the start" in join(rig, 2, step=5).text
+    assert rig.wait_for(m.GenerationLeft, m.UserCodeFailed).progress == (-1, 0)
     told = join(rig, 3, step=5)
-    assert (told["op"], told["step"]) == ("formed", 5)
+    assert isinstance(told, m.GenerationJoined)
+    assert told.step == 5
 
 
 def test_survivor_that_is_behind_keeps_its_state_until_the_new_one_is_complete(rigs):
     rig = rigs().start()
-    rig.wait_for("hello")
+    rig.wait_for(m.TrainerHello)
     rig.form(1)
-    rig.wait_for("report")
+    rig.wait_for(m.GenerationLeft)
     told = join(rig, 2, step=5, is_sent=False)
-    assert (told["op"], told["why"], told["progress"]) == ("report", "failed", [4, 0])
+    assert (told.why, told.progress) == ("failed", (4, 0))
     told = join(rig, 3, step=5)
-    assert (told["op"], told["step"]) == ("formed", 5)
+    assert isinstance(told, m.GenerationJoined)
+    assert told.step == 5
 
 
 @pytest.mark.parametrize(("world_size", "keep"), [(2, True), (3, False)])
@@ -243,9 +246,9 @@ def test_older_state_is_kept_only_if_no_other_rank_has_the_newest(
     rigs, monkeypatch, world_size, keep
 ):
     rig = rigs().start()
-    rig.wait_for("hello")
+    rig.wait_for(m.TrainerHello)
     rig.form(1)
-    rig.wait_for("report")
+    rig.wait_for(m.GenerationLeft)
     asked: list[bool] = []
 
     def receive(*args, keep, on_overwrite, **keys):
@@ -253,16 +256,16 @@ def test_older_state_is_kept_only_if_no_other_rank_has_the_newest(
         raise CommunicationError("rank 0 is lost")
 
     monkeypatch.setattr(trainer, "receive_state", receive)
-    with rig.peers(2, world_size, behind=[1], logged_step=5):
-        rig.wait_for("report")
+    with rig.peers(2, world_size, behind=(1,), logged_step=5):
+        rig.wait_for(m.GenerationLeft)
     assert asked == [keep]
 
 
 def test_rank_with_the_newest_state_keeps_it_if_memory_runs_out_while_it_forms(rigs, monkeypatch):
     rig = rigs().start()
-    rig.wait_for("hello")
+    rig.wait_for(m.TrainerHello)
     rig.form(1)
-    rig.wait_for("report")
+    rig.wait_for(m.GenerationLeft)
 
     def wrap(self, group):
         raise torch.OutOfMemoryError("no memory for the buckets")
@@ -270,7 +273,7 @@ def test_rank_with_the_newest_state_keeps_it_if_memory_runs_out_while_it_forms(r
     monkeypatch.setattr(train_loop.TrainLoop, "wrap", wrap)
     for generation in (2, 3, 4):
         rig.form(generation)
-        told = rig.wait_for("report", "user_error")
-        assert (told["op"], told["why"], told["progress"]) == ("report", "failed", [4, 0])
-        assert "no memory for the buckets" in told["error"]
-        assert not told.get("is_excused")
+        told = rig.wait_for(m.GenerationLeft, m.UserCodeFailed)
+        assert (told.why, told.progress) == ("failed", (4, 0))
+        assert "no memory for the buckets" in told.error
+        assert not told.is_excused

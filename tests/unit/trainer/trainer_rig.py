@@ -21,7 +21,8 @@ from etrain_jupyter.bundle.files import write_bundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, RankGroup
 from etrain_jupyter.trainer.trainer import Trainer
-from etrain_jupyter.wire.channel import Channel, FrameDecoder, Message, encode
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire.channel import Channel, FrameDecoder, frame
 
 CELL = """\
 import torch
@@ -74,17 +75,19 @@ class TrainerRig:
         )
         ours, its = socket.socketpair()
         self._socket = ours
-        self.said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         bundle = capture_bundle(references, names, cell_numbers={name: 3})
         folder.mkdir(parents=True, exist_ok=True)
         write_bundle(folder / "bundle", bundle)
-        order = {
-            **{"trainer": "j/w1/1", "job_id": "j", "host": "127.0.0.1", "cwd": ""},
-            "config": config.model_dump(mode="json", by_alias=True),
-            "bundle": {"path": str(folder / "bundle"), "digest": bundle.digest},
-            "checkpoints": str(folder),
-        }
-        self.trainer = Trainer(ScriptedChannel(its), order)
+        launch = m.LaunchTrainer(
+            trainer="j/w1/1",
+            host="127.0.0.1",
+            cwd="",
+            config=config.model_dump(mode="json", by_alias=True),
+            bundle=m.BundleRef(path=str(folder / "bundle"), digest=bundle.digest, size=0),
+            checkpoints=str(folder),
+        )
+        self.trainer = Trainer(ScriptedChannel(its), launch)
         self.crash: BaseException | None = None
         self.stores: list[BroadcastStore] = []
         """Stores of the other ranks in the generation that is being formed."""
@@ -104,20 +107,21 @@ class TrainerRig:
     def _listen(self) -> None:
         decoder = FrameDecoder()
         while data := self._socket.recv(1 << 20):
-            for message in decoder.feed(data):
-                if message["op"] == "store":
+            for encoded in decoder.feed(data):
+                message = m.FROM_TRAINER.decode(encoded)
+                if isinstance(message, m.StoreEntry):
                     for store in self.stores:
-                        store.put(message["key"], message["value"])
+                        store.put(message.key, message.value)
                 self.said.put(message)
 
-    def tell(self, op: str, **values: Any) -> None:
-        self._socket.sendall(encode({"op": op, **values}))
+    def send(self, message: m.ToTrainer) -> None:
+        self._socket.sendall(frame(message))
 
     def form(self, generation: int = 1, **values: Any) -> None:
         """Send a form message; by default for a single rank."""
-        usual = {"rank": 0, "world_size": 1, "behind": [], "restore": False, "logged_step": 0}
-        more = {"backend": "gloo", "faults": [], "log_end": 0, "starts": [], "pace": {}}
-        self.tell("form", generation=generation, **{**usual, **more, **values})
+        usual = {"rank": 0, "world_size": 1, "behind": (), "restore": False, "logged_step": 0}
+        more = {"backend": "gloo", "log_end": 0}
+        self.send(m.JoinGeneration(generation=generation, **{**usual, **more, **values}))
 
     @contextlib.contextmanager
     def peers(
@@ -126,7 +130,7 @@ class TrainerRig:
         """Make the trainer form as ``rank``; yield the connected groups of the other ranks."""
 
         def publish(key: str, value: bytes) -> None:
-            self.tell("store", generation=generation, key=key, value=value)
+            self.send(m.StoreEntry(generation=generation, key=key, value=value))
 
         def share(at: int, key: str, value: bytes) -> None:
             publish(key, value)
@@ -151,9 +155,9 @@ class TrainerRig:
             for group in groups:
                 group.close()
 
-    def wait_for(self, *ops: str) -> Message:
+    def wait_for(self, *kinds: type[m.Message]) -> Any:
         """Return the next message of these kinds."""
-        while (message := self.said.get(timeout=30))["op"] not in ops:
+        while not isinstance(message := self.said.get(timeout=30), kinds):
             pass
         return message
 
@@ -170,7 +174,7 @@ class TrainerRig:
             time.sleep(0.01)
         # Releasing a busy trainer would end its process, which is this one.
         if self._main.is_alive() and not self._is_working():
-            self.tell("release")
+            self.send(m.ShutDownTrainer())
             self._main.join(30)
         if dist.is_initialized():
             dist.destroy_process_group()  # left by a trainer whose process would have exited

@@ -6,16 +6,18 @@ import asyncio
 import hashlib
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from etrain_jupyter.wire.messages import BundleRef
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
 
 BUNDLE = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(BUNDLE).hexdigest()
-ORDERED = {"digest": DIGEST, "size": len(BUNDLE), "path": "/not/here/bundle"}
+ORDERED = BundleRef(digest=DIGEST, size=len(BUNDLE), path="/not/here/bundle")
 
 
 class Head:
@@ -82,7 +84,7 @@ async def test_file_of_the_jobs_folder_is_read_where_it_is(folder: Path, tmp_pat
     shared = tmp_path / "bundle"
     shared.write_bytes(BUNDLE)
     one = supervisor(folder, head)
-    assert await one.get({**ORDERED, "path": str(shared)}) == shared
+    assert await one.get(replace(ORDERED, path=str(shared))) == shared
     one.release(DIGEST)
     assert shared.exists()
     assert head.offsets == []
@@ -168,5 +170,5 @@ async def test_what_killed_processes_left_is_removed_by_the_next_one(folder: Pat
 
 async def test_name_of_a_bundle_is_a_digest(folder: Path) -> None:
     with pytest.raises(BundleFetchError, match="is no SHA-256"):
-        await supervisor(folder, Head()).get({**ORDERED, "digest": "../../x"})
+        await supervisor(folder, Head()).get(replace(ORDERED, digest="../../x"))
     assert os.listdir(folder.parent.parent) == []

@@ -37,9 +37,8 @@ async def test_signal_of_the_batch_system_is_an_interruption(monkeypatch):
     os.kill(os.getpid(), signal.SIGUSR1)
     await until(lambda: told)
     [message] = told
-    assert (message["op"], message["kind"]) == ("notice", "interruption")
-    assert message["left_s"] == pytest.approx(90, abs=5)
-    assert message["deadline"] == pytest.approx(time.time() + 90, abs=5)
+    assert message.notice == "interruption"
+    assert message.left_s == pytest.approx(90, abs=5)
     await notices.stop()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
@@ -63,10 +62,10 @@ async def test_notices_of_ec2_are_told_to_each_coordinator(monkeypatch):
         await until(lambda: told)
         server.interrupt(time.time() + 100)
         await until(lambda: len(told) == 2)
-        assert [message["kind"] for message in told] == ["rebalance", "interruption"]
-        notices.tell_again()
-        assert [message["kind"] for message in told[2:]] == ["rebalance", "interruption"]
-        assert told[3]["left_s"] <= told[1]["left_s"]
+        assert [message.notice for message in told] == ["rebalance", "interruption"]
+        notices.send_again()
+        assert [message.notice for message in told[2:]] == ["rebalance", "interruption"]
+        assert told[3].left_s <= told[1].left_s
         watch = notices._watch
         await notices.stop()
         assert not watch._thread.is_alive()
@@ -87,4 +86,4 @@ async def test_event_loop_of_another_thread_is_sent_no_signals(caplog):
 def test_number_that_is_none_is_told_and_not_taken(text, monkeypatch, caplog):
     monkeypatch.setenv("ETRAIN_NOTICE_S", text)
     assert seconds_from_environment("ETRAIN_NOTICE_S", module.SIGNALLED_S) == 120.0
-    assert f"ETRAIN_NOTICE_S={text!r} is no number of seconds above 0" in caplog.text
+    assert f"ETRAIN_NOTICE_S={text!r} is not a number of seconds above 0" in caplog.text

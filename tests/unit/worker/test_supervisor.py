@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from etrain_jupyter.wire import codec
+from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.progress_page import TrainerProgress
+from etrain_jupyter.wire.requests import BundlePiece, FetchBundle, RefusedRequestError, handler_of
 from etrain_jupyter.wire.versions import read_fingerprint
 from etrain_jupyter.worker import supervisor as supervisor_module
 from etrain_jupyter.worker.outbox import Outbox
@@ -47,16 +50,16 @@ class FakeTrainer:
     def process_state(self) -> str:
         return "stopped"
 
-    def send(self, message: Any) -> None:
-        self.did.append(message["op"])
+    def send(self, message: m.ToTrainer) -> None:
+        self.did.append(type(message))
 
     def send_signal(self, number: signal.Signals) -> None:
         self.did.append(number)
 
-    async def tell_stacks(self) -> None:
+    async def log_stacks(self) -> None:
         self.did.append("stacks")
 
-    def say(self, level: str, text: str) -> None:
+    def log(self, level: str, text: str) -> None:
         self.did.append(f"{level}: {text}")
 
     def kill(self, why: str = "") -> None:
@@ -75,10 +78,12 @@ class Rig:
     """A supervisor on a worker without a network."""
 
     def __init__(self, folder: Path) -> None:
-        self.reports: list[dict[str, Any]] = []
+        self.reports: list[Any] = []
+        self.failures: list[Exception] = []
+        """How the next requests for the bundle fail."""
         self.asked: list[int] = []
         """Offsets in the bundle that the scheduler was asked for."""
-        stream = SimpleNamespace(send=lambda envelope: self.reports.append(envelope["message"]))
+        stream = SimpleNamespace(send=self._receive)
         self.worker = SimpleNamespace(
             stream_handlers={},
             batched_stream=stream,
@@ -89,27 +94,44 @@ class Rig:
         self.folder = folder
         self.supervisor = Supervisor(device="cpu")
 
-    async def etrain_bundle(self, *, digest: str, offset: int) -> dict[str, Any]:
-        self.asked.append(offset)
-        return await self.answer(digest, offset)
+    def _receive(self, frame: dict[str, Any]) -> None:
+        assert frame["op"] == "etrain_report"
+        self.reports.append(m.FROM_SUPERVISOR.decode(frame["message"]))
 
-    async def answer(self, digest: str, offset: int) -> dict[str, Any]:
-        return {"data": BUNDLE[offset : offset + 1000]}
+    async def etrain_bundle(self, **arguments: Any) -> dict[str, Any]:
+        async def reply(request: FetchBundle) -> BundlePiece:
+            self.asked.append(request.offset)
+            return await self.answer(request.digest, request.offset)
 
-    def bundle_in(self, folder: Path) -> dict[str, Any]:
-        """Return what an order says of a bundle, whose file is in this folder."""
+        try:
+            return await handler_of(FetchBundle, reply)(**arguments)
+        finally:
+            if self.failures:
+                raise self.failures.pop()
+
+    async def answer(self, digest: str, offset: int) -> BundlePiece:
+        return BundlePiece(data=BUNDLE[offset : offset + 1000])
+
+    def bundle_in(self, folder: Path) -> m.BundleRef:
+        """Return a bundle whose file is in this folder."""
         (folder / "bundle").write_bytes(BUNDLE)
-        return self.bundle_elsewhere() | {"path": str(folder / "bundle")}
+        return dataclasses.replace(self.bundle_elsewhere(), path=str(folder / "bundle"))
 
-    def bundle_elsewhere(self) -> dict[str, Any]:
+    def bundle_elsewhere(self) -> m.BundleRef:
         digest = hashlib.sha256(BUNDLE).hexdigest()
-        return {"digest": digest, "size": len(BUNDLE), "path": "/not/here/bundle"}
+        return m.BundleRef(digest=digest, size=len(BUNDLE), path="/not/here/bundle")
 
-    def order(self, op: str, **values: Any) -> None:
-        self.worker.stream_handlers["etrain_order"]({"op": op, **values})
+    def order(self, message: m.Message) -> None:
+        self.worker.stream_handlers["etrain_order"](codec.encode(message))
 
-    def said(self, op: str) -> list[dict[str, Any]]:
-        return [message for message in self.reports if message["op"] == op]
+    def launch(self, trainer: str, bundle: m.BundleRef | None = None) -> None:
+        bundle = bundle or self.bundle_in(self.folder)
+        self.order(
+            m.LaunchTrainer(trainer=trainer, config={}, bundle=bundle, cwd="", checkpoints="")
+        )
+
+    def said(self, kind: type[m.Message]) -> list[Any]:
+        return [message for message in self.reports if isinstance(message, kind)]
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(30):
@@ -117,8 +139,8 @@ class Rig:
                 await asyncio.sleep(0.005)
 
     async def start(self, name: str) -> FakeTrainer:
-        self.order("start", trainer=name, bundle=self.bundle_in(self.folder))
-        await self.until(lambda: any(m["trainer"] == name for m in self.said("started")))
+        self.launch(name)
+        await self.until(lambda: any(s.trainer == name for s in self.said(m.TrainerStarted)))
         return next(trainer for trainer in FakeTrainer.made if trainer.name == name)
 
 
@@ -134,69 +156,75 @@ async def rig(monkeypatch, tmp_path):
 
 
 async def test_beats_tell_how_far_the_trainers_are(rig):
-    assert rig.said("supervisor") == [
-        {"op": "supervisor", "device": "cpu", "pid": rig.said("supervisor")[0]["pid"]}
-        | {"incarnation": 0, "trainers": {}, "fingerprint": read_fingerprint()}
+    assert rig.said(m.SupervisorHello) == [
+        m.SupervisorHello(
+            device="cpu",
+            pid=os.getpid(),
+            incarnation=0,
+            trainers={},
+            fingerprint=read_fingerprint(),
+        )
     ]
     trainer = await rig.start("j/w1/1")
-    await rig.until(lambda: rig.said("beat")[-1]["trainers"])
-    page = rig.said("beat")[-1]["trainers"]["j/w1/1"]
-    assert page == {
-        **{"generation": 1, "step": 4, "collectives": 9, "beats": 7, "phase": "computing"},
-        **{"alive_age_s": 0.1, "process": ""},
-    }
+    await rig.until(lambda: rig.said(m.Heartbeat)[-1].trainers)
+    page = rig.said(m.Heartbeat)[-1].trainers["j/w1/1"]
+    assert page == m.PageCopy(
+        generation=1, step=4, collectives=9, beats=7, phase="computing", alive_age_s=0.1
+    )
     trainer.seen = TrainerProgress(
         generation=1, step=4, collectives=9, beats=7, phase="computing", alive_age_s=9.0
     )
-    await rig.until(lambda: rig.said("beat")[-1]["trainers"]["j/w1/1"]["process"] == "stopped")
+    await rig.until(lambda: rig.said(m.Heartbeat)[-1].trainers["j/w1/1"].process == "stopped")
 
 
 async def test_stacks_are_told_before_the_kill_if_that_is_wanted(rig):
     trainer = await rig.start("a")
-    rig.order("stacks", trainer="a")
+    rig.order(m.LogStacks(trainer="a"))
     await rig.until(lambda: "stacks" in trainer.did)
-    rig.order("kill", trainer="a", why="no progress", stacks=True)
-    await rig.until(lambda: rig.said("exited"))
-    assert trainer.did == ["start", "stacks", "stacks", "killed: no progress"]
-    [exited] = rig.said("exited")
-    assert (exited["trainer"], exited["cause"]) == ("a", "no progress")
+    rig.order(m.TerminateTrainer(trainer="a", why="no progress", dumps_stacks=True))
+    await rig.until(lambda: rig.said(m.TrainerExited))
+    assert trainer.did == [m.LaunchTrainer, "stacks", "stacks", "killed: no progress"]
+    [exited] = rig.said(m.TrainerExited)
+    assert (exited.trainer, exited.cause) == ("a", "no progress")
 
 
 async def test_faults_come_as_signals_or_by_the_trainer_itself(rig):
     trainer = await rig.start("a")
     for kind in ("stop", "segfault", "hang", "kill"):
-        rig.order("fault", trainer="a", kind=kind)
+        rig.order(m.InjectFault(trainer="a", kind_of_fault=kind))
     assert trainer.did[1:] == [
         signal.SIGSTOP,
         signal.SIGSEGV,
-        "fault",
+        m.InjectFault,
         "killed: ended by SIGKILL on purpose",
     ]
 
 
 async def test_supervisor_that_was_given_up_ends_its_trainers_and_comes_back_as_a_new_one(rig):
     first, second = await rig.start("a"), await rig.start("b")
-    rig.order("reset", incarnation=0)
-    rig.order("reset", incarnation=0)  # it may be told several times
-    await rig.until(lambda: len(rig.said("supervisor")) > 1)
+    rig.order(m.ResetSupervisor(incarnation=0))
+    rig.order(m.ResetSupervisor(incarnation=0))  # it may be told several times
+    await rig.until(lambda: len(rig.said(m.SupervisorHello)) > 1)
     assert first.did[-1] == second.did[-1] == "killed: its worker was given up"
-    assert rig.said("exited") == []  # nobody asks any more
-    assert [hello["incarnation"] for hello in rig.said("supervisor")] == [0, 1]
-    rig.order("reset", incarnation=0)  # an old one that comes late
+    assert rig.said(m.TrainerExited) == []  # nobody asks any more
+    assert [hello.incarnation for hello in rig.said(m.SupervisorHello)] == [0, 1]
+    rig.order(m.ResetSupervisor(incarnation=0))  # an old one that comes late
     third = await rig.start("c")
-    assert third.did == ["start"]
+    assert third.did == [m.LaunchTrainer]
 
 
 async def test_order_for_a_trainer_that_is_gone_is_dropped(rig):
     trainer = await rig.start("j/w1/1")
     did, num_reports = list(trainer.did), len(rig.reports)
-    rig.order("kill", trainer="nobody", why="", stacks=True)
-    rig.order("tell", trainer="nobody", message={"op": "release"})
-    rig.order("fault", trainer="nobody", kind="kill")
-    rig.order("kill", trainer="j/w1/1", why="last", stacks=False)
-    await rig.until(lambda: rig.said("exited"))
+    rig.order(m.TerminateTrainer(trainer="nobody", why="", dumps_stacks=True))
+    rig.order(m.ShutDownTrainer(trainer="nobody"))
+    rig.order(m.InjectFault(trainer="nobody", kind_of_fault="kill"))
+    rig.order(m.TerminateTrainer(trainer="j/w1/1", why="last", dumps_stacks=False))
+    await rig.until(lambda: rig.said(m.TrainerExited))
     assert trainer.did == [*did, "killed: last"]
-    assert [m["op"] for m in rig.reports[num_reports:] if m["op"] != "beat"] == ["exited"]
+    assert [type(r) for r in rig.reports[num_reports:] if not isinstance(r, m.Heartbeat)] == [
+        m.TrainerExited
+    ]
 
 
 async def test_released_trainer_may_go_on_as_long_as_its_checkpoint_does(rig, monkeypatch):
@@ -211,7 +239,7 @@ async def test_released_trainer_may_go_on_as_long_as_its_checkpoint_does(rig, mo
         return dataclasses.replace(trainer.seen, beats=beats)
 
     trainer.progress = progress
-    rig.order("tell", trainer=trainer.name, message={"op": "release"})
+    rig.order(m.ShutDownTrainer(trainer=trainer.name))
     await rig.until(lambda: "killed: it did not end when released" in trainer.did)
     assert looks > 20
     assert "warning: it did not end when released: what it was saving is lost" in trainer.did
@@ -223,7 +251,7 @@ async def test_released_trainer_that_never_ends_is_killed_although_it_gives_sign
     trainer = await rig.start("j/w1/1")
     beats = itertools.count()
     trainer.progress = lambda: dataclasses.replace(trainer.seen, beats=next(beats))
-    rig.order("tell", trainer=trainer.name, message={"op": "release"})
+    rig.order(m.ShutDownTrainer(trainer=trainer.name))
     await rig.until(lambda: "killed: it did not end when released" in trainer.did)
 
 
@@ -231,19 +259,30 @@ async def test_trainers_outlive_a_scheduler_and_what_it_missed_is_told_to_the_ne
     supervisor = rig.supervisor
     supervisor.outlives_scheduler = True
     trainer = await rig.start("j/w1/1")
-    message = {"op": "form", "generation": 3}
-    rig.order("tell", trainer="j/w1/1", message=message)
-    rig.order("ack", n=rig.said("started")[0]["n"])
+    rig.order(
+        m.JoinGeneration(
+            trainer="j/w1/1",
+            generation=3,
+            rank=0,
+            world_size=1,
+            behind=(),
+            restore=False,
+            logged_step=0,
+            log_end=0,
+            backend="gloo",
+        )
+    )
+    rig.order(m.AcknowledgeReports(number=rig.said(m.TrainerStarted)[0].number))
     await supervisor.teardown(rig.worker)
-    trainer._on_message(trainer, {"op": "steps", "generation": 3, "records": []})
-    assert rig.said("steps") == []
+    trainer._on_message(trainer, m.StepsTrained(generation=3, records=()))
+    assert rig.said(m.StepsTrained) == []
     assert not any(str(did).startswith("killed") for did in trainer.did)
 
     after = Rig(rig.folder)
     await supervisor.setup(after.worker)
-    assert [m["op"] for m in after.reports[:2]] == ["supervisor", "steps"]
-    standing = after.reports[0]["trainers"]["j/w1/1"]
-    assert (standing["generation"], standing["left"]) == (3, None)
+    assert [type(report) for report in after.reports[:2]] == [m.SupervisorHello, m.StepsTrained]
+    known = after.reports[0].trainers["j/w1/1"]
+    assert (known.generation, known.left) == (3, None)
     supervisor.outlives_scheduler = False
 
 
@@ -251,11 +290,11 @@ async def test_trainers_are_not_read_while_too_much_is_unheard(rig):
     rig.supervisor._outbox = Outbox(most=3)
     trainer = await rig.start("a")
     for number in range(2):
-        trainer._on_message(trainer, {"op": "log", "level": "info", "text": str(number)})
+        trainer._on_message(trainer, m.TextLogged(level="info", text=str(number)))
     assert not trainer.may_read.is_set()
-    rig.order("ack", n=2)
+    rig.order(m.AcknowledgeReports(number=2))
     assert trainer.may_read.is_set()
-    assert [m["text"] for m in rig.said("log")] == ["0", "1"]
+    assert [line.text for line in rig.said(m.TextLogged)] == ["0", "1"]
 
 
 # --- a guest among others ---
@@ -268,23 +307,23 @@ async def test_resting_supervisor_costs_nothing_until_it_is_woken(rig, monkeypat
     guest.supervisor = Supervisor(device="cpu", rests=True)
     await guest.supervisor.setup(guest.worker)
     await asyncio.sleep(0.05)
-    assert [report["op"] for report in guest.reports] == ["supervisor"]
+    assert [type(report) for report in guest.reports] == [m.SupervisorHello]
     assert FakeTrainer.made == []
 
-    guest.order("wake")
-    guest.order("wake")
-    await guest.until(lambda: len(guest.said("beat")) > 2)
+    guest.order(m.WakeSupervisor())
+    guest.order(m.WakeSupervisor())
+    await guest.until(lambda: len(guest.said(m.Heartbeat)) > 2)
     (spare,) = FakeTrainer.made
 
-    guest.order("rest")
+    guest.order(m.RestSupervisor())
     await asyncio.sleep(0.05)
-    num_beats = len(guest.said("beat"))
+    num_beats = len(guest.said(m.Heartbeat))
     await asyncio.sleep(0.05)
-    assert len(guest.said("beat")) == num_beats
-    assert spare.did == ["killed: nobody needs it"]
+    assert len(guest.said(m.Heartbeat)) == num_beats
+    assert spare.did == ["killed: no job needs it"]
     assert FakeTrainer.made == [spare], "it was not replaced"
 
-    guest.order("wake")
+    guest.order(m.WakeSupervisor())
     await guest.until(lambda: len(FakeTrainer.made) == 2)
     await guest.supervisor.teardown(guest.worker)
 
@@ -293,7 +332,7 @@ async def test_orders_after_the_end_are_not_taken(rig):
     await rig.supervisor.setup(rig.worker)
     await rig.supervisor.teardown(rig.worker)
     made = len(FakeTrainer.made)
-    rig.order("start", trainer="t1")
+    rig.launch("t1")
     await asyncio.sleep(0.01)
     assert len(FakeTrainer.made) == made
 
@@ -302,13 +341,13 @@ async def test_notice_is_told_at_once_and_again_to_the_next_coordinator(rig):
     supervisor = rig.supervisor
     supervisor.outlives_scheduler = True
     os.kill(os.getpid(), signal.SIGUSR1)
-    await rig.until(lambda: rig.said("notice"))
+    await rig.until(lambda: rig.said(m.MachineNotice))
     await supervisor.teardown(rig.worker)
 
     after = Rig(rig.folder)
     await supervisor.setup(after.worker)
-    assert [m["op"] for m in after.reports[:2]] == ["supervisor", "notice"]
-    assert after.reports[1]["deadline"] == rig.said("notice")[0]["deadline"]
+    assert [type(report) for report in after.reports[:2]] == [m.SupervisorHello, m.MachineNotice]
+    assert after.reports[1].left_s <= rig.said(m.MachineNotice)[0].left_s
     supervisor.outlives_scheduler = False
 
 
@@ -327,21 +366,23 @@ async def test_trainer_whose_process_cannot_be_started_is_told_to_have_ended(rig
     monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
     await rig.start("j/w1/1")  # the spare, which runs already
     assert spare.name == "j/w1/1"
-    rig.order("start", trainer="j/w1/2")
-    await rig.until(lambda: rig.said("exited"))
+    rig.launch("j/w1/2")
+    await rig.until(lambda: rig.said(m.TrainerExited))
 
-    [told] = rig.said("exited")
-    assert told["trainer"] == "j/w1/2"
-    assert told["cause"] == ("its process could not be started: [Errno 12] Cannot allocate memory")
+    [told] = rig.said(m.TrainerExited)
+    assert told.trainer == "j/w1/2"
+    assert told.cause == ("its process could not be started: [Errno 12] Cannot allocate memory")
 
 
 async def test_order_that_cannot_be_carried_out_leaves_the_connection_alone(rig):
-    rig.order("start")  # without a name
-    rig.order("tell", trainer=None)
+    receive = rig.worker.stream_handlers["etrain_order"]
+    receive({"kind": "LaunchTrainer"})  # without a name
+    receive({"kind": "Unknown"})
+    receive({"op": "wake"})  # of an older version
+    receive(None)
     trainer = await rig.start("j/w1/1")
-    rig.order("tell", trainer=trainer.name)
-    rig.order("tell", trainer=trainer.name, message={"op": "checkpoint"})
-    assert trainer.did[-1] == "checkpoint"
+    rig.order(m.RequestCheckpoint(trainer=trainer.name))
+    assert trainer.did[-1] == m.RequestCheckpoint
 
 
 async def test_supervisor_beats_on_if_the_progress_cannot_be_read(rig, monkeypatch):
@@ -353,8 +394,8 @@ async def test_supervisor_beats_on_if_the_progress_cannot_be_read(rig, monkeypat
 
     monkeypatch.setattr(trainer, "progress", fail)
     rig.reports.clear()
-    await rig.until(lambda: len(rig.said("beat")) > 2)
-    assert rig.said("beat")[-1]["trainers"] == {}
+    await rig.until(lambda: len(rig.said(m.Heartbeat)) > 2)
+    assert rig.said(m.Heartbeat)[-1].trainers == {}
     monkeypatch.undo()
 
 
@@ -363,68 +404,60 @@ async def test_beats_tell_that_no_more_can_be_kept(rig, monkeypatch):
     trainer = await rig.start("j/w1/1")
     assert not trainer.may_read.is_set()
     rig.reports.clear()
-    await rig.until(lambda: rig.said("beat"))
-    assert rig.said("beat")[-1]["is_stuck"]
-    rig.order("ack", n=rig.supervisor._outbox.newest)
+    await rig.until(lambda: rig.said(m.Heartbeat))
+    assert rig.said(m.Heartbeat)[-1].is_stuck
+    rig.order(m.AcknowledgeReports(number=rig.supervisor._outbox.newest))
     rig.reports.clear()
-    await rig.until(lambda: rig.said("beat"))
-    assert not rig.said("beat")[-1]["is_stuck"]
+    await rig.until(lambda: rig.said(m.Heartbeat))
+    assert not rig.said(m.Heartbeat)[-1].is_stuck
 
 
 # --- bundles (review R6) ---
 
 
 async def test_bundle_of_a_folder_that_is_not_seen_comes_from_the_scheduler(rig):
-    rig.order("start", trainer="a", bundle=rig.bundle_elsewhere())
-    rig.order("start", trainer="b", bundle=rig.bundle_elsewhere())
-    await rig.until(lambda: len(rig.said("started")) == 2)
+    rig.launch("a", rig.bundle_elsewhere())
+    rig.launch("b", rig.bundle_elsewhere())
+    await rig.until(lambda: len(rig.said(m.TrainerStarted)) == 2)
     assert rig.asked == [0, 1000, 2000], "once for both"
     folder = supervisor_module.folder_of(rig.worker.local_directory)
     assert len(list(folder.iterdir())) == 2
-    rig.order("forget_bundle", digest=rig.bundle_elsewhere()["digest"])
+    rig.order(m.RemoveBundle(digest=rig.bundle_elsewhere().digest))
     assert list(folder.iterdir()) == []
 
 
 async def test_scheduler_that_is_started_again_is_asked_again(rig, monkeypatch):
-    failures = [OSError("connection lost"), TimeoutError()]
-    answer = rig.answer
-
-    async def now_and_then(digest: str, offset: int) -> dict[str, Any]:
-        if failures:
-            raise failures.pop()
-        return await answer(digest, offset)
-
-    rig.answer = now_and_then
-    rig.order("start", trainer="a", bundle=rig.bundle_elsewhere())
-    await rig.until(lambda: rig.said("started"))
+    rig.failures = [OSError("connection lost"), TimeoutError()]
+    rig.launch("a", rig.bundle_elsewhere())
+    await rig.until(lambda: rig.said(m.TrainerStarted))
     assert rig.asked == [0, 0, 0, 1000, 2000]
 
 
 async def test_trainer_without_its_bundle_ends_with_the_reason(rig):
-    async def refuse(digest: str, offset: int) -> dict[str, Any]:
-        return {"error": "RequestError", "message": "the bundle is gone. Stop the job"}
+    async def refuse(digest: str, offset: int) -> BundlePiece:
+        raise RefusedRequestError("request", "the bundle is gone. Stop the job")
 
     rig.answer = refuse
-    rig.order("start", trainer="a", bundle=rig.bundle_elsewhere())
-    await rig.until(lambda: rig.said("exited"))
-    [exited] = rig.said("exited")
-    assert (exited["trainer"], exited["cause"]) == ("a", "the bundle is gone. Stop the job")
-    assert rig.said("started") == []
+    rig.launch("a", rig.bundle_elsewhere())
+    await rig.until(lambda: rig.said(m.TrainerExited))
+    [exited] = rig.said(m.TrainerExited)
+    assert (exited.trainer, exited.cause) == ("a", "the bundle is gone. Stop the job")
+    assert rig.said(m.TrainerStarted) == []
 
 
 async def test_trainer_that_is_let_go_while_its_bundle_comes_never_begins(rig):
     is_released = asyncio.Event()
     answer = rig.answer
 
-    async def wait(digest: str, offset: int) -> dict[str, Any]:
+    async def wait(digest: str, offset: int) -> BundlePiece:
         await is_released.wait()
         return await answer(digest, offset)
 
     rig.answer = wait
-    rig.order("start", trainer="a", bundle=rig.bundle_elsewhere())
+    rig.launch("a", rig.bundle_elsewhere())
     await rig.until(lambda: rig.asked)
     trainer = next(t for t in FakeTrainer.made if t.name == "a")
-    rig.order("tell", trainer="a", message={"op": "release"})
+    rig.order(m.ShutDownTrainer(trainer="a"))
     is_released.set()
-    await rig.until(lambda: "killed: it was let go before it began" in trainer.did)
-    assert "start" not in trainer.did
+    await rig.until(lambda: "killed: it was released before it began" in trainer.did)
+    assert m.LaunchTrainer not in trainer.did

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import msgpack
 import psutil
 import pytest
 
@@ -72,7 +73,7 @@ async def run(act) -> tuple[list[str], str]:
     lines: list[str] = []
     over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     trainer = TrainerProcess(
-        on_message=lambda _, message: lines.append(message["text"]),
+        on_message=lambda _, message: lines.append(message.text),
         on_exit=lambda _, cause: over.set_result(cause),
     )
     await trainer.start()
@@ -124,7 +125,7 @@ async def test_stacks_tell_who_holds_the_interpreters_lock(script):
     async def look_and_kill(trainer, lines):
         await until(lambda: "holding" in lines)
         await until(lambda: trainer.progress().alive_age_s > 1.0)
-        await trainer.tell_stacks()
+        await trainer.log_stacks()
         assert trainer.process_state() == "sleeping"
         trainer.kill("it held the GIL")
 
@@ -144,7 +145,7 @@ async def test_stopped_trainer_shows_its_progress_and_its_state_instead_of_stack
         await until(lambda: trainer.progress().alive_age_s > 1.0)
         seen = trainer.progress()
         assert (seen.generation, seen.collectives, seen.phase) == (3, 1, "forming")
-        await trainer.tell_stacks()
+        await trainer.log_stacks()
         trainer.kill("it was stopped")
 
     lines, cause = await run(stop_and_kill)
@@ -157,7 +158,7 @@ async def test_trainer_that_has_not_come_to_life_is_not_asked_for_stacks(script)
 
     async def ask_and_kill(trainer, lines):
         await until(lambda: lines)
-        await trainer.tell_stacks()  # the signal would end it
+        await trainer.log_stacks()  # the signal would end it
         assert trainer.process_state() == "sleeping"
         trainer.kill("enough")
 
@@ -237,3 +238,28 @@ async def test_trainer_whose_messages_cannot_be_read_is_ended_and_its_end_is_tol
 
     _, cause = await run(nothing)
     assert cause.startswith("what it sends cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("hello", "words"),
+    [
+        ({"op": "spare", "pid": 1}, "it speaks wire version 2 or older, and this process"),
+        ({"kind": "SpareReady", "pid": 1, "wire_version": 99}, "it speaks wire version 99, and"),
+        ({"kind": "SpareReady", "is_new": 1, "wire_version": 99}, "it speaks wire version 99, and"),
+    ],
+)
+async def test_trainer_of_another_wire_version_is_ended_with_the_reason(script, hello, words):
+    body = msgpack.packb(hello)
+    script(
+        "import socket, time\n"
+        f"socket.socket(fileno=FD).sendall({len(body).to_bytes(4, 'big') + body!r})\n"
+        "time.sleep(60)"
+    )
+
+    async def nothing(trainer, lines):
+        pass
+
+    _, cause = await run(nothing)
+    assert cause.startswith(words)
+    assert "etrain-jupyter was updated here while this worker runs. The trainer was ended" in cause
+    assert "Restart the workers" in cause

@@ -10,6 +10,7 @@ from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.files import write_private
+from etrain_jupyter.wire.requests import ShutDownCluster, TouchCluster
 
 HEAD_FILE = "head.json"
 """In the cluster's folder: address and instance of the head, and the address to reach it at."""
@@ -34,7 +35,7 @@ def head_address_of(cluster: ClusterDir) -> SchedulerAddress | None:
 def is_answering(address: SchedulerAddress) -> bool:
     """Return whether a head answers within ``ANSWER_S`` seconds."""
     try:
-        ask(address, "etrain_pool_touch", timeout_s=ANSWER_S)
+        ask(address, TouchCluster(), timeout_s=ANSWER_S)
         return True
     except (PoolError, FileNotFoundError):
         return False
@@ -43,7 +44,7 @@ def is_answering(address: SchedulerAddress) -> bool:
 def end_head(cluster: ClusterDir) -> None:
     """Ask a head on its own machine to shut down, if there is one, and close the port forward."""
     if (address := head_address_of(cluster)) is not None and is_answering(address):
-        ask(address, "etrain_down", timeout_s=ANSWER_S)
+        ask(address, ShutDownCluster(), timeout_s=ANSWER_S)
     close_tunnel(cluster)
 
 

@@ -24,6 +24,7 @@ from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.state_root import environment_key, state_root
+from etrain_jupyter.wire.requests import ListCosts
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.ec2.ec2_api import Clients
@@ -130,7 +131,7 @@ class AwsSpotPool(DetachedPool):
 
     def cost(self) -> CostReport:
         """Return what the machines of the running cluster have cost so far."""
-        costs = ask(self._address(), "etrain_pool_costs")["costs"]
+        costs = ask(self._address(), ListCosts()).costs
         return CostReport(
             spent_usd=sum(one["spent_usd"] for one in costs),
             on_demand_usd=sum(one["on_demand_usd"] for one in costs),

@@ -18,6 +18,9 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event, event_from_dict
 from etrain_jupyter.storage.bucket_log.place import spool_of
+from etrain_jupyter.wire import codec
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire import requests as q
 
 NO_CELLS = b'{"cells": {}}'
 BUNDLE = HEADER.pack(len(NO_CELLS)) + NO_CELLS
@@ -91,11 +94,11 @@ class Stream:
     """The scheduler's connection to one worker."""
 
     def __init__(self) -> None:
-        self.orders: list[dict[str, Any]] = []
+        self.orders: list[Any] = []
 
-    def send(self, envelope: dict[str, Any]) -> None:
-        assert envelope["op"] == "etrain_order"
-        self.orders.append(envelope["message"])
+    def send(self, frame: dict[str, Any]) -> None:
+        assert frame["op"] == "etrain_order"
+        self.orders.append(m.TO_SUPERVISOR.decode(frame["message"]))
 
 
 def _refuse(self: Defects, job: HostedJob | None, doing: str, exc: Exception) -> None:
@@ -134,10 +137,10 @@ class Rig:
             self.coordinator._scheduler.workers[f"tls://{name}"] = SimpleNamespace(name=name)
             self.streams.setdefault(f"tls://{name}", Stream())
             values = {"device": "cpu", "pid": 1, "incarnation": incarnation}
-            self.say(name, {"op": "supervisor", **values, **more})
+            self.say(name, m.SupervisorHello(**{**values, **more}))
 
-    def say(self, worker: str, message: dict[str, Any]) -> None:
-        self.coordinator._take_report(message, f"tls://{worker}")
+    def say(self, worker: str, message: m.Message) -> None:
+        self.coordinator._receive(codec.encode(message), f"tls://{worker}")
 
     async def submit(self, *, min_workers: int = 1, max_workers: int = 4, **values: Any) -> None:
         order = {
@@ -146,8 +149,8 @@ class Rig:
             **values,
         }
         order |= put_bundle(order)
-        answer = await self.coordinator._submit(order)
-        assert answer == {"job_id": order["job_id"]}
+        reply = await self.coordinator._submit(q.SubmitJob(job=order))
+        assert reply == q.Submitted(job_id=order["job_id"])
 
     @property
     def job(self) -> HostedJob:
@@ -158,15 +161,15 @@ class Rig:
         assert member is not None
         return member.trainer
 
-    def tell(self, worker: str, op: str, **values: Any) -> None:
-        """Let a worker's trainer say something, in the living generation."""
-        common = {"op": op, "generation": self.job.state.generation}
-        self.say(worker, {**common, "trainer": self.trainer(worker), **values})
+    def tell(self, worker: str, kind: type[m.TrainerReport], **values: Any) -> None:
+        """Have a worker's trainer send a report, in the current generation."""
+        common = {"generation": self.job.state.generation, "trainer": self.trainer(worker)}
+        self.say(worker, kind(**{**common, **values}))
 
     def warm(self, *workers: str, **values: Any) -> None:
         for worker in workers:
             told = {"pid": 7, "device": "cpu", "warm_s": 1.0, "plan": PLAN}
-            self.tell(worker, "hello", **{**told, **values})
+            self.tell(worker, m.TrainerHello, **{**told, **values})
 
     async def start(self, *workers: str, **values: Any) -> None:
         """Submit a job that trains on these workers."""
@@ -174,39 +177,49 @@ class Rig:
         await self.submit(max_workers=len(workers), **values)
         self.warm(*workers)
         for worker in workers:
-            self.tell(worker, "formed", connect_s=0.01, sync_s=0.0, wrap_s=0.001)
+            self.tell(worker, m.GenerationJoined, connect_s=0.01, sync_s=0.0, wrap_s=0.001)
 
     def commit(self, worker: str, *steps: int) -> None:
-        records = [
-            {
-                **{"generation": self.job.state.generation, "time": self.now, "step": step},
-                **{"epoch": 0, "first": 0, "samples": 16, "sample_checksum": 1, "loss": 1.0},
-                **{"lr": 0.1, "world_size": 2, "samples_per_s": 160.0},
-            }
-            for step in steps
-        ]
-        self.tell(worker, "steps", records=records)
+        records = [self.step_record(step) for step in steps]
+        self.tell(worker, m.StepsTrained, records=tuple(records))
 
     def report(self, worker: str, step: int, why: str = "failed") -> None:
-        self.tell(worker, "report", progress=[step, 0], why=why, undone=False)
+        self.tell(worker, m.GenerationLeft, progress=(step, 0), why=why, undone=False)
 
     def beat(self, worker: str, **page: Any) -> None:
         generation = self.job.state.generation
         seen = {"generation": generation, "step": 0, "collectives": 0, "beats": 0}
         told = {**seen, "phase": "computing", "alive_age_s": 0.1, "process": "", **page}
-        self.say(worker, {"op": "beat", "trainers": {self.trainer(worker): told}})
+        self.say(worker, m.Heartbeat(trainers={self.trainer(worker): m.PageCopy(**told)}))
 
     def tick(self, seconds: float = 0.25) -> None:
         self.now += seconds
         self.coordinator.tick()
 
-    def orders(self, worker: str, op: str) -> list[dict[str, Any]]:
-        return [order for order in self.streams[f"tls://{worker}"].orders if order["op"] == op]
+    def orders(self, worker: str, kind: type[m.Message]) -> list[Any]:
+        """Return the messages of one kind that a worker's supervisor got."""
+        sent = self.streams[f"tls://{worker}"].orders
+        return [message for message in sent if isinstance(message, kind)]
 
-    def told(self, worker: str, op: str) -> list[dict[str, Any]]:
-        """Return what a worker's trainers were told."""
-        messages = [order["message"] for order in self.orders(worker, "tell")]
-        return [message for message in messages if message["op"] == op]
+    told = orders
+
+    async def control(self, request: str, args: dict[str, Any] | None = None) -> str:
+        """Send the job a request, as a kernel does."""
+        control = q.ControlJob(job_id="j", request=request, args=args)
+        return (await self.coordinator._control(control)).message
+
+    async def fetch(self, since: int = 0, **values: Any) -> q.EventBatch:
+        """Fetch events of the job, as a kernel does."""
+        request = q.FetchEvents(job_id="j", since=since, **values)
+        return await self.coordinator._events(request)
+
+    def step_record(self, step: int) -> dict[str, Any]:
+        """Return the record of one step, of the current generation."""
+        return {
+            **{"generation": self.job.state.generation, "time": self.now, "step": step},
+            **{"epoch": 0, "first": 0, "samples": 16, "sample_checksum": 1, "loss": 1.0},
+            **{"lr": 0.1, "world_size": 2, "samples_per_s": 160.0},
+        }
 
     def events(self, kind: type[Event]) -> list[Any]:
         found = [event_from_dict(data) for data in self.job.events_since(0, 10_000)]

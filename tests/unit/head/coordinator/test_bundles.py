@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from etrain_jupyter.bundle import files
 from etrain_jupyter.errors import JobLostError, PoolError
 from etrain_jupyter.head.coordinator import bundles
-from etrain_jupyter.head.coordinator.coordinator import _answering
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.log.events import LogLine
 from etrain_jupyter.notebook.job import handover
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire import requests as q
 from tests.unit.head.coordinator.rig import BUNDLE, Rig
 
 DIGEST = hashlib.sha256(BUNDLE).hexdigest()
@@ -35,12 +37,13 @@ async def test_head_that_does_not_see_the_file_asks_for_it_and_takes_it_in_piece
     rig: Rig, tmp_path: Path
 ) -> None:
     coordinator, order = rig.coordinator, order_in(tmp_path / "j")
-    assert await coordinator._submit(order) == {"wants_bundle": True}
+    assert await coordinator._submit(q.SubmitJob(job=order)) == q.Submitted(wants_bundle=True)
     assert coordinator._jobs == {}
     assert not (tmp_path / "j").exists(), "nothing is left if nobody comes back"
     for first in range(0, len(BUNDLE), 5):
-        await coordinator._put_bundle(order, first, BUNDLE[first : first + 5])
-    assert await coordinator._submit(order) == {"job_id": "j"}
+        piece = q.PutBundle(job=order, offset=first, data=BUNDLE[first : first + 5])
+        await coordinator._put_bundle(piece)
+    assert await coordinator._submit(q.SubmitJob(job=order)) == q.Submitted(job_id="j")
     path = tmp_path / "j" / "bundle"
     assert path.read_bytes() == BUNDLE
     assert path.stat().st_mode & 0o777 == 0o600
@@ -50,53 +53,58 @@ async def test_head_that_does_not_see_the_file_asks_for_it_and_takes_it_in_piece
 async def test_pieces_that_are_not_the_bundle_leave_nothing(rig: Rig, tmp_path: Path) -> None:
     order = order_in(tmp_path / "j")
     with pytest.raises(RequestError, match="its bytes were changed on their way"):
-        await rig.coordinator._put_bundle(order, 0, bytes(len(BUNDLE)))
+        await rig.coordinator._put_bundle(q.PutBundle(job=order, offset=0, data=bytes(len(BUNDLE))))
     assert list((tmp_path / "j").iterdir()) == []
-    await rig.coordinator._put_bundle(order, 0, BUNDLE[:5])
+    await rig.coordinator._put_bundle(q.PutBundle(job=order, offset=0, data=BUNDLE[:5]))
     await rig.coordinator.close()
     assert list((tmp_path / "j").iterdir()) == [], "a kernel that died in the midst of it"
 
 
 async def test_only_a_bundles_name_is_written_to(rig: Rig, tmp_path: Path) -> None:
     for name in ("../x", "job.json", "bundle/../x"):
+        piece = q.PutBundle(job=order_in(tmp_path, bundle_file=name), offset=0, data=b"x")
         with pytest.raises(RequestError, match="is no name of a bundle's file"):
-            await rig.coordinator._put_bundle(order_in(tmp_path, bundle_file=name), 0, b"x")
+            await rig.coordinator._put_bundle(piece)
     assert not (tmp_path / "x").exists()
+
+
+async def fetch(rig: Rig, digest: str, offset: int) -> q.BundlePiece:
+    return await rig.coordinator._read_bundle(q.FetchBundle(digest=digest, offset=offset))
 
 
 async def test_workers_get_pieces_of_an_active_jobs_bundle(rig: Rig) -> None:
     await rig.start("w1")
     found, offset = b"", 0
-    while data := (await rig.coordinator._read_bundle(DIGEST, offset))["data"]:
+    while data := (await fetch(rig, DIGEST, offset)).data:
         assert len(data) <= 7
         found, offset = found + data, offset + len(data)
     assert found == BUNDLE
-    answer = await _answering(rig.coordinator._read_bundle)(digest="ab", offset=0)
-    assert answer["message"] == "no active job has the bundle ab"
+    with pytest.raises(RequestError, match=r"^no active job has the bundle ab$"):
+        await fetch(rig, "ab", 0)
 
 
 async def test_start_names_the_file_and_the_end_lets_the_workers_remove_it(rig: Rig) -> None:
     await rig.start("w1", "w2")
-    [start] = rig.orders("w1", "start")
+    [start] = rig.orders("w1", m.LaunchTrainer)
     path = str(rig.folder / "j" / "bundle")
-    assert start["bundle"] == {"digest": DIGEST, "size": len(BUNDLE), "path": path}
-    assert rig.orders("w1", "forget_bundle") == []
-    await rig.coordinator._request("j", "stop", {"now": True})
+    assert start.bundle == m.BundleRef(digest=DIGEST, size=len(BUNDLE), path=path)
+    assert rig.orders("w1", m.RemoveBundle) == []
+    await rig.control("stop", {"now": True})
     for worker in ("w1", "w2"):
-        assert [o["digest"] for o in rig.orders(worker, "forget_bundle")] == [DIGEST]
+        assert [o.digest for o in rig.orders(worker, m.RemoveBundle)] == [DIGEST]
 
 
 async def test_end_of_one_job_leaves_another_ones_equal_bundle(rig: Rig) -> None:
     await rig.start("w1")
     await rig.submit(job_id="k", run_dir=str(rig.folder / "k"))
-    await rig.coordinator._request("j", "stop", {"now": True})
-    assert rig.orders("w1", "forget_bundle") == []
+    await rig.control("stop", {"now": True})
+    assert rig.orders("w1", m.RemoveBundle) == []
 
 
 async def test_crash_is_told_although_the_run_folder_is_gone(rig: Rig) -> None:
     await rig.start("w1", "w2")
     (rig.folder / "j" / "bundle").unlink()
-    rig.tell("w1", "exited", cause="trainer 7 was ended by SIGSEGV")
+    rig.tell("w1", m.TrainerExited, cause="trainer 7 was ended by SIGSEGV")
     assert not any("Traceback" in event.text for event in rig.events(LogLine))
     assert "w1" not in [m.worker for m in rig.job.state.in_phase("ranked")]
 
@@ -112,17 +120,21 @@ class Scheduler:
         self.largest = 0
         self._takes = takes
 
-    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> dict[str, Any]:
-        if op == "etrain_put_bundle":
-            assert arguments["offset"] == len(self.received)
-            self.received += arguments["data"]
-            self.largest = max(self.largest, len(arguments["data"]))
-            return {}
-        assert op == "etrain_submit"
-        is_here = self._takes and len(self.received) == arguments["job"]["bundle_size"]
-        return {"job_id": "j"} if is_here else {"wants_bundle": True}
+    def call(self, request: q.Request[q.R], *, timeout: float = 10.0) -> q.R:
+        reply: q.Done | q.Submitted = q.Done()
+        match request:
+            case q.PutBundle():
+                assert request.offset == len(self.received)
+                self.received += request.data
+                self.largest = max(self.largest, len(request.data))
+            case q.SubmitJob():
+                is_here = self._takes and len(self.received) == request.job["bundle_size"]
+                reply = q.Submitted(job_id="j") if is_here else q.Submitted(wants_bundle=True)
+            case _:
+                raise AssertionError(request)
+        return cast("q.R", reply)
 
-    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Any:
+    def send(self, request: q.Request[q.R], *, timeout: float = 10.0) -> Future[q.R]:
         raise NotImplementedError
 
     def release(self) -> None: ...

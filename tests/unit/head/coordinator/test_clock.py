@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.log import events
+from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import PLAN, Rig
 
 HOUR_S = 3600.0
@@ -42,7 +43,7 @@ async def test_nobody_is_declared_dead_or_hanging(rig: Rig, jump_s: float) -> No
 
     assert rig.nodes.killed == []
     assert not rig.events(events.WorkerLost)
-    assert not rig.orders("w1", "kill") + rig.told("w1", "abort")
+    assert not rig.orders("w1", m.TerminateTrainer) + rig.told("w1", m.BreakGeneration)
 
 
 @jumps
@@ -57,21 +58,21 @@ async def test_silence_is_found_as_soon_as_else(rig: Rig, jump_s: float) -> None
 async def test_retry_comes_when_it_is_due(rig: Rig, jump_s: float) -> None:
     await rig.start("w1", "w2")
     for _ in range(2):  # the second fault in a row makes its next trainer wait for a second
-        rig.tell("w2", "exited", cause="killed")
+        rig.tell("w2", m.TrainerExited, cause="killed")
         if rig.job.state.of_worker("w2"):
             rig.warm("w2")
         if rig.job.state.in_phase("ranked"):
             rig.report("w1", 1)
-            rig.tell("w1", "formed")
-            rig.job.state.of_worker("w2") and rig.tell("w2", "formed")
+            rig.tell("w1", m.GenerationJoined)
+            rig.job.state.of_worker("w2") and rig.tell("w2", m.GenerationJoined)
     assert rig.job.state.of_worker("w2") is None
-    num_started = len(rig.orders("w2", "start"))
+    num_started = len(rig.orders("w2", m.LaunchTrainer))
 
     rig.wall_ahead_s = jump_s
     pass_time(rig, 0.5, "w1")
-    assert len(rig.orders("w2", "start")) == num_started
+    assert len(rig.orders("w2", m.LaunchTrainer)) == num_started
     pass_time(rig, 1.0, "w1")
-    assert len(rig.orders("w2", "start")) == num_started + 1
+    assert len(rig.orders("w2", m.LaunchTrainer)) == num_started + 1
 
 
 @jumps
@@ -80,16 +81,16 @@ async def test_state_of_a_noticed_machine_is_saved_in_time(rig: Rig, jump_s: flo
     rig.nodes.most = 1
     rig.commit("w1", 1)
     deadline = rig.now + 60.0
-    rig.say("w1", {"op": "notice", "kind": "interruption", "deadline": deadline, "left_s": 60.0})
+    rig.say("w1", m.MachineNotice(notice="interruption", left_s=60.0))
     assert rig.events(events.PreemptionNoticed)[0].deadline == deadline
 
     rig.wall_ahead_s = jump_s
     pass_time(rig, 29, "w1")
-    assert not rig.told("w1", "change")
+    assert not rig.told("w1", m.LeaveGeneration)
     pass_time(rig, 2, "w1")
-    assert rig.told("w1", "change")
+    assert rig.told("w1", m.LeaveGeneration)
     rig.report("w1", 1, why="planned")
-    assert rig.told("w1", "save")
+    assert rig.told("w1", m.SaveState)
 
 
 @jumps
@@ -100,8 +101,7 @@ async def test_next_scheduler_counts_from_the_clock_as_it_is_set_then(
     rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
     await rig.start("w1", "w2")
     rig.commit("w1", 1)
-    deadline = rig.now + 100.0
-    rig.say("w2", {"op": "notice", "kind": "interruption", "deadline": deadline, "left_s": 100.0})
+    rig.say("w2", m.MachineNotice(notice="interruption", left_s=100.0))
     trainers = {worker: rig.trainer(worker) for worker in ("w1", "w2")}
     rig.job._log.close()
 
@@ -130,6 +130,6 @@ async def test_next_scheduler_counts_from_the_clock_as_it_is_set_then(
 async def test_events_have_the_wall_time_as_it_is_set(rig: Rig, jump_s: float) -> None:
     await rig.start("w1", "w2")
     rig.wall_ahead_s = jump_s
-    rig.tell("w2", "exited", cause="killed")
+    rig.tell("w2", m.TrainerExited, cause="killed")
     [lost] = rig.events(events.WorkerLost)
     assert lost.time == rig.now + jump_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ from etrain_jupyter.head.coordinator.coordinator import Coordinator
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS
-from tests.unit.head.coordinator.rig import Nodes, Rig
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire import requests as q
+from tests.unit.head.coordinator.rig import PLAN, Nodes, Rig
 
 
 @pytest.fixture
@@ -35,22 +38,21 @@ def ticks(rig: Rig, seconds: float, *alive: str, **page) -> None:
 async def test_news_after_a_pause_are_told_at_once_and_then_several_together(rig, monkeypatch):
     monkeypatch.setattr(coordinator_module, "COALESCE_S", 3600.0)
     await rig.start("w1")
-    ask = rig.coordinator._events
-    known = (await ask("j", wait_s=0))["events"][-1]["seq"]
-    first = asyncio.ensure_future(ask("j", since=known))
+    known = (await rig.fetch(wait_s=0)).events[-1]["seq"]
+    first = asyncio.ensure_future(rig.fetch(known))
     await asyncio.sleep(0)
     rig.commit("w1", 1)
-    steps = [event["step"] for event in (await first)["events"]]
+    steps = [event["step"] for event in (await first).events]
     assert steps == [1]
 
-    second = asyncio.ensure_future(ask("j", since=known + 1))
+    second = asyncio.ensure_future(rig.fetch(known + 1))
     for number in (2, 3):
         await asyncio.sleep(0.01)
         rig.commit("w1", number)
         assert not second.done()
     monkeypatch.setattr(coordinator_module, "COALESCE_S", 0.0)
     second.cancel()
-    told = (await ask("j", since=known + 1))["events"]
+    told = (await rig.fetch(known + 1)).events
     assert [event["step"] for event in told] == [2, 3]
 
 
@@ -60,13 +62,11 @@ async def test_workers_are_told_with_the_machines_that_the_pool_knows(rig):
 
     await rig.start("w1", "w2")
 
-    joined = [
-        e for e in (await rig.coordinator._events("j"))["events"] if e["event"] == "WorkerJoined"
-    ]
+    joined = [e for e in (await rig.fetch()).events if e["event"] == "WorkerJoined"]
     facts = [(e["machine"], e["zone"], e["lifecycle"], e["usd_per_h"]) for e in joined]
     known = ("g5.xlarge", "us-east-1a", "spot", 0.25)
     assert facts == [known, ("", "", "", None)]
-    records = (await rig.coordinator._workers_of("j"))["workers"]
+    records = (await rig.coordinator._list_workers(q.ListWorkers(job_id="j"))).workers
     assert [record.get("machine") for record in records] == ["g5.xlarge", None]
     assert records[0]["usd_per_h"] == 0.25
 
@@ -81,7 +81,7 @@ async def test_worker_that_is_silent_counts_as_gone_and_is_killed(rig):
     [lost] = rig.events(events.WorkerLost)
     assert (lost.worker, lost.cause) == ("w2", "silent for 10.2 s")
     assert lost.detected_s == 10.25
-    assert rig.told("w1", "abort")
+    assert rig.told("w1", m.BreakGeneration)
     rig.report("w1", 5)
     assert rig.events(events.GenerationFormed)[-1].ranks == ["w1"]
 
@@ -108,23 +108,23 @@ async def test_worker_that_was_given_up_has_no_say_and_begins_anew(rig):
     old = rig.trainer("w2")
     ticks(rig, 10.5, "w1")
     rig.report("w1", 5)
-    rig.tell("w1", "formed")
+    rig.tell("w1", m.GenerationJoined)
     generation = rig.job.state.generation
 
     # The partition heals: what it said meanwhile arrives at last.
-    report = {"progress": [9, 0], "why": "failed", "undone": False}
-    rig.say("w2", {"op": "report", "trainer": old, "generation": generation, **report})
-    rig.say("w2", {"op": "steps", "trainer": old, "generation": generation, "records": []})
-    rig.say("w2", {"op": "supervisor", "device": "cpu", "pid": 1, "incarnation": 0})
+    report = {"progress": (9, 0), "why": "failed", "undone": False}
+    rig.say("w2", m.GenerationLeft(trainer=old, generation=generation, **report))
+    rig.say("w2", m.StepsTrained(trainer=old, generation=generation, records=()))
+    rig.say("w2", m.SupervisorHello(device="cpu", pid=1, incarnation=0))
     assert rig.job.state.of_worker("w2") is None
     assert rig.job.state.step == 5
-    assert rig.orders("w2", "reset") == [{"op": "reset", "incarnation": 0}] * 2
+    assert rig.orders("w2", m.ResetSupervisor) == [m.ResetSupervisor(incarnation=0)] * 2
 
     rig.hello("w2", incarnation=1)
     assert rig.trainer("w2") != old
-    assert rig.orders("w2", "start")[-1]["trainer"] == rig.trainer("w2")
+    assert rig.orders("w2", m.LaunchTrainer)[-1].trainer == rig.trainer("w2")
     rig.warm("w2")
-    assert rig.told("w1", "change")
+    assert rig.told("w1", m.LeaveGeneration)
     rig.report("w1", 6, why="planned")
     assert rig.events(events.GenerationFormed)[-1].ranks == ["w1", "w2"]
 
@@ -139,6 +139,9 @@ async def test_worker_that_was_given_up_and_then_disconnects_is_lost_once(rig):
 # --- fences ---
 
 
+EVALUATION = {"step": 3, "epoch": 0, "samples": 8, "loss": 1.0, "duration_s": 0.1}
+
+
 async def test_what_a_rank_says_of_an_older_generation_is_dropped(rig):
     await rig.start("w1", "w2")
     rig.commit("w1", 1, 2)
@@ -147,25 +150,26 @@ async def test_what_a_rank_says_of_an_older_generation_is_dropped(rig):
     assert rig.job.state.generation == 2
     before = rig.job.state, rig.job.last_seq
     old = {"generation": 1}
-    rig.tell("w1", "steps", records=[{"step": 3}], **old)
-    rig.tell("w1", "eval", record={}, **old)
-    rig.tell("w1", "weights", step=2, rank=0, digest="x", **old)
-    rig.tell("w1", "store", key="k", value=b"", **old)
-    rig.tell("w1", "formed", **old)
-    rig.tell("w1", "report", progress=[9, 0], why="done", undone=False, **old)
-    rig.tell("w1", "user_error", progress=[2, 0], error="ValueError", traceback="", **old)
+    rig.tell("w1", m.StepsTrained, records=(rig.step_record(3),), **old)
+    rig.tell("w1", m.EvalFinished, record=EVALUATION, **old)
+    rig.tell("w1", m.WeightsFingerprinted, step=2, rank=0, digest="x", **old)
+    rig.tell("w1", m.StoreEntry, key="k", value=b"", **old)
+    rig.tell("w1", m.GenerationJoined, **old)
+    rig.tell("w1", m.GenerationLeft, progress=(9, 0), why="done", undone=False, **old)
+    rig.tell("w1", m.UserCodeFailed, progress=(2, 0), error="ValueError", traceback="", **old)
     assert (rig.job.state, rig.job.last_seq) == before
-    assert not rig.told("w2", "store")
+    assert not rig.told("w2", m.StoreEntry)
 
 
 async def test_trainer_that_was_lost_has_no_say_though_its_generation_lives(rig):
     await rig.start("w1", "w2")
     lost = rig.trainer("w2")
-    rig.tell("w2", "exited", cause="SIGKILL")
+    rig.tell("w2", m.TrainerExited, cause="SIGKILL")
     generation = rig.job.state.generation
     before = rig.job.state, rig.job.last_seq
-    rig.say("w2", {"op": "steps", "trainer": lost, "generation": generation, "records": [{}]})
-    rig.say("w2", {"op": "hello", "trainer": lost, "pid": 7, "device": "cpu", "plan": {}})
+    steps = (rig.step_record(9),)
+    rig.say("w2", m.StepsTrained(trainer=lost, generation=generation, records=steps))
+    rig.say("w2", m.TrainerHello(trainer=lost, pid=7, warm_s=1.0, device="cpu", plan=PLAN))
     assert (rig.job.state, rig.job.last_seq) == before
 
 
@@ -177,8 +181,7 @@ async def test_checkpoint_of_a_trainer_that_was_released_meanwhile_counts(rig):
     rig.report("w2", 3, why="planned")
     assert rig.job.state.of_worker("w2") is None
     record = {"step": 3, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    said = {"op": "checkpoint_committed", "trainer": released, "generation": 1}
-    rig.say("w2", {**said, "record": record})
+    rig.say("w2", m.CheckpointWritten(trainer=released, generation=1, record=record))
     assert [event.step for event in rig.events(events.CheckpointCommitted)] == [3]
     assert rig.job.state.saved_step == 3
 
@@ -186,7 +189,7 @@ async def test_checkpoint_of_a_trainer_that_was_released_meanwhile_counts(rig):
 async def test_message_of_a_trainer_from_another_worker_is_dropped(rig):
     await rig.start("w1", "w2")
     before = rig.job.state
-    rig.say("w1", {"op": "exited", "trainer": rig.trainer("w2"), "cause": "?"})
+    rig.say("w1", m.TrainerExited(trainer=rig.trainer("w2"), cause="?"))
     assert rig.job.state == before
 
 
@@ -200,19 +203,22 @@ async def test_rank_that_holds_the_others_up_is_killed_with_its_stacks(rig):
         rig.beat("w2", collectives=8)
         rig.beat("w3", collectives=9)
         rig.tick(1.0)
-    [order] = rig.orders("w2", "kill")
-    assert order["stacks"] is True
-    assert order["why"].startswith("no progress for 3")
-    assert order["why"].endswith("at step 1 while 2 ranks waited")
-    assert not rig.orders("w1", "kill")
-    assert not rig.orders("w3", "kill")
+    [order] = rig.orders("w2", m.TerminateTrainer)
+    assert order.dumps_stacks is True
+    assert order.why.startswith("no progress for 3")
+    assert order.why.endswith("at step 1 while 2 ranks waited")
+    assert not rig.orders("w1", m.TerminateTrainer)
+    assert not rig.orders("w3", m.TerminateTrainer)
 
 
 async def test_progress_of_a_trainer_that_is_not_in_the_job_any_more_is_dropped(rig):
     await rig.start("w1", "w2")
     old = rig.trainer("w2")
-    rig.tell("w2", "exited", cause="SIGKILL")
-    rig.say("w2", {"op": "beat", "trainers": {old: {}}})
+    rig.tell("w2", m.TrainerExited, cause="SIGKILL")
+    page = m.PageCopy(
+        generation=1, step=0, collectives=0, beats=0, phase="computing", alive_age_s=0.1
+    )
+    rig.say("w2", m.Heartbeat(trainers={old: page}))
     assert old not in rig.job.state.members
 
 
@@ -223,9 +229,9 @@ async def test_log_tells_the_phases_of_the_slowest_rank_when_all_have_formed(rig
     rig.hello("w1", "w2")
     await rig.submit(max_workers=2)
     rig.warm("w1", "w2")
-    rig.tell("w1", "formed", connect_s=0.03, sync_s=0.0, wrap_s=0.002)
+    rig.tell("w1", m.GenerationJoined, connect_s=0.03, sync_s=0.0, wrap_s=0.002)
     assert rig.events(events.GenerationReady) == []
-    rig.tell("w2", "formed", connect_s=0.02, sync_s=0.5, wrap_s=0.001)
+    rig.tell("w2", m.GenerationJoined, connect_s=0.02, sync_s=0.5, wrap_s=0.001)
     [ready] = rig.events(events.GenerationReady)
     assert (ready.world_size, ready.connect_s, ready.sync_s, ready.wrap_s) == (2, 0.03, 0.5, 0.002)
 
@@ -236,7 +242,7 @@ async def test_ranks_with_gpus_of_their_own_talk_through_nccl(rig, gpus, backend
     await rig.submit(max_workers=2)
     for worker, gpu in zip(("w1", "w2"), gpus, strict=True):
         rig.warm(worker, device="cuda:0", gpu=gpu)
-    assert [form["backend"] for form in rig.told("w1", "form")] == [backend]
+    assert [form.backend for form in rig.told("w1", m.JoinGeneration)] == [backend]
 
 
 # --- faults on purpose ---
@@ -249,22 +255,22 @@ POWER = {"id": 3, "kind": "kill_worker", "rank": None, "step": 3, "at": "forward
 
 async def test_planned_faults_go_to_trainers_until_they_have_fired(rig):
     await rig.start("w1", "w2", faults=[KILL, NOTICE])
-    assert rig.orders("w1", "start")[0]["faults"] == [KILL]
-    assert rig.told("w1", "form")[0]["faults"] == [KILL]
-    rig.tell("w1", "fault_fired", id=1)
+    assert rig.orders("w1", m.LaunchTrainer)[0].faults == (KILL,)
+    assert rig.told("w1", m.JoinGeneration)[0].faults == (KILL,)
+    rig.tell("w1", m.FaultFired, fault_id=1)
     [fact] = rig.events(events.FaultInjected)
     assert (fact.worker, fact.fault) == ("w1", "kill")
-    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.report("w2", 1)
-    assert rig.told("w2", "form")[-1]["faults"] == []
+    assert rig.told("w2", m.JoinGeneration)[-1].faults == ()
     assert rig.job.state.faults.at_step == (-1, ())  # on purpose, so no budget counts it
     assert rig.job.state.faults.health == {}
 
 
 async def test_same_fault_that_two_trainers_commit_is_told_of_once(rig):
     await rig.start("w1", "w2", faults=[KILL])
-    rig.tell("w1", "fault_fired", id=1)
-    rig.tell("w2", "fault_fired", id=1)
+    rig.tell("w1", m.FaultFired, fault_id=1)
+    rig.tell("w2", m.FaultFired, fault_id=1)
     assert len(rig.events(events.FaultInjected)) == 1
 
 
@@ -283,7 +289,7 @@ async def test_coordinator_kills_the_worker_that_the_plan_wants_dead(rig):
     await rig.start("w1", "w2", faults=[POWER])
     rig.commit("w1", 1, 2, 3)
     assert rig.nodes.killed == ["w1"]
-    assert rig.orders("w1", "fault")[0]["kind"] == "kill_worker"
+    assert rig.orders("w1", m.InjectFault)[0].kind_of_fault == "kill_worker"
     [fact] = rig.events(events.FaultInjected)
     assert (fact.worker, fact.fault, fact.step) == ("w1", "kill_worker", 3)
 
@@ -299,9 +305,9 @@ async def test_fault_by_hand_is_ordered_of_the_supervisor_and_told(rig):
     await rig.start("w1", "w2")
     words = rig.coordinator._requests.do(rig.job, "fault", {"kind": "hang"})
     assert words.startswith("w2 has its trainer hang for ever; that is found when the others")
-    [order] = rig.orders("w2", "fault")
-    assert (order["trainer"], order["kind"]) == (rig.trainer("w2"), "hang")
-    rig.tell("w2", "exited", cause="no progress")
+    [order] = rig.orders("w2", m.InjectFault)
+    assert (order.trainer, order.kind_of_fault) == (rig.trainer("w2"), "hang")
+    rig.tell("w2", m.TrainerExited, cause="no progress")
     assert rig.job.state.faults.at_step == (-1, ())
 
 
@@ -322,7 +328,8 @@ async def test_chaos_strikes_until_it_is_switched_off(rig):
     ticks(rig, 60, "w1", "w2")
     num_strikes = len(rig.events(events.FaultInjected))
     assert num_strikes > 10
-    assert len(rig.orders("w1", "fault")) + len(rig.orders("w2", "fault")) == num_strikes
+    sent = rig.orders("w1", m.InjectFault) + rig.orders("w2", m.InjectFault)
+    assert len(sent) == num_strikes
     assert do(rig.job, "chaos", {"off": True}) == "no more faults by chance"
     ticks(rig, 60, "w1", "w2")
     assert len(rig.events(events.FaultInjected)) == num_strikes
@@ -393,7 +400,7 @@ async def test_noticed_worker_is_replaced_when_the_others_train_without_it(rig):
         rig.report(worker, 5, "planned")
     ticks(rig, 1, "w1")
     assert (rig.nodes.released, rig.nodes.wanted) == ([], 2)
-    rig.tell("w1", "formed", step=5)
+    rig.tell("w1", m.GenerationJoined, step=5)
     ticks(rig, 1, "w1")
     assert (set(rig.nodes.released), rig.nodes.wanted) == ({"w2"}, 2)
 
@@ -418,11 +425,11 @@ async def test_last_noticed_worker_is_replaced_at_once_and_not_twice(rig):
     rig.warm("w2")
     rig.report("w1", 5, "planned")
     for worker in ("w1", "w2"):
-        rig.tell(worker, "formed", step=5)
+        rig.tell(worker, m.GenerationJoined, step=5)
     for worker in ("w1", "w2"):
         rig.report(worker, 6, "planned")
     assert [m.worker for m in rig.job.state.members.values()] == ["w2"]
-    rig.tell("w2", "formed", step=6)
+    rig.tell("w2", m.GenerationJoined, step=6)
     ticks(rig, 1, "w2")
     assert (set(rig.nodes.released), rig.nodes.wanted) == ({"w1"}, 1)
 
@@ -481,11 +488,46 @@ async def test_failure_that_a_rank_reports_is_in_the_log_and_the_next_generation
     for worker in ("w1", "w2"):
         rig.warm(worker, device="cuda:0", gpu=worker)
     for _ in range(2):
-        failed = {"progress": [-1, 0], "why": "failed", "undone": False}
-        rig.tell("w1", "report", **failed, error="ncclSystemError: /dev/shm", backend="nccl")
-        rig.tell("w2", "report", **failed)
+        failed = {"progress": (-1, 0), "why": "failed", "undone": False}
+        broken = {"error": "ncclSystemError: /dev/shm", "backend": "nccl"}
+        rig.tell("w1", m.GenerationLeft, **failed, **broken)
+        rig.tell("w2", m.GenerationLeft, **failed)
         rig.now += 2
         rig.coordinator.tick()
-    assert [form["backend"] for form in rig.told("w1", "form")] == ["nccl", "nccl", "gloo"]
+    assert [form.backend for form in rig.told("w1", m.JoinGeneration)] == ["nccl", "nccl", "gloo"]
     assert any("ncclSystemError" in line.text for line in rig.events(events.LogLine))
     assert "gloo" in rig.job.state.reason
+
+
+# --- versions of the wire ---
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"op": "supervisor", "device": "cpu", "pid": 1, "incarnation": 0},
+        {"kind": "SupervisorHello", "wire_version": 99, "is_new": True},
+    ],
+)
+async def test_worker_of_another_wire_version_takes_no_part_and_the_log_says_why(rig, hello):
+    await rig.start("w1")
+    rig.coordinator._scheduler.workers["tls://w2"] = SimpleNamespace(name="w2")
+
+    for _ in range(2):
+        rig.coordinator._receive(hello, "tls://w2")
+
+    assert [facts.name for facts in rig.coordinator._workers] == ["w1"]
+    [warning] = [e.text for e in rig.events(events.LogLine) if e.level == "warning"]
+    assert warning.startswith("worker w2 takes no part: it speaks wire version ")
+    assert "The other workers train on. Install etrain-jupyter" in warning
+    assert warning.endswith("there and restart that worker")
+
+
+async def test_garbage_of_a_worker_is_logged_and_changes_nothing(rig, caplog):
+    await rig.start("w1")
+    rig.survive_defects()
+    before = rig.job.state, rig.job.last_seq
+    for garbage in (None, 3, {}, {"kind": "Heartbeat"}, {"kind": ["a"]}, {"kind": "RunCode"}):
+        rig.coordinator._receive(garbage, "tls://w1")
+    assert (rig.job.state, rig.job.last_seq) == before
+    assert "reading a message of tls://w1 failed: MalformedMessageError" in caplog.text

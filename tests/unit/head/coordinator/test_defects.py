@@ -17,8 +17,9 @@ from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.jobs import hosted_job, reports
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
-from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire import requests as q
 from tests.unit.head.coordinator.rig import Rig, put_bundle
 
 
@@ -45,7 +46,7 @@ async def submit_another(rig: Rig) -> HostedJob:
         "config": {},
     }
     order |= put_bundle(order)
-    await rig.coordinator._submit({**order, "max_workers": 1})
+    await rig.coordinator._submit(q.SubmitJob(job={**order, "max_workers": 1}))
     return rig.coordinator._jobs["k"]
 
 
@@ -96,26 +97,26 @@ async def test_report_that_cannot_be_taken_costs_no_connection_and_is_not_repeat
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1")
-    monkeypatch.setitem(reports._TAKE, "log", fail)
-    rig.tell("w1", "log", n=1, level="info", text="hi")
+    monkeypatch.setattr(reports.TrainerMessages, "_on_text", fail)
+    rig.tell("w1", m.TextLogged, number=1, level="info", text="hi")
     rig.tick()
     monkeypatch.undo()
     rig.commit("w1", 1)
 
-    assert [order["n"] for order in rig.orders("w1", "ack")] == [1]
+    assert [order.number for order in rig.orders("w1", m.AcknowledgeReports)] == [1]
     assert rig.job.state.step == 1
-    assert "taking 'log' of tls://w1 failed: ZeroDivisionError" in errors(rig)[0]
+    assert "handling TextLogged of tls://w1 failed: ZeroDivisionError" in errors(rig)[0]
 
 
 async def test_command_that_fails_leaves_no_other_one_undone(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1", "w2")
-    monkeypatch.setitem(hosted_job._CARRY_OUT, c.AbortGeneration, fail)
-    rig.tell("w2", "exited", cause="killed")
+    monkeypatch.setattr(hosted_job.HostedJob, "_abort", fail)
+    rig.tell("w2", m.TrainerExited, cause="killed")
 
     assert [event.worker for event in rig.events(events.WorkerLost)] == ["w2"]
-    assert len(rig.orders("w2", "start")) == 2
+    assert len(rig.orders("w2", m.LaunchTrainer)) == 2
     assert "carrying out AbortGeneration failed" in errors(rig)[0]
 
 
@@ -138,9 +139,9 @@ async def test_whoever_asks_for_something_hears_that_it_failed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1")
-    monkeypatch.setitem(hosted_job._CARRY_OUT, c.AnnounceChange, fail)
+    monkeypatch.setattr(hosted_job.HostedJob, "_announce", fail)
     with pytest.raises(RequestError, match="pause met a defect of etrain-jupyter"):
-        await rig.coordinator._request("j", "pause")
+        await rig.control("pause")
 
 
 async def test_costs_that_cannot_be_told_do_not_keep_the_log_from_the_end(rig: Rig) -> None:

@@ -16,8 +16,9 @@ from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.log import event_log as log_module
 from etrain_jupyter.log import events
 from etrain_jupyter.log.event_log import EventLog, read_events
+from etrain_jupyter.wire import messages as m
 from etrain_jupyter.worker.outbox import Outbox
-from tests.unit.head.coordinator.rig import Disk, Rig
+from tests.unit.head.coordinator.rig import PLAN, Disk, Rig
 
 
 @pytest.fixture
@@ -38,12 +39,12 @@ def steps_of(found: list[events.Event]) -> list[int]:
     return [event.step for event in found if isinstance(event, events.StepCompleted)]
 
 
-def numbered(rig: Rig, worker: str, number: int, op: str, **values: Any) -> None:
-    rig.tell(worker, op, n=number, **values)
+def numbered(rig: Rig, worker: str, number: int, **values: Any) -> None:
+    rig.tell(worker, m.TextLogged, number=number, **values)
 
 
 def acks(rig: Rig, worker: str) -> list[int]:
-    return [order["n"] for order in rig.orders(worker, "ack")]
+    return [order.number for order in rig.orders(worker, m.AcknowledgeReports)]
 
 
 async def test_facts_wait_in_memory_and_are_written_in_order_once_there_is_space(
@@ -74,18 +75,18 @@ async def test_nobody_hears_of_facts_that_are_only_in_memory_but_why(rig: Rig, d
     disk.is_full = True
     rig.commit("w1", 1)
 
-    answer = await rig.coordinator._events("j", since=known, wait_s=0)
+    answer = await rig.fetch(since=known, wait_s=0)
 
-    assert answer["events"] == []
-    assert answer["trouble"].startswith("the log cannot be written: No space left on device (")
-    assert answer["trouble"].endswith(
+    assert answer.events == ()
+    assert answer.trouble.startswith("the log cannot be written: No space left on device (")
+    assert answer.trouble.endswith(
         " bytes free); 1 event is kept in memory; free space there and it continues"
     )
     disk.is_full = False
     rig.tick()
-    answer = await rig.coordinator._events("j", since=known, wait_s=0)
-    assert [event["event"] for event in answer["events"]] == ["StepCompleted", "LogLine"]
-    assert answer["trouble"] == ""
+    answer = await rig.fetch(since=known, wait_s=0)
+    assert [event["event"] for event in answer.events] == ["StepCompleted", "LogLine"]
+    assert answer.trouble == ""
 
 
 async def test_message_is_acknowledged_once_its_facts_are_on_the_disk(
@@ -94,13 +95,13 @@ async def test_message_is_acknowledged_once_its_facts_are_on_the_disk(
     rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
     await rig.start("w1")
     line = {"level": "info", "text": "hi"}
-    numbered(rig, "w1", 1, "log", **line)
+    numbered(rig, "w1", 1, **line)
     rig.tick()
     disk.is_full = True
-    numbered(rig, "w1", 2, "log", **line)
-    numbered(rig, "w1", 3, "log", **line)
+    numbered(rig, "w1", 2, **line)
+    numbered(rig, "w1", 3, **line)
     rig.tick()
-    numbered(rig, "w1", 3, "log", **line)  # it connected again, and repeats what it kept
+    numbered(rig, "w1", 3, **line)  # it connected again, and repeats what it kept
     rig.tick()
     assert acks(rig, "w1") == [1]
     assert (tmp_path / "jobs" / "heard" / "w1").read_bytes()[0] == 1
@@ -119,12 +120,12 @@ async def test_rank_that_is_lost_meanwhile_is_done_without_at_once(rig: Rig, dis
     await rig.start("w1", "w2")
     disk.is_full = True
 
-    rig.tell("w2", "exited", cause="killed")
+    rig.tell("w2", m.TrainerExited, cause="killed")
     rig.report("w1", 3)
-    rig.tell("w1", "formed")
+    rig.tell("w1", m.GenerationJoined)
 
-    assert rig.told("w1", "abort")
-    assert len(rig.told("w1", "form")) == 2
+    assert rig.told("w1", m.BreakGeneration)
+    assert len(rig.told("w1", m.JoinGeneration)) == 2
     assert rig.job.ranks() == ["w1"]
     disk.is_full = False
     rig.tick()
@@ -140,7 +141,7 @@ async def test_end_of_a_job_is_told_once_it_is_on_the_disk(
     await rig.start("w1")
     disk.is_full = True
 
-    await rig.coordinator._request("j", "stop", {"now": True})
+    await rig.control("stop", {"now": True})
     rig.tick()
 
     assert rig.job.state.is_ended
@@ -173,22 +174,23 @@ async def test_job_is_refused_while_its_log_cannot_be_begun(
 async def test_trainers_that_wait_for_the_disk_do_not_hang(rig: Rig, disk: Disk) -> None:
     await rig.start("w1", "w2")
     disk.is_full = True
-    told = {"generation": 1, "step": 0, "collectives": 5, "beats": 5, "phase": "computing"}
-    page = told | {"alive_age_s": 0.1, "process": ""}
+    page = m.PageCopy(
+        generation=1, step=0, collectives=5, beats=5, phase="computing", alive_age_s=0.1
+    )
     for number in range(4 * 100):
         if number % 4 == 0:
             for worker in ("w1", "w2"):
                 trainers = {rig.trainer(worker): page}
-                rig.say(worker, {"op": "beat", "trainers": trainers, "is_stuck": worker == "w1"})
+                rig.say(worker, m.Heartbeat(trainers=trainers, is_stuck=worker == "w1"))
         rig.tick()
-    answer = await rig.coordinator._events("j", since=rig.job.last_seq, wait_s=0)
+    answer = await rig.fetch(since=rig.job.last_seq, wait_s=0)
 
-    assert not rig.told("w1", "abort")
-    assert not rig.orders("w1", "kill") + rig.orders("w2", "kill")
-    assert answer["trouble"] == ""  # nothing had to be written
+    assert not rig.told("w1", m.BreakGeneration)
+    assert not rig.orders("w1", m.TerminateTrainer) + rig.orders("w2", m.TerminateTrainer)
+    assert answer.trouble == ""  # nothing had to be written
     rig.commit("w1", 1)
-    answer = await rig.coordinator._events("j", since=rig.job.last_seq, wait_s=0)
-    assert answer["trouble"].endswith("training waits for that")
+    answer = await rig.fetch(since=rig.job.last_seq, wait_s=0)
+    assert answer.trouble.endswith("training waits for that")
 
 
 async def test_next_scheduler_takes_what_was_only_in_memory_from_the_supervisors(
@@ -196,22 +198,23 @@ async def test_next_scheduler_takes_what_was_only_in_memory_from_the_supervisors
 ) -> None:
     rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
     await rig.start("w1")
-    numbered(rig, "w1", 1, "log", level="info", text="before")
+    numbered(rig, "w1", 1, level="info", text="before")
     trainer, generation = rig.trainer("w1"), rig.job.state.generation
     disk.is_full = True
-    numbered(rig, "w1", 2, "log", level="info", text="meanwhile")
+    numbered(rig, "w1", 2, level="info", text="meanwhile")
     rig.tick()
     rig.job.abandon_log()  # the process is killed
     disk.is_full = False
 
     after = Rig(tmp_path, monkeypatch)
     after.coordinator.recall(tmp_path / "jobs", died_at=1000.0)
-    hello = {"plan": {}, "pid": 7, "device": "cpu", "warm_s": 1.0}
-    standing = {"started_at": 1000.0, "pid": 7, "generation": generation, "hello": hello}
-    more = {"left": None, "progress": [-1, 0], "ended_with": 0}
-    after.hello("w1", trainers={trainer: standing | more})
-    line = {"op": "log", "level": "info", "trainer": trainer, "generation": generation}
-    after.say("w1", {**line, "n": 2, "text": "meanwhile"})
+    hello = m.TrainerHello(plan=PLAN, pid=7, device="cpu", warm_s=1.0)
+    known = m.TrainerSummary(started_at=1000.0, pid=7, generation=generation, hello=hello)
+    after.hello("w1", trainers={trainer: known})
+    line = m.TextLogged(
+        level="info", trainer=trainer, generation=generation, number=2, text="meanwhile"
+    )
+    after.say("w1", line)
     after.tick()
 
     texts = [event.text for event in on_disk(after) if isinstance(event, events.LogLine)]
@@ -232,9 +235,9 @@ async def test_event_that_is_no_json_holds_up_no_other(rig: Rig, disk: Disk) -> 
 def test_supervisor_keeps_a_bounded_number_of_step_records() -> None:
     outbox = Outbox(most=100, most_records=10)
     for _ in range(3):
-        outbox.put({"op": "steps", "records": [{}] * 3})
+        outbox.put(m.StepsTrained(records=({},) * 3), trainer="j/w1/1")
     assert not outbox.is_full
-    outbox.put({"op": "steps", "records": [{}]})
+    outbox.put(m.StepsTrained(records=({},)), trainer="j/w1/1")
     assert outbox.is_full
     outbox.acknowledge(1)
     assert not outbox.is_full

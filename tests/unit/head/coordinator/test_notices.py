@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from etrain_jupyter.head.coordinator.recovery import Returning
+from etrain_jupyter.head.coordinator.recovery import Recovering
 from etrain_jupyter.log import events
-from etrain_jupyter.wire.versions import PROTOCOL
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire.versions import WIRE_VERSION
 from tests.unit.head.coordinator.rig import Rig
 
 
@@ -26,18 +25,18 @@ def cloud(rig):
 
 def interrupt(rig, worker: str, left_s: float) -> None:
     # The machine's own clock is wrong: what counts is how long it has left.
-    rig.say(worker, {"op": "notice", "kind": "interruption", "deadline": 5.0, "left_s": left_s})
+    rig.say(worker, m.MachineNotice(notice="interruption", left_s=left_s))
 
 
 def recommend(rig, worker: str) -> None:
-    rig.say(worker, {"op": "notice", "kind": "rebalance", "deadline": 0.0, "left_s": 0.0})
+    rig.say(worker, m.MachineNotice(notice="rebalance", left_s=0.0))
 
 
 def ticks(rig, seconds: int, *workers: str) -> None:
     """Let time pass while these go on talking."""
     for _ in range(seconds * 4):
         for worker in workers:
-            rig.say(worker, {"op": "beat", "trainers": {}})
+            rig.say(worker, m.Heartbeat(trainers={}))
         rig.tick()
 
 
@@ -51,7 +50,7 @@ async def test_interruption_lets_the_worker_leave_at_a_step_boundary_and_is_told
     interrupt(rig, "w2", 107.2)
     [told] = rig.events(events.PreemptionNoticed)
     assert (told.worker, told.deadline) == ("w2", 1110.0)
-    assert rig.told("w1", "change")
+    assert rig.told("w1", m.LeaveGeneration)
     for worker in ("w1", "w2"):
         rig.report(worker, 5, "planned")
     assert [m.worker for m in rig.job.state.members.values()] == ["w1"]
@@ -59,7 +58,7 @@ async def test_interruption_lets_the_worker_leave_at_a_step_boundary_and_is_told
 
 async def test_interruption_without_time_left_by_itself_counts_by_the_deadline(rig):
     await rig.start("w1", "w2")
-    rig.say("w2", {"op": "notice", "kind": "interruption", "deadline": time.time() + 60})
+    rig.say("w2", m.MachineNotice(notice="interruption", left_s=60.0))
     assert rig.events(events.PreemptionNoticed)[0].deadline == 1060.0
 
 
@@ -79,7 +78,7 @@ async def test_noticed_worker_is_counted_until_it_is_released_where_machines_com
     for worker in ("w1", "w2"):
         cloud.report(worker, 5, "planned")
     assert (cloud.nodes.released, cloud.nodes.wanted) == ([], 3)
-    cloud.tell("w1", "formed", step=5)
+    cloud.tell("w1", m.GenerationJoined, step=5)
     ticks(cloud, 1, "w1", "w2")
     assert (set(cloud.nodes.released), cloud.nodes.wanted) == ({"w2"}, 2)
 
@@ -102,8 +101,8 @@ async def test_worker_at_risk_trains_on_with_a_checkpoint_and_a_replacement(clou
         recommend(cloud, "w2")
     assert [e.worker for e in cloud.events(events.RebalanceRecommended)] == ["w2"]
     assert cloud.nodes.wanted == 3
-    assert [len(cloud.told(worker, "checkpoint")) for worker in ("w1", "w2")] == [1, 1]
-    assert cloud.told("w1", "change") == []
+    assert [len(cloud.told(worker, m.RequestCheckpoint)) for worker in ("w1", "w2")] == [1, 1]
+    assert cloud.told("w1", m.LeaveGeneration) == []
     cloud.hello("w3")
     assert {m.worker for m in cloud.job.state.members.values()} == {"w1", "w2"}
     # When it is taken, who came instead gets its place at once, and no fourth one is asked for.
@@ -116,7 +115,7 @@ async def test_pool_whose_workers_share_a_machine_replaces_nobody_at_risk(rig):
     await rig.start("w1", "w2")
     recommend(rig, "w2")
     assert rig.nodes.wanted == 2
-    assert len(rig.told("w2", "checkpoint")) == 1
+    assert len(rig.told("w2", m.RequestCheckpoint)) == 1
 
 
 async def test_worker_at_risk_is_taken_last_and_wanted_by_nobody_without_a_job(cloud):
@@ -140,7 +139,7 @@ async def test_notice_of_a_worker_that_was_given_up_makes_it_begin_anew(rig):
     ticks(rig, 11, "w1")
     interrupt(rig, "w2", 60.0)
     assert rig.events(events.PreemptionNoticed) == []
-    assert rig.orders("w2", "reset")
+    assert rig.orders("w2", m.ResetSupervisor)
 
 
 async def test_next_coordinator_knows_who_is_at_risk_and_tells_it_once(
@@ -154,7 +153,7 @@ async def test_next_coordinator_knows_who_is_at_risk_and_tells_it_once(
     after = Rig(tmp_path, monkeypatch)
     after.nodes.replaces_early = True
     after.coordinator.recall(tmp_path / "jobs", died_at=1000.0)
-    assert isinstance(after.coordinator._returning, Returning)
+    assert isinstance(after.coordinator._mode, Recovering)
     after.hello("w1", "w2")
     recommend(after, "w1")
     interrupt(after, "w2", 60.0)
@@ -167,7 +166,7 @@ async def test_next_coordinator_knows_who_is_at_risk_and_tells_it_once(
 
 # --- versions ---
 
-KERNEL = {"protocol": str(PROTOCOL), "etrain": "0.1.0", "python": "3.12.4", "torch": "2.13.0"}
+KERNEL = {"protocol": str(WIRE_VERSION), "etrain": "0.1.0", "python": "3.12.4", "torch": "2.13.0"}
 
 
 def warnings(rig) -> list[str]:

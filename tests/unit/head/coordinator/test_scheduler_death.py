@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from etrain_jupyter.log.events import (
     StepCompleted,
     WorkerLost,
 )
+from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import PLAN, Rig
 
-HELLO = {"op": "hello", "pid": 7, "device": "cpu", "warm_s": 1.0, "plan": PLAN}
+HELLO = m.TrainerHello(pid=7, device="cpu", warm_s=1.0, plan=PLAN)
+RUNNING = m.TrainerSummary(started_at=1000.0, pid=7, generation=1, hello=HELLO)
 
 
 class Lives:
@@ -30,7 +33,6 @@ class Lives:
         self.folder, self._patch = folder, monkeypatch
         self.rig = self._next()
         self.numbers: dict[str, int] = {}
-        self.said: list[tuple[str, dict[str, Any]]] = []
 
     def _next(self, died_at: float = 0.0) -> Rig:
         rig = Rig(self.folder, self._patch)
@@ -50,20 +52,23 @@ class Lives:
         self.rig.coordinator._scheduler.workers[f"tls://{worker}"] = _Named(worker)
         self.rig.hello(worker)
         trainers = {
-            f"j/{worker}/{number[1:]}": {**_STANDING, **known}
+            f"j/{worker}/{number[1:]}": replace(RUNNING, **known)
             for number, known in standings.items()
         }
-        values = {"device": "cpu", "pid": 1, "incarnation": 0, "trainers": trainers}
-        self.rig.say(worker, {"op": "supervisor", **values})
+        self.rig.say(worker, m.SupervisorHello(device="cpu", pid=1, trainers=trainers))
 
-    def numbered(self, worker: str, op: str, **values: Any) -> dict[str, Any]:
-        """Let a trainer say something that its supervisor keeps."""
+    def numbered(self, worker: str, kind: type[m.TrainerReport], **values: Any) -> m.TrainerReport:
+        """Have a trainer send a report, which its supervisor keeps."""
         self.numbers[worker] = self.numbers.get(worker, 0) + 1
         number = {"w1": 1, "w2": 2}[worker]
-        told = {"op": op, "generation": 1, "trainer": f"j/{worker}/{number}", **values}
-        message = {**told, "n": self.numbers[worker]}
-        self.rig.say(worker, message)
-        return message
+        report = kind(
+            generation=1,
+            trainer=f"j/{worker}/{number}",
+            number=self.numbers[worker],
+            **values,
+        )
+        self.rig.say(worker, report)
+        return report
 
 
 class _Named:
@@ -71,31 +76,20 @@ class _Named:
         self.name = name
 
 
-_STANDING = {
-    "started_at": 1000.0,
-    "pid": 7,
-    "generation": 1,
-    "hello": HELLO,
-    "left": None,
-    "progress": [-1, 0],
-    "ended_with": 0,
-}
-
-
 @pytest.fixture
 def lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lives:
     return Lives(tmp_path, monkeypatch)
 
 
-def records(*steps: int) -> list[dict[str, Any]]:
-    return [
+def records(*steps: int) -> tuple[dict[str, Any], ...]:
+    return tuple(
         {
             **{"generation": 1, "time": 1000.0, "step": step, "epoch": 0, "first": 0},
             **{"samples": 16, "sample_checksum": 1, "loss": 1.0, "lr": 0.1, "world_size": 2},
             "samples_per_s": 160.0,
         }
         for step in steps
-    ]
+    )
 
 
 def steps_of(rig: Rig) -> list[int]:
@@ -104,13 +98,13 @@ def steps_of(rig: Rig) -> list[int]:
 
 async def test_the_generation_goes_on_and_what_was_missed_is_logged_once(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
-    told = [lives.numbered("w1", "steps", records=records(1, 2))]
-    line = lives.numbered("w1", "log", level="info", text="hello")
+    told = [lives.numbered("w1", m.StepsTrained, records=records(1, 2))]
+    line = lives.numbered("w1", m.TextLogged, level="info", text="hello")
     lives.die()
     lives.back("w1", n1={})
     for message in (*told, line):
         lives.rig.say("w1", message)
-    lives.numbered("w1", "steps", records=records(3))
+    lives.numbered("w1", m.StepsTrained, records=records(3))
     assert lives.rig.events(SchedulerRestarted) == [], "the other worker is waited for"
     lives.back("w2", n2={})
     lives.rig.tick()
@@ -123,9 +117,9 @@ async def test_the_generation_goes_on_and_what_was_missed_is_logged_once(lives: 
     assert len(rig.events(LogLine)) == 1
     assert (rig.job.state.phase, rig.job.state.current.is_ready) == ("running", True)
     assert [e.generation for e in rig.events(GenerationFormed)] == [1]
-    assert rig.told("w1", "abort") == rig.told("w1", "change") == []
+    assert rig.told("w1", m.BreakGeneration) == rig.told("w1", m.LeaveGeneration) == []
     rig.tick()
-    assert rig.orders("w1", "ack")[-1]["n"] == 3
+    assert rig.orders("w1", m.AcknowledgeReports)[-1].number == 3
 
 
 async def test_a_generation_that_was_forming_is_ended_and_formed_anew(lives: Lives) -> None:
@@ -138,7 +132,7 @@ async def test_a_generation_that_was_forming_is_ended_and_formed_anew(lives: Liv
     lives.back("w1", n1={})
     lives.back("w2", n2={"generation": 0})  # it was never told
     rig.tick()
-    assert len(rig.told("w1", "abort")) == 1
+    assert len(rig.told("w1", m.BreakGeneration)) == 1
     rig.report("w1", 0)
 
     formed = rig.events(GenerationFormed)
@@ -150,7 +144,7 @@ async def test_a_worker_that_does_not_come_back_is_done_without(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await lives.rig.start("w1", "w2")
-    lives.numbered("w1", "steps", records=records(1))
+    lives.numbered("w1", m.StepsTrained, records=records(1))
     monkeypatch.setattr(recovery, "RETURN_S", 0.0)
     rig = lives.die()
     lives.back("w1", n1={})
@@ -158,10 +152,10 @@ async def test_a_worker_that_does_not_come_back_is_done_without(
 
     [lost] = rig.events(WorkerLost)
     assert lost.worker == "w2"
-    assert len(rig.told("w1", "abort")) == 1
+    assert len(rig.told("w1", m.BreakGeneration)) == 1
     rig.report("w1", 1)
     assert rig.events(GenerationFormed)[-1].ranks == ["w1"]
-    assert rig.told("w1", "form")[-1]["logged_step"] == 1
+    assert rig.told("w1", m.JoinGeneration)[-1].logged_step == 1
 
 
 async def test_a_trainer_that_was_given_up_before_is_let_go(lives: Lives) -> None:
@@ -173,22 +167,22 @@ async def test_a_trainer_that_was_given_up_before_is_let_go(lives: Lives) -> Non
     lives.back("w2", n2={})
     rig.tick()
 
-    assert rig.told("w2", "release")
+    assert rig.told("w2", m.ShutDownTrainer)
     assert "j/w2/2" not in rig.job.state.members
 
 
 async def test_a_job_whose_ranks_are_done_is_closed_with_its_checkpoint(lives: Lives) -> None:
     rig = lives.rig
     await rig.start("w1", "w2")
-    lives.numbered("w1", "steps", records=records(1, 2))
-    done = {"op": "report", "generation": 1, "progress": [2, 0], "why": "done", "undone": False}
+    lives.numbered("w1", m.StepsTrained, records=records(1, 2))
+    done = m.GenerationLeft(generation=1, progress=(2, 0), why="done", undone=False)
     rig = lives.die()
-    lives.back("w1", n1={"left": done, "progress": [2, 0]})
-    lives.back("w2", n2={"left": done, "progress": [2, 0]})
+    lives.back("w1", n1={"left": done, "progress": (2, 0)})
+    lives.back("w2", n2={"left": done, "progress": (2, 0)})
     rig.tick()
-    saver = next(worker for worker in ("w1", "w2") if rig.told(worker, "save"))
+    saver = next(worker for worker in ("w1", "w2") if rig.told(worker, m.SaveState))
     record = {"step": 2, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    rig.tell(saver, "checkpoint_committed", record=record)
+    rig.tell(saver, m.CheckpointWritten, record=record)
 
     assert rig.events(JobStatusChanged)[-1].status == "finished"
     assert len(rig.events(CheckpointCommitted)) == 1
@@ -198,13 +192,13 @@ async def test_a_job_whose_ranks_are_done_is_closed_with_its_checkpoint(lives: L
 
 async def test_a_pause_that_nobody_has_carried_out_is_carried_out(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
-    lives.numbered("w1", "steps", records=records(1))
-    await lives.rig.coordinator._request("j", "pause")
+    lives.numbered("w1", m.StepsTrained, records=records(1))
+    await lives.rig.control("pause")
     rig = lives.die()
     lives.back("w1", n1={})
     lives.back("w2", n2={})
     rig.tick()
-    assert len(rig.told("w1", "change")) == 1
+    assert len(rig.told("w1", m.LeaveGeneration)) == 1
     for worker in ("w1", "w2"):
         rig.report(worker, 2, "planned")
 
@@ -216,7 +210,7 @@ async def test_a_request_before_all_are_back_is_refused_in_words(lives: Lives) -
     rig = lives.die()
 
     with pytest.raises(RequestError, match="Try again in a moment"):
-        await rig.coordinator._request("j", "stop")
+        await rig.control("stop")
 
     rig.tick()
     assert rig.events(JobStatusChanged)[-1].status == "running"
@@ -224,7 +218,7 @@ async def test_a_request_before_all_are_back_is_refused_in_words(lives: Lives) -
 
 async def test_a_job_that_had_ended_is_not_taken_up(lives: Lives) -> None:
     await lives.rig.start("w1")
-    await lives.rig.coordinator._request("j", "stop", {"now": True})
+    await lives.rig.control("stop", {"now": True})
     assert not (lives.folder / "jobs" / "j").exists()
 
 
@@ -242,23 +236,23 @@ async def test_a_job_that_waits_for_workers_goes_on_waiting(lives: Lives) -> Non
     rig.warm("w2")
 
     assert rig.events(GenerationFormed)[-1].ranks == ["w1", "w2"]
-    assert rig.told("w1", "form")[-1]["restore"] is False
+    assert rig.told("w1", m.JoinGeneration)[-1].restore is False
 
 
 async def test_ranks_that_had_left_for_a_newcomer_go_on_with_it(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
-    lives.numbered("w1", "steps", records=records(1))
-    left = {"op": "report", "generation": 1, "progress": [1, 0], "why": "planned", "undone": False}
+    lives.numbered("w1", m.StepsTrained, records=records(1))
+    left = m.GenerationLeft(generation=1, progress=(1, 0), why="planned", undone=False)
     lives.rig.report("w1", 1, "planned")
     rig = lives.die()
-    lives.back("w1", n1={"left": left, "progress": [1, 0]})
+    lives.back("w1", n1={"left": left, "progress": (1, 0)})
     lives.back("w2", n2={})
     rig.tick()
     rig.report("w2", 1, "planned")
 
     formed = rig.events(GenerationFormed)[-1]
     assert (formed.generation, formed.step, formed.ranks) == (2, 1, ["w1", "w2"])
-    assert rig.told("w1", "abort") == []
+    assert rig.told("w1", m.BreakGeneration) == []
 
 
 async def test_a_scheduler_that_dies_again_before_all_are_back_loses_nothing(
@@ -267,7 +261,7 @@ async def test_a_scheduler_that_dies_again_before_all_are_back_loses_nothing(
     await lives.rig.start("w1", "w2")
     lives.die()
     lives.back("w1", n1={})
-    message = lives.numbered("w1", "steps", records=records(1))
+    message = lives.numbered("w1", m.StepsTrained, records=records(1))
     assert steps_of(lives.rig) == []
     rig = lives.die()
     lives.back("w1", n1={})
@@ -283,9 +277,9 @@ async def test_what_the_ranks_saved_meanwhile_counts(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
     rig = lives.die()
     lives.back("w1", n1={})
-    lives.numbered("w1", "steps", records=records(1, 2, 3))
+    lives.numbered("w1", m.StepsTrained, records=records(1, 2, 3))
     record = {"step": 2, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    lives.numbered("w1", "checkpoint_committed", record=record)
+    lives.numbered("w1", m.CheckpointWritten, record=record)
     lives.back("w2", n2={})
     rig.tick()
 

@@ -26,7 +26,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Followed:
 def host(run_dir: Path, **log: Any) -> HostedJob:
     objects = {"bundle_digest": "", "bundle_size": 0}
     order = JobSpec(job_id="job-1", name="job", run_dir=run_dir, config={"log": log}, **objects)
-    return HostedJob(order=order, tell=lambda worker, message: None)
+    return HostedJob(order=order, send_to=lambda worker, message: None)
 
 
 async def test_log_is_followed_into_the_folder_that_was_asked_for(

@@ -22,6 +22,7 @@ from etrain_jupyter.storage.bucket_log.place import spool_of
 from etrain_jupyter.storage.bucket_log.uploads import ALIVE, claim
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+from etrain_jupyter.wire.requests import SubmitJob
 from tests.unit.head.coordinator.rig import Disk, Rig, put_bundle
 
 
@@ -101,7 +102,7 @@ async def test_end_is_told_once_the_bucket_has_it(
     await rig.start("w1", place=place)
     await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
     s3_server.set_faults(S3Fault(kind="internal_error"))
-    await rig.coordinator._request("j", "stop", {"now": True})
+    await rig.control("stop", {"now": True})
     assert rig.job.state.is_ended
     assert not rig.job.has_told_its_end
     assert rig.coordinator.idle_s() == 0.0
@@ -123,7 +124,7 @@ async def test_job_ends_all_the_same_while_the_bucket_is_out_of_reach(
     await rig.start("w1", place=place)
     await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
     s3_server.set_faults(S3Fault(kind="internal_error"))
-    await rig.coordinator._request("j", "stop", {"now": True})
+    await rig.control("stop", {"now": True})
     await until(lambda: rig.job.has_told_its_end)
     assert rig.events(events.JobStatusChanged)[-1].status == "stopped"
     assert f"{place} does not have its end yet" in rig.events(events.LogLine)[-1].text
@@ -141,7 +142,7 @@ async def test_upload_is_given_up_some_time_after_the_end(
     monkeypatch.setattr(mirror, "GIVE_UP_S", 0.0)
     await rig.start("w1", place=place)
     s3_server.set_faults(S3Fault(kind="internal_error"))
-    await rig.coordinator._request("j", "stop", {"now": True})
+    await rig.control("stop", {"now": True})
     await until(lambda: rig.job.has_told_its_end and not rig.job.is_uploading)
 
 
@@ -201,7 +202,7 @@ async def test_copy_that_somebody_else_writes_is_refused(
     order = {"job_id": "j", "name": "j", "run_dir": "/x", "config": {}}
     order |= put_bundle({**order, "place": place})
     with pytest.raises(FencedError, match="written or uploaded by another process"):
-        await other._submit({**order, "place": place, "resumes": True})
+        await other._submit(SubmitJob(job={**order, "place": place, "resumes": True}))
 
 
 async def test_coordinator_that_was_started_anew_goes_on_as_the_same_writer(
@@ -227,7 +228,7 @@ async def test_cluster_that_ends_lets_the_last_events_be_uploaded(
     await rig.start("w1", place=place)
     await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
     s3_server.set_faults(S3Fault(kind="slow", seconds=0.2))
-    await rig.coordinator._request("j", "stop", {"now": True})
+    await rig.control("stop", {"now": True})
     await rig.coordinator.close()
     assert not rig.job.is_uploading
     statuses = [
@@ -243,7 +244,7 @@ async def test_packs_that_cannot_be_written_hold_up_nothing(
     s3_server.set_faults(S3Fault(kind="deny", match="/packs/"))
     await rig.start("w1", place=place)
     rig.commit("w1", 1)
-    await rig.coordinator._request("j", "stop", {"now": True})
+    await rig.control("stop", {"now": True})
     await until(lambda: rig.job.has_told_its_end and not rig.job.is_uploading)
     [step] = [e for e in seen_elsewhere(tmp_path, place) if isinstance(e, events.StepCompleted)]
     assert step.step == 1
@@ -258,7 +259,7 @@ async def test_bucket_gets_all_events_though_the_disk_here_was_full_at_the_end(
     rig.commit("w1", 1)
     disk.is_full = True
     rig.commit("w1", 2)
-    await rig.coordinator._request("j", "stop", {"now": True})
+    await rig.control("stop", {"now": True})
     rig.tick()
     assert rig.job.state.is_ended
     assert not rig.job.has_told_its_end

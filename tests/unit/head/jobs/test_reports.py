@@ -11,6 +11,7 @@ from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import NOT_BEGUN
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.membership import Finishing
+from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import PLAN, Rig
 
 
@@ -21,8 +22,7 @@ def rig(tmp_path: Path, monkeypatch) -> Rig:
 
 def committed(rig: Rig, worker: str, trainer: str, step: int, generation: int = 1) -> None:
     record = {"step": step, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    said = {"op": "checkpoint_committed", "trainer": trainer, "generation": generation}
-    rig.say(worker, {**said, "record": record})
+    rig.say(worker, m.CheckpointWritten(trainer=trainer, generation=generation, record=record))
 
 
 def let_pass(rig: Rig, seconds: float, worker: str) -> None:
@@ -48,8 +48,8 @@ async def test_newcomer_with_data_of_another_length_is_done_without(rig):
     [lost] = rig.events(events.WorkerLost)
     assert lost.worker == "w2"
     assert "data of different length on the workers: (63, 0) samples on w2" in lost.cause
-    assert rig.told("w2", "release")
-    assert not rig.told("w1", "change")
+    assert rig.told("w2", m.ShutDownTrainer)
+    assert not rig.told("w1", m.LeaveGeneration)
 
 
 async def test_data_of_different_length_at_the_start_fails_the_job(rig):
@@ -66,18 +66,18 @@ async def test_data_of_different_length_at_the_start_fails_the_job(rig):
 async def test_notice_to_the_only_rank_saves_its_state_before_the_machine_is_taken(rig):
     await rig.start("w1")
     rig.coordinator._requests.do(rig.job, "preempt", {"notice_s": 20.0})
-    assert rig.told("w1", "checkpoint")
+    assert rig.told("w1", m.RequestCheckpoint)
     let_pass(rig, 9.0, "w1")
-    assert not rig.told("w1", "change")
+    assert not rig.told("w1", m.LeaveGeneration)
     let_pass(rig, 1.5, "w1")
-    assert rig.told("w1", "change")
+    assert rig.told("w1", m.LeaveGeneration)
     rig.commit("w1", 1, 2, 3)
     rig.report("w1", 3, why="planned")
-    assert rig.told("w1", "save") == [
-        {"op": "save", "generation": 1, "logged_step": 3, "starts": [0]}
+    assert rig.told("w1", m.SaveState) == [
+        m.SaveState(trainer=rig.trainer("w1"), generation=1, logged_step=3, starts=(0,))
     ]
     committed(rig, "w1", rig.trainer("w1"), 3)
-    assert rig.told("w1", "release")
+    assert rig.told("w1", m.ShutDownTrainer)
     assert rig.job.state.status == "waiting"
     rig.tick()
     assert rig.nodes.released == ["w1"]
@@ -88,7 +88,7 @@ async def test_failed_checkpoint_is_told_with_its_error(rig):
     rig.commit("w1", 1)
     rig.report("w1", 1, why="done")
     for wait_s in (5, 10, 20, 0):
-        rig.tell("w1", "checkpoint_failed", step=1, error="no space")
+        rig.tell("w1", m.CheckpointNotWritten, step=1, error="no space")
         let_pass(rig, wait_s, "w1")
     assert rig.job.state.status == "failed"
     assert "could not be written (no space)" in rig.job.state.reason
@@ -101,21 +101,21 @@ def saved_after(rig: Rig, worker: str, step: int, *, stall_s: float) -> None:
     record = {"step": step, "manifest": "m", "size_bytes": 1, "duration_s": 0.5}
     rig.tell(
         worker,
-        "checkpoint_committed",
+        m.CheckpointWritten,
         record={**record, "stall_s": stall_s, "slowed_s": 0.0},
     )
 
 
 async def test_ranks_are_told_how_often_to_save_once_a_checkpoint_has_told_what_one_costs(rig):
     await rig.start("w1", "w2")
-    assert rig.told("w1", "form")[-1]["pace"] == {}
+    assert rig.told("w1", m.JoinGeneration)[-1].pace is None
     rig.commit("w1", 1, 2)
     saved_after(rig, "w1", 1, stall_s=0.1)
     [chosen] = rig.events(events.CheckpointIntervalChosen)
     assert chosen.cost_s == pytest.approx(0.1)
     assert "one costs 100 ms of training" in chosen.reason
     for worker in ("w1", "w2"):
-        assert [m["interval_s"] for m in rig.told(worker, "pace")] == [chosen.interval_s]
+        assert [sent.pace.interval_s for sent in rig.told(worker, m.SetPace)] == [chosen.interval_s]
     saved_after(rig, "w1", 2, stall_s=0.11)
     assert len(rig.events(events.CheckpointIntervalChosen)) == 1  # much the same
 
@@ -124,12 +124,12 @@ async def test_next_rank_0_is_told_the_interval_and_how_old_the_newest_checkpoin
     await rig.start("w1", "w2")
     rig.commit("w1", 1)
     saved_after(rig, "w1", 1, stall_s=0.1)
-    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.report("w2", 1)
     chosen = rig.events(events.CheckpointIntervalChosen)[0]
-    pace = rig.told("w2", "form")[-1]["pace"]
-    assert pace["interval_s"] == chosen.interval_s
-    assert 0.5 <= pace["age_s"] < 60
+    pace = rig.told("w2", m.JoinGeneration)[-1].pace
+    assert pace.interval_s == chosen.interval_s
+    assert 0.5 <= pace.age_s < 60
 
 
 async def test_interval_that_the_cell_gives_is_left_alone(rig, monkeypatch):
@@ -137,7 +137,7 @@ async def test_interval_that_the_cell_gives_is_left_alone(rig, monkeypatch):
     rig.commit("w1", 1)
     saved_after(rig, "w1", 1, stall_s=0.1)
     assert not rig.events(events.CheckpointIntervalChosen)
-    assert not rig.told("w1", "pace")
+    assert not rig.told("w1", m.SetPace)
 
 
 async def started(rig: Rig):
@@ -152,7 +152,7 @@ async def test_checkpoint_of_steps_that_the_job_never_had_is_not_told_of(rig):
     await rig.start("w1")
     rig.commit("w1", 1, 2)
     given_up = rig.trainer("w1")
-    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     committed(rig, "w1", given_up, 2)
     committed(rig, "w1", given_up, 5)
     assert saved_steps(rig) == [2]
@@ -163,7 +163,7 @@ async def test_checkpoint_that_a_later_generation_has_made_void_is_not_told_of(r
     await rig.start("w1", "w2")
     rig.commit("w1", 1, 2, 3)
     given_up = rig.trainer("w1")
-    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.report("w2", 2)
     rig.commit("w2", 3, 4)
     committed(rig, "w1", given_up, 3)
@@ -175,20 +175,20 @@ async def test_next_generation_is_told_where_the_ones_before_began_and_the_log_e
     await rig.start("w1")
     rig.commit("w1", 1, 2, 3)
     committed(rig, "w1", rig.trainer("w1"), 2)
-    rig.tell("w1", "exited", cause="SIGKILL")
+    rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.warm("w1")
-    form = rig.told("w1", "form")[-1]
-    assert (form["restore"], form["starts"], form["log_end"]) == (True, [0], 3)
-    assert form["logged_step"] == 2
-    rig.tell("w1", "exited", cause="SIGKILL")
+    form = rig.told("w1", m.JoinGeneration)[-1]
+    assert (form.restore, form.starts, form.log_end) == (True, (0,), 3)
+    assert form.logged_step == 2
+    rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.tick(5.0)
     rig.warm("w1")
-    assert rig.told("w1", "form")[-1]["starts"] == [0, NOT_BEGUN]
-    rig.tell("w1", "formed", step=2)
-    rig.tell("w1", "exited", cause="SIGKILL")
+    assert rig.told("w1", m.JoinGeneration)[-1].starts == (0, NOT_BEGUN)
+    rig.tell("w1", m.GenerationJoined, step=2)
+    rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.tick(10.0)
     rig.warm("w1")
-    assert rig.told("w1", "form")[-1]["starts"] == [0, NOT_BEGUN, 2]
+    assert rig.told("w1", m.JoinGeneration)[-1].starts == (0, NOT_BEGUN, 2)
 
 
 # --- evaluations, best and early ends ---
@@ -202,11 +202,11 @@ async def test_evaluation_that_is_told_again_is_logged_once(rig):
     await rig.start("w1")
     trainer = next(iter(rig.job.state.members))
     for step, loss in ((3, 0.5), (3, 0.5), (6, float("nan")), (6, float("nan"))):
-        said = {"op": "eval", "trainer": trainer, "generation": 1}
-        rig.say("w1", {**said, "record": evaluation(step, loss)})
+        record = evaluation(step, loss)
+        rig.say("w1", m.EvalFinished(trainer=trainer, generation=1, record=record))
     for step in (3, 3, 6):
-        said = {"op": "best", "trainer": trainer, "generation": 1}
-        rig.say("w1", {**said, "record": {"step": step, "metric": "loss", "value": 0.5}})
+        record = {"step": step, "metric": "loss", "value": 0.5}
+        rig.say("w1", m.BestFound(trainer=trainer, generation=1, record=record))
 
     assert [e.step for e in rig.events(events.EvalCompleted)] == [3, 6]
     assert [e.step for e in rig.events(events.BestReached)] == [3, 6]
@@ -219,11 +219,9 @@ async def test_what_was_evaluated_after_the_step_that_a_job_goes_back_to_counts_
     trainer = next(iter(rig.job.state.members))
 
     def tell() -> None:
-        for op, record in (
-            ("eval", evaluation(6, 0.5)),
-            ("best", {"step": 6, "metric": "loss", "value": 0.5}),
-        ):
-            rig.say("w1", {"op": op, "trainer": trainer, "generation": 1, "record": record})
+        record, best = evaluation(6, 0.5), {"step": 6, "metric": "loss", "value": 0.5}
+        rig.say("w1", m.EvalFinished(trainer=trainer, generation=1, record=record))
+        rig.say("w1", m.BestFound(trainer=trainer, generation=1, record=best))
 
     tell()
     rig.job.log_restored(5)
@@ -246,8 +244,15 @@ async def test_early_end_that_every_rank_tells_is_logged_once(rig):
     }
     for worker in ("w1", "w2"):
         trainer = rig.job.state.of_worker(worker).trainer
-        report = {"op": "report", "trainer": trainer, "generation": 1, "progress": [6, 3]}
-        rig.say(worker, {**report, "why": "done", "undone": False, "ended_early": told})
+        report = m.GenerationLeft(
+            trainer=trainer,
+            generation=1,
+            progress=(6, 3),
+            why="done",
+            undone=False,
+            ended_early=told,
+        )
+        rig.say(worker, report)
 
     assert [e.step for e in rig.events(events.EarlyStopped)] == [6]
     assert rig.job.state.ending == Finishing(reason="early stopping: enough")
@@ -258,14 +263,14 @@ async def test_early_end_that_every_rank_tells_is_logged_once(rig):
 
 async def test_printed_lines_of_a_job_are_bounded_and_the_rest_is_counted(rig):
     await rig.start("w1", "w2")
-    rig.job.printed = PrintedLines(burst=5, per_s=2.0)
+    rig.job.messages.printed = PrintedLines(burst=5, per_s=2.0)
     for number in range(10):
         for worker in ("w1", "w2"):
-            rig.tell(worker, "log", level="info", text=f"line {number}", is_printed=True)
-    rig.tell("w1", "log", level="warning", text="its stacks")
+            rig.tell(worker, m.TextLogged, level="info", text=f"line {number}", is_printed=True)
+    rig.tell("w1", m.TextLogged, level="warning", text="its stacks")
     rig.now += 1.0
     for number in range(11):
-        rig.tell("w1", "log", level="info", text=f"late {number}", is_printed=True)
+        rig.tell("w1", m.TextLogged, level="info", text=f"late {number}", is_printed=True)
     assert list(rig.job.trainers[rig.trainer("w1")].last_lines)[-1] == "late 10"
     rig.job.handle(s.StopAsked(now=True))
 

@@ -18,6 +18,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.log.job_record import NOT_BEGUN, JobRecord
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
+from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import PLAN, Rig
 
 pytestmark = pytest.mark.asyncio
@@ -33,9 +34,9 @@ async def train_and_restore(rig: Rig) -> None:
     await rig.start("w0", "w1")
     rig.commit("w0", 1, 2)
     saved = {"step": 2, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    rig.tell("w0", "checkpoint_committed", record=saved)
+    rig.tell("w0", m.CheckpointWritten, record=saved)
     rig.commit("w0", 3, 4)
-    rig.tell("w0", "best", record={"step": 3, "metric": "loss", "value": 0.5})
+    rig.tell("w0", m.BestFound, record={"step": 3, "metric": "loss", "value": 0.5})
     for worker in ("w0", "w1"):
         rig.coordinator.remove_worker(None, f"tls://{worker}")  # type: ignore[arg-type]
     rig.hello("w2", "w3")
@@ -58,8 +59,8 @@ async def test_what_the_log_tells_is_all_that_the_coordinator_knew(
     before = JobRecord().apply_all(read_events(log_of(tmp_path)))
     assert before.generation == job.state.generation == 2
     assert before.starts == job.record.starts == [0, NOT_BEGUN], "nobody has told which checkpoint"
-    rig.tell("w2", "formed", step=2, **FORMED)
-    rig.tell("w3", "formed", step=2, **FORMED)
+    rig.tell("w2", m.GenerationJoined, step=2, **FORMED)
+    rig.tell("w3", m.GenerationJoined, step=2, **FORMED)
     rig.commit("w2", 3)
 
     past = JobRecord().apply_all(read_events(log_of(tmp_path)))
@@ -89,9 +90,9 @@ async def test_resumed_job_counts_on_and_restores(tmp_path: Path, monkeypatch: A
     assert (resumed.max_workers, resumed.differs) == (1, ["name: a -> b"])
     assert len(rig.events(JobSubmitted)) == 1
     assert rig.trainer("x0") == "j/x0/5", "no trainer has the name of an earlier one"
-    [form] = rig.told("x0", "form")
-    assert (form["generation"], form["restore"], form["log_end"]) == (3, True, 4)
-    assert form["starts"] == [0, NOT_BEGUN]
+    [form] = rig.told("x0", m.JoinGeneration)
+    assert (form.generation, form.restore, form.log_end) == (3, True, 4)
+    assert form.starts == (0, NOT_BEGUN)
     [formed] = [e for e in rig.events(GenerationFormed) if e.generation == 3]
     assert (formed.why, formed.step) == ("resume", 2)
     assert len(rig.events(JobPlanned)) == 2, "the plan may be another one"
@@ -152,7 +153,7 @@ async def test_ended_job_of_the_same_cluster_goes_on(tmp_path: Path, monkeypatch
     rig = Rig(tmp_path, monkeypatch)
     await rig.start("w0")
     rig.commit("w0", 1)
-    await rig.coordinator._request("j", "stop", {"now": True})
+    await rig.control("stop", {"now": True})
     assert rig.job.state.status == "stopped"
 
     await rig.submit(resumes=True, max_workers=1)

@@ -11,29 +11,28 @@ from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event, JobStatusChanged, JobSubmitted
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-
-Answer = dict[str, Any]
+from etrain_jupyter.wire import requests as q
 
 
 class FakeLink:
     """A coordinator that never has news and remembers what it was asked."""
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Answer] | None = None) -> None:
+    def __init__(self, answer: Callable[[q.Request[Any]], Any] | None = None) -> None:
         self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.waiting: Future[Answer] = Future()
-        self._answer = answer or (lambda arguments: {"message": "done"})
+        self.waiting: Future[q.EventBatch] = Future()
+        self._answer = answer or (lambda request: q.Outcome(message="done"))
 
-    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
-        if op == "etrain_events":
+    def send(self, request: q.Request[Any], *, timeout: float = 10.0) -> Future[Any]:
+        if isinstance(request, q.FetchEvents):
             return self.waiting
-        if op == "etrain_request":
-            self.requests.append((arguments["request"], arguments["args"]))
-        future: Future[Answer] = Future()
-        future.set_result(self._answer(arguments))
+        if isinstance(request, q.ControlJob):
+            self.requests.append((request.request, request.args or {}))
+        future: Future[Any] = Future()
+        future.set_result(self._answer(request))
         return future
 
-    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
-        return self.send(op, timeout=timeout, **arguments).result(timeout)
+    def call(self, request: q.Request[Any], *, timeout: float = 10.0) -> Any:
+        return self.send(request, timeout=timeout).result(timeout)
 
     def release(self) -> None:
         pass
@@ -41,7 +40,7 @@ class FakeLink:
     def tell(self, *events: Event) -> None:
         """Answer the question that waits."""
         waiting, self.waiting = self.waiting, Future()
-        waiting.set_result({"events": [event.to_dict() for event in events]})
+        waiting.set_result(q.EventBatch(events=tuple(event.to_json_dict() for event in events)))
 
 
 def status(name: str, seq: int = 0, reason: str = "") -> Event:

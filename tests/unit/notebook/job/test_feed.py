@@ -17,35 +17,38 @@ from etrain_jupyter.notebook.job import contact
 from etrain_jupyter.notebook.job import feed as feed_module
 from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.link import ClusterEndedError, NoAnswerError, UnreachableError
+from etrain_jupyter.wire import requests as q
 
-Answer = dict[str, Any]
+
+def batch(*events: Event, trouble: str = "") -> q.EventBatch:
+    return q.EventBatch(events=tuple(event.to_json_dict() for event in events), trouble=trouble)
 
 
 class FakeLink:
     """A coordinator without a network: a script answers, or the test itself."""
 
     def __init__(self, *answers: list[Event] | Exception) -> None:
-        self.questions: queue.Queue[tuple[dict[str, Any], Future[Answer]]] = queue.Queue()
+        self.questions: queue.Queue[tuple[q.FetchEvents, Future[q.EventBatch]]] = queue.Queue()
         self.asked_since: list[int] = []
         self.num_releases = 0
         self._script = list(answers)
 
-    def send(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Future[Answer]:
-        assert op == "etrain_events"
-        self.asked_since.append(arguments["since"])
-        future: Future[Answer] = Future()
+    def send(self, request: q.Request[Any], *, timeout: float = 10.0) -> Future[Any]:
+        assert isinstance(request, q.FetchEvents)
+        self.asked_since.append(request.since)
+        future: Future[q.EventBatch] = Future()
         if not self._script:
-            self.questions.put((arguments, future))
+            self.questions.put((request, future))
             return future
         answer = self._script.pop(0)
         if isinstance(answer, Exception):
             future.set_exception(answer)
         else:
-            future.set_result({"events": [event.to_dict() for event in answer]})
+            future.set_result(batch(*answer))
         return future
 
-    def call(self, op: str, *, timeout: float = 10.0, **arguments: Any) -> Answer:
-        return self.send(op, timeout=timeout, **arguments).result(timeout)
+    def call(self, request: q.Request[Any], *, timeout: float = 10.0) -> Any:
+        return self.send(request, timeout=timeout).result(timeout)
 
     def release(self) -> None:
         self.num_releases += 1
@@ -195,7 +198,7 @@ def test_unreachable_scheduler_is_said_once_and_asked_until_it_answers(log: Even
     feed, recorder = follow(link, log.path)
     said: queue.Queue[Event] = queue.Queue()
     feed.subscribe(lambda events: [said.put(event) for event in events] and None)
-    arguments, question = link.questions.get(timeout=5)
+    request, question = link.questions.get(timeout=5)
     told = [said.get(timeout=5) for _ in range(3)]
 
     assert not feed.ended.is_set()
@@ -205,16 +208,16 @@ def test_unreachable_scheduler_is_said_once_and_asked_until_it_answers(log: Even
     assert re.fullmatch(
         r"its scheduler cannot be reached, last seen \d\d:\d\d:\d\d, asking again", feed.trouble
     )
-    assert arguments["wait_s"] == 0.0, "its return must be seen at once"
+    assert request.wait_s == 0.0, "its return must be seen at once"
 
-    question.set_result({"events": [line(3).to_dict()]})
+    question.set_result(batch(line(3)))
     recorder.wait_for(3)
     _, question = link.questions.get(timeout=5)
 
     assert (said.get(timeout=5).seq, feed.trouble) == (3, "")
     back = said.get(timeout=5)
     assert (back.status, back.reason) == ("running", "")
-    question.set_result({"events": [end(4).to_dict()]})
+    question.set_result(batch(end(4)))
     assert feed.ended.wait(5)
     assert recorder.seqs == [1, 2, 3, 4]
     feed.close()
@@ -351,7 +354,7 @@ def test_listener_gets_the_whole_history_then_each_batch_once(tmp_path: Path) ->
 
     feed.subscribe(late)
     late.wait_for(2)
-    waiting.set_result({"events": [line(3).to_dict()]})
+    waiting.set_result(batch(line(3)))
     late.wait_for(3)
 
     assert late.batches == [[1, 2], [3]]
@@ -384,7 +387,7 @@ def test_listener_that_raises_is_counted_and_harms_nobody(tmp_path: Path) -> Non
     good = Recorder()
     feed.subscribe(bad)
     feed.subscribe(good)
-    waiting.set_result({"events": [line(1).to_dict(), end(2).to_dict()]})
+    waiting.set_result(batch(line(1), end(2)))
 
     good.wait_for(2)
     assert feed.ended.wait(5)
@@ -398,9 +401,8 @@ def test_events_of_a_newer_version_keep_the_numbers_whole(tmp_path: Path) -> Non
     feed, recorder = follow(link, tmp_path / "none")
     _, waiting = link.questions.get(timeout=5)
 
-    waiting.set_result(
-        {"events": [{"event": "MoonRose", "job_id": "j", "time": 1.0, "seq": 1}, end(2).to_dict()]}
-    )
+    unknown = {"event": "MoonRose", "job_id": "j", "time": 1.0, "seq": 1}
+    waiting.set_result(q.EventBatch(events=(unknown, end(2).to_json_dict())))
 
     assert feed.ended.wait(5)
     assert recorder.seqs == [1, 2]
@@ -440,12 +442,12 @@ def test_trouble_with_the_log_is_the_reason_for_whoever_listens_until_it_is_over
 
     for trouble in ("", "the disk is full", "it is still full", ""):
         _, question = link.questions.get(timeout=10)
-        question.set_result({"events": [], "trouble": trouble})
+        question.set_result(batch(trouble=trouble))
     _, last = link.questions.get(timeout=10)
 
     assert reasons == [[""], ["the disk is full"], [""]]
     assert feed.log_trouble == ""
-    last.set_result({"events": [end(2).to_dict()]})
+    last.set_result(batch(end(2)))
     assert feed.ended.wait(10)
     feed.close()
 
@@ -457,8 +459,8 @@ def test_first_look_at_a_job_hears_of_trouble_with_its_log(log: EventLog) -> Non
     feed.start()
     assert feed.wait_until_caught_up(10)
     asked, question = link.questions.get(timeout=10)
-    assert asked["wait_s"] == 0.0  # it does not wait for an event, which will not come
-    question.set_result({"events": [], "trouble": "the disk is full"})
+    assert asked.wait_s == 0.0  # it does not wait for an event, which will not come
+    question.set_result(batch(trouble="the disk is full"))
     feed.wait_until_answered(10)
     assert feed.log_trouble == "the disk is full"
     feed.close()

@@ -6,7 +6,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 from distributed.core import Server
@@ -20,27 +21,100 @@ from etrain_jupyter.notebook.job.link import (
     UnreachableError,
     wait_interruptibly,
 )
+from etrain_jupyter.wire.requests import (
+    UNKNOWN_JOB,
+    Done,
+    RefusedRequestError,
+    Request,
+    handler_of,
+)
 
 
-async def echo(**arguments: Any) -> dict[str, Any]:
-    return {"echo": {key: value for key, value in arguments.items() if key != "comm"}}
+@dataclass(frozen=True, kw_only=True)
+class Echoed:
+    values: dict[str, Any]
 
 
-async def refuse() -> dict[str, Any]:
-    return {"error": "PoolError", "message": "no such worker w9"}
+@dataclass(frozen=True, kw_only=True)
+class Echo(Request[Echoed]):
+    op: ClassVar[str] = "echo"
+    reply: ClassVar[type[Any]] = Echoed
+
+    values: dict[str, Any] = field(default_factory=dict)
 
 
-async def forget() -> dict[str, Any]:
-    return {"error": "JobNotFoundError", "message": "no job j here"}
+@dataclass(frozen=True, kw_only=True)
+class Refuse(Request[Done]):
+    op: ClassVar[str] = "refuse"
 
 
-async def sleep(seconds: float) -> dict[str, Any]:
-    await asyncio.sleep(seconds)
-    return {"slept": seconds}
+@dataclass(frozen=True, kw_only=True)
+class Forget(Request[Done]):
+    op: ClassVar[str] = "forget"
 
 
-async def nonsense() -> int:
+@dataclass(frozen=True, kw_only=True)
+class Sleep(Request[Done]):
+    op: ClassVar[str] = "sleep"
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nonsense(Request[Done]):
+    op: ClassVar[str] = "nonsense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskOldCluster(Request[Done]):
+    op: ClassVar[str] = "old"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskOldPool(Request[Done]):
+    op: ClassVar[str] = "old_pool"
+
+
+async def echo(request: Echo) -> Echoed:
+    return Echoed(values=request.values)
+
+
+async def refuse(request: Refuse) -> Done:
+    raise RefusedRequestError("PoolError", "no such worker w9")
+
+
+async def forget(request: Forget) -> Done:
+    raise RefusedRequestError(UNKNOWN_JOB, "no job j here")
+
+
+async def sleep(request: Sleep) -> Done:
+    await asyncio.sleep(request.seconds)
+    return Done()
+
+
+async def nonsense(wire_version: int) -> int:
     return 3
+
+
+async def old(**arguments: Any) -> dict[str, Any]:
+    """Reply as the coordinator of wire version 2 does to an argument that it does not know."""
+    return {"error": "TypeError", "message": f"got an unexpected argument {next(iter(arguments))}"}
+
+
+async def old_pool() -> dict[str, Any]:
+    """Raise as a pool's handler of wire version 2 does for an argument that it does not know."""
+    return {}
+
+
+HANDLERS = {
+    Echo.op: handler_of(Echo, echo),
+    Refuse.op: handler_of(Refuse, refuse),
+    Forget.op: handler_of(Forget, forget),
+    Sleep.op: handler_of(Sleep, sleep),
+    Nonsense.op: nonsense,
+    AskOldCluster.op: old,
+    AskOldPool.op: old_pool,
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +123,9 @@ def address() -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="test-server")
     thread.start()
-    handlers = {f.__name__: f for f in (echo, refuse, forget, sleep, nonsense)}
 
     async def start() -> Server:
-        server = Server(handlers)
+        server = Server(HANDLERS)
         await server.listen("tcp://127.0.0.1:0")
         return server
 
@@ -72,73 +145,85 @@ def link(address: str) -> Iterator[ClusterLink]:
 
 
 def test_answer_comes_back_with_lists_as_the_log_has_them(link: ClusterLink) -> None:
-    answer = link.call("echo", ranks=["a", "b"], nested={"pids": [1, 2]}, data=b"bytes")
+    values = {"ranks": ["a", "b"], "nested": {"pids": [1, 2]}, "data": b"bytes"}
 
-    expected = {"ranks": ["a", "b"], "nested": {"pids": [1, 2]}, "data": b"bytes"}
-    assert answer == {"echo": expected}
+    assert link.call(Echo(values=values)) == Echoed(values=values)
 
 
 def test_calls_from_many_threads_share_one_loop_thread(link: ClusterLink) -> None:
-    slow = link.send("sleep", seconds=0.2)
-    fast = [link.send("echo", number=n) for n in range(5)]
+    slow = link.send(Sleep(seconds=0.2))
+    fast = [link.send(Echo(values={"number": n})) for n in range(5)]
 
-    assert [future.result(5)["echo"]["number"] for future in fast] == [0, 1, 2, 3, 4]
-    assert slow.result(5) == {"slept": 0.2}
+    assert [future.result(5).values["number"] for future in fast] == [0, 1, 2, 3, 4]
+    assert slow.result(5) == Done()
     threads = [thread for thread in threading.enumerate() if thread.name == "etrain-link"]
     assert [thread.daemon for thread in threads] == [True]
 
 
 def test_refusal_is_a_pool_error_with_the_coordinators_words(link: ClusterLink) -> None:
     with pytest.raises(PoolError, match="no such worker w9"):
-        link.call("refuse")
+        link.call(Refuse())
 
 
 def test_scheduler_that_does_not_know_the_job_means_that_it_is_lost(link: ClusterLink) -> None:
     with pytest.raises(JobLostError, match="no job j here"):
-        link.call("forget")
+        link.call(Forget())
 
 
 def test_answer_that_is_none_of_ours_is_refused(link: ClusterLink) -> None:
     with pytest.raises(PoolError, match="runs no etrain coordinator") as caught:
-        link.call("nonsense")
+        link.call(Nonsense())
     assert isinstance(caught.value, JobLostError), "it holds no job, whichever that is"
+
+
+@pytest.mark.parametrize("request_of", [AskOldCluster, AskOldPool])
+def test_cluster_of_an_older_wire_version_is_refused_with_what_to_do(
+    link: ClusterLink, request_of: type[Request[Done]]
+) -> None:
+    with pytest.raises(PoolError) as caught:
+        link.call(request_of())
+
+    text = str(caught.value)
+    assert text.startswith("the cluster speaks wire version 2 or older, and this kernel version 3")
+    assert "Nothing was done, and its jobs keep training" in text
+    assert "%etrain down" in text
 
 
 def test_silent_scheduler_is_given_up_after_the_timeout_and_can_be_asked_again(
     link: ClusterLink,
 ) -> None:
     with pytest.raises(NoAnswerError, match=r"not answer sleep within 0\.1 s.* may still happen"):
-        link.call("sleep", timeout=0.1, seconds=5)
+        link.call(Sleep(seconds=5), timeout=0.1)
 
-    assert link.call("echo", again=1) == {"echo": {"again": 1}}
+    assert link.call(Echo(values={"again": 1})) == Echoed(values={"again": 1})
 
 
 def test_released_link_can_be_used_again(link: ClusterLink) -> None:
-    link.call("echo", first=1)
+    link.call(Echo(values={"first": 1}))
     link.release()
 
-    assert link.call("echo", second=2) == {"echo": {"second": 2}}
+    assert link.call(Echo(values={"second": 2})) == Echoed(values={"second": 2})
 
 
 def test_scheduler_that_is_gone_is_a_lost_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "CONNECT_S", 0.3)
 
     with pytest.raises(UnreachableError, match="cannot be reached"):
-        ClusterLink("tcp://127.0.0.1:9").call("echo")
+        ClusterLink("tcp://127.0.0.1:9").call(Echo())
 
 
 def test_cluster_that_is_known_to_have_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "CONNECT_S", 0.3)
 
     with pytest.raises(ClusterEndedError, match="its cluster has ended"):
-        ClusterLink("tcp://127.0.0.1:9", has_ended=lambda: True).call("echo")
+        ClusterLink("tcp://127.0.0.1:9", has_ended=lambda: True).call(Echo())
 
 
 def test_line_follows_a_scheduler_that_was_started_again_elsewhere(address: str) -> None:
     found = iter(["", "", address])
     line = ClusterLink("tcp://127.0.0.1:9", locate=lambda: next(found, address))
 
-    assert line.call("echo", word="here") == {"echo": {"word": "here"}}
+    assert line.call(Echo(values={"word": "here"})) == Echoed(values={"word": "here"})
     assert line.address == address
 
 
@@ -149,7 +234,7 @@ def test_scheduler_that_does_not_come_back_in_time_is_to_be_asked_again(
     line = ClusterLink("tcp://127.0.0.1:9", locate=lambda: "")
 
     with pytest.raises(UnreachableError, match=r"started again.*Try again in a moment"):
-        line.call("echo")
+        line.call(Echo())
 
 
 def test_missing_certificates_are_a_lost_job() -> None:
@@ -157,7 +242,7 @@ def test_missing_certificates_are_a_lost_job() -> None:
         raise FileNotFoundError("client.pem does not exist: the cluster has ended")
 
     with pytest.raises(JobLostError, match="cannot be reached") as caught:
-        ClusterLink("tls://127.0.0.1:9", read).call("echo")
+        ClusterLink("tls://127.0.0.1:9", read).call(Echo())
 
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
@@ -170,9 +255,10 @@ def test_wait_ends_with_its_timeout() -> None:
 def test_process_with_an_open_call_does_not_wait_for_the_answer(address: str) -> None:
     code = (
         "from etrain_jupyter.notebook.job.link import ClusterLink\n"
+        "from tests.unit.notebook.job.test_link import Echo, Sleep\n"
         f"link = ClusterLink({address!r})\n"
-        "link.call('echo')\n"
-        "link.send('sleep', seconds=3600, timeout=3600)\n"
+        "link.call(Echo())\n"
+        "link.send(Sleep(seconds=3600), timeout=3600)\n"
         "print('done', flush=True)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -187,5 +273,5 @@ def test_process_with_an_open_call_does_not_wait_for_the_answer(address: str) ->
 
 def test_text_that_utf8_cannot_encode_is_refused_by_name(link: ClusterLink) -> None:
     with pytest.raises(PoolError, match=r"caf.udce9.* cannot be sent .* Nothing was sent"):
-        link.call("echo", run_dir="/data/caf\udce9/etrain-runs/job")
-    assert link.call("echo", number=1) == {"echo": {"number": 1}}
+        link.call(Echo(values={"run_dir": "/data/caf\udce9/etrain-runs/job"}))
+    assert link.call(Echo(values={"number": 1})) == Echoed(values={"number": 1})

@@ -19,6 +19,7 @@ from etrain_jupyter.notebook.job.open_jobs import attach, name_of_model, submit_
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import SchedulerAddress
+from etrain_jupyter.wire.requests import Request, SubmitJob, Submitted
 from etrain_jupyter.wire.versions import read_fingerprint
 
 DIGEST = hashlib.sha256(b"objects").hexdigest()
@@ -40,14 +41,13 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         def __init__(self, address: SchedulerAddress) -> None:
             assert address == ADDRESS
 
-        def call(self, op: str, *, timeout: float, job: dict[str, Any]) -> dict[str, Any]:
-            assert op == "etrain_submit"
+        def call(self, request: SubmitJob, *, timeout: float) -> Submitted:
             if orders and isinstance(orders[-1], Exception):
                 raise orders[-1]
-            orders.append(job)
-            return {"job_id": job["job_id"]}
+            orders.append(request.job)
+            return Submitted(job_id=request.job["job_id"])
 
-        def send(self, op: str, **_: Any) -> Future[dict[str, Any]]:
+        def send(self, request: Request[Any], *, timeout: float) -> Future[Any]:
             return Future()
 
         def release(self) -> None:

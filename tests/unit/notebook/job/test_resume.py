@@ -26,6 +26,7 @@ from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import SchedulerAddress
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
+from etrain_jupyter.wire.requests import Request, SubmitJob, Submitted
 
 ADDRESS = SchedulerAddress(address="tls://127.0.0.1:9", cluster_id="local-2", state_dir="/s2")
 COMMON: dict[str, Any] = {"job_id": "j", "time": 1.0}
@@ -76,14 +77,13 @@ class Coordinator:
         assert address == ADDRESS
         return self
 
-    def call(self, op: str, *, timeout: float, job: dict[str, Any]) -> dict[str, Any]:
-        assert op == "etrain_submit"
+    def call(self, request: SubmitJob, *, timeout: float) -> Submitted:
         if self.refusal is not None:
             raise self.refusal
-        self.orders.append(job)
-        return {"job_id": job["job_id"]}
+        self.orders.append(request.job)
+        return Submitted(job_id=request.job["job_id"])
 
-    def send(self, op: str, **_: Any) -> Future[dict[str, Any]]:
+    def send(self, request: Request[Any], *, timeout: float) -> Future[Any]:
         return Future()
 
     def release(self) -> None:

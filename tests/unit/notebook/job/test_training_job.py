@@ -33,7 +33,8 @@ from etrain_jupyter.notebook.job import interrupts, training_job
 from etrain_jupyter.notebook.job.link import NoAnswerError
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
-from tests.unit.notebook.job.fakes import Answer, FakeLink, new_job, status
+from etrain_jupyter.wire.requests import Request, WorkerList
+from tests.unit.notebook.job.fakes import FakeLink, new_job, status
 
 _made: list[TrainingJob] = []
 
@@ -185,7 +186,9 @@ def test_requests_reach_the_coordinator(tmp_path: Path) -> None:
 
 def test_workers_of_a_paused_job_wait(tmp_path: Path) -> None:
     records = [{"worker": "a", "state": "reported"}, {"worker": "b", "state": "warm"}]
-    job = make_job(tmp_path, FakeLink(lambda _: {"workers": records}), status("paused"))
+    job = make_job(
+        tmp_path, FakeLink(lambda _: WorkerList(workers=tuple(records))), status("paused")
+    )
 
     assert [worker["state"] for worker in job.workers()] == ["waiting", "warm"]
 
@@ -242,7 +245,7 @@ def test_silent_scheduler_is_the_reason_and_leaves_the_last_known_status(tmp_pat
 
 
 def test_request_without_an_answer_says_that_it_may_still_happen(tmp_path: Path) -> None:
-    def stay_silent(arguments: dict[str, Any]) -> Answer:
+    def stay_silent(request: Request[Any]) -> Any:
         raise NoAnswerError("the scheduler did not answer")
 
     job = make_job(tmp_path, FakeLink(stay_silent), status("running"))

@@ -22,6 +22,8 @@ from etrain_jupyter.pools.external.coordinator import GuestCoordinator
 from etrain_jupyter.pools.external.guest import UNFIT, GuestSupervisor, sent_as_code
 from etrain_jupyter.pools.external.guest_worker import find_device, look_here, make_supervisor
 from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire import requests as q
 from tests.unit.head.coordinator.rig import Rig
 
 
@@ -76,7 +78,8 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def told(rig: Rig, worker: str) -> list[str]:
     orders = rig.streams[f"tls://{worker}"].orders
-    return [order["op"] for order in orders if order["op"] in ("wake", "rest", "start")]
+    kinds = {m.WakeSupervisor: "wake", m.RestSupervisor: "rest", m.LaunchTrainer: "start"}
+    return [kinds[type(order)] for order in orders if type(order) in kinds]
 
 
 async def test_workers_are_woken_by_a_job_before_they_start_its_trainers_and_then_rest(rig):
@@ -121,8 +124,8 @@ async def test_scheduler_does_not_end_as_idle_nor_close_busy_workers_while_a_job
 
 async def test_report_that_cannot_be_taken_in_does_not_reach_dask(rig, caplog):
     rig.survive_defects()
-    rig.say("stranger", {"op": "supervisor"})
-    assert "taking 'supervisor' of tls://stranger failed: KeyError" in caplog.text
+    rig.say("stranger", m.SupervisorHello(device="cpu", pid=1))
+    assert "handling SupervisorHello of tls://stranger failed: KeyError" in caplog.text
 
 
 async def test_job_whose_folder_a_worker_does_not_see_is_refused(rig, monkeypatch):
@@ -149,7 +152,7 @@ async def test_worker_that_cannot_take_part_is_no_node_and_stands_in_the_log(rig
 
     lines = [event.text for event in rig.events(events.LogLine)]
     assert lines == [f"worker {w} takes no part: RuntimeError: no torch" for w in ("w2", "w3")]
-    nodes = (await rig.coordinator._list_nodes())["nodes"]
+    nodes = (await rig.coordinator._list_nodes(q.ListNodes())).nodes
     assert [(node["worker"], node["state"]) for node in nodes] == [("w1", "running")]
 
 
@@ -157,7 +160,7 @@ async def test_released_worker_retires_after_its_job_has_left_it(rig):
     await rig.start("w1", "w2")
     rig.hello("unused")
     for name in ("unused", "unused", "nobody", "w2"):
-        await rig.coordinator._release(name, drain_s=60.0)
+        await rig.coordinator._release(q.ReleaseWorker(worker=name, drain_s=60.0))
     await asyncio.sleep(0.01)
     assert rig.scheduler.retired == ["tls://unused"]
     del rig.scheduler.workers["tls://unused"]
@@ -166,7 +169,7 @@ async def test_released_worker_retires_after_its_job_has_left_it(rig):
 
     for worker in ("w1", "w2"):
         rig.report(worker, 5, "planned")
-    rig.tell("w1", "formed", step=5)
+    rig.tell("w1", m.GenerationJoined, step=5)
     rig.tick()
     await asyncio.sleep(0.01)
     assert rig.scheduler.retired == ["tls://unused", "tls://w2"]
@@ -175,8 +178,8 @@ async def test_released_worker_retires_after_its_job_has_left_it(rig):
 async def test_scheduler_is_left_as_it_was_and_late_messages_do_no_harm(rig):
     before = {"theirs"}
     assert rig.scheduler.handlers.keys() > before
-    await rig.coordinator._leave(drain_s=0.0)
-    await rig.coordinator._forget()
+    await rig.coordinator._leave(q.ShutDownCluster(drain_s=0.0))
+    await rig.coordinator._forget(q.RemoveCoordinator())
 
     assert rig.scheduler.handlers.keys() == rig.scheduler.plugins.keys() == before
     rig.scheduler.stream_handlers["etrain_report"](message={"op": "beat"}, worker="tls://w1")

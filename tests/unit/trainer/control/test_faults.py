@@ -18,6 +18,7 @@ import pytest
 from torch import nn
 
 from etrain_jupyter.trainer.control.faults import EXIT_CODE, NO_FAULTS, DeliberateError, Faults
+from etrain_jupyter.wire.messages import FaultFired
 
 SCRIPT = """
 import sys, threading, time
@@ -79,7 +80,7 @@ def test_fault_ends_the_process_at_its_place_and_is_told_before(
 
     assert process.returncode == code
     told = out.replace(".", "")
-    assert told.index("not yet") < told.index("{'op': 'fault_fired', 'id': 5}")
+    assert told.index("not yet") < told.index("FaultFired(")
     assert "went on" not in told
     assert ("DeliberateError" in err) == (kind == "error")
 
@@ -88,7 +89,7 @@ def await_fault(process: subprocess.Popen[str]) -> int:
     """Wait until the fault has been told of; return the output's descriptor."""
     assert process.stdout is not None
     output, seen = process.stdout.fileno(), b""
-    while b"fault_fired" not in seen:
+    while b"FaultFired" not in seen:
         seen += os.read(output, 1)
     time.sleep(0.1)
     os.set_blocking(output, False)
@@ -148,7 +149,7 @@ def test_fault_fires_once_at_its_step_or_a_later_one() -> None:
         faults.at("forward", rank=0, step=5)
     faults.at("forward", rank=0, step=6)
 
-    assert told == [{"op": "fault_fired", "id": 1}]
+    assert told == [FaultFired(fault_id=1)]
 
 
 def test_plan_is_renewed_and_kinds_of_the_coordinator_are_left_to_it() -> None:
@@ -164,7 +165,7 @@ def test_plan_is_renewed_and_kinds_of_the_coordinator_are_left_to_it() -> None:
 def test_hang_that_is_ordered_by_hand_waits_for_the_main_thread() -> None:
     told: list[Any] = []
     faults = Faults([], told.append)
-    orders = threading.Thread(target=faults.order, args=("error",))
+    orders = threading.Thread(target=faults.inject, args=("error",))
 
     orders.start()
     orders.join()
@@ -181,7 +182,7 @@ def test_disconnect_breaks_the_connections_of_the_generation() -> None:
     faults.disconnect = lambda: broken.append(1)
 
     faults.at("forward", rank=0, step=2)
-    faults.order("disconnect")
+    faults.inject("disconnect")
 
     assert broken == [1, 1]
 

@@ -7,22 +7,23 @@ from typing import Any
 
 from etrain_jupyter.trainer.control import reporter as reporter_module
 from etrain_jupyter.trainer.control.reporter import Reporter
+from etrain_jupyter.wire import messages
 
 
 class Channel:
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[Any] = []
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Any) -> None:
         self.sent.append(message)
 
     def steps(self) -> list[int]:
-        messages = [m for m in self.sent if m["op"] == "steps"]
-        return [record["step"] for m in messages for record in m["records"]]
+        batches = [m for m in self.sent if isinstance(m, messages.StepsTrained)]
+        return [record["step"] for batch in batches for record in batch.records]
 
 
 def step(number: int) -> dict[str, Any]:
-    return {"op": "step", "generation": 1, "record": {"step": number}}
+    return {"generation": 1, "step": number}
 
 
 def reporter_at(channel: Channel, *steps: int, rank: int) -> Reporter:
@@ -72,4 +73,4 @@ def test_record_after_a_pause_is_sent_at_once_and_the_next_ones_together(monkeyp
     for number in (2, 3, 4):
         reporter.send(step(number))
     reporter.close()
-    assert [len(message["records"]) for message in channel.sent] == [1, 3]
+    assert [len(message.records) for message in channel.sent] == [1, 3]

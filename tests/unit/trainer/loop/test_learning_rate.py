@@ -12,6 +12,7 @@ from etrain_jupyter.config.schema import ScalingConfig
 from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
 from etrain_jupyter.rules.policy.scaling import Ramp
 from etrain_jupyter.trainer.loop.learning_rate import LearningRate, momentum_of
+from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import BATCH, NUM_SAMPLES, PLAIN, make_loop
 from tests.unit.trainer.loop.test_train_loop import run as run_loop
 from tests.unit.trainer.plain_loop import train_plainly
@@ -32,7 +33,7 @@ def test_loop_with_a_schedule_equals_the_plain_one_bit_for_bit():
     run_loop(loop)
     theirs = train_plainly(replace(PLAIN, lr_at=rate_by_hand)).model.state_dict()
     assert all(torch.equal(v, theirs[k]) for k, v in loop.workload.model.state_dict().items())
-    rates = [m["record"]["lr"] for m in sent if m["op"] == "step"]
+    rates = [m["lr"] for m in sent if isinstance(m, dict)]
     assert rates[:WARM] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
     assert rates[-1] < rates[WARM] == pytest.approx(0.01)
 
@@ -40,7 +41,7 @@ def test_loop_with_a_schedule_equals_the_plain_one_bit_for_bit():
 def test_warm_up_in_epochs_counts_samples():
     loop, sent = make_loop(schedule={"warmup": "0.5 epochs"})
     run_loop(loop)
-    rates = [m["record"]["lr"] for m in sent if m["op"] == "step"]
+    rates = [m["lr"] for m in sent if isinstance(m, dict)]
     assert rates[0] == pytest.approx(0.01 * BATCH / (NUM_SAMPLES / 2))
     assert rates[-1] == 0.01
 
@@ -136,17 +137,17 @@ def test_known_bad_rule_is_reported_once():
     keys = {"optimizer": "LAMB", "batch": {"per_worker": 16}, "steps": 2}
     loop, sent = make_loop(scaling={"rule": "linear"}, **keys)
     run_loop(loop)
-    [told] = [m["text"] for m in sent if m["op"] == "log"]
+    [told] = [m.text for m in sent if isinstance(m, messages.TextLogged)]
     assert told.startswith("LAMB should not be scaled linearly")
     loop, sent = make_loop(**keys)
     run_loop(loop)
-    assert not [m for m in sent if m["op"] == "log"]
+    assert not [m for m in sent if isinstance(m, messages.TextLogged)]
 
 
 def test_batch_per_worker_trains_each_sample_once_and_scales_its_step():
     loop, sent = make_loop(batch={"per_worker": 16}, scaling={"rule": "none"})
     run_loop(loop)
-    steps = [m["record"] for m in sent if m["op"] == "step"]
+    steps = [m for m in sent if isinstance(m, dict)]
     assert [(s["epoch"], s["first"], s["samples"]) for s in steps[:5]] == [
         (0, 0, 16),
         (0, 16, 16),

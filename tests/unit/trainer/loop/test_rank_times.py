@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
 from etrain_jupyter.trainer.loop import rank_times
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
+from etrain_jupyter.wire import messages
 from tests.unit.trainer.batch_noise_jobs import keys, make_data, names
 from tests.unit.trainer.loop.test_train_loop import alone
 from tests.unit.trainer.rank_processes import Generation, Job, rank_processes
@@ -76,7 +77,7 @@ def one_slow_rank():
 
 
 def steps_of(outcome) -> list[dict]:
-    return [m["record"] for m in outcome.sent if m["op"] == "step"]
+    return [m for m in outcome.sent if isinstance(m, dict)]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_ranks_report_their_own_samples_in_each_generation(ranks):
     config = keys(batch={"global": 15}, epochs=2)  # 7 steps an epoch, the last of 6 samples
     history = [Generation(members=(0, 1), until=3), Generation(members=(1,))]
     outcomes = ranks.train(Job(config=config, names=names, history=history))
-    told = [m["record"] for m in outcomes[0].sent if m["op"] == "rank_times"]
+    told = [m.record for m in outcomes[0].sent if isinstance(m, messages.RankTimesMeasured)]
     assert [
         (t["rank"], t["world_size"], t["step"], t["num_steps"], t["samples"]) for t in told
     ] == [
@@ -163,8 +164,8 @@ def test_checkpoints_and_evaluations_are_not_part_of_the_steps():
     times.add_step(3, StepTimes(compute_s=1.0), samples=8, elapsed_s=2.0)
     times.begin(alone(generation=5))
     [message] = sent
-    assert message["generation"] == 4
-    record = message["record"]
+    assert message.generation == 4
+    record = message.record
     assert (record["step"], record["num_steps"], record["samples"]) == (3, 3, 24)
     assert (record["elapsed_s"], record["checkpoint_s"], record["evaluation_s"]) == (6.0, 0.75, 3.0)
     times.report()

@@ -26,6 +26,7 @@ from etrain_jupyter.trainer.state import background_digest
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
+from etrain_jupyter.wire import messages
 from etrain_jupyter.wire.progress_page import ProgressPage
 from tests.unit.trainer.plain_loop import PlainJob, train_plainly
 
@@ -137,15 +138,15 @@ def test_micro_steps_change_nothing_but_rounding():
 def test_records_prove_which_samples_were_trained():
     loop, sent = make_loop()
     run(loop)
-    records = [m["record"] for m in sent if m["op"] == "step"]
+    records = [m for m in sent if isinstance(m, dict)]
     assert [r["samples"] for r in records] == [16, 16, 16, 2] * 2
     assert [(r["epoch"], r["first"]) for r in records[3:5]] == [(0, 48), (1, 0)]
     whole = checksum_of(epoch_order(seed=0, epoch=0, num_samples=NUM_SAMPLES))
     assert sum(r["sample_checksum"] for r in records[:4]) == whole
-    evals = [m["record"] for m in sent if m["op"] == "eval"]
+    evals = [m.record for m in sent if isinstance(m, messages.EvalFinished)]
     assert [(e["step"], e["samples"]) for e in evals] == [(4, 50), (8, 50)]
-    digests = [m for m in sent if m["op"] == "weights"]
-    assert [m["step"] for m in digests] == [4, 8]
+    digests = [m for m in sent if isinstance(m, messages.WeightsFingerprinted)]
+    assert [m.step for m in digests] == [4, 8]
 
 
 def test_digest_at_the_end_of_an_epoch_is_reported_while_the_next_one_trains(monkeypatch):
@@ -168,17 +169,17 @@ def test_digest_at_the_end_of_an_epoch_is_reported_while_the_next_one_trains(mon
             is_trained.set()
 
     assert run(loop, after_step=look) == "done"
-    digests = [m for m in sent if m["op"] == "weights"]
-    assert [m["step"] for m in digests] == [4, 8]
-    assert [m["digest"] for m in digests] == at_boundaries
-    told_first = [m["record"]["step"] for m in sent[: sent.index(digests[0])] if m["op"] == "step"]
+    digests = [m for m in sent if isinstance(m, messages.WeightsFingerprinted)]
+    assert [m.step for m in digests] == [4, 8]
+    assert [m.digest for m in digests] == at_boundaries
+    told_first = [m["step"] for m in sent[: sent.index(digests[0])] if isinstance(m, dict)]
     assert told_first[-1] >= 6
 
 
 def test_evaluation_is_the_mean_over_all_samples_for_any_batch_size():
     loop, sent = make_loop(epochs=1)
     run(loop)
-    [told] = [m["record"] for m in sent if m["op"] == "eval"]
+    [told] = [m.record for m in sent if isinstance(m, messages.EvalFinished)]
     x, y = make_data()
     model = loop.workload.model.eval()
     with torch.no_grad():
@@ -219,7 +220,9 @@ def test_pending_change_interrupts_an_evaluation_which_is_then_repeated():
     loop.change_pending.clear()
     loop.places.faults = NO_FAULTS
     assert run(loop) == "done"
-    assert [m["record"]["samples"] for m in sent if m["op"] == "eval"] == [NUM_SAMPLES]
+    assert [m.record["samples"] for m in sent if isinstance(m, messages.EvalFinished)] == [
+        NUM_SAMPLES
+    ]
 
 
 def test_loop_reaches_each_place_with_the_number_of_the_step_in_progress():
@@ -250,7 +253,7 @@ def test_planted_defect_of_the_ledger_shows_in_the_record(kind, samples):
     fault = {"id": 1, "kind": kind, "rank": 0, "step": 2, "at": "forward"}
     loop.places.faults = Faults([fault], lambda _: None)
     run(loop)
-    records = [m["record"] for m in sent if m["op"] == "step"]
+    records = [m for m in sent if isinstance(m, dict)]
     assert [r["samples"] for r in records] == samples
     order = epoch_order(seed=0, epoch=0, num_samples=NUM_SAMPLES)
     due = [checksum_of(order[first : first + BATCH]) for first in (0, 16, 32)]
@@ -356,7 +359,7 @@ def test_records_show_a_loader_that_delivers_other_samples():
 
     loop.workload.train.batches = shifted
     run(loop)
-    first = next(m["record"] for m in sent if m["op"] == "step")
+    first = next(m for m in sent if isinstance(m, dict))
     due = epoch_order(seed=0, epoch=0, num_samples=NUM_SAMPLES)[:BATCH]
     assert first["sample_checksum"] == checksum_of((due + 1) % NUM_SAMPLES)
     assert first["sample_checksum"] != checksum_of(due)
@@ -419,7 +422,7 @@ def test_aggregation_splits_a_step_into_several_passes_with_one_exchange(monkeyp
         batch = {"global": BATCH, "aggregation_frequency": frequency}
         loop, sent = make_loop(names=Names(model=Plain), batch=batch, steps=3)
         assert run(loop) == "done"
-        losses[frequency] = [m["record"]["loss"] for m in sent if m["op"] == "step"]
+        losses[frequency] = [m["loss"] for m in sent if isinstance(m, dict)]
         assert len(quiet_passes) == (frequency - 1) * 3
     assert losses[4] == pytest.approx(losses[1], rel=1e-5)
 
@@ -457,7 +460,7 @@ def test_metric_that_is_nan_ends_nothing():
     names = Names(**{"metrics.accuracy": lambda o, t: torch.full((len(t),), math.nan)})
     loop, sent = make_loop(names=names)
     assert run(loop) == "done"
-    assert all(math.isnan(m["record"]["metrics"]["accuracy"]) for m in sent if m["op"] == "step")
+    assert all(math.isnan(m["metrics"]["accuracy"]) for m in sent if isinstance(m, dict))
 
 
 def scripted_metric(values: list[float]):
@@ -500,7 +503,8 @@ def test_loop_is_done_when_evaluations_have_not_improved_for_long_enough():
         "reason": "early stopping: accuracy was best at step 2, 0.7, and not better in 3 "
         "evaluations since",
     }
-    assert [m["step"] for m in sent if m["op"] == "weights"][-1] == 5  # the job's last state
+    fingerprints = [m for m in sent if isinstance(m, messages.WeightsFingerprinted)]
+    assert fingerprints[-1].step == 5  # the job's last state
     assert run(loop) == "done"  # the next generation decides the same
     assert loop.progress == (5, 5)
 
@@ -530,7 +534,7 @@ def test_trainer_that_adopts_the_state_continues_its_counts():
     second.state.set_counters(first.state.counters())
     assert run(second) == "done"
     assert second.state.best_tracker.end_record()["best_step"] == 2
-    told = [m["record"] for m in sent if m["op"] == "best"]
+    told = [m.record for m in sent if isinstance(m, messages.BestFound)]
     assert told[0] == {"metric": "accuracy", "step": 2, "value": pytest.approx(0.7)}
 
 
@@ -544,9 +548,11 @@ def test_best_is_reported_after_each_evaluation_and_again_in_the_next_generation
 
     run(loop, after_eval=stop_at_3)
     told = [
-        (m["record"]["step"], round(m["record"]["value"], 3)) for m in sent if m["op"] == "best"
+        (m.record["step"], round(m.record["value"], 3))
+        for m in sent
+        if isinstance(m, messages.BestFound)
     ]
     assert told[:3] == [(1, 0.5), (2, 0.7), (2, 0.7)]
     sent.clear()
     loop.report_evaluations(2)
-    assert [m["op"] for m in sent if m["generation"] == 2] == ["best"]
+    assert [type(m) for m in sent] == [messages.BestFound]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.wire.messages import EvalFinished
 from tests.unit.trainer.loop.test_train_loop import (
     NUM_SAMPLES,
     Names,
@@ -43,7 +44,9 @@ def losses_of(*, names=None, **keys):
     names = {"model": Plain, **(names or {})}
     loop, sent = make_loop(names=Names(**names), steps=3, **keys)
     assert run(loop) == "done"
-    return [m["record"] for m in sent if m["op"] in ("step", "eval")]
+    return [
+        m if isinstance(m, dict) else m.record for m in sent if isinstance(m, dict | EvalFinished)
+    ]
 
 
 def told(records):

@@ -18,6 +18,7 @@ from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
+from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import Names, run
 from tests.unit.trainer.rank_processes import Generation, Job
 from tests.unit.trainer.token_jobs import (
@@ -130,11 +131,11 @@ def test_step_of_weight_0_changes_nothing_and_is_logged():
     before = digest_of(loop.workload.model)
     assert run(loop) == "done"
     assert digest_of(loop.workload.model) == before
-    records = [m["record"] for m in sent if m["op"] == "step"]
+    records = [m for m in sent if isinstance(m, dict)]
     assert [(math.isnan(r["loss"]), r["skipped"]) for r in records] == [(True, True)] * STEPS
     assert all(math.isnan(r["metrics"]["token_accuracy"]) for r in records)
     assert all(r["metrics"]["empty_share"] == 1.0 for r in records)
-    texts = [m["text"] for m in sent if m["op"] == "log"]
+    texts = [m.text for m in sent if isinstance(m, messages.TextLogged)]
     assert texts[0] == (
         "step 1: weight is 0 for every batch, so no rank updated its weights; its loss, a mean "
         "over nothing, is NaN"
@@ -159,7 +160,7 @@ def test_unit_of_the_weight_cancels_out_exactly(factor):
 def test_first_step_alone_may_overflow_in_fp16_because_of_the_weight():
     loop, sent = make_loop({"weight": scaled_weight(2.0**20)}, precision="fp16")
     run(loop)
-    skipped = [m["record"]["skipped"] for m in sent if m["op"] == "step"]
+    skipped = [m["skipped"] for m in sent if isinstance(m, dict)]
     assert skipped == [True, False, False, False]
 
 

@@ -14,6 +14,7 @@ from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
+from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import Names, run
 from tests.unit.trainer.rank_processes import Generation, Job
 from tests.unit.trainer.whole_set_jobs import UNFIT, keys, make_data, metrics, names
@@ -86,7 +87,7 @@ def test_each_evaluation_begins_with_an_empty_state():
     metric.update(*reversed([torch.tensor([0, 1]), torch.tensor([1, 1])]))
     loop, sent = make_loop(metric)
     run(loop)
-    values = [m["record"]["metrics"]["m"] for m in sent if m["op"] == "eval"]
+    values = [m.record["metrics"]["m"] for m in sent if isinstance(m, messages.EvalFinished)]
     assert len(values) == 2
     assert values[-1] == pytest.approx(in_one_go(loop.workload.model.state_dict())["f1"])
     assert metric.update_count == 1  # the notebook's own metric is not updated
@@ -99,7 +100,10 @@ def test_class_is_made_on_the_rank():
 
     loop, sent = make_loop(MeanLogit)
     run(loop)
-    assert [len(m["record"]["metrics"]) for m in sent if m["op"] == "eval"] == [1, 1]
+    assert [len(m.record["metrics"]) for m in sent if isinstance(m, messages.EvalFinished)] == [
+        1,
+        1,
+    ]
 
 
 def test_logits_of_an_output_are_what_torchmetrics_gets():

@@ -22,6 +22,7 @@ from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import STATE_PART
 from etrain_jupyter.trainer.state.restoring import restore
+from etrain_jupyter.wire.messages import CheckpointWritten
 
 KINDS = {"Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
 
@@ -69,7 +70,7 @@ def saved(folder: Path, state: State) -> dict[str, Path]:
         send=told.append,
         code_digest="c0de",
     ).save_now(1)
-    assert [message["op"] for message in told] == ["checkpoint_committed"]
+    assert [type(message) for message in told] == [CheckpointWritten]
     return open_newest(store, job_id="job").files
 
 

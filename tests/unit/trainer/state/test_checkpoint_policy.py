@@ -7,6 +7,7 @@ import pytest
 from etrain_jupyter.config.schema import Interval
 from etrain_jupyter.trainer.schedule import Mark, WorkPlan
 from etrain_jupyter.trainer.state.checkpoint_policy import CheckpointPace, CheckpointPolicy
+from etrain_jupyter.wire.messages import PaceUpdate
 
 PLAN = WorkPlan(num_train=70, num_eval=0, global_batch_size=10, steps_per_epoch=7, total_steps=70)
 
@@ -95,7 +96,7 @@ def test_checkpoint_that_all_ranks_agreed_on_is_owed_even_if_it_is_not_due_any_m
     saving = policy(None)
     assert is_due(saving, 1, now=1010.0)
     # Between the question and the boundary, the coordinator reports a younger checkpoint.
-    saving.pace.adopt({"age_s": 0.0}, now=1010.0)
+    saving.pace.adopt(PaceUpdate(interval_s=10.0, age_s=0.0), now=1010.0)
     saving.take_step(*step(1), is_rank_0=True, is_agreed=True, now=1010.0)
     assert saving.is_owed
 
@@ -108,15 +109,15 @@ def test_first_checkpoint_of_a_job_is_due_soon_because_it_measures_the_cost():
 
 def test_new_rank_0_saves_when_the_newest_checkpoint_of_any_rank_is_old():
     pace = CheckpointPace(now=1000.0)
-    pace.adopt({"interval_s": 100.0, "age_s": 40.0}, now=1500.0)
+    pace.adopt(PaceUpdate(interval_s=100.0, age_s=40.0), now=1500.0)
     assert not pace.is_due(1500.0)
     assert pace.is_due(1560.0)
 
 
 def test_new_interval_counts_from_the_same_checkpoint():
     pace = CheckpointPace(now=1000.0)
-    pace.adopt({"interval_s": 100.0, "age_s": 0.0}, now=1000.0)
-    pace.adopt({"interval_s": 50.0}, now=1050.0)
+    pace.adopt(PaceUpdate(interval_s=100.0, age_s=0.0), now=1000.0)
+    pace.adopt(PaceUpdate(interval_s=50.0), now=1050.0)
     assert pace.is_due(1050.0)
     pace.restart(1050.0)
     assert not pace.is_due(1050.0)
@@ -124,7 +125,7 @@ def test_new_interval_counts_from_the_same_checkpoint():
 
 def test_failed_checkpoint_is_retried_before_a_long_interval_is_over():
     pace = CheckpointPace(now=1000.0)
-    pace.adopt({"interval_s": 600.0, "age_s": 0.0}, now=1000.0)
+    pace.adopt(PaceUpdate(interval_s=600.0, age_s=0.0), now=1000.0)
     pace.hurry(1000.0)
     assert not pace.is_due(1029.0)
     assert pace.is_due(1030.0)

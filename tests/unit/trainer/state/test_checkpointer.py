@@ -25,6 +25,7 @@ from etrain_jupyter.trainer.state.best_tracker import BestTracker
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import EXTRA_PART
 from etrain_jupyter.trainer.state.restoring import restore
+from etrain_jupyter.wire import messages
 
 
 class Net(nn.Module):
@@ -79,7 +80,7 @@ def save_and_restore(folder, saved: State, fresh: State) -> dict:
     sent: list[dict] = []
     store = LocalStore(folder)
     Checkpointer(store=store, state=saved, job_id="job", send=sent.append).save_now(1)
-    assert [message["op"] for message in sent] == ["checkpoint_committed"]
+    assert [type(message) for message in sent] == [messages.CheckpointWritten]
     files = open_newest(store, job_id="job").files
     restore(fresh, files)
     return files
@@ -205,7 +206,7 @@ def test_checkpoint_of_a_fenced_generation_is_skipped(tmp_path):
         cut_off.save(step=step, generation=1)
     later = Saver(tmp_path, starts=[0, 2])
     assert later.restore(logged_step=3) == 2
-    assert "generation 1 wrote it after it had been given up" in later.sent[-1]["text"]
+    assert "generation 1 wrote it after it had been given up" in later.sent[-1].text
 
 
 def test_checkpoint_with_a_gap_to_the_log_is_skipped(tmp_path):
@@ -214,7 +215,7 @@ def test_checkpoint_with_a_gap_to_the_log_is_skipped(tmp_path):
         writer.save(step=step, generation=1)
     reader = Saver(tmp_path, starts=[0])
     assert reader.restore(logged_step=2) == 2
-    assert "it has no record of step 3, and the log ends at 2" in reader.sent[-1]["text"]
+    assert "it has no record of step 3, and the log ends at 2" in reader.sent[-1].text
     assert reader.restore(logged_step=4) == 5
 
 
@@ -226,23 +227,25 @@ def test_error_lists_the_checkpoints_if_all_are_invalid(tmp_path):
 
 def test_fenced_generation_does_not_write_once_a_later_one_has(tmp_path):
     later = Saver(tmp_path, starts=[0, 2])
-    assert later.save(step=3, generation=2)["op"] == "checkpoint_committed"
+    assert isinstance(later.save(step=3, generation=2), messages.CheckpointWritten)
     refused = Saver(tmp_path, starts=[0]).save(step=9, generation=1)
-    assert refused["op"] == "checkpoint_failed"
-    assert "generation 1 was given up: generation 2 has saved step 3" in refused["error"]
+    assert isinstance(refused, messages.CheckpointNotWritten)
+    assert "generation 1 was given up: generation 2 has saved step 3" in refused.error
     assert LocalStore(tmp_path).list_steps() == [3]
 
 
 def test_invalid_checkpoint_of_the_same_step_is_replaced(tmp_path):
     Saver(tmp_path, starts=[0]).save(step=3, generation=1)
     later = Saver(tmp_path, starts=[0, 2])
-    assert later.save(step=3, generation=2)["op"] == "checkpoint_committed"
+    assert isinstance(later.save(step=3, generation=2), messages.CheckpointWritten)
     assert LocalStore(tmp_path).read_manifest(3).generation == 2
 
 
 def test_step_that_another_rank_has_saved_is_not_saved_twice(tmp_path):
     Saver(tmp_path, starts=[0]).save(step=2, generation=1)
-    assert Saver(tmp_path, starts=[0, 2]).save(step=2, generation=2)["op"] == "checkpoint_committed"
+    assert isinstance(
+        Saver(tmp_path, starts=[0, 2]).save(step=2, generation=2), messages.CheckpointWritten
+    )
     assert LocalStore(tmp_path).read_manifest(2).generation == 1
 
 
@@ -309,7 +312,7 @@ def test_when_the_best_is_lost_the_next_one_that_beats_what_is_durable_is_saved(
     assert second.wait() == [2]
     second.evaluate(step=8, loss=0.4)
     assert second.wait() == [8]
-    [warning] = [m["text"] for m in second.sent if m["op"] == "log"]
+    [warning] = [m.text for m in second.sent if isinstance(m, messages.TextLogged)]
     assert warning == (
         "step 8 is saved as the best that is left: the weights of step 4 never became durable"
     )
@@ -335,7 +338,7 @@ def test_best_state_waits_for_the_checkpoint_in_flight_and_training_does_not(tmp
     assert store.list_steps() == []
     store.may_write.set()
     assert saver.wait() == [3]
-    committed = [m["record"]["step"] for m in saver.sent if m["op"] == "checkpoint_committed"]
+    committed = [m.record["step"] for m in saver.sent if isinstance(m, messages.CheckpointWritten)]
     assert committed == [1, 3]  # step 2 was replaced by the better step 3
 
 
@@ -402,7 +405,7 @@ def test_unresponsive_store_never_blocks_training(tmp_path):
     assert store.asked_by <= {"etrain-checkpoint_0"}
     store.may_answer.set()
     assert saver.wait() == [8]
-    committed = [m["record"]["step"] for m in saver.sent if m["op"] == "checkpoint_committed"]
+    committed = [m.record["step"] for m in saver.sent if isinstance(m, messages.CheckpointWritten)]
     assert committed == [6, 8]
 
 
@@ -427,9 +430,9 @@ def test_checkpoint_counts_even_if_old_ones_cannot_be_removed(tmp_path):
     saver = Saver(tmp_path, starts=[0], store=ReadOnlyStore)
     for step in (1, 2, 3):
         saver.save(step=step, generation=1)
-    ops = [message["op"] for message in saver.sent]
-    assert ops.count("checkpoint_committed") == 3
-    [warning] = [message["text"] for message in saver.sent if message["op"] == "log"]
+    kinds = [type(message) for message in saver.sent]
+    assert kinds.count(messages.CheckpointWritten) == 3
+    [warning] = [message.text for message in saver.sent if isinstance(message, messages.TextLogged)]
     assert warning == "old checkpoints cannot be removed: access denied. Training continues"
 
 
@@ -444,7 +447,7 @@ def test_incomplete_clean_up_is_logged_once(tmp_path):
     saver = Saver(tmp_path, starts=[0], store=TidyStore)
     for step in (1, 2, 3):
         saver.save(step=step, generation=1)
-    [warning] = [message["text"] for message in saver.sent if message["op"] == "log"]
+    [warning] = [message.text for message in saver.sent if isinstance(message, messages.TextLogged)]
     assert warning == "uploads cannot be listed. Training continues"
 
 
@@ -470,8 +473,8 @@ def test_pickle_with_a_manifest_that_fits_is_refused_and_not_run(tmp_path, name)
     (tmp_path / "manifests" / "step_00000005.json").write_text(text)
     reader = Saver(tmp_path, starts=[0])
     assert reader.restore(logged_step=5) == 2
-    assert "step_00000005: " in reader.sent[-1]["text"]
-    assert name in reader.sent[-1]["text"]
+    assert "step_00000005: " in reader.sent[-1].text
+    assert name in reader.sent[-1].text
     assert not proof.exists()
 
 
@@ -499,10 +502,8 @@ def best_in_an_outage(folder, *, keep: int = 1) -> tuple[BestSaver, Outage]:
     saver.state.workload.model.head.bias.data.fill_(2)
     saver.evaluate(step=2, loss=0.5)
     saver.wait()
-    [failure] = [m for m in saver.sent if m["op"] == "checkpoint_failed"]
-    assert failure["error"].endswith(
-        "These are the best weights so far; the next attempt is in 5 s"
-    )
+    [failure] = [m for m in saver.sent if isinstance(m, messages.CheckpointNotWritten)]
+    assert failure.error.endswith("These are the best weights so far; the next attempt is in 5 s")
     saver.state.workload.model.head.bias.data.fill_(7)  # training continues
     saver.state.step = 3
     return saver, store
@@ -563,7 +564,7 @@ def test_trainer_that_exits_logs_that_it_waits_for_its_checkpoint(tmp_path, monk
     closing.start()
     while not saver.sent:
         closing.join(0.01)
-    assert "this trainer exits once its checkpoint is written" in saver.sent[0]["text"]
+    assert "this trainer exits once its checkpoint is written" in saver.sent[0].text
     store.may_write.set()
     closing.join()
     assert store.list_steps() == [1]
@@ -578,10 +579,11 @@ def test_defect_while_a_checkpoint_is_written_is_reported(tmp_path, monkeypatch)
 
     monkeypatch.setattr(saver.checkpointer._writer, "_commit", fail)
     told = saver.save(step=2, generation=1)
-    assert (told["op"], told["step"]) == ("checkpoint_failed", 2)
-    assert told["error"] == "ZeroDivisionError: a mistake"
+    assert isinstance(told, messages.CheckpointNotWritten)
+    assert told.step == 2
+    assert told.error == "ZeroDivisionError: a mistake"
     monkeypatch.undo()
-    assert saver.save(step=4, generation=1)["op"] == "checkpoint_committed"
+    assert isinstance(saver.save(step=4, generation=1), messages.CheckpointWritten)
 
 
 def test_wants_save_gives_the_same_answer_twice_and_changes_nothing(tmp_path, monkeypatch):

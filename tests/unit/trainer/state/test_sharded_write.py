@@ -20,6 +20,7 @@ from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import NEEDED, check_parts, optimizer_parts
 from etrain_jupyter.trainer.state.restoring import restore
 from etrain_jupyter.trainer.state.sharded_write import files_of, is_worth_it, part_of_rank
+from etrain_jupyter.wire.messages import CheckpointNotWritten, CheckpointWritten
 from tests.unit.trainer.state.test_checkpointer import State, config_of
 
 
@@ -73,8 +74,8 @@ class Rank:
             Boundary(group=self.group, step_s=0.1, is_save_agreed=is_agreed)
         )
 
-    def ops(self) -> list[str]:
-        return [message["op"] for message in self.sent]
+    def kinds(self) -> list[type]:
+        return [type(message) for message in self.sent]
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,7 @@ def test_each_rank_writes_a_part_and_rank_0_commits(tmp_path, world_size):
     join(ranks)
     assert sorted(stores[0].written) == ["extra.safetensors", "model.safetensors", "state.json"]
     assert [len(store.written) for store in stores[1:]] == [1] * (world_size - 1)
-    assert ranks[0].ops() == ["checkpoint_committed"] * 2
+    assert ranks[0].kinds() == [CheckpointWritten] * 2
     check_restored(stores[0], ranks, step=2)
 
 
@@ -171,7 +172,7 @@ def test_part_whose_writer_fails_is_written_by_rank_0(tmp_path):
     train(ranks)
     join(ranks)
     assert "optimizer.safetensors" in stores[0].written
-    assert ranks[0].ops() == ["checkpoint_committed"] * 2
+    assert ranks[0].kinds() == [CheckpointWritten] * 2
     check_restored(stores[0], ranks, step=2)
 
 
@@ -183,7 +184,7 @@ def test_part_whose_writer_dies_is_written_by_rank_0_as_soon_as_the_generation_i
     ranks[0].checkpointer.leave()  # called by the main thread when the other ranks are lost
     ranks[0].checkpointer.wait()
     assert "optimizer.safetensors" in stores[0].written
-    assert ranks[0].ops() == ["checkpoint_committed"] * 2
+    assert ranks[0].kinds() == [CheckpointWritten] * 2
     stores[1].may_write.set()  # it was alive, and finishes a part that is not needed any more
     join(ranks)
     check_restored(stores[0], ranks, step=2)
@@ -203,11 +204,11 @@ def test_checkpoint_whose_rank_0_dies_is_never_acknowledged_and_the_next_one_is_
     survivor.checkpointer.begin(survivor.group, BroadcastStore(lambda key, value: None))
     survivor.train(is_agreed=False)
     survivor.checkpointer.wait()
-    assert survivor.ops() == ["checkpoint_committed"]
+    assert survivor.kinds() == [CheckpointWritten]
     assert stores[1].list_steps() == [1, 3]
     stores[0].may_write.set()
     join(ranks)
-    assert ranks[0].ops()[-1] == "checkpoint_failed"  # a later generation has saved meanwhile
+    assert ranks[0].kinds()[-1] == CheckpointNotWritten  # a later generation has saved meanwhile
 
 
 def test_rank_that_waits_for_a_folder_is_notified_if_rank_0_fails(tmp_path, monkeypatch):
@@ -217,7 +218,7 @@ def test_rank_that_waits_for_a_folder_is_notified_if_rank_0_fails(tmp_path, monk
     stores[0].begin = lambda step: (_ for _ in ()).throw(CheckpointError("no such bucket"))
     train(ranks)
     join(ranks)
-    assert ranks[0].ops() == ["checkpoint_committed", "checkpoint_failed"]
+    assert ranks[0].kinds() == [CheckpointWritten, CheckpointNotWritten]
     assert stores[1].written == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etrain_jupyter.head.coordinator.fault_injection import PlannedFaults
+from etrain_jupyter.head.jobs.planned_faults import PlannedFaults
 from etrain_jupyter.testing.fault_plan import FaultPlan
 
 

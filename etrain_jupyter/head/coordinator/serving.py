@@ -1,0 +1,160 @@
+"""Normal operation of the coordinator: handle reports, and share the workers among the jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from etrain_jupyter.head.coordinator.acknowledgements import Acknowledgements
+from etrain_jupyter.head.coordinator.defects import Defects
+from etrain_jupyter.head.coordinator.fault_injection import Injector
+from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.coordinator.notices import Notices
+from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
+from etrain_jupyter.head.coordinator.sharing import Sharing
+from etrain_jupyter.head.jobs.costs import Money
+from etrain_jupyter.head.jobs.hosted_job import HostedJob, Send
+from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.wire import messages as m
+
+Held = m.AnyReport | m.MachineNotice
+"""What is held while the coordinator recovers; heartbeats and hellos are not."""
+
+
+class Serving:
+    """The coordinator's mode while all its workers are known.
+
+    Args:
+        active: Returns the jobs that have not ended.
+        roster: The connected workers.
+        sharing: Shares them among the jobs.
+        notices: Handles notices of machines.
+        injector: Injects planned faults.
+        acknowledgements: Tracks which reports were handled.
+        money: Shares the costs among the jobs.
+        defects: Logs the exceptions of our own code.
+        send_to: Sends a message to a worker's supervisor.
+    """
+
+    def __init__(
+        self,
+        *,
+        active: Callable[[], list[HostedJob]],
+        roster: WorkerRoster,
+        sharing: Sharing,
+        notices: Notices,
+        injector: Injector,
+        acknowledgements: Acknowledgements,
+        money: Money,
+        defects: Defects,
+        send_to: Send,
+    ) -> None:
+        self._active = active
+        self._roster = roster
+        self._sharing = sharing
+        self._notices = notices
+        self._injector = injector
+        self._acknowledgements = acknowledgements
+        self._money = money
+        self._defects = defects
+        self._send_to = send_to
+
+    # --- what the coordinator does in this mode ---
+
+    def deciding_jobs(self) -> list[HostedJob]:
+        """Return the jobs that decide as time passes: all active ones."""
+        return self._active()
+
+    def is_busy(self, worker: str) -> bool:
+        """Return whether a job uses a worker."""
+        return any(job.state.of_worker(worker) for job in self._active())
+
+    def allocate(self) -> None:
+        """Share the workers among the jobs."""
+        self._sharing.allocate()
+
+    def take_costs(self, costs: Sequence[NodeCost]) -> None:
+        """Share the nodes' costs so far among the jobs."""
+        self._money.take(costs, self._active())
+
+    def greet(self, worker: str, trainers: Mapping[str, m.TrainerSummary]) -> None:
+        """Use a worker that has registered."""
+        self.release_unknown(worker, trainers)
+        self.allocate()
+
+    def lose(self, facts: WorkerFacts, cause: str, *, detected_s: float = 0.0) -> None:
+        """Let the jobs continue without a worker."""
+        for job in self._active():
+            job.handle(s.WorkerGone(worker=facts.name, cause=cause, detected_s=detected_s))
+        self.allocate()
+
+    def take(self, message: Held, worker: WorkerFacts) -> None:
+        """Handle a notice, or a report unless the previous scheduler has handled it."""
+        if isinstance(message, m.MachineNotice):
+            self._notices.take(message, worker)
+            return
+        number = message.number
+        if number and not self._acknowledgements.is_new(worker.name, number):
+            return
+        job = self.job_of(message.trainer, worker)
+        try:
+            if job is not None:
+                job.take_report(message)
+                self._injector.commit_planned(job)
+        finally:
+            # Also after an exception: the same report would fail again each time it is resent.
+            if number:
+                self._acknowledgements.take(worker.name, number, [job] if job else [])
+
+    def check_request(self, job: HostedJob) -> None:
+        """Accept every request."""
+
+    # --- the end of a recovery ---
+
+    def adopt(
+        self,
+        jobs: Iterable[HostedJob],
+        summaries: Mapping[str, m.TrainerSummary],
+        *,
+        away_s: float,
+    ) -> None:
+        """Let each job continue with those of its trainers that are alive."""
+        for job in jobs:
+            with self._defects.watch(job, "adopting its trainers"):
+                job.adopt(summaries, away_s=away_s)
+
+    def recall_notices(self, deadlines: Mapping[str, float], at_risk: Collection[str]) -> None:
+        """Restore the notices that the previous scheduler had logged."""
+        self._notices.recall(deadlines, at_risk)
+
+    def take_held(self, message: Held, worker: str) -> None:
+        """Handle a message that was held, if its worker is still connected."""
+        facts = self._roster.get(worker)
+        if facts is not None:
+            doing = f"handling a held {type(message).__name__}"
+            with self._defects.watch(self._job_named(message), doing):
+                self.take(message, facts)
+
+    def _job_named(self, message: Held) -> HostedJob | None:
+        if isinstance(message, m.MachineNotice):
+            return None
+        return next((j for j in self._active() if j.order.job_id == message.job_id), None)
+
+    def release_unknown(self, worker: str, trainers: Iterable[str]) -> None:
+        """Release those trainers of a worker that no job here knows."""
+        known = {name for job in self._active() for name in job.state.members}
+        for name in trainers:
+            if name not in known:
+                self._send_to(worker, m.ShutDownTrainer(trainer=name))
+
+    # --- lookups ---
+
+    def job_of(self, trainer: str, worker: WorkerFacts) -> HostedJob | None:
+        """Return the active job of a trainer; None unless the job launched it on this worker.
+
+        A worker can report only about its own trainers, whatever name it sends.
+        """
+        for job in self._active():
+            facts = job.trainers.get(trainer)
+            if facts is not None and facts.worker == worker.name:
+                return job
+        return None

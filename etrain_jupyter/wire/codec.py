@@ -1,0 +1,362 @@
+"""Encode messages as plain dicts, and decode and check what a peer sent.
+
+A message on the wire is one dict of plain values, ``{"kind": "JoinGeneration", ...}``, because our
+processes exchange msgpack and nothing else (see ``process.peers``). What a peer sends is checked
+here, once: every later reader trusts the types of the dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from etrain_jupyter.log import events
+
+KIND = "kind"
+"""Key of the name of a message's class."""
+
+VERSION = "wire_version"
+"""Field of each message that opens a connection."""
+
+OLDEST_TYPED = 3
+"""The first wire version with typed messages. Earlier ones have the key ``op`` and no version."""
+
+MAX_KNOWN = 16
+"""Orders of names that are remembered as valid, for each kind of record."""
+
+Decode = Callable[[Any, str], Any]
+"""Returns a checked value. The second argument is the value's path, for the error."""
+
+M = TypeVar("M")
+
+
+class MalformedMessageError(ValueError):
+    """What a peer sent is not one of our messages."""
+
+
+class WireVersionError(MalformedMessageError):
+    """A peer speaks another version of the wire.
+
+    Attributes:
+        theirs: The peer's version; None for a peer from before versions were sent.
+        ours: The version of this process.
+    """
+
+    def __init__(self, theirs: int | None, ours: int) -> None:
+        self.theirs, self.ours = theirs, ours
+        version = f"{theirs}" if theirs is not None else f"{OLDEST_TYPED - 1} or older"
+        super().__init__(f"it speaks wire version {version}, and this process version {ours}")
+
+
+@dataclass(frozen=True)
+class EventFields:
+    """Marks a dict that holds the fields of an event, so that an event's class checks it.
+
+    Args:
+        event: The event.
+        without: Fields that the receiver fills in.
+        has_time: Whether the dict must say when it happened; else the receiver fills that in.
+    """
+
+    event: type[events.Event]
+    without: tuple[str, ...] = ()
+    has_time: bool = False
+
+    @functools.cached_property
+    def allowed(self) -> frozenset[str]:
+        """Names of the fields that the dict may have."""
+        excluded = {"job_id", "seq", *self.without}
+        return frozenset(f.name for f in dataclasses.fields(self.event)) - excluded
+
+    @functools.cached_property
+    def required(self) -> frozenset[str]:
+        """Names of the fields that the dict must have."""
+        optional = {f.name for f in dataclasses.fields(self.event) if _has_default(f)}
+        return self.allowed - optional - (set() if self.has_time else {"time"})
+
+
+class Vocabulary(Generic[M]):
+    """The messages that one process may send to another.
+
+    Args:
+        union: The union of their classes.
+        version: The wire version of this process, which a hello must have.
+    """
+
+    def __init__(self, union: Any, *, version: int) -> None:
+        classes = typing.get_args(union) or (union,)
+        self._by_kind: dict[str, type[Any]] = {cls.__name__: cls for cls in classes}
+        self._version = version
+
+    def decode(self, data: Any) -> M:
+        """Return the message in a dict.
+
+        Raises:
+            WireVersionError: If the peer speaks another version.
+            MalformedMessageError: If it is not a message of this vocabulary.
+        """
+        if not isinstance(data, dict):
+            raise MalformedMessageError(f"{_name_of(data)} is not a message")
+        kind = data.get(KIND)
+        cls = self._by_kind.get(kind) if isinstance(kind, str) else None
+        if cls is None:
+            if kind is None and isinstance(data.get("op"), str):
+                raise WireVersionError(None, self._version)
+            raise MalformedMessageError(
+                f"there is no message {str(kind)[:80]!r}; there are {', '.join(self._by_kind)}"
+            )
+        if VERSION in _shape_of(cls).decoders:
+            check_version(data.get(VERSION), self._version)
+        message: M = decode_fields(cls, data, ignore=KIND)
+        return message
+
+
+def check_version(theirs: Any, ours: int) -> None:
+    """Refuse a peer that speaks another version than this process.
+
+    Raises:
+        WireVersionError: With both versions.
+    """
+    if theirs != ours:
+        known = isinstance(theirs, int) and not isinstance(theirs, bool)
+        raise WireVersionError(theirs if known else None, ours)
+
+
+def encode(message: Any) -> dict[str, Any]:
+    """Return a message as one dict of plain values. Lists of records are not copied."""
+    return {KIND: type(message).__name__, **encode_fields(message)}
+
+
+def encode_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as a dict of plain values."""
+    nested = _shape_of(type(value)).nested
+    fields = vars(value)
+    if not nested:
+        return dict(fields)
+    return {name: _encode_nested(item) if name in nested else item for name, item in fields.items()}
+
+
+def decode_fields(cls: type[Any], data: Mapping[str, Any], *, ignore: str = "") -> Any:
+    """Return a dataclass from a dict, with every field checked.
+
+    Raises:
+        MalformedMessageError: If a field is missing, unknown or has another type.
+    """
+    shape = _shape_of(cls)
+    values = {}
+    for name, item in data.items():
+        if name == ignore:
+            continue
+        decode = shape.decoders.get(name)
+        if decode is None:
+            raise MalformedMessageError(f"{cls.__name__} has no field {str(name)[:80]!r}")
+        values[name] = decode(item, f"{cls.__name__}.{name}")
+    missing = shape.required - values.keys()
+    if missing:
+        raise MalformedMessageError(f"{cls.__name__} lacks {', '.join(sorted(missing))}")
+    return cls(**values)
+
+
+# --- the types of fields ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """What encoding and decoding need to know of a class."""
+
+    decoders: dict[str, Decode]
+    """By field."""
+    required: frozenset[str]
+    """Fields without a default."""
+    nested: frozenset[str]
+    """Fields that may hold dataclasses of ours."""
+
+
+_shapes: dict[type[Any], _Shape] = {}
+
+
+def _shape_of(cls: type[Any]) -> _Shape:
+    shape = _shapes.get(cls)
+    if shape is None:
+        fields = dataclasses.fields(cls)
+        hints = typing.get_type_hints(cls, include_extras=True)
+        shape = _shapes[cls] = _Shape(
+            decoders={f.name: _decoder_of(hints[f.name]) for f in fields},
+            required=frozenset(f.name for f in fields if not _has_default(f)),
+            nested=frozenset(f.name for f in fields if _holds_dataclass(hints[f.name])),
+        )
+    return shape
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return not (
+        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+
+
+def _holds_dataclass(hint: Any) -> bool:
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return True
+    return any(_holds_dataclass(part) for part in typing.get_args(hint))
+
+
+def _encode_nested(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return encode(value)
+    if isinstance(value, dict):
+        return {key: _encode_nested(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_encode_nested(item) for item in value)
+    return value
+
+
+def _decoder_of(hint: Any) -> Decode:
+    """Return the function that checks values of a type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value, path: _with_lists(value)
+    if hint in _SCALARS:
+        return _scalar(_SCALARS[hint], hint.__name__)
+    if origin is Annotated:
+        return _event_fields(args[1])
+    if origin is Literal:
+        return _literal(args)
+    if origin in (typing.Union, types.UnionType):
+        return _union(args)
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return _sequence(_decoder_of(args[0]))
+        return _fixed_tuple([_decoder_of(arg) for arg in args])
+    if origin is dict:
+        return _mapping(_decoder_of(args[1]))
+    if dataclasses.is_dataclass(hint):
+        return _dataclass(hint)
+    raise TypeError(f"a message cannot have a field of type {hint}")
+
+
+_SCALARS: dict[Any, tuple[type, ...]] = {
+    str: (str,),
+    bool: (bool,),
+    int: (int,),
+    float: (float, int),
+    bytes: (bytes, bytearray, memoryview),
+}
+"""Type of a field: the exact types that a value may have. A bool is not a number here."""
+
+
+def _scalar(fitting: tuple[type, ...], name: str) -> Decode:
+    def decode(value: Any, path: str) -> Any:
+        if type(value) not in fitting:
+            raise MalformedMessageError(f"{path} is {_name_of(value)} instead of {name}")
+        return bytes(value) if name == "bytes" else value
+
+    return decode
+
+
+def _literal(allowed: tuple[Any, ...]) -> Decode:
+    def decode(value: Any, path: str) -> Any:
+        if not isinstance(value, str) or value not in allowed:
+            raise MalformedMessageError(f"{path} is {str(value)[:80]!r}, not one of {allowed}")
+        return value
+
+    return decode
+
+
+def _union(args: tuple[Any, ...]) -> Decode:
+    """Decode ``X | None``, or one of several messages by their kind."""
+    others = [arg for arg in args if arg is not type(None)]
+    has_none = len(others) < len(args)
+    if len(others) == 1:
+        inner = _decoder_of(others[0])
+    else:
+        by_kind = {cls.__name__: _dataclass(cls) for cls in others}
+
+        def inner(value: Any, path: str) -> Any:
+            kind = value.get(KIND) if isinstance(value, dict) else None
+            if not isinstance(kind, str) or kind not in by_kind:
+                raise MalformedMessageError(f"{path} is not one of {', '.join(by_kind)}")
+            return by_kind[kind](value, path)
+
+    if not has_none:
+        return inner
+    return lambda value, path: None if value is None else inner(value, path)
+
+
+def _sequence(inner: Decode) -> Decode:
+    def decode(value: Any, path: str) -> Any:
+        if type(value) not in (list, tuple):
+            raise MalformedMessageError(f"{path} is {_name_of(value)} instead of a list")
+        return tuple([inner(item, path) for item in value])
+
+    return decode
+
+
+def _fixed_tuple(inner: list[Decode]) -> Decode:
+    def decode(value: Any, path: str) -> Any:
+        if type(value) not in (list, tuple) or len(value) != len(inner):
+            raise MalformedMessageError(f"{path} is not a list of {len(inner)} values")
+        return tuple(decode(item, path) for decode, item in zip(inner, value, strict=True))
+
+    return decode
+
+
+def _mapping(inner: Decode) -> Decode:
+    def decode(value: Any, path: str) -> Any:
+        if type(value) is not dict or not all(type(key) is str for key in value):
+            raise MalformedMessageError(f"{path} is not a mapping from names")
+        return {key: inner(item, path) for key, item in value.items()}
+
+    return decode
+
+
+def _dataclass(cls: Any) -> Decode:
+    def decode(value: Any, path: str) -> Any:
+        if not isinstance(value, dict):
+            raise MalformedMessageError(f"{path} is {_name_of(value)} instead of {cls.__name__}")
+        return decode_fields(cls, value, ignore=KIND)
+
+    return decode
+
+
+def _event_fields(mark: EventFields) -> Decode:
+    """Check a dict against an event's fields. The dict itself is passed on: steps are many."""
+    known: set[tuple[str, ...]] = set()
+
+    def decode(value: Any, path: str) -> Any:
+        if type(value) is not dict:
+            raise MalformedMessageError(f"{path} is {_name_of(value)} instead of a mapping")
+        order = tuple(value)
+        if order not in known:  # all records of a job have the same names in the same order
+            names = value.keys()
+            if not mark.required <= names <= mark.allowed:
+                wrong = sorted(map(str, (mark.required - names) | (names - mark.allowed)))
+                raise MalformedMessageError(
+                    f"{path} has other fields than {mark.event.__name__}: {str(wrong)[:200]}"
+                )
+            if len(known) < MAX_KNOWN:
+                known.add(order)
+        try:
+            events.check_types(mark.event.__name__, value)
+        except TypeError as exc:
+            raise MalformedMessageError(f"{path}: {exc}") from None
+        return value
+
+    return decode
+
+
+def _with_lists(value: Any) -> Any:
+    """Return plain values with lists for tuples: Dask decodes arrays as tuples."""
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_lists(item) for item in value]
+    return value
+
+
+def _name_of(value: Any) -> str:
+    return type(value).__name__
