@@ -204,7 +204,7 @@ async def test_compiled_job_replaces_a_lost_rank_while_the_survivor_trains(
 
     assert job.status == "stopped", job.describe()
     assert_invariants(log)
-    assert len(re.findall("the model is compiled", log_text(log))) == 3, log_text(log)
+    assert len(re.findall("the model was compiled", log_text(log))) == 3, log_text(log)
     # Each trainer runs only its first pass, in the warm-up, eagerly. All others are compiled: alone
     # and with DDP, full and smaller steps, training and evaluation.
     calls = [line.split() for line in (folder / "eager").read_text().splitlines()]

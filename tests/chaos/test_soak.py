@@ -114,7 +114,7 @@ async def disconnect(job: RigJob) -> None:
     victim = job.ranks[before.generation % len(job.ranks)]
     await job.request("fault", worker=victim, kind="disconnect")
     await job.until(lambda: job.hosted.state.generation > before.generation)
-    await stepping(job, before.world_size)
+    await stepping(job, len(before.assigned))
 
 
 async def scale_down(job: RigJob) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -306,8 +307,7 @@ def test_cluster_with_its_own_certificates_trains_and_rejects_all_others(
                 stranger.up()
 
         plan = launch.plan_cell(BODY, NAMES, {}, "%%etrain distributed")
-        monkeypatch.setattr(launch, "get_pool", lambda name: pool)
-        job = launch.submit(plan)
+        job = launch.submit(dataclasses.replace(plan, pool=pool))
         await_steps(job, world_size=1)
         assert attach(job.id).workers()[0]["address"].startswith("tls://")
         assert pool.down(timeout_s=60.0) == Leftovers()

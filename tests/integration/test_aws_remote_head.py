@@ -106,7 +106,7 @@ def test_remote_head_refuses_a_job_with_a_local_run_store(
     make_pool()
     monkeypatch.setenv("ETRAIN_RUNS", str(tmp_path / "runs"))
 
-    with pytest.raises(ConfigError, match="does not see") as caught:
+    with pytest.raises(ConfigError, match="cannot reach") as caught:
         submit()
 
     assert "ETRAIN_RUNS=s3://" in caught.value.hint
