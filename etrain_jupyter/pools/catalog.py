@@ -93,6 +93,7 @@ class PoolEntry:
 
 def files() -> list[Path]:
     """Return the files that may define pools, in order of precedence."""
+    # With the variable, the file in the working folder is not read.
     if os.environ.get(FILE_VARIABLE):
         return [own_file()]
     return [Path.cwd() / FILE, own_file()]

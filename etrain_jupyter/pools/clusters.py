@@ -49,6 +49,7 @@ def describe_pools() -> str:
         clusters.setdefault(cluster.settings().pool, []).append(f"  {cluster.cluster_id} {state}")
     lines = []
     # A running cluster may belong to a pools.yaml that is not visible from this folder.
+    # Configured pools first, in the order of the files.
     for name in [*pools, *(name for name in clusters if name not in pools)]:
         lines.append(f"{name}: {pools.get(name, 'defined by a pools.yaml in another folder')}")
         lines += clusters.get(name, ["  no cluster is up"])
@@ -61,6 +62,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     """Return a cluster's load, and its cost if it has machines that cost money."""
     address = cluster.address(record)
     try:
+        # Short timeouts: one cluster that hangs must not hide the list of the others.
         state = describe_load(ask(address, DescribeCluster(), timeout_s=3.0))
         costs = ask(address, ListCosts(), timeout_s=3.0).costs
         nodes = ask(address, ListNodes(), timeout_s=3.0).nodes
@@ -94,8 +96,10 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     Raises:
         PoolError: If there is no cluster with this id, or if processes or files remain.
     """
+    # A pool's own `down` also finds clusters that other machines started, by their tags.
     if cluster is not None and ("://" in cluster or cluster in pool_names()):
         return _report({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
+    # Includes clusters that are starting or dead: `down` must clean up after those, too.
     ids = list_cluster_ids()
     if cluster is not None and cluster not in ids:
         raise PoolError(
@@ -119,6 +123,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
             # It may have been shut down for good: not an error of this command.
             unreachable.append(f"{address.address} was not changed: {exc}")
         else:
+            # None means that nothing of ours was installed, so there is nothing to report.
             if end is not None:
                 leftovers[f"our part of {address.address}"] = end
     text = _report(leftovers, "" if unreachable else "No cluster is up.")
@@ -126,15 +131,12 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
 
 
 def _leave(address: SchedulerAddress, *, timeout_s: float) -> Leftovers | None:
-    """Remove our part from a Dask scheduler; None if there is none.
-
-    Raises:
-        PoolError: If the scheduler cannot be reached.
-    """
+    """Remove our part from a Dask scheduler; None if there is none."""
     from etrain_jupyter.pools.external.pool import AddressPool
 
     pool = AddressPool.at(address)
     end = pool.down(timeout_s=timeout_s) if pool.is_installed() else None
+    # Forget it only if nothing remains there; else the next `down` retries.
     if not end:
         forget_scheduler(address.address)
     return end
@@ -149,11 +151,7 @@ def _pool_of(cluster: ClusterDir) -> Pool:
 
 
 def _report(leftovers: dict[str, Leftovers], if_none: str) -> str:
-    """Return one line per cluster that has ended, or ``if_none``.
-
-    Raises:
-        PoolError: If processes or files of a cluster remain.
-    """
+    """Return one line per cluster, or ``if_none``; raise ``PoolError`` if anything remains."""
     remaining = {cluster_id: left for cluster_id, left in leftovers.items() if left}
     if remaining:
         raise PoolError(
@@ -169,11 +167,7 @@ def _report(leftovers: dict[str, Leftovers], if_none: str) -> str:
 
 
 def describe_aws(*, region: str | None = None) -> str:
-    """Return all EC2 resources of etrain clusters, one per line with age and price.
-
-    Args:
-        region: Region to search in addition to those of ``pools.yaml``.
-    """
+    """Return all EC2 resources of etrain clusters, one per line with age and price."""
     specs = aws_specs(region)
     if not specs:
         return "No pool of kind aws-spot is configured. Use --region NAME to search a region."
@@ -198,6 +192,7 @@ def _find(spec: AwsSpotSpec) -> list[Tagged]:
 
 
 def _line_of(tagged: Tagged) -> str:
+    # Security groups have no creation time.
     age_h = (time.time() - tagged.since) / 3600 if tagged.since else 0.0
     price = "" if tagged.usd_per_h is None else f", ${tagged.usd_per_h:.4g}/h"
     facts = "".join(f" {fact}" for fact in (tagged.type, tagged.lifecycle, tagged.state) if fact)
@@ -240,11 +235,13 @@ def reap(
     leftovers: dict[str, Leftovers] = {}
     kept: set[str] = set()
     for spec in specs:
+        # Two specs may have the same region with different credentials; each sees its own account.
         for cluster_id, own in by_cluster(_find(spec)).items():
             if is_meant(own, cluster_id=cluster or "", all_clusters=all_clusters):
                 leftovers[cluster_id] = remove_found(spec, own, timeout_s=timeout_s)
             else:
                 kept.add(cluster_id)
+    # A cluster id that does not exist is an error: a typo must not look like success.
     if cluster is not None and not leftovers:
         known = ", ".join(sorted(kept)) or "none"
         raise PoolError(
@@ -258,11 +255,7 @@ def reap(
 
 
 def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
-    """Return one spec per region and profile, from ``pools.yaml`` and running clusters.
-
-    Args:
-        region: An additional region, with the credentials of the environment.
-    """
+    """Return one spec per region and profile, from ``pools.yaml`` and running clusters."""
     from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
     found: dict[tuple[str, str | None, str | None], AwsSpotSpec] = {}

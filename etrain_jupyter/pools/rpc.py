@@ -55,7 +55,9 @@ async def _exchange(address: SchedulerAddress, request: Request[R], timeout_s: f
     from etrain_jupyter.process.peers import plain_values_only
 
     rpc: Any = core.rpc
+    # A scheduler's reply is untrusted: accept plain values, unpickle nothing.
     with plain_values_only():
+        # Over everything: Dask's own timeout covers the connection, not the wait for the reply.
         async with asyncio.timeout(timeout_s):
             scheduler = rpc(
                 address.address, timeout=timeout_s, connection_args=address.connection_args()

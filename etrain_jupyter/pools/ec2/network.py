@@ -39,6 +39,7 @@ def open_network(ec2: Any, spec: AwsSpotSpec, cluster_id: str, tags: Mapping[str
         vpc_id, subnets = find_subnets(ec2, spec)
         group = spec.network.security_group
         if group != "auto":
+            # Fail here with a clear message, and not at the first launch.
             ec2.describe_security_groups(GroupIds=[group])
             return Network(subnets=subnets, vpc_id=vpc_id, security_group=group, is_ours=False)
         made = make_security_group(ec2, vpc_id, cluster_id, tags)
@@ -66,6 +67,7 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     else:
         found = _pages(ec2, "describe_subnets", "Subnets", SubnetIds=list(named))
     vpcs = sorted({one["VpcId"] for one in found})
+    # A security group belongs to one VPC, too.
     if len(vpcs) > 1:
         raise PoolError(
             f"network.subnets belong to {len(vpcs)} VPCs ({', '.join(vpcs)}); workers can only "
@@ -91,15 +93,13 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
     """Return the cluster's security group, which admits only members; create it if missing.
 
     A notebook that runs the head must be a member, or be in ``network.security_group``.
-
-    Raises:
-        ClientError: If EC2 refuses a request.
     """
     name = f"etrain-{cluster_id}"
     ours = [
         {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]},
         {"Name": "group-name", "Values": [name]},
     ]
+    # A previous head of this cluster may have died between creating the group and its rule.
     for known in _pages(ec2, "describe_security_groups", "SecurityGroups", Filters=ours):
         if not _lets_members_in(known):
             _let_members_in(ec2, known["GroupId"])
@@ -115,7 +115,7 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
 
 
 def _lets_members_in(group: Mapping[str, Any]) -> bool:
-    """Return whether the rule exists; an on-demand head may use the group, but not change it."""
+    """Return True if the rule exists. An on-demand head may use the group, but not change it."""
     return any(
         rule.get("IpProtocol") == "-1" and pair.get("GroupId") == group["GroupId"]
         for rule in group.get("IpPermissions", ())
@@ -128,6 +128,7 @@ def _let_members_in(ec2: Any, group: str) -> None:
     try:
         ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
     except ClientError as exc:
+        # Another head has added the rule since the check.
         if code_of(exc) != "InvalidPermission.Duplicate":
             raise
 

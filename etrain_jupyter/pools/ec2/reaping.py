@@ -68,11 +68,7 @@ class Tagged:
 
 
 def find_tagged(clients: Clients, region: str, *, cluster_id: str = "") -> list[Tagged]:
-    """Return all resources in a region with our tag, or with that of one cluster.
-
-    Raises:
-        PoolError: If EC2 refuses a request.
-    """
+    """Return all resources in a region with our tag, or with that of one cluster."""
     ec2 = clients.ec2
     try:
         found = [*_instances(ec2, region, cluster_id)]
@@ -89,6 +85,8 @@ def _instances(ec2: Any, region: str, cluster_id: str) -> list[Tagged]:
     living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
     prices: dict[tuple[str, str], list[tuple[float, float]]] = {}
     if any(one.lifecycle == "spot" for one in living):
+        # An hour: EC2 always returns the price in force at the start, so there is at least one
+        # point.
         prices = spot_history(ec2, {one.type for one in living}, time.time() - 3600)
     found = []
     for one in living:
@@ -176,11 +174,13 @@ def remove(
         spares_head: Keep the head's machine, which is this one, with its template and security
             group.
         pause: Waits between two attempts.
-
-    Raises:
-        PoolError: If EC2 cannot list the resources.
     """
     deadline = time.monotonic() + timeout_s
+    #   machines            terminated, until NUM_CLEAN_LOOKS listings are empty
+    #   templates, disks,   deleted with retries: the group is in use until its machines have ended
+    #   security group
+    #   objects             last: nodes that still run read their lease and keys there
+    #   ledger              kept: the costs must remain known
     first = find_tagged(clients, region, cluster_id=cluster_id)
     home = home or next((one.home for one in first if one.home), "")
     left = _end_machines(clients.ec2, cluster_id, deadline, pause, spares_head=spares_head)
@@ -213,7 +213,9 @@ def _end_machines(
     while True:
         living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
         if spares_head:
+            # A head that ends its own cluster runs this code on that very machine.
             living = [one for one in living if one.tags.get("etrain:role") != "head"]
+        # An empty listing may be one that a machine launched just before is not in yet.
         clean = 0 if living else clean + 1
         if clean >= NUM_CLEAN_LOOKS:
             return []
@@ -238,6 +240,7 @@ def _delete(ec2: Any, one: Tagged) -> str:
     try:
         getattr(ec2, operation)(**{key: one.id})
     except ClientError as exc:
+        # Another process removes the same cluster, or a previous attempt did without its answer.
         if "NotFound" in code_of(exc) or "NotExist" in code_of(exc):
             return ""
         return f"{one.id} {one.kind} ({message_of_error(exc)})"
@@ -245,7 +248,8 @@ def _delete(ec2: Any, one: Tagged) -> str:
 
 
 def _remove_objects(clients: Clients, home: str, cluster_id: str) -> list[str]:
-    """Delete a cluster's folder in the bucket; its ledger is elsewhere and stays."""
+    # The URL comes from a tag, which anyone who may tag resources can write: never delete anything
+    # but the folder of this cluster, and only in the bucket that the clients were made for.
     if not home.startswith(S3) or not home.endswith(f"/clusters/{cluster_id}"):
         return []
     name, key = split_s3_url(home)
@@ -296,32 +300,22 @@ def by_cluster(found: Sequence[Tagged]) -> dict[str, list[Tagged]]:
 
 
 def is_meant(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
-    """Return whether to remove a cluster.
-
-    Args:
-        own: Its resources.
-        cluster_id: Only this cluster, expired or not; empty for any.
-        all_clusters: Include clusters that have not expired.
-    """
+    """Return True if a cluster is to be removed: the named one, or all, or an expired one."""
     if cluster_id:
         return own[0].cluster_id == cluster_id
+    # All: a running head postpones the expiry of its machines, template and group, not of disks.
     return all_clusters or all(one.is_expired for one in own)
 
 
 def remove_found(
     spec: AwsSpotSpec, found: Sequence[Tagged], *, timeout_s: float = 120.0
 ) -> Leftovers:
-    """Remove one cluster whose resources are known; their tags contain its bucket.
-
-    Args:
-        spec: Region, profile and endpoint.
-        found: Its resources.
-        timeout_s: When to stop retrying, in seconds.
-    """
+    """Remove one cluster whose resources are known; their tags contain its bucket."""
     [cluster_id] = {one.cluster_id for one in found}
     home = next((one.home for one in found if one.home), "")
     if home:
         bucket, key = split_s3_url(home)
         prefix = key.removesuffix(f"clusters/{cluster_id}")
+        # The cluster may be another pool's, of the same region.
         spec = spec.model_copy(update={"bucket": bucket, "prefix": prefix})
     return remove(Clients(spec), spec.region, cluster_id, timeout_s=timeout_s, home=home)

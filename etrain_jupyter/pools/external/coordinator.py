@@ -1,7 +1,13 @@
 """Coordinator as a guest in a scheduler that others started and keep using.
 
 It is idle while no job runs: then it does not tick, and the supervisors send no heartbeats and keep
-no spare trainer. A failure of it must not take the scheduler's workers down.
+no spare trainer::
+
+    _submit --> _wake: _work is set,           ticks until no job is active and all logs
+                WakeSupervisor to all    --->  and reports are written   --->  _rest: _work is
+                                                                               cleared, all rest
+
+A failure of it must not take the scheduler's workers down.
 """
 
 from __future__ import annotations
@@ -57,6 +63,7 @@ class GuestNodes(NoNodes):
         """Retire a worker: Dask moves its results elsewhere and closes it."""
         address = self._address_of(worker)
         if address and worker not in self.leaving:
+            # `drain_s` has no effect here: Dask has no deadline for a retirement.
             retire = self._scheduler.retire_workers(workers=[address], close_workers=True)
             task = asyncio.get_running_loop().create_task(retire)
             self.leaving[worker] = task
@@ -75,16 +82,13 @@ class GuestNodes(NoNodes):
 
 
 class GuestCoordinator(Coordinator):
-    """Run our jobs on the workers that the scheduler has.
-
-    Args:
-        cluster_id: The scheduler's own id.
-    """
+    """Run our jobs on the workers that the scheduler has."""
 
     idempotent = True
     """Dask keeps the registered one when a second notebook sends its own."""
 
     def __init__(self, *, cluster_id: str) -> None:
+        # Created here and attached later, because the scheduler is known only at registration.
         self._guests = GuestNodes()
         super().__init__(
             self._guests, cluster_id=cluster_id, on_shutdown=lambda: None, silence_s=SILENCE_S
@@ -119,6 +123,8 @@ class GuestCoordinator(Coordinator):
             await asyncio.sleep(TICK_S)
             with self._defects.watch(None, "a tick"):
                 self.tick()
+            # Rest only when nothing is left to write or to acknowledge: no later event would wake
+            # us.
             is_behind = any(job.is_log_behind for job in self._jobs.values())
             if not (self._active() or is_behind) and self._acknowledgements.is_empty:
                 self._rest()
@@ -127,6 +133,8 @@ class GuestCoordinator(Coordinator):
         """Do what is due. With jobs, the scheduler is not idle although it has no tasks."""
         super().tick()
         if self._active():
+            # Otherwise `idle_timeout` or an adaptive cluster would shut the scheduler down during a
+            # job.
             self._scheduler.idle_since = None
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
@@ -138,6 +146,7 @@ class GuestCoordinator(Coordinator):
             return
         self._work.set()
         now = clock.now()
+        # The roster counts the time without ticks as a suspension of this process, not as silence.
         self._workers.tick(now)
         for facts in self._workers:
             self._workers.hear(facts.address, now)  # it sent no heartbeats while it rested
@@ -152,6 +161,7 @@ class GuestCoordinator(Coordinator):
 
     def _greet(self, hello: m.SupervisorHello, worker: str, now: float) -> None:
         super()._greet(hello, worker, now)
+        # None if this incarnation is fenced: it stays unfit, and asleep.
         facts = self._workers.hear(worker, now)
         if facts is not None:
             self._unfit.pop(facts.name, None)
@@ -168,6 +178,7 @@ class GuestCoordinator(Coordinator):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **values: Any) -> None:
         """Handle a closed connection of a worker. Called by the scheduler."""
+        # Forget the reasons of workers that are gone: one of the same name may be repaired.
         present = {str(state.name) for state in scheduler.workers.values()}
         self._unfit = {name: why for name, why in self._unfit.items() if name in present}
         super().remove_worker(scheduler, worker, **values)
@@ -176,6 +187,7 @@ class GuestCoordinator(Coordinator):
 
     async def _submit(self, request: q.SubmitJob) -> q.Submitted:
         job = request.job
+        # With a place, the run is in a bucket, and no folder is shared.
         if not job.get("place"):
             await self._check_folder(str(job["run_dir"]))
         self._wake()
@@ -187,15 +199,12 @@ class GuestCoordinator(Coordinator):
         return reply
 
     async def _check_folder(self, folder: str) -> None:
-        """Refuse a job whose folder only the notebook's machine has.
-
-        Raises:
-            RequestError: If the scheduler or a worker does not see it.
-        """
+        """Refuse a job whose folder only the notebook's machine has."""
         from os.path import isdir
 
         import cloudpickle
 
+        # The notebook has created the folder. Check before `_open` creates it on another disk.
         blind = [] if isdir(folder) else ["the scheduler"]
         workers = [facts.address for facts in self._workers]
         # An RPC of Dask, as `Client.run` makes it; a worker that just went does not answer.
@@ -206,6 +215,7 @@ class GuestCoordinator(Coordinator):
         }
         answers: dict[str, Any] = {}
         with contextlib.suppress(TimeoutError):
+            # Workers that do not answer in time are not refused: they may just be busy.
             async with asyncio.timeout(ANSWER_S):
                 answers = await self._scheduler.broadcast(
                     msg=asked, workers=workers, on_error="ignore"
@@ -261,6 +271,8 @@ class GuestCoordinator(Coordinator):
         jobs = [job for job in self._active() if job.state.of_worker(worker) is not None]
         if jobs:
             # Its job leaves it at a step boundary first.
+            # The same path as EC2's notice, so the ranks leave at a step boundary and the state is
+            # copied.
             self._injector.give_notice(worker, drain_s)
             return q.Done()
         if facts is not None:
@@ -275,6 +287,8 @@ class GuestCoordinator(Coordinator):
         jobs = self._active()
         for job in jobs:
             job.handle(s.StopAsked(now=False))
+        #   StopAsked(now=False)      deadline                 StopAsked(now=True)
+        #       |--- last checkpoint ----|--- if still active ------|
         while self._is_ending() and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_S)
         for job in self._active():
@@ -288,6 +302,7 @@ class GuestCoordinator(Coordinator):
     async def _forget(self, request: q.RemoveCoordinator) -> q.Done:
         """Leave the scheduler as it was."""
         scheduler = self._scheduler
+        # Stop ticking and upload the last logs before the handlers are removed.
         await self.close()
         for handled in self._handlers():
             scheduler.handlers.pop(handled.op, None)

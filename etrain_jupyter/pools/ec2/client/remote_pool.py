@@ -1,7 +1,13 @@
 """Pool ``aws-spot`` with ``head: on-demand``: its scheduler runs on its own EC2 machine.
 
 This machine has a folder of the cluster with the client's keys and the head's address. A machine
-without that folder can still shut the cluster down, by its tags.
+without that folder can still shut the cluster down, by its tags::
+
+    this machine                        bucket                    head's machine
+    keys, config, settings  --------->  clusters/ID/...
+    CreateFleet  -------------------------------------------->    boots, reads its files
+    polls  ------------------------->   lease.json  <---------    scheduler renews the lease
+    connects to the address in it  -------------------------->    scheduler answers
 """
 
 from __future__ import annotations
@@ -73,6 +79,7 @@ class AwsRemotePool(AwsSpotPool):
         )
 
     def _find(self) -> SchedulerAddress | None:
+        # Only clusters that this machine started: it has their keys.
         for cluster in filter(self._is_ours, cluster_dirs()):
             with contextlib.suppress(OSError, ValueError):
                 head = json.loads((cluster.path / HEAD_FILE).read_text())
@@ -89,6 +96,7 @@ class AwsRemotePool(AwsSpotPool):
                 address = self._find()
                 if address is not None:
                     return address
+                # A folder without a head that answers would make `_address` point to it forever.
                 self._clear_up()
                 return self._start(ClusterDir.create(root, settings), settings)
         except TimeoutError as exc:
@@ -105,11 +113,7 @@ class AwsRemotePool(AwsSpotPool):
         return write_head(cluster, head, reached_at=reached_at)
 
     def _clear_up(self) -> None:
-        """Remove clusters whose head has ended or never started.
-
-        Raises:
-            PoolError: If a head runs, but cannot be reached from here.
-        """
+        """Remove clusters whose head has ended or never started; refuse if a head still runs."""
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
         for cluster in list(filter(self._is_ours, cluster_dirs())):
@@ -118,6 +122,8 @@ class AwsRemotePool(AwsSpotPool):
             )
             heads = [one for one in living if one.tags.get("etrain:role") == "head"]
             address = head_address_of(cluster)
+            # A head that runs may have jobs. Starting another one would cost twice, and terminating
+            # it would lose them.
             if heads and address is not None:
                 raise PoolError(
                     f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
@@ -134,6 +140,7 @@ class AwsRemotePool(AwsSpotPool):
         try:
             instance = self._launch(clients, cluster, settings)
             lease = self._await_lease(clients, cluster, instance)
+        # Also after an interrupt of the kernel: a launched head costs money.
         except BaseException:
             self.of_cluster(cluster).down()
             raise
@@ -167,7 +174,8 @@ class AwsRemotePool(AwsSpotPool):
         name, spec = cluster.cluster_id, self.spec
         config = config_of(spec, name, fingerprint=read_fingerprint())
         boot = put_node_files(clients, name, config, cluster.tls, with_head=True)
-        # The head itself runs with head: notebook, and with the credentials of its role.
+        # For the head itself, the scheduler is on "this machine". It uses its role instead of a
+        # profile, and the bucket's owner that was determined here.
         home = {"head": "notebook", "profile": None, "bucket_owner": boot.owner or ANY}
         own = spec.model_copy(update=home)
         settings = dataclasses.replace(settings, spec=json.loads(own.to_json()))
@@ -184,6 +192,7 @@ class AwsRemotePool(AwsSpotPool):
             lifecycle="on-demand",
             num_nodes=1,
             workers_each=0,
+            # Any zone will do: on-demand prices are the same in all zones of a region.
             overrides=tuple((spec.head_type, zone) for zone in sorted(network.subnets)),
         )
         answer = create_fleet(
@@ -208,11 +217,7 @@ class AwsRemotePool(AwsSpotPool):
         return answer.acks[0].id
 
     def _await_lease(self, clients: Clients, cluster: ClusterDir, instance: str) -> dict[str, Any]:
-        """Wait for the lease, which contains the address of the head's scheduler.
-
-        Raises:
-            PoolError: If the head ends before, or the timeout passes.
-        """
+        """Wait for the lease, which contains the address of the head's scheduler."""
         from etrain_jupyter.pools.ec2.ec2_api import console_tail, list_instances
 
         deadline = time.monotonic() + self.spec.lifetime.boot
@@ -227,6 +232,7 @@ class AwsRemotePool(AwsSpotPool):
                 return lease
             found = list_instances(clients.ec2, cluster_id=cluster.cluster_id, ids=[instance])
             has_ended = bool(found) and not found[0].is_living
+            # An empty `found` means that EC2 does not list the machine yet.
             if has_ended or time.monotonic() > deadline:
                 what = "ended" if has_ended else f"took more than {self.spec.lifetime.boot:g} s"
                 raise PoolError(

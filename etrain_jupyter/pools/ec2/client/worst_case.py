@@ -28,6 +28,7 @@ def price_in_words(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str
     has_head = spec.head == "on-demand"
     now = time.time()
     try:
+        # The head's machine is charged on demand from start to end, whatever the workers cost.
         wanted = {*types, *([spec.head_type] if has_head else [])}
         prices.refresh(wanted, since=now - LOOK_BACK_S, now=now)
     except AwsErrors as exc:
@@ -54,6 +55,7 @@ def worst_of(
 ) -> WorstCase:
     """Return the cost of workers at the highest price for the whole lifetime."""
     smallest = min(offer.workers for offer in offers)
+    # Rounded up, with the smallest machines: the most disks.
     num_nodes = -(-num_workers // smallest)
     dearest = dearest_usd(offers, Rules.of(spec, "")) * smallest
     return worst_case(

@@ -83,6 +83,7 @@ def worker_names(node: str, count: int) -> tuple[str, ...]:
     >>> worker_names("i-1", 2)
     ('i-1:0', 'i-1:1')
     """
+    # The machine's agent derives the same names, see `machine.children.names_of`.
     return (node,) if count == 1 else tuple(f"{node}:{number}" for number in range(count))
 
 

@@ -13,6 +13,8 @@ def why_gone(reason: str) -> str:
     >>> why_gone("Server.SpotInstanceTermination")
     'EC2 reclaimed the spot machine (Server.SpotInstanceTermination)'
     """
+    # StateReason codes of DescribeInstances; `_instance` falls back to StateTransitionReason, which
+    # contains "User initiated".
     if reason.startswith(TAKEN_BY_EC2):
         cause = "EC2 reclaimed the spot machine"
     elif reason.startswith("Client.InstanceInitiated"):
@@ -84,6 +86,7 @@ def no_capacity(state: FleetState, rules: Rules, view: View, missing: int, short
     if refused:
         types = sorted({type for type, _, _ in refused})
         zones = sorted({zone for _, zone, _ in refused})
+        # The first pool whose back-off ends is the next one that is requested.
         wait_s = min(one.until for one in refused.values()) - view.now
         where = (
             f" ({', '.join(types)} in {', '.join(zones)}). The next attempt is in {wait_s:.0f} s"

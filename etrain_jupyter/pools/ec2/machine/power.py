@@ -22,7 +22,10 @@ LAST_RESORTS = (["systemctl", "poweroff", "--force"], ["poweroff", "-f"])
 
 def arm_timer(left_s: float) -> None:
     """Schedule a shutdown of the system, in place of any previous one."""
+    # `shutdown` takes whole minutes. Round up: the agent itself ends the lifetime to the second,
+    # and this timer is for an agent that hangs.
     minutes = max(1, math.ceil(left_s / 60))
+    # Without a scheduled shutdown, this at worst logs a warning.
     _run(["shutdown", "-c"])
     _run(["shutdown", "-h", f"+{minutes}"])
     logger.info("this machine turns off in %d min at the latest", minutes)
@@ -30,9 +33,12 @@ def arm_timer(left_s: float) -> None:
 
 def power_off(num_tries: int = 12) -> bool:
     """Turn the machine off; return whether a command succeeded."""
+    # A failure may be temporary, and a machine that stays on is charged without limit.
     for number in range(num_tries):
         if number:
             time.sleep(RETRY_S)
+        # The launch template has InstanceInitiatedShutdownBehavior "terminate", so a halt from
+        # inside ends the machine for good, without credentials and without a network.
         commands = [["shutdown", "-h", "now"], *(LAST_RESORTS if _is_machine_of_ec2() else ())]
         if any(_run(command) for command in commands):
             return True
