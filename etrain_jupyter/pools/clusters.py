@@ -33,7 +33,7 @@ def describe_pools() -> str:
     """Return the pools and their running clusters, for ``%etrain pools``."""
     pools = {"local": "processes on this machine"}
     for entry in read_catalog().values():
-        pools[entry.name] = f"{entry.kind}{_place_of(entry)} ({entry.file})"
+        pools[entry.name] = f"{entry.kind}{_location_of(entry)} ({entry.file})"
     clusters: dict[str, list[str]] = {}
     for cluster in cluster_dirs():
         record = cluster.record()
@@ -43,7 +43,10 @@ def describe_pools() -> str:
             state = f"at {record.address}: {_state_of(cluster, record)}"
         elif record.is_here and cluster.cluster_id.startswith("aws-"):
             # Unlike local workers, EC2 machines survive the keeper and keep costing money.
-            state = "scheduler died: the pool's next job takes the machines over; or %etrain down"
+            state = (
+                "scheduler has died. The pool's next job takes over its machines; `%etrain down` "
+                "terminates them"
+            )
         else:
             continue
         clusters.setdefault(cluster.settings().pool, []).append(f"  {cluster.cluster_id} {state}")
@@ -75,7 +78,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     return f"{state}; {len(nodes)} EC2 machines for ${rate:.3g} per hour, ${spent:.3g} spent"
 
 
-def _place_of(entry: PoolEntry) -> str:
+def _location_of(entry: PoolEntry) -> str:
     """Return the address or region of a pool's entry, which is not validated here."""
     place = entry.values.get("address") or entry.values.get("region")
     return f", {place}" if isinstance(place, str) else ""
@@ -118,19 +121,19 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     unreachable = []
     for address in noted_schedulers() if cluster is None else []:
         try:
-            end = _leave(address, timeout_s=timeout_s)
+            end = _uninstall_from(address, timeout_s=timeout_s)
         except PoolError as exc:
             # It may have been shut down for good: not an error of this command.
             unreachable.append(f"{address.address} was not changed: {exc}")
         else:
             # None means that nothing of ours was installed, so there is nothing to report.
             if end is not None:
-                leftovers[f"our part of {address.address}"] = end
+                leftovers[f"etrain on {address.address}"] = end
     text = _report(leftovers, "" if unreachable else "No cluster is up.")
     return "\n".join([text] * bool(text) + unreachable)
 
 
-def _leave(address: SchedulerAddress, *, timeout_s: float) -> Leftovers | None:
+def _uninstall_from(address: SchedulerAddress, *, timeout_s: float) -> Leftovers | None:
     """Remove our part from a Dask scheduler; None if there is none."""
     from etrain_jupyter.pools.external.pool import AddressPool
 
@@ -224,20 +227,20 @@ def reap(
         ConfigError: If no region is configured.
         PoolError: If resources remain, or if AWS does not answer.
     """
-    from etrain_jupyter.pools.ec2.reaping import by_cluster, is_meant, remove_found
+    from etrain_jupyter.pools.ec2.reaping import by_cluster, remove_found, should_remove
 
     specs = aws_specs(region)
     if not specs:
         raise ConfigError(
             "no pool of kind aws-spot is configured, so no region is known. Nothing was removed",
-            hint="run reap in the folder of a pools.yaml, or write reap --region us-east-1",
+            hint="run reap in the folder of a pools.yaml, or name a region: --region us-east-1",
         )
     leftovers: dict[str, Leftovers] = {}
     kept: set[str] = set()
     for spec in specs:
         # Two specs may have the same region with different credentials; each sees its own account.
         for cluster_id, own in by_cluster(_find(spec)).items():
-            if is_meant(own, cluster_id=cluster or "", all_clusters=all_clusters):
+            if should_remove(own, cluster_id=cluster or "", all_clusters=all_clusters):
                 leftovers[cluster_id] = remove_found(spec, own, timeout_s=timeout_s)
             else:
                 kept.add(cluster_id)

@@ -18,7 +18,7 @@ def find_pool(parsed: ParsedJob) -> Pool:
     """
     name, known = parsed.config.pool, pool_names()
     if name not in known and "://" not in name:
-        message = f"there is no pool '{name}'; known are {', '.join(known)}"
+        message = f"there is no pool '{name}'. Known pools: {', '.join(known)}"
         raise parsed.source.error(("pool",), message, hint=advice_on(name, known))
     return get_pool(name)
 

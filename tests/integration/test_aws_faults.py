@@ -62,7 +62,7 @@ LAUNCHING = (
             {"image": {"ami": "ssm:/no/such/parameter"}},
             ("ssm:/no/such/parameter", "Correct image.ami"),
         ),
-        (None, {"bucket": "no-such-bucket"}, ("no-such-bucket", "Name another one in pools.yaml")),
+        (None, {"bucket": "no-such-bucket"}, ("no-such-bucket", "Set bucket in pools.yaml")),
         (
             None,
             {"network": {"subnets": ["subnet-0a1b2c3d"]}},
@@ -175,7 +175,7 @@ async def test_missing_capacity_warns_immediately_with_the_next_attempt(
     assert "g5.xlarge" in text
     assert "g6.xlarge" in text
     assert "The next attempt is in 1" in text  # 15 s minus the elapsed time
-    assert "Training continues when it has" in text
+    assert "Launches are retried until it has" in text
     assert "capacity.on_demand.max" in text
     assert (head.launched(), head.halts) == ([], [])
 
@@ -225,7 +225,7 @@ async def test_repeatedly_denied_launches_halt_the_pool(
     head.nodes.want(1, reason="test")
     await head.until(lambda: head.halts)
 
-    assert "refused 3 launches in a row. No more are attempted." in head.halts[0]
+    assert "refused 3 launches in a row. No more nodes are launched." in head.halts[0]
     assert "%etrain pools policy" in head.halts[0]
     assert cloud.calls()["ec2.CreateFleet"] == 3
 

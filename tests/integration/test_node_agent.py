@@ -255,7 +255,7 @@ def test_agent_stops_its_workers_before_it_turns_off_on_sigterm(
     machine.terminate()
     console = machine.until_off()
     ended = console.index("worker i-1 has ended with exit code 0")
-    assert ended < console.index("turning off: the agent was asked to stop")
+    assert ended < console.index("turning off: the agent received a request to stop")
 
 
 def test_workers_exit_with_a_killed_agent(launch: Launch) -> None:

@@ -88,8 +88,8 @@ _CODES: dict[str, str] = {
     "capacity",
     "Unsupported": "this zone does not have this type. Remove it from capacity.types, or set zones",
     "OptInRequired": "the account may not use this region or service. Enable it in the console",
-    "PendingVerification": "AWS is still verifying the account. Wait for its mail",
-    "Blocked": "AWS has blocked the account. Contact its support",
+    "PendingVerification": "AWS is still verifying the account. Wait for the e-mail from AWS",
+    "Blocked": "AWS has blocked the account. Contact AWS Support",
     "RequestLimitExceeded": "EC2 limits the request rate. The next request retries",
 }
 _BEGINNINGS = (
@@ -102,7 +102,10 @@ _BEGINNINGS = (
     ("InvalidSubnet", "there is no such subnet in this region. Correct network.subnets"),
     ("InvalidGroup", "there is no such security group. Correct network.security_group"),
     ("InvalidSecurityGroupID", "there is no such security group. Correct network.security_group"),
-    ("InvalidLaunchTemplate", "the cluster's launch template is gone. Start the cluster again"),
+    (
+        "InvalidLaunchTemplate",
+        "the cluster's launch template was deleted. Run `%etrain down`, then run the cell again",
+    ),
     ("InvalidInstanceType", "there is no such type. Correct capacity.types"),
     ("ParameterNotFound", "there is no such parameter. Correct image.ami in pools.yaml"),
 )

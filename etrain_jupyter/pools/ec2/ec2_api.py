@@ -33,8 +33,6 @@ from etrain_jupyter.storage.objects.s3_requests import S3Limits
 CLUSTER_TAG = "etrain:cluster"
 LIVING = ("pending", "running", "stopping", "stopped")
 """States of machines that are or may be charged for."""
-NUM_LAUNCH_TRIES = 4
-FIRST_PAUSE_S = 0.5
 S3_LIMITS = S3Limits(
     connect_timeout_s=3.0,
     read_timeout_s=10.0,
@@ -76,7 +74,6 @@ class TypeFacts:
     gpus: int = 0
     gpu_memory_gib: float = 0.0
     encrypts_traffic: bool = False
-    architecture: str = "x86_64"
 
 
 class Clients:
@@ -297,7 +294,6 @@ def _facts(data: Mapping[str, Any]) -> TypeFacts:
         gpus=sum(one["Count"] for one in gpus),
         gpu_memory_gib=min(memory, default=0.0),
         encrypts_traffic=bool(data.get("NetworkInfo", {}).get("EncryptionInTransitSupported")),
-        architecture=data.get("ProcessorInfo", {}).get("SupportedArchitectures", ["x86_64"])[0],
     )
 
 

@@ -149,7 +149,7 @@ class FleetState:
             refusals = (LaunchFailure(type="", zone="", code="", message="", kind="capacity"),)
         for refusal in refusals:
             for key in _keys_of(refusal, request):
-                back_offs[key] = _longer(self.back_offs.get(key), refusal.kind, now)
+                back_offs[key] = _next_back_off(self.back_offs.get(key), refusal.kind, now)
         # A request that launched anything shows that credentials, image and template work.
         is_fatal = not answer.acks and any(one.kind == "fatal" for one in refusals)
         state = self.with_(
@@ -236,7 +236,7 @@ def _keys_of(refusal: LaunchFailure, request: LaunchRequest) -> tuple[PoolKey, .
     )
 
 
-def _longer(known: BackOff | None, kind: str, now: float) -> BackOff:
+def _next_back_off(known: BackOff | None, kind: str, now: float) -> BackOff:
     # 15 s, 30 s, 60 s ... 300 s; min(num, 10) keeps the power finite after weeks of refusals.
     num = known.num if known else 0
     if kind == "unsupported":

@@ -101,7 +101,10 @@ def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
         found = {name: facts for name, facts in found.items() if facts.encrypts_traffic}
         what += " with network.require_nitro_encryption"
     if not found:
-        raise PoolError(f"{spec.region} has none of {what}. {NOTHING} Name types that it has.")
+        raise PoolError(
+            f"{spec.region} offers none of {what}. {NOTHING} Set capacity.types to types that "
+            "`aws ec2 describe-instance-type-offerings` lists."
+        )
     return found
 
 

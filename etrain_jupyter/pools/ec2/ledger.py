@@ -236,14 +236,12 @@ class WorstCase:
     """With all machines at the highest price."""
     total: float
     """For a whole lifetime."""
-    uncapped_total: float
-    """The total without ``budget``."""
 
 
 def worst_case(
     *,
     num_nodes: int,
-    dearest_usd: float,
+    highest_usd: float,
     lifetime_s: float,
     volume_gib: float = 0.0,
     volume_gib_month: float = 0.08,
@@ -255,15 +253,14 @@ def worst_case(
 
     ``head_usd`` is the cost of the head in US dollars an hour, if it has its own machine.
 
-    >>> worst_case(num_nodes=4, dearest_usd=0.5, lifetime_s=7200, max_total=3.0).total
+    >>> worst_case(num_nodes=4, highest_usd=0.5, lifetime_s=7200, max_total=3.0).total
     3.0
     """
     disk = volume_gib * volume_gib_month / HOURS_OF_MONTH
-    hourly = num_nodes * (dearest_usd + disk) + (head_usd + disk if head_usd else 0.0)
+    hourly = num_nodes * (highest_usd + disk) + (head_usd + disk if head_usd else 0.0)
     capped_hourly = hourly if max_hourly is None else min(hourly, max_hourly)
     total = capped_hourly * lifetime_s / 3600
     return WorstCase(
         hourly=capped_hourly,
         total=total if max_total is None else min(total, max_total),
-        uncapped_total=hourly * lifetime_s / 3600,
     )

@@ -23,7 +23,6 @@ class Network:
 
     subnets: Mapping[str, str]
     """Subnet of each zone."""
-    vpc_id: str
     security_group: str
     is_ours: bool
     """The group was created for the cluster, and is removed with it."""
@@ -41,9 +40,9 @@ def open_network(ec2: Any, spec: AwsSpotSpec, cluster_id: str, tags: Mapping[str
         if group != "auto":
             # Fail here with a clear message, and not at the first launch.
             ec2.describe_security_groups(GroupIds=[group])
-            return Network(subnets=subnets, vpc_id=vpc_id, security_group=group, is_ours=False)
+            return Network(subnets=subnets, security_group=group, is_ours=False)
         made = make_security_group(ec2, vpc_id, cluster_id, tags)
-        return Network(subnets=subnets, vpc_id=vpc_id, security_group=made, is_ours=True)
+        return Network(subnets=subnets, security_group=made, is_ours=True)
     except ClientError as exc:
         raise pool_error(f"the network of {spec.region} cannot be used", exc, NOTHING) from exc
 
@@ -61,8 +60,8 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
         found = _pages(ec2, "describe_subnets", "Subnets", Filters=filters)
         if not found:
             raise PoolError(
-                f"{spec.region} has no default VPC with subnets. {NOTHING} Name some in pools.yaml,"
-                " network: {subnets: [subnet-...]}, or type `aws ec2 create-default-vpc`."
+                f"{spec.region} has no default VPC with subnets. {NOTHING} List subnets in "
+                "pools.yaml, network: {subnets: [subnet-...]}, or run `aws ec2 create-default-vpc`."
             )
     else:
         found = _pages(ec2, "describe_subnets", "Subnets", SubnetIds=list(named))
@@ -82,8 +81,8 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     if zones != "auto":
         if missing := [zone for zone in zones if zone not in subnets]:
             raise PoolError(
-                f"there is no subnet in {', '.join(missing)} (capacity.zones), but in "
-                f"{', '.join(subnets)}. {NOTHING} Correct capacity.zones, or add a subnet."
+                f"there is no subnet in {', '.join(missing)} (capacity.zones). Zones with a "
+                f"subnet: {', '.join(subnets)}. {NOTHING} Correct capacity.zones, or add a subnet."
             )
         subnets = {zone: subnets[zone] for zone in zones}
     return vpcs[0], subnets
@@ -101,8 +100,8 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
     ]
     # A previous head of this cluster may have died between creating the group and its rule.
     for known in _pages(ec2, "describe_security_groups", "SecurityGroups", Filters=ours):
-        if not _lets_members_in(known):
-            _let_members_in(ec2, known["GroupId"])
+        if not _admits_members(known):
+            _admit_members(ec2, known["GroupId"])
         return str(known["GroupId"])
     made: str = ec2.create_security_group(
         GroupName=name,
@@ -110,11 +109,11 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
         VpcId=vpc_id,
         TagSpecifications=[{"ResourceType": "security-group", "Tags": tag_list(tags)}],
     )["GroupId"]
-    _let_members_in(ec2, made)
+    _admit_members(ec2, made)
     return made
 
 
-def _lets_members_in(group: Mapping[str, Any]) -> bool:
+def _admits_members(group: Mapping[str, Any]) -> bool:
     """Return True if the rule exists. An on-demand head may use the group, but not change it."""
     return any(
         rule.get("IpProtocol") == "-1" and pair.get("GroupId") == group["GroupId"]
@@ -123,7 +122,7 @@ def _lets_members_in(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _let_members_in(ec2: Any, group: str) -> None:
+def _admit_members(ec2: Any, group: str) -> None:
     rule = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
     try:
         ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])

@@ -27,9 +27,9 @@ from etrain_jupyter.pools.ec2.prices import ON_DEMAND_USD, spot_history
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects.s3_messages import code_of
 
-LOOK_S = 0.5
-MAX_LOOK_S = 5.0
-NUM_CLEAN_LOOKS = 2
+POLL_S = 0.5
+MAX_POLL_S = 5.0
+NUM_EMPTY_LISTINGS = 2
 """Number of consecutive listings without machines: EC2's listings lag behind."""
 
 
@@ -176,7 +176,7 @@ def remove(
         pause: Waits between two attempts.
     """
     deadline = time.monotonic() + timeout_s
-    #   machines            terminated, until NUM_CLEAN_LOOKS listings are empty
+    #   machines            terminated, until NUM_EMPTY_LISTINGS listings are empty
     #   templates, disks,   deleted with retries: the group is in use until its machines have ended
     #   security group
     #   objects             last: nodes that still run read their lease and keys there
@@ -184,7 +184,7 @@ def remove(
     first = find_tagged(clients, region, cluster_id=cluster_id)
     home = home or next((one.home for one in first if one.home), "")
     left = _end_machines(clients.ec2, cluster_id, deadline, pause, spares_head=spares_head)
-    wait_s = LOOK_S
+    wait_s = POLL_S
     while True:
         others = [
             one
@@ -195,7 +195,7 @@ def remove(
         if not stuck or time.monotonic() > deadline:
             break
         pause(wait_s)  # a group is in use until its machines have ended, which takes minutes
-        wait_s = min(2 * wait_s, MAX_LOOK_S)
+        wait_s = min(2 * wait_s, MAX_POLL_S)
     return Leftovers(
         processes=tuple(left), files=(*stuck, *_remove_objects(clients, home, cluster_id))
     )
@@ -209,15 +209,15 @@ def _end_machines(
     *,
     spares_head: bool,
 ) -> list[str]:
-    clean, last = 0, ""
+    num_empty, last = 0, ""
     while True:
         living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
         if spares_head:
             # A head that ends its own cluster runs this code on that very machine.
             living = [one for one in living if one.tags.get("etrain:role") != "head"]
         # An empty listing may be one that a machine launched just before is not in yet.
-        clean = 0 if living else clean + 1
-        if clean >= NUM_CLEAN_LOOKS:
+        num_empty = 0 if living else num_empty + 1
+        if num_empty >= NUM_EMPTY_LISTINGS:
             return []
         try:
             terminate(ec2, [one.id for one in living])
@@ -225,7 +225,7 @@ def _end_machines(
             last = f" ({message_of_error(exc)})"
         if time.monotonic() > deadline:
             return [f"{one.id} {one.type} {one.state}{last}" for one in living]
-        pause(LOOK_S)
+        pause(POLL_S)
 
 
 _DELETE = {
@@ -266,40 +266,13 @@ def _remove_objects(clients: Clients, home: str, cluster_id: str) -> list[str]:
         return [f"{home} ({exc})"]
 
 
-def reap(
-    clients_of: Callable[[str], Clients],
-    regions: Sequence[str],
-    *,
-    cluster_id: str = "",
-    all_clusters: bool = False,
-    timeout_s: float = 120.0,
-) -> dict[str, Leftovers]:
-    """Remove one cluster, all expired ones, or all; return what remains of each.
-
-    Args:
-        clients_of: Returns the clients of a region.
-        regions: Regions to search.
-        cluster_id: Only this cluster, expired or not.
-        all_clusters: Include clusters that have not expired.
-        timeout_s: Timeout per cluster, in seconds.
-    """
-    done: dict[str, Leftovers] = {}
-    for region in regions:
-        clients = clients_of(region)
-        found = find_tagged(clients, region, cluster_id=cluster_id)
-        for one, own in by_cluster(found).items():
-            if is_meant(own, cluster_id=cluster_id, all_clusters=all_clusters):
-                done[one] = remove(clients, region, one, timeout_s=timeout_s)
-    return done
-
-
 def by_cluster(found: Sequence[Tagged]) -> dict[str, list[Tagged]]:
     """Group resources by cluster id."""
     ids = sorted({one.cluster_id for one in found})
     return {name: [one for one in found if one.cluster_id == name] for name in ids}
 
 
-def is_meant(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
+def should_remove(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
     """Return True if a cluster is to be removed: the named one, or all, or an expired one."""
     if cluster_id:
         return own[0].cluster_id == cluster_id

@@ -263,7 +263,8 @@ class AwsSpotSpec(Section):
             raise fault(f"{{key}} {exc}") from None
         if value.startswith(S3) or prefix:
             raise fault(
-                f"{{key}} '{value}' is not only a name", hint="write bucket: name, prefix: folder/"
+                f"{{key}} '{value}' must be a bucket's name only",
+                hint="write bucket: name, prefix: folder/",
             )
         return value
 

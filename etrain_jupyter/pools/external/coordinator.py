@@ -40,7 +40,7 @@ SILENCE_S = 60.0
 """Heartbeat timeout here: tasks of others share the supervisor's process, and some hold the GIL for
 long."""
 
-LOOK_S = 0.1
+POLL_S = 0.1
 DRAIN_S = 10.0
 """Default timeout in seconds for the last checkpoints."""
 
@@ -108,8 +108,8 @@ class GuestCoordinator(Coordinator):
 
     def _handlers(self) -> dict[type[q.Request[Any]], Handler]:
         return super()._handlers() | {
-            q.ShutDownCluster: self._leave,
-            q.RemoveCoordinator: self._forget,
+            q.ShutDownCluster: self._stop_jobs,
+            q.RemoveCoordinator: self._uninstall,
             q.ListNodes: self._list_nodes,
             q.WantWorkers: self._want,
             q.ReleaseWorker: self._release,
@@ -174,7 +174,7 @@ class GuestCoordinator(Coordinator):
             return
         self._unfit[msg["name"]] = msg["why"]
         for job in self._active():
-            _say_unfit(job, msg["name"], msg["why"])
+            _log_unfit(job, msg["name"], msg["why"])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **values: Any) -> None:
         """Handle a closed connection of a worker. Called by the scheduler."""
@@ -195,7 +195,7 @@ class GuestCoordinator(Coordinator):
         if job["job_id"] not in self._jobs:
             return reply  # its bundle comes first
         for name, why in self._unfit.items():
-            _say_unfit(self._jobs[job["job_id"]], name, why)
+            _log_unfit(self._jobs[job["job_id"]], name, why)
         return reply
 
     async def _check_folder(self, folder: str) -> None:
@@ -205,10 +205,10 @@ class GuestCoordinator(Coordinator):
         import cloudpickle
 
         # The notebook has created the folder. Check before `_open` creates it on another disk.
-        blind = [] if isdir(folder) else ["the scheduler"]
+        without_folder = [] if isdir(folder) else ["the scheduler"]
         workers = [facts.address for facts in self._workers]
         # An RPC of Dask, as `Client.run` makes it; a worker that just went does not answer.
-        asked = {
+        request_to_run = {
             "op": "run",
             "function": cloudpickle.dumps(isdir),
             "args": cloudpickle.dumps((folder,)),
@@ -218,18 +218,18 @@ class GuestCoordinator(Coordinator):
             # Workers that do not answer in time are not refused: they may just be busy.
             async with asyncio.timeout(ANSWER_S):
                 answers = await self._scheduler.broadcast(
-                    msg=asked, workers=workers, on_error="ignore"
+                    msg=request_to_run, workers=workers, on_error="ignore"
                 )
-        blind += [
+        without_folder += [
             facts.name
             for facts in self._workers
             if (answer := answers.get(facts.address)) and not answer.get("result")
         ]
-        if blind:
+        if without_folder:
             raise RequestError(
-                f"the job's folder {folder} is not there for {', '.join(blind)}: log and "
-                "checkpoints would be scattered over machines. Nothing was submitted. Set "
-                "ETRAIN_RUNS to a folder that all of them share, or to s3://BUCKET/PREFIX."
+                f"the job's folder {folder} does not exist on {', '.join(without_folder)}: the log "
+                "and the checkpoints would be split over several disks. Nothing was submitted. Set "
+                "ETRAIN_RUNS to a folder that all machines share, or to s3://BUCKET/PREFIX."
             )
 
     async def _describe(self, request: q.DescribeCluster) -> q.ClusterFacts:
@@ -246,12 +246,12 @@ class GuestCoordinator(Coordinator):
     def _node_of(self, state: Any) -> dict[str, Any]:
         name = str(state.name)
         facts = self._workers.get(name)
-        standing = "running" if facts else "starting"
+        status = "running" if facts else "starting"
         if name in self._guests.leaving or (facts and facts.leaves_at):
-            standing = "draining"
+            status = "draining"
         return {
             "worker": name,
-            "state": standing,
+            "state": status,
             "pid": facts.pid if facts else 0,
             "device": facts.device if facts else "",
             "zone": get_address_host(state.address),
@@ -259,7 +259,7 @@ class GuestCoordinator(Coordinator):
 
     async def _want(self, request: q.WantWorkers) -> q.WorkersPresent:
         logger.info(
-            "%d workers are wanted (%s); the owner of this cluster starts them",
+            "%d workers requested (%s); etrain does not start workers on this cluster",
             request.count,
             request.reason,
         )
@@ -280,7 +280,7 @@ class GuestCoordinator(Coordinator):
         self._guests.release(worker, drain_s=drain_s)
         return q.Done()
 
-    async def _leave(self, request: q.ShutDownCluster) -> q.ShuttingDown:
+    async def _stop_jobs(self, request: q.ShutDownCluster) -> q.ShuttingDown:
         """Stop all jobs, with a checkpoint if there is time for one."""
         drain_s = DRAIN_S if request.drain_s is None else request.drain_s
         deadline = time.monotonic() + drain_s
@@ -290,7 +290,7 @@ class GuestCoordinator(Coordinator):
         #   StopAsked(now=False)      deadline                 StopAsked(now=True)
         #       |--- last checkpoint ----|--- if still active ------|
         while self._is_ending() and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         for job in self._active():
             job.handle(s.StopAsked(now=True))
         self._after_change()
@@ -299,7 +299,7 @@ class GuestCoordinator(Coordinator):
     def _is_ending(self) -> bool:
         return bool(self._active()) or any(job.is_uploading for job in self._jobs.values())
 
-    async def _forget(self, request: q.RemoveCoordinator) -> q.Done:
+    async def _uninstall(self, request: q.RemoveCoordinator) -> q.Done:
         """Leave the scheduler as it was."""
         scheduler = self._scheduler
         # Stop ticking and upload the last logs before the handlers are removed.
@@ -316,8 +316,8 @@ def _make(cluster_id: str) -> GuestCoordinator:
     return GuestCoordinator(cluster_id=cluster_id)
 
 
-def _say_unfit(job: HostedJob, name: str, why: str) -> None:
-    job.log(LogLine, level="warning", worker=name, text=f"worker {name} takes no part: {why}")
+def _log_unfit(job: HostedJob, name: str, why: str) -> None:
+    job.log(LogLine, level="warning", worker=name, text=f"worker {name} cannot train: {why}")
 
 
 def _ignore(**_: Any) -> None:

@@ -41,9 +41,9 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
         clients.bucket.keys("clusters/none", "the bucket cannot be listed")
     except StoreError as exc:
         raise PoolError(
-            f"the bucket {spec.bucket} cannot be used: {exc}. {NOTHING} Name another one in "
-            "pools.yaml, or create it; `%etrain pools policy` prints the policy that the user "
-            "needs."
+            f"the bucket {spec.bucket} cannot be used: {exc}. {NOTHING} Set bucket in pools.yaml "
+            "to another bucket, or create this one. `%etrain pools policy` prints the policy that "
+            "the user needs."
         ) from exc
 
 

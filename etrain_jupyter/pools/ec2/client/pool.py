@@ -132,11 +132,11 @@ class AwsSpotPool(DetachedPool):
             PoolError: If AWS cannot be reached, or ``image.archive`` has no digest.
         """
         from etrain_jupyter.pools.ec2.client.check import check_archive
-        from etrain_jupyter.pools.ec2.client.worst_case import price_in_words
+        from etrain_jupyter.pools.ec2.client.worst_case import describe_price
 
         clients = self._clients()
         check_archive(clients, self.spec)
-        return price_in_words(clients, self.spec, min(max_workers, self.spec.workers.max))
+        return describe_price(clients, self.spec, min(max_workers, self.spec.workers.max))
 
     def cost(self) -> CostReport:
         """Return what the machines of the running cluster have cost so far."""

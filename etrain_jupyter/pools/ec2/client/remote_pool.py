@@ -74,8 +74,8 @@ class AwsRemotePool(AwsSpotPool):
             if (address := head_address_of(cluster)) is not None:
                 return address
         raise PoolError(
-            f"no cluster of pool {self.name} is known here. Nothing was done. A cell with "
-            "%%etrain distributed starts one; `%etrain ls --all` lists the clusters on EC2."
+            f"no cluster of pool {self.name} was started on this machine. Nothing was done. A cell "
+            "with %%etrain distributed starts one; `%etrain ls --all` lists the clusters on EC2."
         )
 
     def _find(self) -> SchedulerAddress | None:
@@ -97,12 +97,12 @@ class AwsRemotePool(AwsSpotPool):
                 if address is not None:
                     return address
                 # A folder without a head that answers would make `_address` point to it forever.
-                self._clear_up()
+                self._remove_dead_clusters()
                 return self._start(ClusterDir.create(root, settings), settings)
         except TimeoutError as exc:
             raise PoolError(
-                f"{exc} for {START_S:g} s: another kernel is starting a cluster. This one stops "
-                "waiting. Run the cell again in a minute, or type `%etrain down`."
+                f"{exc} for {START_S:g} s: another kernel is starting a cluster. Nothing was "
+                "started. Run the cell again in a minute, or run `%etrain down`."
             ) from exc
 
     def _reach(self, cluster: ClusterDir, head: dict[str, str]) -> SchedulerAddress:
@@ -112,7 +112,7 @@ class AwsRemotePool(AwsSpotPool):
             reached_at = open_tunnel(cluster, self.spec, head["instance_id"], PORT)
         return write_head(cluster, head, reached_at=reached_at)
 
-    def _clear_up(self) -> None:
+    def _remove_dead_clusters(self) -> None:
         """Remove clusters whose head has ended or never started; refuse if a head still runs."""
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
@@ -127,8 +127,8 @@ class AwsRemotePool(AwsSpotPool):
             if heads and address is not None:
                 raise PoolError(
                     f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
-                    f"{address.address} cannot be reached from here. No other one was started. "
-                    "Check the route to it (security group, VPN), or end it: %etrain down "
+                    f"{address.address} cannot be reached from here. No second head was started. "
+                    "Check the route to it (security group, VPN), or shut it down: %etrain down "
                     f"{cluster.cluster_id}."
                 )
             self.of_cluster(cluster).down()
@@ -150,8 +150,9 @@ class AwsRemotePool(AwsSpotPool):
             self.of_cluster(cluster).down()
             raise PoolError(
                 f"the head of cluster {cluster.cluster_id} serves at {address.address}, which "
-                "cannot be reached from here; it was ended. Admit this machine to the security "
-                "group (network.security_group in pools.yaml), or use head: notebook in the VPC."
+                "cannot be reached from here. It was terminated. Allow this machine in the "
+                "security group (network.security_group in pools.yaml), or use head: notebook in "
+                "the VPC."
             )
         return address
 
@@ -205,14 +206,14 @@ class AwsRemotePool(AwsSpotPool):
         )
         if answer is None:
             raise PoolError(
-                "EC2 did not report whether it launched the head. Anything it launched was "
-                "removed. Try again."
+                "EC2 did not report whether it launched the head. Everything that it launched was "
+                "removed. Run the cell again."
             )
         if not answer.acks:
             reasons = {message_of_code(one.code, one.message) for one in answer.refusals}
             raise PoolError(
                 f"the head, a {spec.head_type} on demand, was not launched: "
-                f"{'; '.join(sorted(reasons))}. Nothing is left of it."
+                f"{'; '.join(sorted(reasons))}. All its resources were removed."
             )
         return answer.acks[0].id
 
@@ -236,9 +237,9 @@ class AwsRemotePool(AwsSpotPool):
             if has_ended or time.monotonic() > deadline:
                 what = "ended" if has_ended else f"took more than {self.spec.lifetime.boot:g} s"
                 raise PoolError(
-                    f"the head, {instance}, {what} before its scheduler served. It was removed. "
-                    "Its image must have etrain-jupyter (image in pools.yaml), and its profile the "
-                    "policy that `%etrain pools policy` prints. The end of its console:\n"
+                    f"the head, {instance}, {what} before its scheduler listened. It was removed. "
+                    "Its image must contain etrain-jupyter (image in pools.yaml), and its profile "
+                    "needs the policy that `%etrain pools policy` prints. End of its console:\n"
                     f"{console_tail(clients.ec2, instance)}"
                 )
             time.sleep(min(1.0, self.spec.tick))

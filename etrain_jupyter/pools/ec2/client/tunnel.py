@@ -72,8 +72,9 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
         close_tunnel(cluster)
         raise PoolError(
             f"the port forward to {instance_id} did not open within {OPEN_S:g} s. The head keeps "
-            "running, and ends by itself without a job. Its machine needs the SSM agent and the "
-            "policy AmazonSSMManagedInstanceCore, you need ssm:StartSession. Output of `aws`:\n"
+            "running, and shuts down when it has had no job for lifetime.idle. Its machine needs "
+            "the SSM agent and the policy AmazonSSMManagedInstanceCore; your user needs "
+            "ssm:StartSession. Output of `aws`:\n"
             f"{cluster.log_tail('tunnel')}"
         )
     # The process outlives this one, which must not wait for it.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from etrain_jupyter.head.coordinator.nodes import NodeCost
-from etrain_jupyter.pools.ec2.ledger import Charge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +48,14 @@ class NodeFacts:
     device: str
     usd_per_h: float
     is_leaving: bool
-    launched_at: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class FleetSnapshot:
     """From the thread: the nodes and their costs."""
 
     nodes: tuple[NodeFacts, ...] = ()
     costs: tuple[NodeCost, ...] = ()
-    charge: Charge = field(default_factory=Charge)
-    rate_usd: float = 0.0
-    prices: str = ""
-    """Source of the prices."""
-    halted: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

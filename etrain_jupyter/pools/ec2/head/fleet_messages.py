@@ -50,7 +50,8 @@ def why_halted(
             f"{detail}"
         ).rstrip()
     return (
-        f"EC2 has refused {state.num_refusals} launches in a row. No more are attempted. {detail}"
+        f"EC2 has refused {state.num_refusals} launches in a row. No more nodes are launched. "
+        f"{detail}"
     ).rstrip()
 
 
@@ -103,7 +104,8 @@ def no_capacity(state: FleetState, rules: Rules, view: View, missing: int, short
             f"{after}"
         )
     return (
-        f"EC2 has no capacity for {workers}{since}{where}. Training continues when it has. {more}."
+        f"EC2 has no capacity for {workers}{since}{where}. Launches are retried until it has. "
+        f"{more}."
     )
 
 

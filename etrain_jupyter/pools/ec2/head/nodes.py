@@ -26,9 +26,9 @@ from etrain_jupyter.pools.ec2.bootstrap import config_of
 from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.pools.ec2.head.desired_fleet import (
     DesiredFleet,
+    FleetSnapshot,
     NodeNotice,
     Reports,
-    Snapshot,
     node_of,
 )
 from etrain_jupyter.pools.ec2.head.reconciler import Reconciler
@@ -214,9 +214,9 @@ class AwsNodes:
         return list(self.snapshot.costs)
 
     @property
-    def snapshot(self) -> Snapshot:
-        """The thread's last snapshot: nodes, costs, source of the prices, why it has halted."""
-        return self._reconciler.snapshot if self._reconciler else Snapshot()
+    def snapshot(self) -> FleetSnapshot:
+        """The thread's last snapshot; empty before ``start``."""
+        return self._reconciler.snapshot if self._reconciler else FleetSnapshot()
 
     async def close(self, *, grace_s: float) -> None:
         """End all machines and remove the cluster's resources, except the ledger.

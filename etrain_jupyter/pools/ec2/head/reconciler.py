@@ -38,7 +38,7 @@ from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
 from etrain_jupyter.pools.ec2.fleet_state import STATE_FILE, FleetState, LaunchRequest
 from etrain_jupyter.pools.ec2.head.accounts import Accounts
 from etrain_jupyter.pools.ec2.head.cluster_files import ClusterFiles
-from etrain_jupyter.pools.ec2.head.desired_fleet import DesiredFleet, Reports, Snapshot
+from etrain_jupyter.pools.ec2.head.desired_fleet import DesiredFleet, FleetSnapshot, Reports
 from etrain_jupyter.pools.ec2.head.fleet import decide
 from etrain_jupyter.pools.ec2.head.fleet_messages import why_halted
 from etrain_jupyter.pools.ec2.head.roster import (
@@ -90,7 +90,7 @@ class Reconciler:
         reports: Reports,
     ) -> None:
         self.desired = DesiredFleet()
-        self.snapshot = Snapshot()
+        self.snapshot = FleetSnapshot()
         self._spec = spec
         self._id = cluster_id
         self._clients = clients
@@ -207,7 +207,7 @@ class Reconciler:
     def _report_recovery(self) -> None:
         if self._is_failing:
             self._is_failing = False
-            self._reports.warning("EC2 answers again. Nodes are launched and ended as before.")
+            self._reports.warning("EC2 answers again. Launches and terminations have resumed.")
 
     def _tick(self) -> None:
         now = time.time()
@@ -413,8 +413,6 @@ class Reconciler:
             self._accounts.prices.book,
             now,
             num_workers_of=lambda type: workers_of(self._spec, self._context.types.get(type)),
-            prices=self._accounts.prices.describe(),
-            halted=self._state.halted,
         )
 
     def _postpone_expiry(self, instances: Sequence[Instance], now: float) -> None:

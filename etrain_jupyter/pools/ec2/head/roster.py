@@ -12,10 +12,10 @@ from etrain_jupyter.pools.ec2.fleet_state import FleetState
 from etrain_jupyter.pools.ec2.head.cluster_files import ClusterFiles, NodeState
 from etrain_jupyter.pools.ec2.head.desired_fleet import (
     DesiredFleet,
+    FleetSnapshot,
     NodeFacts,
     NodeNotice,
     Reports,
-    Snapshot,
     worker_names,
 )
 from etrain_jupyter.pools.ec2.head.fleet_messages import boot_failure, why_gone
@@ -228,9 +228,7 @@ def snapshot_of(
     now: float,
     *,
     num_workers_of: Callable[[str], int],
-    prices: str,
-    halted: str,
-) -> Snapshot:
+) -> FleetSnapshot:
     """Return what the event loop shows: running nodes, and the costs of all nodes so far."""
     charges = ledger.charges(book, now)
     nodes = tuple(
@@ -246,7 +244,6 @@ def snapshot_of(
             )
             or 0.0,
             is_leaving=id in roster.leaving or id in roster.ending,
-            launched_at=member.instance.launched_at,
         )
         for id, member in roster.members.items()
     )
@@ -262,14 +259,7 @@ def snapshot_of(
         )
         for row in ledger.rows.values()
     )
-    return Snapshot(
-        nodes=nodes,
-        costs=costs,
-        charge=ledger.total(book, now),
-        rate_usd=ledger.rate(book, now),
-        prices=prices,
-        halted=halted,
-    )
+    return FleetSnapshot(nodes=nodes, costs=costs)
 
 
 def rows_of(

@@ -195,13 +195,13 @@ def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
         zone = zones.pop() if len(zones) == 1 else ""
         count.coming.append((zone, request.lifecycle, request.num_workers))
         # EC2 may fill the request from any of its pools, so the budget reserves the highest price.
-        dearest = max((prices.get(key, 0.0) for key in request.keys), default=0.0)
-        count.coming_usd += dearest * request.num_nodes
+        highest = max((prices.get(key, 0.0) for key in request.keys), default=0.0)
+        count.coming_usd += highest * request.num_nodes
         count.num_unanswered += request.num_workers
     return count
 
 
-def dearest_usd(offers: Sequence[Offer], rules: Rules) -> float:
+def highest_usd(offers: Sequence[Offer], rules: Rules) -> float:
     """Return the maximum cost of a worker in US dollars an hour, on demand if allowed."""
     # On-demand machines bound the worst case only if the pool may launch any.
     lives = ("spot", "on-demand") if rules.most_on_demand else ("spot",)

@@ -173,7 +173,7 @@ class MachineAgent:
             # Sleep on the mailbox, so that SIGTERM ends the wait.
             self._take_messages(BOOT_RETRY_S)
             if self._is_stop_requested:
-                raise StopRequestedError("the agent was asked to stop")
+                raise StopRequestedError("the agent received a request to stop")
 
     def _read_config(self) -> NodeConfig:
         return NodeConfig.from_json(self._read("config.json"))
@@ -193,7 +193,7 @@ class MachineAgent:
         name = self._identity.instance_id
         found = compare(fingerprint, self._config.fingerprint, at=name, here="the notebook")
         for note in found.notes:
-            logger.warning("%s: it works all the same", note)
+            logger.warning("%s: compatible, continuing", note)
         if found.fits or self._reports is None:
             return
         error = (
@@ -221,7 +221,7 @@ class MachineAgent:
             if why := self._reason_to_end():
                 return why
             if self._is_stop_requested:
-                raise StopRequestedError("the agent was asked to stop")
+                raise StopRequestedError("the agent received a request to stop")
             if why := self._poll():
                 return why
 

@@ -144,7 +144,7 @@ class LeaseWatch:
         except Exception as exc:  # a bug here must not keep the machine on
             error = f"{type(exc).__name__}: {exc}"
         if error != self._error:
-            logger.warning("the lease: %s", error or "it can be read again")
+            logger.warning("reading the lease: %s", error or "succeeds again")
             self._error = error
         return self._rule.take(age_s, time.monotonic(), error)
 

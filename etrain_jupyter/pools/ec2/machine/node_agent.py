@@ -84,7 +84,9 @@ class NodeAgent(MachineAgent):
             return
         self._scheduler = scheduler
         logger.info(
-            "the scheduler is at %s (number %s)", scheduler["scheduler"], scheduler["num_lives"]
+            "the scheduler is at %s (incarnation %s)",
+            scheduler["scheduler"],
+            scheduler["num_lives"],
         )
         write_private(self._folder / SCHEDULER_FILE, json.dumps(scheduler))
 

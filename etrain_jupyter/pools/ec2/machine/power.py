@@ -39,13 +39,13 @@ def power_off(num_tries: int = 12) -> bool:
             time.sleep(RETRY_S)
         # The launch template has InstanceInitiatedShutdownBehavior "terminate", so a halt from
         # inside ends the machine for good, without credentials and without a network.
-        commands = [["shutdown", "-h", "now"], *(LAST_RESORTS if _is_machine_of_ec2() else ())]
+        commands = [["shutdown", "-h", "now"], *(LAST_RESORTS if _is_ec2_machine() else ())]
         if any(_run(command) for command in commands):
             return True
     return False
 
 
-def _is_machine_of_ec2() -> bool:
+def _is_ec2_machine() -> bool:
     """Return whether this is certainly an EC2 machine: never force a laptop off."""
     try:
         return Path(imds.VENDOR_FILE).read_text().strip() == "Amazon EC2"
