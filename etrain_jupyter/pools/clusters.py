@@ -71,6 +71,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
         nodes = ask(address, ListNodes(), timeout_s=3.0).nodes
     except PoolError as exc:
         return str(exc)
+    # Local workers have no costs, so their line stays short.
     if not costs:
         return state
     rate = sum(node.get("price_usd_per_h", 0.0) for node in nodes)
@@ -116,6 +117,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     for cluster_id in ids if cluster is None else [cluster]:
         pool = _pool_of(here[cluster_id])
         is_local = isinstance(pool, LocalPool)
+        # The default of a few seconds is for processes; machines need minutes.
         limit_s = timeout_s if is_local else max(AWS_DOWN_S, timeout_s)
         leftovers[cluster_id] = pool.down(timeout_s=limit_s)
     unreachable = []

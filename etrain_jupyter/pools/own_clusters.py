@@ -55,7 +55,7 @@ def find_cluster_dir(cluster_id: str) -> ClusterDir | None:
 def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
     """Return the address of a cluster's scheduler; None while it starts or after it has ended.
 
-    The scheduler may run on an EC2 machine of its own, which has no record here.
+    The scheduler may run on its own EC2 machine, which has no record here.
     """
     record = cluster.record()
     if record is not None:

@@ -119,7 +119,7 @@ def kind_of(exc: BaseException) -> Kind:
     if isinstance(exc, ClientError):
         status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return kind_of_code(code_of(exc), is_server_error=status >= 500)
-    # Errors of the connection: boto3 got no answer that says anything about the request.
+    # Errors of the connection: it is unknown whether EC2 received the request.
     return "transient"
 
 

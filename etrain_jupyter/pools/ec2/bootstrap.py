@@ -267,12 +267,12 @@ def template_data(
     root: str,
     role: str = "node",
 ) -> dict[str, Any]:
-    """Return the template of all machines of a cluster, as EC2 takes it."""
+    """Return the ``LaunchTemplateData`` of all machines of a cluster."""
     script = user_data(spec, cluster_id, boot, role=role).encode()
     data: dict[str, Any] = {
         "ImageId": ami,
         "UserData": base64.b64encode(script).decode(),
-        # What makes `shutdown -h` final: the default, stop, would keep the disk, and its costs.
+        # With the default, stop, `shutdown -h` would keep the disk, which costs money.
         "InstanceInitiatedShutdownBehavior": "terminate",
         "IamInstanceProfile": {
             "Name": spec.iam.head_profile if role == "head" else spec.iam.instance_profile

@@ -51,6 +51,7 @@ class GpuSpec(Section):
     @field_validator("memory_gib", mode="before")
     @classmethod
     def _at_least(cls, value: Any) -> Any:
+        # Accept ">=16" as well, which states that the number is a minimum.
         if isinstance(value, str) and (found := re.fullmatch(r"\s*>=\s*([0-9.]+)\s*", value)):
             return float(found[1])
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

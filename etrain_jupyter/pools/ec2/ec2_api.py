@@ -56,7 +56,7 @@ class Instance:
     launched_at: float
     private_ip: str = ""
     reason: str = ""
-    """EC2's code for why it ended, or is about to."""
+    """EC2's code for the reason of its termination, past or pending."""
     ended_at: float | None = None
     """None if EC2 does not report it."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -348,5 +348,5 @@ def terminate(ec2: Any, ids: Sequence[str]) -> None:
 
 
 def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return tags as boto3 takes them."""
+    """Return tags in the form of EC2's requests."""
     return [{"Key": key, "Value": value} for key, value in tags.items()]

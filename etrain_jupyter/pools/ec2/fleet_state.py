@@ -98,7 +98,7 @@ class BackOff:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetState:
-    """What the rules know in addition to EC2's listing."""
+    """State of the rules, in addition to EC2's listing."""
 
     life: int = 1
     """Incarnation number of the head; part of the tokens."""

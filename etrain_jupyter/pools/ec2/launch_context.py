@@ -33,7 +33,7 @@ AFTER_LIFE_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchContext:
-    """What launch requests refer to."""
+    """AWS resources that launch requests refer to."""
 
     types: Mapping[str, TypeFacts]
     subnets: Mapping[str, str]
@@ -97,6 +97,7 @@ def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
             what = f"capacity.types ({', '.join(capacity.types)})"
     except AwsErrors as exc:
         raise pool_error(f"the types of {spec.region} cannot be listed", exc, NOTHING) from exc
+    # Filtered before the check for an empty result, so that the error names this key.
     if spec.network.require_nitro_encryption:
         found = {name: facts for name, facts in found.items() if facts.encrypts_traffic}
         what += " with network.require_nitro_encryption"

@@ -198,7 +198,7 @@ class Ledger:
         return sum(self.charges(prices, now).values(), Charge())
 
     def committed(self, prices: PriceBook, now: float) -> float:
-        """Return US dollars owed even if everything ended now: first minutes are charged in full.
+        """Return the US dollars owed if all machines were terminated now, with minimum charges.
 
         The budget uses this instead of ``total``, which machines just launched would exceed later.
         """

@@ -19,7 +19,7 @@ NOTHING = "Nothing was launched."
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What launch requests need to know."""
+    """Subnets and security group for launch requests."""
 
     subnets: Mapping[str, str]
     """Subnet of each zone."""
@@ -56,6 +56,7 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     """
     named = spec.network.subnets
     if named == "auto":
+        # One default subnet per zone, all in the default VPC.
         filters = [{"Name": "default-for-az", "Values": ["true"]}]
         found = _pages(ec2, "describe_subnets", "Subnets", Filters=filters)
         if not found:

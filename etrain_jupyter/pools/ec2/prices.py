@@ -106,6 +106,7 @@ class Prices:
             # A separate service: the role may lack the permission, a simulation the service.
             self.source = f"built-in table, {TABLE_REGION}, {TABLE_DATE}"
         for type in types:
+            # The table also fills gaps of the Pricing API.
             usd = found.get(type, ON_DEMAND_USD.get(type))
             if usd is None:
                 self.unknown.add(type)
@@ -114,6 +115,7 @@ class Prices:
 
     def describe(self) -> str:
         """Return the sources of the prices as text, for the screen."""
+        # The message names the source and the time, because the amounts may differ from the bill.
         at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.fetched_at))
         summary = f"spot prices: EC2, {at}; on-demand rates: {self.source or 'not requested'}"
         if self.source.startswith("built-in") and self.region != TABLE_REGION:

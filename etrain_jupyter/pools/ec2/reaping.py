@@ -30,7 +30,7 @@ from etrain_jupyter.storage.objects.s3_messages import code_of
 POLL_S = 0.5
 MAX_POLL_S = 5.0
 NUM_EMPTY_LISTINGS = 2
-"""Number of consecutive listings without machines: EC2's listings lag behind."""
+"""Required number of consecutive empty listings: EC2's listings lag behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Tagged:
 
     @property
     def is_expired(self) -> bool:
-        """Its cluster should have ended."""
+        """True if its cluster should have shut down."""
         return bool(self.expires_at) and time.time() > self.expires_at
 
 
@@ -91,6 +91,7 @@ def _instances(ec2: Any, region: str, cluster_id: str) -> list[Tagged]:
     found = []
     for one in living:
         points = prices.get((one.type, one.zone))
+        # The newest point is the price in force.
         usd = points[-1][1] if points else None
         if one.lifecycle != "spot":
             usd = ON_DEMAND_USD.get(one.type)
@@ -213,7 +214,7 @@ def _end_machines(
     while True:
         living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
         if spares_head:
-            # A head that ends its own cluster runs this code on that very machine.
+            # A head that shuts its cluster down runs this code on that machine.
             living = [one for one in living if one.tags.get("etrain:role") != "head"]
         # An empty listing may be one that a machine launched just before is not in yet.
         num_empty = 0 if living else num_empty + 1

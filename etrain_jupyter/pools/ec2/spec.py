@@ -261,6 +261,7 @@ class AwsSpotSpec(Section):
             _, prefix = split_s3_url(value if value.startswith(S3) else S3 + value)
         except ValueError as exc:
             raise fault(f"{{key}} {exc}") from None
+        # s3://bucket/folder would set two keys at once; the hint shows both.
         if value.startswith(S3) or prefix:
             raise fault(
                 f"{{key}} '{value}' must be a bucket's name only",
@@ -275,6 +276,7 @@ class AwsSpotSpec(Section):
             _, prefix = split_s3_url(f"{S3}bucket/{value}")
         except ValueError as exc:
             raise fault(f"{{key}} '{value}' {exc}") from None
+        # split_s3_url has normalized the slashes; keys are appended directly.
         return f"{prefix}/" if prefix else ""
 
     @field_validator("bucket_owner", mode="before")

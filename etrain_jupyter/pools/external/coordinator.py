@@ -94,7 +94,7 @@ class GuestCoordinator(Coordinator):
             self._guests, cluster_id=cluster_id, on_shutdown=lambda: None, silence_s=SILENCE_S
         )
         self._unfit: dict[str, str] = {}
-        """Why workers take no part, by name."""
+        """Reasons why workers cannot train, by name."""
         self._work = asyncio.Event()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -130,7 +130,7 @@ class GuestCoordinator(Coordinator):
                 self._rest()
 
     def tick(self) -> None:
-        """Do what is due. With jobs, the scheduler is not idle although it has no tasks."""
+        """Run what is due, and mark a scheduler with jobs as busy: it has no Dask tasks."""
         super().tick()
         if self._active():
             # Otherwise `idle_timeout` or an adaptive cluster would shut the scheduler down during a
@@ -138,7 +138,7 @@ class GuestCoordinator(Coordinator):
             self._scheduler.idle_since = None
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Return the workers that Dask may close by itself: it does not see our ranks."""
+        """Return the workers that Dask may close on its own: it does not see our ranks."""
         return [state for state in workers if not self.is_busy(str(state.name))]
 
     def _wake(self) -> None:
@@ -169,7 +169,7 @@ class GuestCoordinator(Coordinator):
                 self._send_to(facts.name, m.WakeSupervisor())
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Note that a worker cannot take part. Called by the scheduler for all its events."""
+        """Record that a worker cannot train. Called by the scheduler for all its events."""
         if topic != UNFIT:
             return
         self._unfit[msg["name"]] = msg["why"]
@@ -193,7 +193,7 @@ class GuestCoordinator(Coordinator):
         self._wake()
         reply = await super()._submit(request)
         if job["job_id"] not in self._jobs:
-            return reply  # its bundle comes first
+            return reply  # the kernel sends its bundle first
         for name, why in self._unfit.items():
             _log_unfit(self._jobs[job["job_id"]], name, why)
         return reply
@@ -300,7 +300,7 @@ class GuestCoordinator(Coordinator):
         return bool(self._active()) or any(job.is_uploading for job in self._jobs.values())
 
     async def _uninstall(self, request: q.RemoveCoordinator) -> q.Done:
-        """Leave the scheduler as it was."""
+        """Restore the scheduler's handlers and plugins."""
         scheduler = self._scheduler
         # Stop ticking and upload the last logs before the handlers are removed.
         await self.close()

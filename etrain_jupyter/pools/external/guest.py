@@ -17,7 +17,7 @@ from typing import Any
 from distributed import WorkerPlugin
 
 UNFIT = "etrain-unfit"
-"""Dask topic for the reason why a worker cannot take part."""
+"""Dask topic for the reason why a worker cannot train."""
 
 
 class GuestSupervisor(WorkerPlugin):

@@ -192,6 +192,7 @@ def _reason(facts: Any, here: Mapping[str, str]) -> str:
     if not isinstance(facts, Mapping):
         return f"installed versions are unknown ({_short(facts)})"
     for name in REQUIRED:
+        # Python first: its version often explains the other differences.
         there = facts.get(name, "")
         if not there:
             return f"{name} is missing"

@@ -1,4 +1,4 @@
-"""What this machine knows about a cluster whose head has its own machine."""
+"""Connection to the head of a cluster that has its own machine."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Policy = dict[str, Any]
 Values = Mapping[str, str | Sequence[str]]
 
 _PARTS = ("checkpoints", "manifests")
-"""What trainers write of a job; its record, bundle and log belong to the launcher and the head."""
+"""Folders of a job that trainers write. Launcher and head write its record, bundle and log."""
 _NAME = re.compile(r"<(\w+)>")
 
 

@@ -151,7 +151,7 @@ class AwsSpotPool(DetachedPool):
         """Shut the cluster down here, then remove its resources in EC2 and the bucket.
 
         Returns:
-            What could not be removed; empty on success, also if there was no cluster.
+            Resources that could not be removed; empty on success, and if there was no cluster.
 
         Raises:
             PoolError: If AWS cannot be reached.

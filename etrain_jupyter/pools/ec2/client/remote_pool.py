@@ -92,6 +92,8 @@ class AwsRemotePool(AwsSpotPool):
         settings = self.settings()
         root = open_state_root()
         try:
+            # A launch takes minutes, longer than the lock's timeout: a second kernel gets the error
+            # below.
             with start_lock(root, lock_key_of(self._prefix), timeout_s=START_S):
                 address = self._find()
                 if address is not None:
@@ -145,7 +147,11 @@ class AwsRemotePool(AwsSpotPool):
             self.of_cluster(cluster).down()
             raise
         head = {"address": lease["scheduler"], "instance_id": instance}
+        # Recorded in the cluster's folder, so that a later kernel finds the head without the
+        # bucket.
         address = self._reach(cluster, head)
+        # The lease proves that the scheduler runs. Only the route from this machine is still
+        # unknown.
         if not wait_until(lambda: is_answering(address), timeout_s=START_S):
             self.of_cluster(cluster).down()
             raise PoolError(

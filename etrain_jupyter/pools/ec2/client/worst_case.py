@@ -34,6 +34,7 @@ def describe_price(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str
     except AwsErrors as exc:
         raise pool_error("the prices cannot be read", exc, NOTHING) from exc
     offers = make_offers(spec, types, subnets, prices.book, {}, now)
+    # Without any spot price, EC2 sells none of the types as spot in these zones.
     spot = [one.spot_usd / one.workers for one in offers if one.spot_usd is not None]
     if not spot:
         return f"unknown: EC2 does not offer {', '.join(types)} as spot machines in {spec.region}"

@@ -51,7 +51,7 @@ class Accounts:
         self.ledger = self.ledger.with_rows(rows)
 
     def spent_usd(self, now: float) -> float:
-        """Return US dollars owed if everything ended now."""
+        """Return the US dollars owed if all machines were terminated now."""
         return self.ledger.committed(self.prices.book, now)
 
     def rate_usd(self, now: float) -> float:

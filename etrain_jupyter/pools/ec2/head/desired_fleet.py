@@ -29,9 +29,9 @@ class DesiredFleet:
     busy: frozenset[str] = frozenset()
     """Nodes used by a job."""
     releasing: Mapping[str, float] = field(default_factory=dict)
-    """Nodes to end, and when at the latest, in seconds since the epoch."""
+    """Nodes to terminate, with their deadlines in seconds since the epoch."""
     killing: frozenset[str] = frozenset()
-    """Nodes to end now."""
+    """Nodes to terminate immediately."""
     noticed: Mapping[str, NodeNotice] = field(default_factory=dict)
 
 
@@ -63,15 +63,15 @@ class Reports:
     """Callbacks for the thread; each one forwards its arguments to the event loop."""
 
     gone: Callable[[str, str], None]
-    """A worker whose machine is gone, and why."""
+    """Takes a worker whose machine is gone, and the reason."""
     warning: Callable[[str], None]
     halt: Callable[[str], None]
     leaving: Callable[[str, float], None]
-    """A worker, and when its machine ends, in seconds since the epoch."""
+    """Takes a worker, and the end of its machine in seconds since the epoch."""
 
 
 def worker_names(node: str, count: int) -> tuple[str, ...]:
-    """Return the names of a node's workers.
+    """Return the names of a node's workers; ``node_of`` is the inverse.
 
     >>> worker_names("i-1", 2)
     ('i-1:0', 'i-1:1')

@@ -1,4 +1,4 @@
-"""Decide which machines to launch and which to end: pure rules; time is an argument.
+"""Decide which machines to launch and which to terminate: pure rules; time is an argument.
 
 ``decide`` combines EC2's listing, the launches that EC2 acknowledged but does not list yet, and the
 number of workers wanted. The first case that applies:
@@ -132,7 +132,7 @@ def _decide_halted(
     overdue: list[Release],
     lookups: tuple[str, ...],
 ) -> Decision:
-    """Launch nothing; with the budget nearly spent, end the machines after the drain time."""
+    """Launch nothing; with the budget nearly spent, terminate the machines after the drain time."""
     is_spent = state.halted == "budget"
     ends = overdue
     #   halted_at                        + reserve_s               max_total spent

@@ -27,7 +27,7 @@ def why_gone(reason: str) -> str:
 
 
 def boot_failure(node: str, why: str, error: str, console: str) -> str:
-    """Return what is known about a node whose workers never connected."""
+    """Return the report on a node whose workers never connected."""
     text = f"The workers of node {node} never connected: {error or why}."
     return f"{text} Its console ends with:\n{console}" if console else text
 

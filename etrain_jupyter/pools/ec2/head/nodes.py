@@ -76,7 +76,7 @@ class AwsNodes:
         self.is_busy: Callable[[str], bool] | None = None
         """Returns whether a job uses a worker; None if unknown."""
         self.on_notice: Callable[[str, float], None] | None = None
-        """Called with a worker in use that will be ended, and when (epoch seconds)."""
+        """Called with a worker in use and the time (epoch) at which it will be terminated."""
         self._dir = cluster_dir
         self._spec = spec
         self._is_connected = is_connected
@@ -84,8 +84,8 @@ class AwsNodes:
         self._clients = clients or Clients(spec)
         self._fingerprint = fingerprint
         self._wanted = 0
-        # workers.want is only the initial value: `hold` (`%etrain up N`) replaces it. workers.min
-        # always applies, in `Reconciler._view`.
+        # workers.want is only the initial value, which `hold` replaces. workers.min always applies,
+        # see `Reconciler._view`.
         self._min_workers = spec.workers.want if spec.workers.want is not None else spec.workers.min
         self._releasing: dict[str, float] = {}
         self._killing: set[str] = set()
@@ -210,7 +210,7 @@ class AwsNodes:
         return records
 
     def costs(self) -> list[NodeCost]:
-        """Return the cost of each node since the cluster's start, including ended ones."""
+        """Return the cost of each node since the cluster's start, including terminated ones."""
         return list(self.snapshot.costs)
 
     @property

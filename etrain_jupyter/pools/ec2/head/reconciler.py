@@ -124,14 +124,14 @@ class Reconciler:
     # --- from other threads ---
 
     def adopt(self, scheduler: str) -> None:
-        """Load the state of previous heads and take the lease; blocks, call before ``start``.
+        """Load the state of previous heads and acquire the lease. Blocks; call it before ``start``.
 
         Raises:
             StoreError: If the bucket cannot be read and written.
         """
         self._scheduler = scheduler
         # From the bucket and not from fleet.json, which a head on another machine does not have. A
-        # higher number tells workers that this is a new scheduler, and makes new tokens unique.
+        # higher number shows workers that this is a new scheduler, and makes new tokens unique.
         life = self._files.num_lives() + 1
         # The file is this disk's, so it belongs to a head that ran here and died: its unanswered
         # requests are repeated. Everything else about machines comes from the listing.
@@ -159,7 +159,7 @@ class Reconciler:
             self._thread.join()
 
     def settle(self) -> None:
-        """Store the final ledger after all machines have ended; blocks, call after ``stop``."""
+        """Store the final ledger after the machines have ended. Blocks; call it after ``stop``."""
         now = time.time()
         try:
             self._record_costs(list_instances(self._clients.ec2, cluster_id=self._id), now)
@@ -238,7 +238,7 @@ class Reconciler:
         decision = decide(self._state, self._rules, self._view(desired, now))
         self._state = decision.state
         self._act(decision, desired, now)
-        # Again, with the machines that this tick has released or ended.
+        # Again, with the machines that this tick has released or terminated.
         self._publish(now)
         if self._timers.ledger.restart_if_due(now):
             self._accounts.store(now)
@@ -267,7 +267,7 @@ class Reconciler:
         self._roster.release(decision.releases, desired, now, drain_s=self._spec.interruption.drain)
         ends = {id for id, _ in decision.terminations}
         for id, why in decision.terminations:
-            # Not for machines that are ended because the budget is spent: they have worked.
+            # A machine terminated because the budget is spent is not a boot failure.
             if id not in self._roster.ending and self._state.halted != "budget":
                 self._roster.report_failure(id, why)
                 self._detail = self._roster.last_failure
@@ -278,8 +278,8 @@ class Reconciler:
         self._look_up(decision.lookups, now)
         self._write_state()
         for request in decision.launches:
-            # `remove` lists and ends the machines after `stop`. One that is launched now might not
-            # be listed in time.
+            # `remove` lists and terminates the machines after `stop`. One that is launched now
+            # might not be listed in time.
             if not self._is_closing:
                 self._launch(request)
         for warning in decision.warnings:
@@ -298,7 +298,7 @@ class Reconciler:
             )
 
     def _due(self, desired: DesiredFleet, now: float) -> set[str]:
-        """Return the nodes to end now; those still listed are ended again in every tick.
+        """Return the nodes to terminate now; the request is repeated while they are listed.
 
         ==================================  ====================================================
         already ended, or killed            now
@@ -326,12 +326,12 @@ class Reconciler:
         return due
 
     def _look_up(self, ids: Sequence[str], now: float) -> None:
-        """Query machines that EC2 acknowledged but never listed; end those that it denies."""
+        """Query machines that EC2 acknowledged but never listed; terminate those that it denies."""
         if not ids:
             return
         found = {one.id for one in list_instances(self._clients.ec2, ids=ids)}
         missing = set(ids) - found
-        # EC2 may deny a machine that runs, so end it to be safe.
+        # EC2 may deny a machine that runs, so terminate it to be safe.
         terminate(self._clients.ec2, sorted(missing))
         self._state = self._state.looked_up(found, missing, now)
 

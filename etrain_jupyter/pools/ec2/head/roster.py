@@ -31,7 +31,7 @@ from etrain_jupyter.pools.ec2.ledger import (
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 RECLAIM_LATE_S = 120.0
-"""A machine that EC2 has not reclaimed this long after the announced time is ended, in seconds."""
+"""Delay in seconds after the announced time, from which we terminate a machine ourselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class FleetRoster:
         self.ready: set[str] = set()
         """Nodes whose workers have connected at least once."""
         self.leaving: dict[str, float] = {}
-        """Nodes that are released, and when they end at the latest (epoch seconds)."""
+        """Deadlines of the released nodes, in seconds since the epoch."""
         self.ending: dict[str, str] = {}
-        """Nodes that we have asked EC2 to terminate, and why."""
+        """Reasons for the nodes whose termination we have requested."""
         self._gone: list[tuple[str, str]] = []
         self.last_failure = ""
         """Message about the last node whose workers never connected."""
@@ -90,7 +90,7 @@ class FleetRoster:
             listed[one.id] = member
             if one.is_living:
                 new[one.id] = member
-        # Some end before they are seen running. Ignore those that ended before the first update.
+        # Some end before any listing has shown them running.
         # At the first update, ended machines belong to a previous head.
         if self._known is not None:
             gone += [id for id in listed if id not in self._known and id not in new]
@@ -144,7 +144,7 @@ class FleetRoster:
             self.ready.add(id)
             return state.boot_succeeded()
         if report and report.state == "refused":
-            # The machine turns itself off. `_due` also ends it, in case it does not.
+            # The machine turns itself off. `_due` also terminates it, in case it does not.
             self.ending[id] = report.error or "it refused to serve"
             return self._count_failure(id, self.ending[id], report.error, state, max_failures, now)
         return state
@@ -157,8 +157,8 @@ class FleetRoster:
         self.leaving.pop(id, None)
         why = requested or why_gone(reason)
         self._gone += [(worker, why) for worker in member.workers]
-        # Only a machine that ended for an unknown reason before it was ready says something about
-        # the image or the configuration.
+        # Only a machine that ended for an unknown reason before it was ready indicates a problem
+        # with the image or the configuration.
         if id in self.ready or requested or reason.startswith(TAKEN_BY_EC2):
             return state
         report = self._report_of(id)
@@ -197,7 +197,7 @@ class FleetRoster:
         *,
         drain_s: float,
     ) -> None:
-        """Mark nodes to end after the drain time, and notify the jobs that use them."""
+        """Schedule nodes for termination after the drain time, and notify the jobs on them."""
         for id, _ in releases:
             # The first release sets the deadline; the rules may repeat it in every tick.
             if id not in self.leaving and id in self.members:

@@ -27,7 +27,7 @@ class Machine:
     is_ready: bool = False
     """Its workers have connected."""
     is_leaving: bool = False
-    """It has been released, and no longer counts."""
+    """It has been released and no longer counts."""
     is_at_risk: bool = False
     """EC2 has announced an interruption: a replacement may exceed ``max_workers``."""
     is_busy: bool = False
@@ -108,14 +108,14 @@ class FleetWarning:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do."""
+    """Actions to take, and the next state."""
 
     state: FleetState
     launches: tuple[LaunchRequest, ...] = ()
     releases: tuple[tuple[str, str], ...] = ()
-    """Machines to end once no job uses them, and why."""
+    """Machines to terminate once no job uses them, with reasons."""
     terminations: tuple[tuple[str, str], ...] = ()
-    """Machines to end now, and why."""
+    """Machines to terminate immediately, with reasons."""
     lookups: tuple[str, ...] = ()
     """Machines to query by id: EC2 should have listed them by now."""
     warnings: tuple[FleetWarning, ...] = ()

@@ -65,7 +65,8 @@ class Children:
             [sys.executable, *flags, "-m", module, *arguments],
             stdin=self._pipes[0],
             env={**os.environ, **env},
-            # A group of its own: killpg reaches processes that user code started in the worker.
+            # In its own process group, killpg reaches processes that user code started in the
+            # worker.
             process_group=0,
         )
         self._by_name[name] = process

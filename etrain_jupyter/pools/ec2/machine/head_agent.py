@@ -1,4 +1,4 @@
-"""The agent of an on-demand head: a scheduler with its keeper on a machine of its own.
+"""The agent of an on-demand head: a scheduler with its keeper on its own machine.
 
 It reads the cluster's settings and the scheduler's keys from the bucket and starts the same
 processes that otherwise run on the notebook's machine. Its scheduler renews the lease. The agent

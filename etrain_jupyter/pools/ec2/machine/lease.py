@@ -55,8 +55,8 @@ class LeaseRule:
         if age_s is not None:
             self._answered_at = now
         if age_s is None:
-            # No answer says nothing about the lease. The head may be renewing it while only this
-            # node has lost S3, so the node gets as much time without S3 as without a renewal.
+            # A missing answer does not make the lease stale. The head may be renewing it while only
+            # this node has lost S3, so the node gets as much time without S3 as without a renewal.
             silent_s = now - self._answered_at
             is_stale = silent_s > self._ttl_s
             reason = f"the lease could not be read for {silent_s:.0f} s ({error})"

@@ -55,7 +55,7 @@ class NodeAgent(MachineAgent):
         prepare_folder(self._folder)
         write_certificates(self._folder / TLS, self._wait_for("the certificates", self._read_tls))
         # Workers need the scheduler's address at their start. Without any lease the head is gone
-        # already, and the boot timeout ends the machine.
+        # already, and the boot timeout turns the machine off.
         self._wait_for("the lease", self._read_lease)
         self._watch_lease()
         self._start_workers()

@@ -40,8 +40,8 @@ class FileFinder:
 
     def __init__(self, folder: Path, *, away_s: float) -> None:
         self._path = folder / SCHEDULER_FILE
-        # Longer than the lease is valid: the agent ends the machine before the worker gives up, so
-        # that the reason which is reported is the lost lease.
+        # Longer than the lease is valid: the agent turns the machine off before the worker gives
+        # up, so that the reason which is reported is the lost lease.
         self.away_s = away_s
 
     def look(self) -> LeaseRecord:

@@ -1,4 +1,4 @@
-"""Turn the machine off, which terminates it: its launch template says so."""
+"""Turn the machine off. Its launch template makes EC2 terminate it then."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def power_off(num_tries: int = 12) -> bool:
         if number:
             time.sleep(RETRY_S)
         # The launch template has InstanceInitiatedShutdownBehavior "terminate", so a halt from
-        # inside ends the machine for good, without credentials and without a network.
+        # inside terminates the machine, without credentials and without a network.
         commands = [["shutdown", "-h", "now"], *(LAST_RESORTS if _is_ec2_machine() else ())]
         if any(_run(command) for command in commands):
             return True
