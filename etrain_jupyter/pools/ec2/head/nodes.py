@@ -156,8 +156,8 @@ class AwsNodes:
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
         """Record EC2's notice to a worker's machine: its replacement may exceed ``max``."""
-        # A rebalance recommendation never replaces an interruption notice, which may come in any
-        # order.
+        # Notices may arrive in any order: a rebalance recommendation must not replace an
+        # interruption notice.
         known = self._noticed.get(node_of(worker))
         if kind == "rebalance" and (known or self._spec.interruption.on_rebalance == "ignore"):
             return
