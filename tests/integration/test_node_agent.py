@@ -12,6 +12,7 @@ import pytest
 
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+from tests.capabilities import LONG
 from tests.integration.node_machine import NOBODY, Machine, RemoteScheduler
 
 Launch = Callable[..., Machine]
@@ -136,7 +137,7 @@ def test_node_turns_off_when_its_lease_is_removed(launch: Launch) -> None:
     assert "there is no lease" in machine.until_off()
 
 
-@pytest.mark.parametrize("kind", ["reset", "deny"])
+@pytest.mark.parametrize("kind", ["reset", pytest.param("deny", marks=LONG)])
 def test_node_turns_off_when_it_cannot_reach_s3(
     launch: Launch, s3_server: S3Server, kind: Any
 ) -> None:
@@ -221,8 +222,8 @@ def test_noticed_spot_machine_in_its_first_hour_waits_for_ec2(
     ("identity", "first_hour"),
     [
         ({"launched_at": time.time() - 7200}, "wait-for-ec2"),
-        ({"lifecycle": "on-demand"}, "wait-for-ec2"),
-        ({}, "power-off"),
+        pytest.param({"lifecycle": "on-demand"}, "wait-for-ec2", marks=LONG),
+        pytest.param({}, "power-off", marks=LONG),
     ],
     ids=["old", "on-demand", "by choice"],
 )
