@@ -1,7 +1,7 @@
 """Upload a job's log to the bucket while it is written here, in a background thread.
 
-The thread ``etrain-mirror-<job>`` ends after ``finish``: when everything is uploaded, or when the
-bucket has not been reachable for ``GIVE_UP_S`` since then. Training never waits for it.
+The thread ``etrain-mirror-<job>`` ends after ``finish``, when everything is uploaded or the bucket
+has been unreachable for ``GIVE_UP_S``. Training never waits for it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ BEAT_S = 5.0
 """Interval of the coordinator's heartbeat in the bucket, in seconds."""
 SILENT_S = 45.0
 """A coordinator without a heartbeat for this long counts as gone, if it cannot be queried."""
+# Pauses after consecutive failures: 1, 2, 4, 8, then 15 seconds.
 RETRY_S = 1.0
 RETRY_MOST_S = 15.0
 GIVE_UP_S = 600.0
@@ -34,12 +35,12 @@ class Mirror:
 
     Args:
         uploads: The uploader; from now on used by this thread only.
-        lock: An open file with the lock of the copy; closed when the copy is no longer written or
-            read here.
+        lock: An open file with the lock of the copy; closed when this process neither writes nor
+            reads the copy any more.
         name: The job, for the thread's name.
         on_trouble: Called from the thread with the reason when the bucket fails, and with an empty
             text when all events are uploaded again.
-        on_fenced: Called from the thread with the new writer when another one has taken over.
+        on_fenced: Called from the thread with an explanation when another writer has taken over.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Mirror:
         return str(self._uploads.chain.objects)
 
     def hurry(self) -> None:
-        """Upload now, without waiting for more events."""
+        """Upload now instead of at the end of the interval."""
         self._wake.set()
 
     def finish(self) -> None:
@@ -101,7 +102,7 @@ class Mirror:
             logger.error("%s", exc)
             self._on_fenced(str(exc))
         except Exception as exc:
-            # A bug: the job continues, its log is on this machine.
+            # A bug. The job must not fail for it: its log is complete on this machine.
             logger.exception("uploading the log has stopped")
             self._on_trouble(f"{type(exc).__name__}: {exc}")
         finally:
@@ -111,7 +112,12 @@ class Mirror:
             self.is_done.set()
 
     def _unlock_at_end(self) -> None:
-        """Release the copy once it is complete and uploaded."""
+        # The two conditions become true in either order, on two threads:
+        #
+        #   finish() first    the job has ended, and the thread uploads the rest
+        #   thread first      it was fenced or failed, while the job still appends to the copy
+        #
+        # The second one closes the lock. Until then, no reader may change the copy.
         if self._has_ended and self._is_finishing.is_set() and self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -120,6 +126,8 @@ class Mirror:
         num_failures = 0
         while True:
             try:
+                # Read the flag before uploading: if `finish` is called in between, events that
+                # were appended just before it are uploaded in one more round.
                 is_finishing = self._is_finishing.is_set()
                 self._upload_all(is_last=is_finishing)
                 if self.trouble:
@@ -144,6 +152,8 @@ class Mirror:
             self._wake.clear()
 
     def _upload_all(self, *, is_last: bool) -> None:
+        # Events come first, because other machines wait for them. The heartbeat is next: it names
+        # the newest uploaded event. Packs are only copies.
         while self._uploads.upload():
             pass
         if is_last or time.monotonic() - self._beat_at >= BEAT_S:
@@ -152,6 +162,7 @@ class Mirror:
         try:
             self._uploads.pack()
         except RunStoreError as exc:
+            # A last pack that fails is not worth GIVE_UP_S of retries.
             if not is_last:
                 raise
             logger.warning("%s; the log is complete without it", exc)

@@ -41,7 +41,7 @@ class RunObjects:
     def _bucket(self) -> Bucket:
         if self._opened is None:
             try:
-                # Imported here because it loads boto3, which takes a moment.
+                # Imported here because boto3 is an optional dependency, and slow to import.
                 from etrain_jupyter.storage.objects.s3_bucket import Bucket
                 from etrain_jupyter.storage.objects.s3_requests import S3Limits
             except ModuleNotFoundError as exc:

@@ -53,7 +53,7 @@ def private_root(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def spool_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of this machine's copies: they must survive a restart."""
+    """Return the folder of this machine's copies of logs."""
     return private_root(environment) / "runs"
 
 

@@ -37,7 +37,8 @@ def list_checkpoints(
     """
     listed = [_look_at(store, step, job_id, verify) for step in reversed(store.list_steps())]
     if any(row.problem for row in listed):
-        # A running job deletes old ones meanwhile: a manifest that is gone by now is not broken.
+        # The running job may have pruned a checkpoint between the listing and the read. A manifest
+        # that no longer exists is not broken.
         left = set(store.list_steps())
         listed = [row for row in listed if not row.problem or row.step in left]
     return listed

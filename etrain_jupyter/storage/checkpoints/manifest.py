@@ -68,7 +68,7 @@ class Manifest:
 
 
 class AlteredError(CheckpointError):
-    """A part's bytes differ from those that were written."""
+    """A part has its size, but not its SHA-256."""
 
 
 def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
@@ -85,6 +85,7 @@ def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
         version = body.pop("version")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointError(f"{name}: its manifest is truncated or not a manifest") from exc
+    # Before the digest: a later format may compute its digest in another way.
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{name}: its manifest has format {version}, this version reads {FORMAT_VERSION}"
@@ -173,6 +174,7 @@ def _manifest_from(body: Mapping[str, Any], name: str) -> Manifest:
         manifest = Manifest(**{**body, "parts": parts})
     except (TypeError, KeyError, AttributeError) as exc:
         raise CheckpointError(f"{name}: its manifest has missing or unknown keys ({exc})") from exc
+    # The digest does not protect against a hostile writer, who can compute it, too.
     for part in parts.values():
         check_key(part.key)
     return manifest

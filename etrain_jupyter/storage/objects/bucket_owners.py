@@ -69,5 +69,6 @@ def parse_owners(text: str) -> dict[str, str]:
 
 def with_owner(text: str, bucket: str, owner: str) -> str:
     """Return the variable's text with one more bucket, unless the bucket is already in it."""
+    # The user's own entries come last, because they win.
     owners = {bucket: owner, **parse_owners(text)} if owner else parse_owners(text)
     return ",".join(f"{name}={account}" for name, account in owners.items())
