@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+# Keys that several actions share: tags in the request, tags of an existing resource, and so on.
 _MADE = ("aws:RequestTag/", "aws:TagKeys")
 _THERE = ("aws:ResourceTag/",)
 _BY_TEMPLATE = ("ec2:IsLaunchTemplateResource", "ec2:LaunchTemplate")
@@ -97,6 +98,7 @@ def kind_of(arn: str) -> str:
     """
     if arn == "*":
         return ""
+    # arn:partition:service:region:account:resource; the resource may contain colons.
     service, own = arn.split(":", 5)[2], arn.split(":", 5)[5]
     if service == "s3":
         return "object" if "/" in own else "bucket"

@@ -30,17 +30,17 @@ class PoolContract:
     """The suite."""
 
     patience_s = 60.0
-    """Timeout for a node to come or go, in seconds."""
+    """Timeout for a node to appear or disappear, in seconds."""
 
     starts_nodes = True
-    """The pool starts nodes itself; False if something else does."""
+    """Whether the pool starts nodes itself. False: the user or another system starts them."""
 
     owns_cluster = True
-    """``down`` ends the cluster; False if the cluster existed before ``up``."""
+    """Whether ``down`` ends the cluster. False: the cluster existed before ``up``."""
 
     @pytest.fixture
     def make_pool(self) -> Callable[[], Pool]:
-        """Return the factory of pool objects; to override."""
+        """Return the factory of pool objects. Override it."""
         raise NotImplementedError("override the fixture make_pool")
 
     @pytest.fixture
@@ -52,7 +52,7 @@ class PoolContract:
         assert not pool.down(timeout_s=self.patience_s)
 
     def bring_nodes(self, pool: Pool, count: int) -> None:
-        """Make that many nodes come; to override if ``starts_nodes`` is False."""
+        """Start ``count`` nodes. Override it if ``starts_nodes`` is False."""
         assert self.starts_nodes, "override bring_nodes"
         pool.want(count, reason="contract")
 
@@ -77,7 +77,7 @@ class PoolContract:
     def test_nodes_come_and_a_released_one_leaves_and_is_replaced_by_whom_starts_them(
         self, pool: Pool
     ) -> None:
-        """Requested nodes come, with ids that are never reused."""
+        """A pool that starts nodes replaces a released one; ids are never reused."""
         self.bring_nodes(pool, 2)
         first, second = self.await_nodes(pool, lambda nodes: _num_running(nodes) == 2)
 
@@ -93,25 +93,27 @@ class PoolContract:
             self.bring_nodes(pool, 1)
             after = self.await_nodes(pool, lambda nodes: _num_running(nodes) == 2)
 
+        # The other node stayed, and the new one has a new id.
         assert second.id in {node.id for node in after}
         assert {first.id, second.id} < {first.id, *(node.id for node in after)}
 
     def test_want_does_not_wait_for_the_nodes(self, pool: Pool) -> None:
-        """A request does not block."""
+        """``want`` returns at once; nodes appear later."""
         begin = time.monotonic()
         pool.want(1, reason="contract")
 
+        # Far less than a machine needs to boot. A local pool may have started the node already.
         assert time.monotonic() - begin < 2.0
         assert len(pool.nodes()) <= 1
 
     def test_release_of_an_unknown_node_changes_nothing(self, pool: Pool) -> None:
-        """The node may have ended a moment ago."""
+        """The node may have ended just before the call."""
         pool.release("no-such-node", drain_s=0.0)
 
         assert pool.nodes() == []
 
     def test_price_is_said_before_anything_is_started(self, pool: Pool) -> None:
-        """Asking for the price starts nothing."""
+        """``price`` starts no node."""
         assert pool.price(2).strip()
         assert pool.nodes() == []
 
@@ -125,7 +127,7 @@ class PoolContract:
     def test_down_from_elsewhere_ends_what_is_the_pools_and_up_starts_afresh(
         self, pool: Pool, make_pool: Callable[[], Pool]
     ) -> None:
-        """Anyone who knows the cluster can end it, at any time, and twice."""
+        """Another process of the user can end the cluster, at any time and repeatedly."""
         old = pool.up()
         self.bring_nodes(pool, 1)
 
@@ -133,6 +135,7 @@ class PoolContract:
         assert make_pool().down(timeout_s=self.patience_s) == Leftovers()
         again = pool.up()
         assert (again.cluster_id != old.cluster_id) == self.owns_cluster
+        # A cluster that the pool does not own keeps its nodes, which must appear again.
         if not self.owns_cluster:
             self.await_nodes(pool, lambda nodes: _num_running(nodes) == 1)
 

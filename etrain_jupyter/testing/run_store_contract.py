@@ -48,7 +48,11 @@ class RunPlace(Protocol):
         ...
 
     def take(self, record: JobRecord, end: int) -> None:
-        """Become the only writer of a job's log, whose last event was ``end`` when it was checked.
+        """Become the only writer of a job's log.
+
+        Args:
+            record: The job.
+            end: The last event when the caller found the log without a writer.
 
         Raises:
             EtrainError: If another process is the writer.
@@ -109,7 +113,7 @@ class RunStoreContract:
     def test_another_bundle_is_written_beside_the_old_one(
         self, store: RunStore, place: RunPlace
     ) -> None:
-        """A refused resume can be undone; an accepted one deletes the old bundle."""
+        """A resume that is refused can be undone; one that is accepted deletes the old bundle."""
         made = create(store)
         later = replace(made, bundle_digest=hashlib.sha256(b"new").hexdigest(), pool="other")
         written = store.rewrite(later, bundle=b"new")
@@ -122,7 +126,7 @@ class RunStoreContract:
         assert f"digits-1/{written.bundle_file}" in place.list_keys()
 
     def test_job_that_no_cluster_took_is_removed(self, store: RunStore, place: RunPlace) -> None:
-        """Nothing of the job stays; but a job with a log is kept."""
+        """All data of the job are deleted, unless it has a log."""
         made, taken = create(store), create(store, "digits-2")
         place.log(taken, [JobSubmitted(**_COMMON, name="digits", min_workers=1, max_workers=2)])
         store.discard(made)
@@ -134,7 +138,7 @@ class RunStoreContract:
     def test_what_is_no_job_is_passed_over(
         self, store: RunStore, place: RunPlace, data: bytes
     ) -> None:
-        """Truncated records and foreign files hide no job."""
+        """Truncated records and other files do not hide valid jobs."""
         create(store)
         place.write(f"digits-2/{RECORD_FILE}", data)
         place.write("notes/readme", b"something else")
@@ -160,7 +164,7 @@ class RunStoreContract:
         assert len(again.events()) == 4
 
     def test_log_has_one_writer(self, store: RunStore, place: RunPlace) -> None:
-        """Of several processes that want to write a job's log, only one can."""
+        """Of several processes that claim a job's log at the same time, only one succeeds."""
         made = create(store)
         place.log(made, story())
         outcomes: list[str] = []

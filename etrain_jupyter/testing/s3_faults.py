@@ -74,6 +74,15 @@ class S3Fault:
         return asdict(self)
 
 
+# Order in which the faults of one request apply:
+#
+#   slow                        delay, then the others
+#   reset                       not executed; the connection is reset
+#   _REFUSALS                   not executed; an error response
+#   spoil_upload                the body is changed, so that its checksum does not match
+#   ignore_conditions           executed without If-None-Match
+#   lose_answer                 executed; the connection is reset instead of the response
+#   spoil_answer, truncate      executed; the response's body is changed or cut off
 class FaultyS3:
     """WSGI middleware: injects faults before and after the inner application.
 
@@ -89,10 +98,10 @@ class FaultyS3:
         self._seen: Counter[S3Fault] = Counter()
         self._counts: Counter[str] = Counter()
         self._turn = threading.Lock()
-        """Serializes requests, so that conditions are atomic."""
+        """Serializes requests: moto checks If-None-Match and writes without a lock."""
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Process one request."""
+        """Execute a request with the faults that apply to it."""
         length = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(length)
         if environ["PATH_INFO"].startswith(CONTROL):
@@ -115,6 +124,7 @@ class FaultyS3:
         if "spoil_answer" in kinds and status.startswith("2") and data:
             data = _spoiled(data)
         start_response(status, headers)
+        # The headers keep the full Content-Length, as with a connection that breaks.
         if "truncate" in kinds and len(data) > 1:
             return _cut_short(environ, data)
         return [data]
@@ -144,6 +154,8 @@ class FaultyS3:
 
     def _choose(self, line: str, operation: str, has_owner: bool) -> dict[str, float]:
         """Count a request and return the faults that affect it."""
+        # `every` and `count` refer to the requests that match this fault, not to all requests:
+        # with every=3 and count=2, the third and the sixth matching request are affected.
         with self._lock:
             self._counts[operation] += 1
             if has_owner:
@@ -184,6 +196,7 @@ def operation_of(method: str, query: str) -> str:
 
 
 def _refusal(environ: Environ, status: str, code: str) -> Answer:
+    # S3 never sends a body in the response to HEAD, not even for errors.
     text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>on purpose</Message></Error>"
     data = b"" if environ["REQUEST_METHOD"] == "HEAD" else text.encode()
     return (
@@ -206,6 +219,7 @@ def _cut_short(environ: Environ, data: bytes) -> Iterator[bytes]:
 
 def reset_connection(environ: Environ) -> Iterable[bytes]:
     """Close the connection with a reset, like a router that has lost its state."""
+    # With SO_LINGER and a timeout of 0, closing sends RST instead of FIN.
     connection: socket.socket = environ["werkzeug.socket"]
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     # The server holds two more references to the socket; this closes it now.

@@ -84,7 +84,7 @@ class S3Endpoint:
         self._ask("DELETE", _path_of(bucket, key))
 
     def _ask(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        # moto finds the service in the signature's scope; it does not verify the signature.
+        # moto reads the service from the signature's scope, and does not verify the signature.
         scope = f"AWS4-HMAC-SHA256 Credential=testing/20260101/{REGION}/s3/aws4_request"
         binary = "application/octet-stream"  # moto parses other types as a form
         headers = {"Authorization": scope, AROUND: "1", "Content-Type": binary}
@@ -99,6 +99,7 @@ class S3Server(S3Endpoint, Closing):
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
+            # The server ends when this pipe closes, also if this process is killed.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -137,7 +138,7 @@ def main() -> None:
     serve_in_thread(server, "serve")
     print(json.dumps({"port": server.server_port}), flush=True)
     sys.stdin.read()
-    os._exit(0)
+    os._exit(0)  # do not wait for threads with open connections
 
 
 if __name__ == "__main__":

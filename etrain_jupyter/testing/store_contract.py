@@ -106,6 +106,7 @@ class StoreContract:
 
     def test_keys_are_never_used_twice(self, store: CheckpointStore, place: StorePlace) -> None:
         """A second attempt at a step uses another folder, and a part is written once."""
+        # The writer of the first attempt may be alive: an evicted rank that has not noticed yet.
         folder = store.begin(100)
         store.put_part(folder, "model.safetensors", b"first")
         other = place.open().begin(100)
@@ -209,6 +210,8 @@ class StoreContract:
         self, store: CheckpointStore, place: StorePlace, key: str
     ) -> None:
         """A manifest cannot make a reader open another file, regardless of its writer."""
+        # The manifest is valid except for the key: `to_json` computes its digest, as an attacker
+        # with access to the folder could.
         part = Part(key=key, sha256="0" * 64, size=1)
         with pytest.raises(CheckpointError, match="refused"):
             store.get_part(part)
@@ -234,10 +237,10 @@ class StoreContract:
         self, store: CheckpointStore, place: StorePlace
     ) -> None:
         """Parts without a manifest are deleted once a newer checkpoint exists, but not before."""
-        save(store, 100)
-        save(store, 200)
+        save(store, 100)  # older than the newest checkpoint: its writer has crashed
+        save(store, 200)  # another attempt at the same step may still be running
         store.commit(save(store, 200))
-        save(store, 300)
+        save(store, 300)  # newer: it may still be written
         removed = store.prune([200])
         assert removed == ["checkpoints/step_00000100"]
         store.commit(save(store, 300))

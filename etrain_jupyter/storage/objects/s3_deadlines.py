@@ -59,7 +59,6 @@ class Deadline:
         self.is_over = False
 
     def __enter__(self) -> Self:
-        """Start the timeout."""
         self._outer = getattr(_local, "deadline", None)
         _local.deadline = self
         self.renew()  # before add(): the watcher would take at=0.0 as expired

@@ -37,15 +37,14 @@ _MODIFIED = re.compile(rb"(?<=<LastModified>)[^<]+(?=</LastModified>)")
 
 
 class CloudApi:
-    """The application."""
+    """The application.
+
+    Args:
+        moto: Moto's application.
+        ec2: Our own actions.
+    """
 
     def __init__(self, moto: Wsgi, ec2: Ec2) -> None:
-        """Create it.
-
-        Args:
-            moto: Moto's application.
-            ec2: Our own actions.
-        """
         self._moto = moto
         self._s3 = FaultyS3(moto)
         self._ec2 = ec2
@@ -54,12 +53,15 @@ class CloudApi:
         """Seconds by which the cloud's clock is ahead of this machine's."""
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Process one request."""
+        """Check a request, and pass it to the service that it names."""
         if environ["PATH_INFO"].startswith(CONTROL):
             return self._s3(environ, start_response)
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         environ["wsgi.input"] = io.BytesIO(body)
         call = read_call(environ, body)
+        # Order of the checks, each of which may respond with an error: the test's faults, the
+        # caller's clock, its permissions. Then the service executes the request. A lost response
+        # comes last, since the request has been executed.
         chosen = [] if "HTTP_X_ETRAIN_AROUND" in environ else self.faults.choose(call)
         for fault in chosen:
             time.sleep(fault.seconds)
@@ -120,6 +122,7 @@ class CloudApi:
 
     def _skew_error(self, environ: Environ, call: Call) -> ApiError | None:
         """Refuse requests signed by a clock that is too far from the cloud's, as AWS does."""
+        # Checked only in tests that set a skew.
         signed = environ.get("HTTP_X_AMZ_DATE", "")
         if not self.clock_skew_s or not signed:
             return None
@@ -132,6 +135,8 @@ class CloudApi:
         )
 
     def _answer_s3(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        # Shift the times that moto reports: the header Last-Modified of an object, and the element
+        # LastModified in listings. Other bodies are passed on unchanged.
         shift = timedelta(seconds=self.clock_skew_s)
         is_listing = False
 

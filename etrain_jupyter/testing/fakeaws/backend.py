@@ -179,6 +179,8 @@ class Backend:
 
         The instance is pending afterwards.
         """
+        # moto starts instances as running, and of a launch template it applies only part of the
+        # settings. A template is known by the tags that EC2 adds to its instances.
         instance = self.find(instance_id)
         instance.nics[0].private_ip_address = address
         state = instance.instance_state
@@ -202,7 +204,8 @@ class Backend:
         return self._facts(instance, tags, role)
 
     def _take_profile(self, instance: Any, of_template: Mapping[str, Any]) -> str:
-        """Associate the template's profile; return its role."""
+        # Associate the template's profile and return its role. A profile that the request itself
+        # names has been associated by moto, and takes precedence.
         iam = iam_backends[ACCOUNT]["aws"]
         held = instance.ec2_backend.iam_instance_profile_associations.get(instance.id)
         if held is not None:
@@ -235,13 +238,14 @@ class Backend:
             role=role,
             tags=tags,
             shows_tags=instance.metadata_options.instance_metadata_tags == "enabled",
+            # EC2 does not stop one-time spot instances: a shutdown from inside terminates them.
             stops=instance.instance_initiated_shutdown_behavior == "stop"
             and lifecycle == "on-demand",
             disk_gb=sum(sizes),
         )
 
     def set_running(self, instance_id: str) -> None:
-        """Set its state to running."""
+        """Set its state to running, unless it has ended meanwhile."""
         instance = self.find(instance_id)
         if instance.state == "pending":
             state = instance.instance_state
@@ -260,8 +264,9 @@ class Backend:
 
     def role_credentials(self, role: str, session: str) -> str:
         """Return credentials of a role in the format of the metadata service."""
+        # EC2 renews credentials five minutes before they expire; with the short lifetimes of
+        # tests, after half of it.
         expires_at, document = self._credentials.get(session, (0.0, ""))
-        # EC2 renews credentials five minutes before they expire.
         if expires_at - time.time() > min(300, self.role_ttl_s / 2):
             return document
         with self.lock:

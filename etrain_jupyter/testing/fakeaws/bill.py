@@ -93,6 +93,8 @@ def make_bill(usages: Iterable[Usage], market: Market, now: float) -> Bill:
 def _row(usage: Usage, market: Market, now: float) -> BillRow:
     end = now if usage.ended_at is None else usage.ended_at
     seconds = max(0.0, end - usage.launched_at)
+    # At least LEAST_S are charged. The waiver depends on the real duration and needs an end: a
+    # running machine is charged.
     charged_to = usage.launched_at + max(seconds, LEAST_S)
     usd = market.charge_usd(usage.pool, usage.lifecycle, usage.launched_at, charged_to)
     free = usage.ended_at is not None and is_waived(usage.lifecycle, usage.reason, seconds)

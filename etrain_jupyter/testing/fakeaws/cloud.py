@@ -67,7 +67,7 @@ class FakeAws(Closing):
         region: str = "us-east-1",
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it.
+        """Start the cloud's process.
 
         Args:
             mode: ``namespaces`` gives each instance its own network and process table (requires
@@ -94,7 +94,8 @@ class FakeAws(Closing):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Own session: Jupyter signals a kernel's whole group, but the cloud must end in order.
+            # Own session: Jupyter signals the kernel's whole process group, but the cloud must
+            # first switch off its instances.
             start_new_session=True,
             # Without this machine's profile, endpoint and clusters.
             env={
@@ -353,6 +354,7 @@ class FakeAws(Closing):
             json.dumps(arguments).encode(),
             {"Content-Type": "application/json"},
         )
+        # Without HTTP_PROXY of the environment: the cloud is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=ANSWER_S) as answer:
@@ -363,6 +365,8 @@ class FakeAws(Closing):
 
     def close(self) -> None:
         """End all instances and the process, and remove everything it created on this machine."""
+        # Closing its standard input makes the process shut down in order. If it does not within
+        # 60 s, it is killed, and its janitor cleans up.
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()

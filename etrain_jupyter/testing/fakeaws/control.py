@@ -27,7 +27,16 @@ CONTROL = "/_fakeaws/"
 
 
 class Control:
-    """The verbs."""
+    """The verbs.
+
+    Args:
+        backend: Moto's state.
+        hypervisor: The machines.
+        ec2: Our own actions.
+        api: The application.
+        zones: Zones of the default market, which ``reset`` restores.
+        variables: Additional environment variables of the instances, also after a reset.
+    """
 
     def __init__(
         self,
@@ -39,16 +48,6 @@ class Control:
         zones: list[str],
         variables: Mapping[str, str],
     ) -> None:
-        """Create it.
-
-        Args:
-            backend: Moto's state.
-            hypervisor: The machines.
-            ec2: Our own actions.
-            api: The application.
-            zones: Zones of a new market.
-            variables: Additional environment variables of the instances, also after a reset.
-        """
         self._backend = backend
         self._hypervisor = hypervisor
         self._ec2 = ec2
@@ -60,6 +59,7 @@ class Control:
 
     def reset(self) -> None:
         """Restore the initial state: no instances, no objects, the default market, no faults."""
+        # The machines first: as long as one runs, it may still use the account.
         self._hypervisor.forget()
         with self._backend.lock:
             moto_api_backend.reset()
@@ -93,6 +93,7 @@ class Control:
                     price_usd=offer.get("price_usd"),
                     capacity=offer.get("capacity"),
                 )
+            # Machines that run keep their capacity in the new market.
             for usage in self._hypervisor.usages():
                 if usage.ended_at is None:
                     market.take(usage.instance_id, usage.pool, usage.lifecycle)
@@ -113,6 +114,7 @@ class Control:
                 for pool in market.pools()
                 if instance_type in ("", pool.instance_type) and zone in ("", pool.zone)
             ]
+            # A type and a zone together name a pool, which may be new.
             if not chosen and instance_type and zone:
                 chosen = [CapacityPool(instance_type, zone)]
             if not chosen:

@@ -85,6 +85,8 @@ class Ec2:
         """Process a call to EC2."""
         with self._backend.lock:
             query = nested(call.body)
+            # A repeated request with the same token returns the first response, as in EC2: a client
+            # that has not received it must not get a second fleet.
             token = query.get("ClientToken", "")
             key = (call.region, call.action, token)
             if token and call.action in IDEMPOTENT and key in self._answers:
@@ -95,6 +97,7 @@ class Ec2:
                         f"The client token '{token}' was used with other parameters.",
                     )
                 return result
+            # moto may create instances in the request. Compare before and after.
             known = set(self._backend.states())
             result = self._act(call, query, ask_moto)
             if call.action in IDEMPOTENT and result[0].startswith("200"):
@@ -157,6 +160,7 @@ class Ec2:
         )
 
     def _overrides(self, region: str, configs: list[Any]) -> Iterator[Override]:
+        # `place` is the index over all configurations: the market's answer refers to it.
         place = 0
         for config in configs:
             version = self._backend.template(region, config["LaunchTemplateSpecification"])
@@ -224,6 +228,7 @@ class Ec2:
         zone = zone or self._backend.zone_of(call.region, query.get("SubnetId"))
         instance_type = query.get("InstanceType") or data.get("InstanceType") or "m1.small"
         pool = CapacityPool(instance_type, zone)
+        # moto responds to a dry run itself.
         if query.get("DryRun") == "true":
             return
         self._backend.check_image(call.region, image)
@@ -302,6 +307,8 @@ class Ec2:
 
     def _lagging(self, query: dict[str, Any], result: Answer) -> Answer:
         """Remove the instances that EC2's listings do not show yet."""
+        # A request that names a hidden instance fails. Otherwise hidden instances are removed from
+        # moto's XML, and with them the reservations that are empty then.
         now = time.monotonic()
         hidden = {name for name, at in self._born.items() if now - at < self.lag_s}
         for instance_id in listed(query, "InstanceId"):
@@ -336,6 +343,7 @@ def _price_rows(
     for (at, usd), end in zip(history, ends, strict=True):
         if (since is not None and end <= since) or (until is not None and at > until):
             continue
+        # A price that no test has set counts as one day old.
         shown = time.time() - 86_400 if at == BEFORE else at
         rows.append(
             {

@@ -33,6 +33,18 @@ MAX_OFF_S = 60.0
 ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
 
 
+# State of a machine. "ended" is reached exactly once, by the first of several threads:
+#
+#   pending          running            ended                    off
+#   |--- _boot ------|-- first process -|-- _mark_ended ---------|-- _switch_off
+#     waits boot_s     of the machine     EC2's state, the bill,    processes killed,
+#                                         the market                network released
+#
+#   Causes of the end: TerminateInstances (sync), `shutdown` (_on_order) or its timer, the end of
+#   an interruption notice (_interrupt), a host failure (preempt with silent=True), the end of the
+#   first process without a shutdown (_boot).
+#
+# EC2 responds to TerminateInstances before the processes have ended, so there are two events.
 @dataclass
 class _Guest:
     machine: SimulatedMachine
@@ -47,7 +59,15 @@ class _Guest:
 
 
 class Hypervisor:
-    """Runs the machines."""
+    """Runs the machines, and listens for their shutdown commands.
+
+    Args:
+        backend: Moto's instances.
+        network: Connects the machines.
+        folder: Parent of the machines' folders.
+        minute_s: Duration of a minute of ``shutdown -h +1``, in seconds.
+        boot_s: Time for which a machine is pending, in seconds.
+    """
 
     def __init__(
         self,
@@ -58,15 +78,6 @@ class Hypervisor:
         minute_s: float,
         boot_s: float,
     ) -> None:
-        """Listen for the instances' shutdown commands.
-
-        Args:
-            backend: Moto's instances.
-            network: Connects the machines.
-            folder: Parent of the machines' folders.
-            minute_s: Duration of a minute of ``shutdown -h +1``, in seconds.
-            boot_s: Time for which a machine is pending, in seconds.
-        """
         self.endpoint = ""
         self.variables: dict[str, str] = {}
         self.market: Market | None = None
@@ -111,7 +122,7 @@ class Hypervisor:
 
     def _boot(self, guest: _Guest, facts: InstanceFacts) -> None:
         if guest.ended.wait(self.boot_s):
-            return
+            return  # terminated while pending
         try:
             guest.machine.start(
                 endpoint=self.endpoint,
@@ -123,11 +134,13 @@ class Hypervisor:
             self._end(guest, HOST_FAILED)
             return
         with self._backend.lock:
-            # Not earlier: a client that sees it running may use its metadata service.
+            # Only now: a client that sees it running may use its metadata service, for example
+            # to inject a fault.
             if not guest.ended.is_set():
                 self._backend.set_running(facts.instance_id)
         guest.machine.on_end()
-        # Its first process ended without a shutdown: the host has failed.
+        # If no other cause was recorded, the first process ended without a shutdown: the host has
+        # failed. Otherwise this call does nothing.
         self._end(guest, HOST_FAILED)
 
     # Ending -------------------------------------------------------------------------------------
@@ -143,7 +156,10 @@ class Hypervisor:
             self._switch_off(guest)
 
     def _mark_ended(self, guest: _Guest, code: str, *, is_stopped: bool) -> bool:
-        """Record its end in EC2 and on the bill; under the lock. False if it had ended before."""
+        """Record its end in EC2 and on the bill. Return False if it had ended before.
+
+        The caller holds the backend's lock.
+        """
         if guest.ended.is_set():
             return False
         guest.ended.set()
@@ -161,6 +177,7 @@ class Hypervisor:
         return True
 
     def _switch_off(self, guest: _Guest) -> None:
+        # `forget` may call this while another thread does: the second one waits for the first.
         with guest.switching:
             if not guest.off.is_set():
                 guest.machine.power_off()
@@ -177,6 +194,7 @@ class Hypervisor:
             # Not on this thread: the requesting command is one of the processes that end.
             self._run(f"off {instance_id}", self._end_from_inside, guest, is_stopped)
             return ""
+        # As with shutdown(8), a new request replaces the scheduled one, and -c only cancels it.
         with self._backend.lock:
             if guest.timer is not None:
                 guest.timer.cancel()
@@ -213,9 +231,12 @@ class Hypervisor:
             return
         self._run(f"preempt {instance_id}", self._interrupt, guest, notice_s, rebalance_s)
 
+    # rebalance recommendation --- rebalance_s ---> notice --- notice_s ---> EC2 ends the machine
+    #
+    # Each wait ends early if the machine shuts itself down: then there is nothing to reclaim.
     def _interrupt(self, guest: _Guest, notice_s: float, rebalance_s: float | None) -> None:
         imds = guest.machine.imds
-        if imds is None:  # still pending
+        if imds is None:  # pending: there is no way to notify it
             self._end(guest, SPOT_TAKEN)
             return
         if rebalance_s is not None:
@@ -278,6 +299,7 @@ class Hypervisor:
 
     def find_strays(self) -> dict[str, list[str]]:
         """Return what is left of machines that are off: processes and cables, by kind."""
+        # First let machines that have ended finish switching off, or they would count as strays.
         self.wait_quiet()
         guests = list(self._guests.values())
         off = [one.usage.instance_id for one in guests if one.ended.is_set()]
@@ -290,6 +312,7 @@ class Hypervisor:
 
     def forget(self) -> None:
         """Switch all machines off and forget them."""
+        # Not through `_end`: EC2 and the bill are reset or end, too, so nothing is recorded.
         with self._backend.lock:
             guests = list(self._guests.values())
             for guest in guests:

@@ -9,8 +9,8 @@
         imds.interrupt(at=time.time() + 120)
         imds.break_("hang")
 
-On EC2 it listens on 169.254.169.254; here it does if the instance has its own network, otherwise on
-a port of the loopback interface. All requests need a token, as with ``HttpTokens=required``.
+It listens on 169.254.169.254 as on EC2 if the instance has its own network, otherwise on a port of
+the loopback interface. All requests need a token, as with ``HttpTokens=required``.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ImdsServer(Closing):
         self._tokens: dict[str, float] = {}
         self._asked: list[str] = []
         self._broken: Broken = ""
-        self._mended = threading.Event()
+        self._mended = threading.Event()  # cleared while the service hangs
         self._mended.set()
         self._server = _Server(listener, self)
         self._thread = serve_in_thread(self._server, "imds")
@@ -152,6 +152,7 @@ class ImdsServer(Closing):
 
     def interrupt(self, at: float) -> None:
         """Publish an interruption notice for a time (seconds since the epoch)."""
+        # Two paths with the same time; the second one is EC2's older interface.
         action = json.dumps({"action": "terminate", "time": timestamp(at)})
         self.set("meta-data/spot/instance-action", action)
         self.set("meta-data/spot/termination-time", timestamp(at))
@@ -184,7 +185,7 @@ class ImdsServer(Closing):
 
     def close(self) -> None:
         """Stop it, and close its connections."""
-        self._mended.set()
+        self._mended.set()  # release the handlers that hang
         self._server.shutdown()
         self._server.close_all()
         self._thread.join()
@@ -214,6 +215,7 @@ class ImdsServer(Closing):
             self._asked.append(path)
             page = self._pages.get(path)
             known = sorted(self._pages)
+        # A function such as `Backend.role_credentials` takes other locks: call it without this one.
         if page is not None:
             return page if isinstance(page, str) else page()
         folder = f"{path}/" if path else ""
@@ -229,6 +231,7 @@ class _Server(ThreadingHTTPServer):
         self.imds = imds
         self._open: set[socket.socket] = set()
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=listener is None)
+        # A socket of another network namespace replaces the one that the base class has created.
         if listener is not None:
             self.socket.close()
             self.socket = listener
@@ -237,6 +240,8 @@ class _Server(ThreadingHTTPServer):
         # Not HTTPServer's method, which looks up the machine's name in DNS.
         self.socket.bind(self.server_address)
 
+    # Clients keep their connections open, and a handler blocks until the next request. Closing
+    # the connections ends the handlers.
     def process_request(self, request: Any, client_address: Any) -> None:
         self._open.add(request)
         super().process_request(request, client_address)

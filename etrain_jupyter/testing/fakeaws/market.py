@@ -154,6 +154,7 @@ class Market:
         if price_usd is not None:
             if offer.starts and at < offer.starts[-1]:
                 raise ValueError(f"{pool} already has a price for a later time")
+            # The first price also holds for all earlier instants, so that every machine has one.
             offer.starts.append(at if offer.starts else BEFORE)
             offer.prices.append(price_usd)
 
@@ -176,6 +177,7 @@ class Market:
 
     def give_back(self, instance_id: str, *, is_lost: bool = False) -> None:
         """Release a machine; ``is_lost`` also reduces the spot capacity: other customers use it."""
+        # Unknown for a machine that was released before, or taken in an earlier market.
         pool, lifecycle = self._taken.pop(instance_id, (None, None))
         if pool is not None and is_lost and lifecycle == "spot" and pool in self._offers:
             self._offers[pool].capacity = max(0, self._offers[pool].capacity - 1)
@@ -193,7 +195,7 @@ class Market:
         return max(0, capacity - self._num_taken(pool, lifecycle))
 
     def _num_taken(self, pool: CapacityPool, lifecycle: Lifecycle) -> int:
-        # On-demand capacity is per type.
+        # Spot capacity is per type and zone, on-demand capacity per type.
         return sum(
             kind == lifecycle
             and (held == pool if kind == "spot" else held.instance_type == pool.instance_type)
@@ -226,6 +228,8 @@ class Market:
         """Return the cost of a machine between two instants, at the prices in force."""
         if lifecycle == "on-demand":
             return (end - start) / 3600 * (self.on_demand_usd(pool.instance_type) or 0.0)
+        # Sum over the prices: each holds until the next one, and only its overlap with the
+        # machine's time is charged.
         total = 0.0
         entries = self.history(pool)
         ends = [at for at, _ in entries[1:]] + [float("inf")]
@@ -235,14 +239,18 @@ class Market:
 
     def score(self, pools: Iterable[CapacityPool], units: int) -> int:
         """Return the likelihood that these pools together meet a target, from 1 to 10."""
+        # AWS does not publish its formula. Here, room for twice the target gives the full score.
         room = sum(self.free(pool, "spot") for pool in pools)
         return max(1, min(10, round(10 * room / max(1, 2 * units))))
 
     def plan(self, candidates: Sequence[Candidate], demand: Demand, at: float) -> FleetPlan:
         """Choose machines for a demand, without taking them."""
+        # 1. Groups of candidates that may be combined: all, or those of one zone or type.
+        # 2. Fill each group greedily, machine by machine, in the order of the strategy.
+        # 3. Take the group with the most units; of equal ones, the cheapest.
+        # 4. Fewer units than MinTargetCapacity: launch nothing.
         groups = _groups(candidates, demand)
         chosen = [self._fill(group, demand, at) for group in groups]
-        # If only one zone or type may be used: the one with the most capacity, then the cheapest.
         best = min(
             chosen,
             key=lambda got: (-min(_units(got), demand.target), self._usd(got, demand, at)),
@@ -270,6 +278,7 @@ class Market:
     ) -> int:
         if demand.lifecycle == "spot" and self._is_too_dear(candidate, at):
             return 0
+        # `got` is chosen, but not taken yet: `free` does not count it.
         same = sum(
             one.pool == candidate.pool
             if demand.lifecycle == "spot"
@@ -289,8 +298,8 @@ class Market:
     def _order(
         self, demand: Demand, got: Sequence[Candidate], at: float
     ) -> Callable[[Candidate], tuple[float, ...]]:
-        """Return the sort key of candidates with capacity, best first."""
-
+        # The sort key of candidates with capacity; the smallest is launched next. The strategies
+        # are EC2's, from "Allocation strategies for EC2 Fleet".
         def usd(candidate: Candidate) -> float:
             return self._hourly_usd(candidate, demand, at) / candidate.weight
 
@@ -301,7 +310,7 @@ class Market:
             return sum(one.pool == candidate.pool for one in got)
 
         def is_new(candidate: Candidate) -> bool:
-            """Return whether it would exceed the number of pools for ``lowest-price``."""
+            # Whether it would exceed the number of pools for ``lowest-price``.
             num_used = len({one.pool for one in got})
             return used(candidate) == 0 and num_used >= demand.num_pools
 
@@ -315,7 +324,7 @@ class Market:
                 return lambda one: (one.priority, -room(one), one.place)
             case "diversified":
                 return lambda one: (used(one), usd(one), one.place)
-            case _:
+            case _:  # lowest-price: the cheapest `num_pools` pools; several are used evenly
                 return lambda one: (is_new(one), used(one) * (demand.num_pools > 1), usd(one))
 
     def _hourly_usd(self, candidate: Candidate, demand: Demand, at: float) -> float:

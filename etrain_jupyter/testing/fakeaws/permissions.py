@@ -62,13 +62,15 @@ def requests_of(call: Call, world: World) -> list[Request]:
 
 
 def _as_aws_has_it(request: Request) -> Request:
-    """Drop condition keys that AWS does not support for that action and resource."""
+    # Drop condition keys that AWS does not support for that action and resource: a policy that
+    # relies on one would work here and fail there.
     kind = kind_of(request.resource)
     known = {k: v for k, v in request.context.items() if is_supported(request.action, kind, k)}
     return Request(request.action, request.resource, known)
 
 
 def _parameter(call: Call, world: World) -> str:
+    # AWS's public parameters, such as the ids of its images, belong to no account.
     name = str(json_of(call).get("Name", "")).lstrip("/")
     account = "" if name.startswith("aws/") else world.account
     return f"arn:aws:ssm:{call.region}:{account}:parameter/{name}"
@@ -161,7 +163,7 @@ class _Ec2Call:
         yield from self._tags_at(action, kind, tags)
 
     def _tags_at(self, action: str, kind: str, tags: Mapping[str, str]) -> Iterator[Request]:
-        """Yield the permissions for tags that are set while creating a resource."""
+        # Tags that are set while a resource is created need a permission of their own.
         if tags:
             yield self._ask("CreateTags", kind, "new", {**_asked(tags), "ec2:CreateAction": action})
 
@@ -197,9 +199,11 @@ class _Ec2Call:
         named: Mapping[str, Any] | None,
         tags: Mapping[str, Mapping[str, str]],
     ) -> Iterator[Request]:
-        """Yield the permissions for one kind of machine, in a fleet or ``RunInstances``."""
+        # One kind of machine, in a fleet or ``RunInstances``. Values of the request take
+        # precedence over those of the launch template.
         id, data = self._world.template(named) if named else ("", {})
         region, account = self._call.region, self._world.account
+        # On every resource of the launch, so that a policy can require a certain template.
         frame = {
             "ec2:LaunchTemplate": id and f"arn:aws:ec2:{region}:{account}:launch-template/{id}"
         }

@@ -35,6 +35,7 @@ def parse_arguments(arguments: list[str]) -> PowerOrder:
     >>> parse_arguments(["-c"]), parse_arguments(["-P", "now", "the", "end"])
     (PowerOrder(minutes=None), PowerOrder(minutes=0))
     """
+    # What follows the time is the message to logged-in users, which is ignored.
     flags = [word for word in arguments if word.startswith("-")]
     rest = [word for word in arguments if not word.startswith("-")]
     known = {"-h", "-P", "-H", "-c", "--poweroff", "--halt", "--no-wall"}
@@ -73,7 +74,7 @@ class PowerSwitch:
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
-    request_queue_size = 64
+    request_queue_size = 64  # all machines of a cluster may shut down at once; the default is 5
 
     def __init__(self, folder: Path, on_order: Callable[[str, PowerOrder], str]) -> None:
         self.on_order = on_order

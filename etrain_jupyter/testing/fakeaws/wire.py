@@ -77,6 +77,7 @@ def read_call(environ: Environ, body: bytes) -> Call:
     Service and region are in the scope of the signature, as in
     ``Credential=AKIA.../20260101/us-east-1/ec2/aws4_request``.
     """
+    # The action is in a header (JSON services), the method (S3) or the body (EC2, IAM, STS).
     scope = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition(",")[0]
     parts = scope.split("/")
     access_key, region, service = parts[0], "", ""
@@ -105,6 +106,8 @@ def nested(body: bytes) -> dict[str, Any]:
     >>> nested(b"Action=X&Tag.1.Key=a&Tag.2.Key=b&Spot.Price=1")
     {'Action': 'X', 'Tag': [{'Key': 'a'}, {'Key': 'b'}], 'Spot': {'Price': '1'}}
     """
+    # First dictionaries only ("Tag.1.Key" gives {"Tag": {"1": {"Key": ...}}}), then those with
+    # numbers as keys become lists.
     root: dict[str, Any] = {}
     for name, value in parse_qsl(body.decode(), keep_blank_values=True):
         *parents, last = name.split(".")
