@@ -155,7 +155,7 @@ def _pickle_all(
         except PayloadTooLargeError:
             break  # the sizes so far exceed the limit, which the caller reports
         except Exception as exc:  # An object's own __reduce__ may raise anything.
-            raise _not_shippable(name, value, exc, cell_of) from exc
+            raise _cannot_be_sent(name, value, exc, cell_of) from exc
         # The memo of the pickler writes shared code once: a name whose code belongs to an earlier
         # name counts as data.
         if len(pickler.codes) == num_codes:
@@ -218,7 +218,7 @@ def _imported(key: str, module: str, attribute: str) -> Any:
     return value
 
 
-def _not_shippable(name: str, value: Any, exc: Exception, cell_of: CellOf) -> BundleError:
+def _cannot_be_sent(name: str, value: Any, exc: Exception, cell_of: CellOf) -> BundleError:
     def dump(part: Any, skipped_ids: set[int]) -> None:
         ProbePickler(skipped_ids).dump(part)
 

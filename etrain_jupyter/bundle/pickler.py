@@ -95,7 +95,7 @@ class ProbePickler(BundlePickler):
 
     def persistent_id(self, obj: Any) -> str | None:
         """Replace a skipped object by a placeholder."""
-        return "passed over" if id(obj) in self._skipped_ids else None
+        return "skipped" if id(obj) in self._skipped_ids else None
 
 
 class CallbackFile:

@@ -169,8 +169,8 @@ def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
     content = _Content(bundle)
     if digest and (found := digest_of_file(content.open())) != digest:
         raise BundleError(
-            f"{content} is corrupt: its SHA-256 is {found}, expected {digest}. Nothing of it was "
-            "run. Submit the job again."
+            f"{content} is corrupt: its SHA-256 is {found}, expected {digest}. None of its code "
+            "was run. Submit the job again."
         )
     header, start = _read_header(content)
     # Check the versions before anything is unpickled: the errors of a mismatch would be obscure.

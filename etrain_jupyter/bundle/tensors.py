@@ -188,7 +188,7 @@ class TensorReader:
         self._payload = payload
         self._table = table
         self._starts = {key: [r[0] for r in ranges] for key, ranges in table.ranges.items()}
-        self._made: dict[int, Any] = {}
+        self._memories: dict[int, Any] = {}
         """Storages by position."""
 
     def rebuild(
@@ -216,11 +216,11 @@ class TensorReader:
 
     def _storage(self, position: int, num_bytes: int) -> Any:
         # One storage per position: tensors that shared memory in the notebook share it here, too.
-        if position not in self._made:
+        if position not in self._memories:
             torch = sys.modules["torch"]
             data = self._payload[position : position + num_bytes]
-            self._made[position] = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
-        return self._made[position]
+            self._memories[position] = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+        return self._memories[position]
 
 
 def _is_in_memory(storage: Any) -> bool:

@@ -152,9 +152,9 @@ def find_unpicklable(
     refusal = failure.refusal if isinstance(failure, RefusedError) else None
     what = f"is {refusal.what}" if refusal else f"{_kind(value)} ({_reason(failure)})"
     subject = "it" if path == name else f"'{path}'"
-    made = f", made in {cell}" if cell else ""
+    defined = f", defined in {cell}" if cell else ""
     return UnpicklablePart(
-        explanation=f"{subject}{used} {what}{made}",
+        explanation=f"{subject}{used} {what}{defined}",
         remedy=refusal.remedy if refusal else _DEFAULT_REMEDY,
     )
 

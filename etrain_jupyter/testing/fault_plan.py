@@ -55,14 +55,14 @@ class PlannedFault:
     """Time between a notice and the end of the machine, in seconds."""
 
     def __post_init__(self) -> None:
-        _check_word("kind of fault", self.kind, KINDS)
+        _check_word("kind", self.kind, KINDS)
         _check_word("place", self.at, PLACES)
         if self.rank is not None and self.rank < 0:
-            raise ValueError(f"{self.kind}: rank={self.rank} must not be below 0")
+            raise ValueError(f"{self.kind}: rank={self.rank} must be at least 0")
         if self.step < 0:
-            raise ValueError(f"{self.kind}: step={self.step} must not be below 0")
+            raise ValueError(f"{self.kind}: step={self.step} must be at least 0")
         if self.notice_s < 0:
-            raise ValueError(f"{self.kind}: notice_s={self.notice_s:g} must not be below 0")
+            raise ValueError(f"{self.kind}: notice_s={self.notice_s:g} must be at least 0")
 
     def to_code(self) -> str:
         """Return the call that adds it to a plan."""
@@ -184,24 +184,24 @@ class FaultPlan:
             kinds: Kinds to choose from.
             places: Places to choose from.
         """
-        chance = random.Random(f"fault plan {seed}")
+        rng = random.Random(f"fault plan {seed}")
         plan = cls()
         # The order of the draws is part of the plan: a change gives every seed another plan.
-        for _ in range(chance.randint(min(2, max_faults), max_faults)):
-            kind = chance.choice(list(kinds))
-            step = chance.randint(1, num_steps)
+        for _ in range(rng.randint(min(2, max_faults), max_faults)):
+            kind = rng.choice(list(kinds))
+            step = rng.randint(1, num_steps)
             if kind in AT_A_PLACE:
-                place = chance.choice(list(places))
+                place = rng.choice(list(places))
                 # "warm" is before the first step. "form" and "sync" need a generation that forms
                 # at or after `step`, often because of another fault: choose an earlier step.
                 step = {"warm": 0, "form": step // 2, "sync": step // 2}.get(place, step)
-                plan = plan.add(kind, rank=chance.randrange(num_ranks), step=step, at=place)
+                plan = plan.add(kind, rank=rng.randrange(num_ranks), step=step, at=place)
             elif kind == "notice":
                 # Some machines end before the notice is over.
-                notice_s = chance.choice([0.0, 0.2, 120.0])
-                plan = plan.notice(rank=chance.randrange(num_ranks), step=step, notice_s=notice_s)
+                notice_s = rng.choice([0.0, 0.2, 120.0])
+                plan = plan.notice(rank=rng.randrange(num_ranks), step=step, notice_s=notice_s)
             else:
-                plan = plan.add(kind, rank=chance.randrange(num_ranks), step=step)
+                plan = plan.add(kind, rank=rng.randrange(num_ranks), step=step)
         return plan
 
 
@@ -238,5 +238,5 @@ def submit_with_faults(
 def _check_word(what: str, word: str, known: Sequence[str]) -> None:
     if word not in known:
         near = difflib.get_close_matches(word, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"no {what} {word!r}; {hint}")
+        hint = f"Did you mean {near[0]!r}?" if near else f"Use one of: {', '.join(known)}."
+        raise ValueError(f"The fault's {what} {word!r} is unknown. {hint}")

@@ -62,7 +62,7 @@ class PoolContract:
         """A kernel that starts later joins the cluster."""
         assert pool.up() == make_pool().up()
 
-    def test_two_that_start_at_once_get_the_same_cluster(
+    def test_two_processes_that_start_at_once_get_the_same_cluster(
         self, make_pool: Callable[[], Pool]
     ) -> None:
         """Two kernels whose first cells run at the same time share one cluster."""
@@ -74,9 +74,7 @@ class PoolContract:
         finally:
             assert not pools[0].down(timeout_s=self.patience_s)
 
-    def test_nodes_come_and_a_released_one_leaves_and_is_replaced_by_whom_starts_them(
-        self, pool: Pool
-    ) -> None:
+    def test_released_node_leaves_and_is_replaced_under_a_new_id(self, pool: Pool) -> None:
         """A pool that starts nodes replaces a released one; ids are never reused."""
         self.bring_nodes(pool, 2)
         first, second = self.await_nodes(pool, lambda nodes: _num_running(nodes) == 2)
@@ -112,19 +110,19 @@ class PoolContract:
 
         assert pool.nodes() == []
 
-    def test_price_is_said_before_anything_is_started(self, pool: Pool) -> None:
+    def test_price_is_known_before_anything_is_started(self, pool: Pool) -> None:
         """``price`` starts no node."""
         assert pool.price(2).strip()
         assert pool.nodes() == []
 
-    def test_cost_of_nothing_is_nothing(self, pool: Pool) -> None:
+    def test_cost_without_nodes_is_zero(self, pool: Pool) -> None:
         """Without nodes there are no costs."""
         cost = pool.cost()
 
         assert cost.spent_usd == 0.0
         assert cost.on_demand_usd == 0.0
 
-    def test_down_from_elsewhere_ends_what_is_the_pools_and_up_starts_afresh(
+    def test_down_in_another_process_ends_the_cluster_and_up_starts_a_new_one(
         self, pool: Pool, make_pool: Callable[[], Pool]
     ) -> None:
         """Another process of the user can end the cluster, at any time and repeatedly."""
@@ -139,10 +137,10 @@ class PoolContract:
         if not self.owns_cluster:
             self.await_nodes(pool, lambda nodes: _num_running(nodes) == 1)
 
-    def await_nodes(self, pool: Pool, is_so: Callable[[list[Node]], bool]) -> list[Node]:
+    def await_nodes(self, pool: Pool, condition: Callable[[list[Node]], bool]) -> list[Node]:
         """Wait for a condition on the nodes and return them; fail on timeout."""
         deadline = time.monotonic() + self.patience_s
-        while not is_so(nodes := pool.nodes()):
+        while not condition(nodes := pool.nodes()):
             assert time.monotonic() < deadline, f"still {nodes} after {self.patience_s:g} s"
             time.sleep(0.05)
         return nodes

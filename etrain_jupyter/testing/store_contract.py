@@ -131,7 +131,7 @@ class StoreContract:
         model = open_newest(place.open()).files["model.safetensors"].read_bytes()
         assert model == bytes(winners * 1000)
 
-    def test_commit_can_be_asked_again(self, store: CheckpointStore, place: StorePlace) -> None:
+    def test_commit_can_be_repeated(self, store: CheckpointStore, place: StorePlace) -> None:
         """A writer that does not know whether it committed can repeat the call."""
         mine, other = save(store, 100), save(place.open(), 100, model=b"other")
         assert store.commit(mine)
@@ -183,7 +183,7 @@ class StoreContract:
         assert len(skipped) == 1
         assert "its manifest" in skipped[0]
 
-    def test_foreign_job_is_refused(self, store: CheckpointStore) -> None:
+    def test_checkpoint_of_another_job_is_refused(self, store: CheckpointStore) -> None:
         """A checkpoint of another job is not loaded by mistake."""
         store.commit(save(store, 100))
         store.commit(save(store, 200, job_id="stranger"))
@@ -191,7 +191,7 @@ class StoreContract:
         assert found.step == 100
         assert skipped == ["step_00000200: it belongs to job stranger, not to job"]
 
-    def test_nothing_valid_names_every_refusal(
+    def test_error_without_valid_checkpoint_lists_all_reasons(
         self, store: CheckpointStore, place: StorePlace
     ) -> None:
         """Without a valid checkpoint, the error lists all of them."""
@@ -206,7 +206,7 @@ class StoreContract:
         "key",
         ["../secret", "/etc/passwd", "checkpoints/../../secret", "manifests/x/y", "checkpoints/a"],
     )
-    def test_keys_outside_are_refused(
+    def test_keys_outside_of_the_store_are_refused(
         self, store: CheckpointStore, place: StorePlace, key: str
     ) -> None:
         """A manifest cannot make a reader open another file, regardless of its writer."""
@@ -223,7 +223,7 @@ class StoreContract:
         with pytest.raises(CheckpointError, match="refused"):
             store.put_part("checkpoints/..", "secret", b"x")
 
-    def test_prune_keeps_what_it_is_told(self, store: CheckpointStore, place: StorePlace) -> None:
+    def test_prune_keeps_the_given_steps(self, store: CheckpointStore, place: StorePlace) -> None:
         """Other checkpoints are deleted, manifest and parts; the kept ones are valid."""
         for step in (100, 200, 300):
             store.commit(save(store, step))
@@ -233,7 +233,7 @@ class StoreContract:
         assert not any("step_00000100" in key for key in place.list_keys())
         assert newest_valid(store)[1] == []
 
-    def test_prune_clears_what_a_crash_left(
+    def test_prune_deletes_leftovers_of_crashed_writers(
         self, store: CheckpointStore, place: StorePlace
     ) -> None:
         """Parts without a manifest are deleted once a newer checkpoint exists, but not before."""

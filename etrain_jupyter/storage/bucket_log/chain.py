@@ -32,7 +32,7 @@ PIECE_EVENTS = 1_000
 """Maximum events in one object of ``log/``."""
 PACKS = (EVENTS_PER_SEGMENT, 1_000)
 """Events per pack, the larger first; the smaller packs are deleted when a larger one exists."""
-_MOST_PACK_BYTES = 512 * 1024 * 1024
+_MAX_PACK_BYTES = 512 * 1024 * 1024
 FETCH_THREADS = 8
 _RELISTS = 3  # consecutive listings without progress before an event counts as missing
 _PIECE_KEY = re.compile(r"log/(\d{12})\.jsonl")
@@ -156,7 +156,7 @@ class Chain:
             # A small object can expand a thousandfold, and its writer may be hostile: stop at the
             # limit, where `eof` is still False. (wbits=31 selects the gzip format.)
             unpacker = zlib.decompressobj(wbits=31)
-            unpacked = unpacker.decompress(data, _MOST_PACK_BYTES)
+            unpacked = unpacker.decompress(data, _MAX_PACK_BYTES)
             lines = unpacked.split(b"\n")[:-1] if unpacker.eof else []
         except zlib.error:
             lines = []
@@ -191,11 +191,11 @@ class Chain:
         # A gap that several listings do not close is a real one.
         at, num_tries = seq, 0
         while True:
-            begun_at = at
+            started_at = at
             for first, lines in self._read_listed(at):
                 yield first, lines
                 at = first + len(lines)
-            if at > begun_at:
+            if at > started_at:
                 num_tries = 0
             newest = self.list_pieces(at)
             if not newest or newest[-1] < at:

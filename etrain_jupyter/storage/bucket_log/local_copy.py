@@ -93,7 +93,7 @@ class LogCopy:
             # The first part read may begin before `seq`.
             if seq and first <= seq:
                 if lines[seq - first] != line:
-                    return self._begin_anew()
+                    return self._restart_copy()
                 fresh = lines[seq - first + 1 :]
             self._append(fresh)
             common = first + len(lines) - 1
@@ -103,10 +103,10 @@ class LogCopy:
             return common
         end, last = self._chain.end()
         if end and line_at(self.path, end) != last:
-            return self._begin_anew()
+            return self._restart_copy()
         return end
 
-    def _begin_anew(self) -> int:
+    def _restart_copy(self) -> int:
         # Renamed, not deleted: its last events exist nowhere else.
         aside = self.path.with_name(f"{self.path.stem}.{time.time_ns()}.lost.jsonl")
         self.path.rename(aside)
@@ -126,9 +126,9 @@ class LogCopy:
             return
         path.parent.mkdir(exist_ok=True)
         # Readers of the log take any file with the final name, so it must be complete.
-        hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
-        hidden.write_bytes(data)
-        hidden.rename(path)
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+        temporary.write_bytes(data)
+        temporary.rename(path)
 
 
 @contextlib.contextmanager
@@ -153,8 +153,8 @@ def take_lock(folder: Path, *, patience_s: float) -> int | None:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         raise RunStoreError(
-            f"this machine's copy of the job cannot be kept in {folder} ({exc.strerror}). Make it "
-            "writable, or set ETRAIN_STATE to a folder of yours"
+            f"this machine's copy of the job cannot be stored in {folder} ({exc.strerror}). Make "
+            "the folder writable, or set ETRAIN_STATE to another one"
         ) from exc
     deadline = time.monotonic() + patience_s
     while True:

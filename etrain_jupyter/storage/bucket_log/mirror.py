@@ -25,7 +25,7 @@ SILENT_S = 45.0
 """A coordinator without a heartbeat for this long counts as gone, if it cannot be queried."""
 # Pauses after consecutive failures: 1, 2, 4, 8, then 15 seconds.
 RETRY_S = 1.0
-RETRY_MOST_S = 15.0
+MAX_RETRY_S = 15.0
 GIVE_UP_S = 600.0
 """Timeout for uploading the rest after the job's end, in seconds."""
 
@@ -140,13 +140,18 @@ class Mirror:
                 raise
             except (RunStoreError, OSError) as exc:  # OSError: this machine's disk
                 num_failures += 1
-                pause_s = min(RETRY_MOST_S, RETRY_S * 2 ** min(num_failures - 1, 8))
+                pause_s = min(MAX_RETRY_S, RETRY_S * 2 ** min(num_failures - 1, 8))
                 if not self.trouble:
                     self.trouble = str(exc)
-                    logger.warning("%s; the log continues here and is uploaded later", exc)
+                    logger.warning("%s; events are kept on this machine and uploaded later", exc)
                     self._on_trouble(self.trouble)
                 if self._has_given_up():
-                    logger.error("%s; the rest of the log is on this machine only", exc)
+                    logger.error(
+                        "%s; gave up after %.0f s: the events after %d are on this machine only",
+                        exc,
+                        GIVE_UP_S,
+                        self._uploads.seq,
+                    )
                     return
             self._wake.wait(pause_s)
             self._wake.clear()
@@ -165,7 +170,7 @@ class Mirror:
             # A last pack that fails is not worth GIVE_UP_S of retries.
             if not is_last:
                 raise
-            logger.warning("%s; the log is complete without it", exc)
+            logger.warning("%s; all events are in the bucket nevertheless", exc)
 
     def _has_given_up(self) -> bool:
         is_finishing = self._is_finishing.is_set()

@@ -88,7 +88,7 @@ class Uploads:
                 "job continues there"
             )
         self._pending = self._pending[count:]
-        self._take(found)
+        self._record_written(found)
         return True
 
     def write_next(self, line: bytes) -> None:
@@ -110,10 +110,10 @@ class Uploads:
             file.write(line + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        self._take(piece)
+        self._record_written(piece)
         self._reader, self._pending = None, []  # the reader has not seen this line
 
-    def _take(self, piece: LogObject) -> None:
+    def _record_written(self, piece: LogObject) -> None:
         for line in _status_lines(piece.lines):
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
@@ -244,7 +244,8 @@ def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -
             if attempt + 1 == CLAIM_TRIES or end is not None:
                 raise FencedError(
                     f"the log of job {job_id} is being written by another process: {exc}. Nothing "
-                    "was done here. %etrain attach follows it; --force takes it over"
+                    f"was changed. Follow the job with %etrain attach {job_id}, or add --force to "
+                    "take it over"
                 ) from exc
             copy.forget()  # compare again: the last events of the copy may not be in the log
         else:
@@ -287,6 +288,6 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 
 
 def _write_mark(folder: Path, writer: str, seq: int) -> None:
-    hidden = folder / f"{MARK_FILE}.tmp"
-    hidden.write_text(json.dumps({"writer": writer, "seq": seq}), encoding="utf-8")
-    hidden.replace(folder / MARK_FILE)
+    temporary = folder / f"{MARK_FILE}.tmp"
+    temporary.write_text(json.dumps({"writer": writer, "seq": seq}), encoding="utf-8")
+    temporary.replace(folder / MARK_FILE)

@@ -35,7 +35,7 @@ from etrain_jupyter.storage.checkpoints.manifest import (
 from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
 from etrain_jupyter.untrusted import read_regular
 
-_MOST_MANIFEST_BYTES = 64_000_000
+_MAX_MANIFEST_BYTES = 64_000_000
 
 
 class LocalStore:
@@ -60,7 +60,7 @@ class LocalStore:
     def begin(self, step: int) -> str:
         """Return the key of a new, empty folder for the parts of this step."""
         attempt = 0
-        with self._explained(f"{step_name(step)} cannot be started"):
+        with self._as_checkpoint_error(f"{step_name(step)} cannot be started"):
             (self.root / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
             self._refuse_links()
             while True:
@@ -88,7 +88,7 @@ class LocalStore:
         key = f"{folder}/{name}"
         path = self._path_of(key)
         temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
-        with self._explained(f"{key} cannot be written"), removed_on_failure(temporary):
+        with self._as_checkpoint_error(f"{key} cannot be written"), removed_on_failure(temporary):
             # This check need not be atomic: the folder belongs to one attempt, in which each rank
             # writes a part with another name.
             if path.exists():
@@ -105,10 +105,10 @@ class LocalStore:
         """Write the manifest if the step has none."""
         name = step_name(manifest.step)
         for part in manifest.parts.values():
-            self._check_is_there(part)
+            self._check_exists(part)
         path = self.root / manifest_key(manifest.step)
         temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
-        with self._explained(f"the manifest of {name} cannot be written"):
+        with self._as_checkpoint_error(f"the manifest of {name} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with removed_at_end(temporary):
                 write_new(temporary, manifest.to_json().encode())
@@ -126,7 +126,7 @@ class LocalStore:
     def read_manifest(self, step: int) -> Manifest:
         """Return a step's manifest."""
         try:
-            text = read_regular(self.root / manifest_key(step), most_bytes=_MOST_MANIFEST_BYTES)
+            text = read_regular(self.root / manifest_key(step), most_bytes=_MAX_MANIFEST_BYTES)
         except OSError as exc:
             raise CheckpointError(
                 f"{step_name(step)}: its manifest cannot be read ({exc.strerror})"
@@ -144,7 +144,7 @@ class LocalStore:
         self._refuse_links()
         listed = self.list_steps()
         kept = [step for step in listed if step in keep_steps]
-        with self._explained("old checkpoints cannot be deleted"):
+        with self._as_checkpoint_error("old checkpoints cannot be deleted"):
             removed = [manifest_key(step) for step in listed if step not in keep_steps]
             for key in removed:
                 (self.root / key).unlink(missing_ok=True)
@@ -179,7 +179,7 @@ class LocalStore:
                     "FOLDER} in the cell"
                 )
 
-    def _check_is_there(self, part: Part) -> None:
+    def _check_exists(self, part: Part) -> None:
         try:
             size = self._path_of(part.key).stat().st_size
         except OSError as exc:
@@ -211,7 +211,7 @@ class LocalStore:
             raise CheckpointError(f"{self.root} cannot be listed ({exc.strerror})") from exc
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _as_checkpoint_error(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as exc:

@@ -146,7 +146,7 @@ class S3Store:
         name = step_name(manifest.step)
         what = f"the manifest of {name} cannot be written"
         for part in manifest.parts.values():
-            self._check_is_there(part, what)
+            self._check_exists(part, what)
         data = manifest.to_json().encode()
         # The result of the write is not used. What is stored now shows who committed, also after a
         # lost response and in a repeated call.
@@ -154,7 +154,7 @@ class S3Store:
         found = self._bucket.get(manifest_key(manifest.step), what)
         return found == data or self._is_same(found, manifest)
 
-    def _check_is_there(self, part: Part, what: str) -> None:
+    def _check_exists(self, part: Part, what: str) -> None:
         check_key(part.key)
         known = self._bucket.head(part.key, what)
         if known is None:
@@ -234,7 +234,7 @@ class S3Store:
             self._bucket.delete(key, what)
         dropped = set(listed) - set(kept)
         keys = self._bucket.keys(PARTS_FOLDER, what)
-        _, unused = self._sort_folders({_folder_of(key) for key in keys}, kept, dropped)
+        _, unused = self._split_folders({_folder_of(key) for key in keys}, kept, dropped)
         for key in keys:
             if _folder_of(key) in unused:
                 self._bucket.delete(key, what)
@@ -242,7 +242,7 @@ class S3Store:
         folders = set(unused) | self._abort_uploads(kept, dropped)
         return removed + [f"{PARTS_FOLDER}/{name}" for name in sorted(folders)]
 
-    def _sort_folders(
+    def _split_folders(
         self, names: Collection[str], kept: Collection[int], dropped: Collection[int]
     ) -> tuple[set[str], list[str]]:
         used = used_folders(self, kept, names)
@@ -257,7 +257,7 @@ class S3Store:
         try:
             uploads = self._bucket.uploads(PARTS_FOLDER, what)
             names = {_folder_of(key) for key, _ in uploads}
-            used, unused = self._sort_folders(names, kept, dropped) if names else (set(), [])
+            used, unused = self._split_folders(names, kept, dropped) if names else (set(), [])
             for key, upload in uploads:
                 # In a folder that a manifest refers to, all parts are complete: what is still open
                 # there is the upload of a late rank whose part rank 0 has written elsewhere.

@@ -33,9 +33,9 @@ from etrain_jupyter.storage.objects.s3_transfers import (
 
 T = TypeVar("T")
 
-PIECE_BYTES = 64 << 10
+READ_BYTES = 64 << 10
 """Bytes of a body to read before the deadline is extended."""
-MAX_AGED_BYTES = 1_000_000
+MAX_SMALL_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +107,14 @@ class Bucket:
         """Return a small object and its age; None if it does not exist."""
 
         def fetch() -> AgedObject:
-            answer = self._s3.request("get_object", Key=key)
-            data = self._read_body(answer, MAX_AGED_BYTES)
-            date = answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
+            response = self._s3.request("get_object", Key=key)
+            data = self._read_body(response, MAX_SMALL_BYTES)
+            date = response["ResponseMetadata"]["HTTPHeaders"].get("date", "")
             try:
                 now = parsedate_to_datetime(date)
             except ValueError as exc:
                 raise StoreError(f"{what} in {self}: the response has no Date ({date!r})") from exc
-            age_s = (now - answer["LastModified"]).total_seconds()
+            age_s = (now - response["LastModified"]).total_seconds()
             return AgedObject(data=data, age_s=max(0.0, age_s))
 
         try:
@@ -173,12 +173,12 @@ class Bucket:
         known = self.head(key, what)
         return known is not None and known.get("Metadata", {}).get("etrain") == token
 
-    def _read_body(self, answer: Mapping[str, Any], most_bytes: int | None = None) -> bytes:
-        size = int(answer["ContentLength"])
+    def _read_body(self, response: Mapping[str, Any], most_bytes: int | None = None) -> bytes:
+        size = int(response["ContentLength"])
         size = size if most_bytes is None else min(size, most_bytes)
         data = bytearray()
-        with answer["Body"] as body:
-            while len(data) < size and (piece := body.read(min(PIECE_BYTES, size - len(data)))):
+        with response["Body"] as body:
+            while len(data) < size and (piece := body.read(min(READ_BYTES, size - len(data)))):
                 data += piece
                 # The caller does not know the size in advance, so the deadline grows with the
                 # bytes. A server that sends less than slowest_bytes_per_s still exceeds it.
@@ -288,8 +288,8 @@ class Bucket:
         begin = {"ChecksumAlgorithm": "SHA256", "Metadata": {"etrain": token}}
 
         def create() -> str:
-            answer = self._s3.request("create_multipart_upload", Key=key, **begin)
-            return str(answer["UploadId"])
+            response = self._s3.request("create_multipart_upload", Key=key, **begin)
+            return str(response["UploadId"])
 
         upload = self._s3.attempt(what, create)
         is_ours = False

@@ -100,14 +100,14 @@ class Deadline:
             self._connections.append(handle)
             # The deadline may have passed after the check that precedes every request.
             if self.is_over:
-                _shut(handle)
+                _shut_down(handle)
 
     def cut(self) -> None:
         """Shut down all connections in use; called by the watcher thread."""
         with self._lock:
             self.is_over = True
             for handle in self._connections:
-                _shut(handle)
+                _shut_down(handle)
 
 
 def current() -> Deadline | None:
@@ -126,7 +126,7 @@ def guard(client: Any) -> Any:
     return client
 
 
-def _shut(handle: socket.socket) -> None:
+def _shut_down(handle: socket.socket) -> None:
     with contextlib.suppress(OSError):
         handle.shutdown(socket.SHUT_RDWR)
 
@@ -184,21 +184,21 @@ class _Guarded:
     sock: socket.socket | None
 
     def _new_conn(self) -> socket.socket:
-        _check()
+        _check_deadline()
         made: socket.socket = super()._new_conn()  # type: ignore[misc]
         if (deadline := current()) is not None:
             deadline.hold(made)
         return made
 
     def request(self, *args: Any, **kwargs: Any) -> Any:
-        _check()
+        _check_deadline()
         # A reused connection; a new one is opened below, and registers itself.
         if (deadline := current()) is not None and self.sock is not None:
             deadline.hold(self.sock)
         return super().request(*args, **kwargs)  # type: ignore[misc]
 
 
-def _check() -> None:
+def _check_deadline() -> None:
     # boto3 retries when the watcher has shut a connection down. Refuse that request at once instead
     # of connecting again, which may take the whole connect timeout.
     if (deadline := current()) is not None and deadline.is_over:

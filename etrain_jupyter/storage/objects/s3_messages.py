@@ -155,8 +155,8 @@ def _message_of(exc: BaseException) -> str:
     if isinstance(exc, OSError):
         return exc.strerror or type(exc).__name__
     # Other errors come from urllib3, whose texts repeat the URL: only their class is shown.
-    is_botos = isinstance(exc, BotoCoreError)
-    message = _service_message(exc) if is_botos else "the connection was closed"
+    is_boto_error = isinstance(exc, BotoCoreError)
+    message = _service_message(exc) if is_boto_error else "the connection was closed"
     return f"{message} ({type(exc).__name__})"
 
 

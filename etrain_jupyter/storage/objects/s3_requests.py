@@ -189,9 +189,9 @@ class S3Requests:
     def request(self, operation: str, *, Key: str, **arguments: Any) -> dict[str, Any]:
         """Send one request about an object, without retries of our own."""
         call = getattr(self.connect(), operation)
-        place = {"Bucket": self.name, "Key": self.full_key(Key), **self._owner_argument()}
-        answer: dict[str, Any] = call(**place, **arguments)
-        return answer
+        target = {"Bucket": self.name, "Key": self.full_key(Key), **self._owner_argument()}
+        response: dict[str, Any] = call(**target, **arguments)
+        return response
 
     def pages(
         self, what: str, operation: str, prefix: str, **arguments: str
@@ -250,16 +250,16 @@ class S3Requests:
         owner = self._owner_argument().get("ExpectedBucketOwner")
         if code_of(exc) not in _DENIED or not owner:
             return message
-        if not self._is_open_without_owner():
+        if not self._is_readable_without_owner():
             return f"{message}. If the role has it, the bucket is not owned by account {owner}"
         return (
             f"the bucket does not belong to account {owner}, but to another one: it may have been "
             "deleted and created again by another account. None of its data was used. If this is "
-            f"intended, name its account: {OWNERS}={self.name}=ACCOUNT, or bucket_owner in "
-            "pools.yaml for the bucket of a pool"
+            f"intended, set {OWNERS}={self.name}=ACCOUNT, or bucket_owner in pools.yaml for the "
+            "bucket of a pool"
         )
 
-    def _is_open_without_owner(self) -> bool:
+    def _is_readable_without_owner(self) -> bool:
         try:
             folder = f"{self.prefix}/" if self.prefix else ""
             with Deadline(min(PROBE_S, self.limits.deadline_s)):

@@ -86,12 +86,12 @@ def _upload_part(
         "ChecksumAlgorithm": "SHA256",
         "ChecksumSHA256": base64_sha256(data),
     }
-    answer = s3.attempt(
+    response = s3.attempt(
         what,
         lambda: s3.request("upload_part", Key=key, Body=data, **arguments),
         num_bytes=len(data),
     )
-    return {"ETag": answer["ETag"]} | {
+    return {"ETag": response["ETag"]} | {
         name: arguments[name] for name in ("PartNumber", "ChecksumSHA256")
     }
 
@@ -109,8 +109,8 @@ def download_chunks(s3: S3Requests, key: str, size: int, target: Path, what: str
 
 
 def _fetch_range(s3: S3Requests, key: str, file: int, first: int, end: int) -> None:
-    answer = s3.request("get_object", Key=key, Range=f"bytes={first}-{end - 1}")
-    with answer["Body"] as body:
+    response = s3.request("get_object", Key=key, Range=f"bytes={first}-{end - 1}")
+    with response["Body"] as body:
         while data := body.read(1 << 20):
             first += os.pwrite(file, data, first)
     if first != end:

@@ -26,12 +26,12 @@ from etrain_jupyter.testing.fakeaws.permissions import World
 from etrain_jupyter.testing.fakeaws.records import ACCOUNT
 from etrain_jupyter.testing.fakeaws.wire import ApiError
 
-SPOT_TAKEN = "Server.SpotInstanceTermination"
+SPOT_RECLAIMED = "Server.SpotInstanceTermination"
 HOST_FAILED = "Server.InternalError"
 GUEST_SHUTDOWN = "Client.InstanceInitiatedShutdown"
 USER_SHUTDOWN = "Client.UserInitiatedShutdown"
 _MESSAGES = {
-    SPOT_TAKEN: "Spot instance termination",
+    SPOT_RECLAIMED: "Spot instance termination",
     HOST_FAILED: "Internal error on launch",
     GUEST_SHUTDOWN: "Instance initiated shutdown",
     USER_SHUTDOWN: "User initiated shutdown",
@@ -61,7 +61,7 @@ class InstanceFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOrder:
+class LaunchRequest:
     """One machine to start for a fleet."""
 
     region: str
@@ -147,24 +147,24 @@ class Backend:
         if image not in ec2_backends[ACCOUNT][region].amis:
             raise ApiError("InvalidAMIID.NotFound", f"The image id '[{image}]' does not exist")
 
-    def launch(self, order: LaunchOrder) -> str:
+    def launch(self, request: LaunchRequest) -> str:
         """Create an instance from a launch template; return its id."""
-        ec2 = ec2_backends[ACCOUNT][order.region]
-        reference = {"LaunchTemplateId": order.template_id, "Version": order.version}
-        data = ec2.get_launch_template(order.template_id).get_version(order.version).data
+        ec2 = ec2_backends[ACCOUNT][request.region]
+        reference = {"LaunchTemplateId": request.template_id, "Version": request.version}
+        data = ec2.get_launch_template(request.template_id).get_version(request.version).data
         tags = {"instance": {}, "volume": _template_tags(data, "volume")}
-        for kind, more in order.tags.items():
+        for kind, more in request.tags.items():
             tags[kind] = {**tags.get(kind, {}), **more}
         arguments: dict[str, Any] = {
-            "instance_type": order.pool.instance_type,
+            "instance_type": request.pool.instance_type,
             "is_instance_type_default": False,
             "launch_template": reference,
-            "placement": None if order.subnet else order.pool.zone,
-            "region_name": order.region,
-            "subnet_id": order.subnet,
+            "placement": None if request.subnet else request.pool.zone,
+            "region_name": request.region,
+            "subnet_id": request.subnet,
             "tags": tags,
         }
-        if order.lifecycle == "spot":
+        if request.lifecycle == "spot":
             arguments["instance_market_options"] = "spot"
         if data.get("BlockDeviceMappings"):
             arguments["block_device_mappings"] = data["BlockDeviceMappings"]

@@ -118,7 +118,10 @@ class Control:
             if not chosen and instance_type and zone:
                 chosen = [CapacityPool(instance_type, zone)]
             if not chosen:
-                raise ValueError(f"the market has no pool with {instance_type=} and {zone=}")
+                raise ValueError(
+                    f"The market has no pool with {instance_type=} and {zone=}. Give both to "
+                    "create one."
+                )
             for pool in chosen:
                 market.set_pool(pool, at=time.time(), capacity=capacity, price_usd=price_usd)
 
@@ -238,7 +241,7 @@ class Control:
 def with_control(app: Wsgi, control: Control) -> Wsgi:
     """Return an application that handles the verbs, and passes all else to another one."""
 
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path: str = environ["PATH_INFO"]
         if not path.startswith(CONTROL):
             return app(environ, start_response)
@@ -247,7 +250,7 @@ def with_control(app: Wsgi, control: Control) -> Wsgi:
         status = "200 OK"
         try:
             if verb.startswith("_") or not hasattr(Control, verb):
-                raise ValueError(f"the fake cloud has no verb {verb!r}")
+                raise ValueError(f"The simulated cloud has no verb {verb!r}.")
             result = getattr(control, verb)(**json.loads(body or b"{}"))
         except Exception as exc:  # reported to the test
             if not isinstance(exc, ValueError):
@@ -258,4 +261,4 @@ def with_control(app: Wsgi, control: Control) -> Wsgi:
         start_response(status, headers)
         return [data]
 
-    return answer
+    return handle

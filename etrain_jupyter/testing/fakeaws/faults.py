@@ -56,7 +56,7 @@ class ApiFault:
     @property
     def error(self) -> ApiError | None:
         """The error to respond with."""
-        return ApiError(self.code, "on purpose", self.status) if self.code else None
+        return ApiError(self.code, "injected fault", self.status) if self.code else None
 
 
 class FaultList:

@@ -17,7 +17,7 @@ from typing import Any
 from etrain_jupyter.testing.fakeaws.backend import (
     GUEST_SHUTDOWN,
     HOST_FAILED,
-    SPOT_TAKEN,
+    SPOT_RECLAIMED,
     USER_SHUTDOWN,
     Backend,
     InstanceFacts,
@@ -26,7 +26,7 @@ from etrain_jupyter.testing.fakeaws.bill import Usage
 from etrain_jupyter.testing.fakeaws.machine import SimulatedMachine, processes_of
 from etrain_jupyter.testing.fakeaws.market import Market
 from etrain_jupyter.testing.fakeaws.networks import SimulatedNetwork
-from etrain_jupyter.testing.fakeaws.power import PowerOrder, PowerSwitch
+from etrain_jupyter.testing.fakeaws.power import PowerCommand, PowerSwitch
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord
 
 MAX_OFF_S = 60.0
@@ -40,7 +40,7 @@ ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
 #     waits boot_s     of the machine     EC2's state, the bill,    processes killed,
 #                                         the market                network released
 #
-#   Causes of the end: TerminateInstances (sync), `shutdown` (_on_order) or its timer, the end of
+#   Causes of the end: TerminateInstances (sync), `shutdown` (_on_command) or its timer, the end of
 #   an interruption notice (_interrupt), a host failure (preempt with silent=True), the end of the
 #   first process without a shutdown (_boot).
 #
@@ -87,7 +87,7 @@ class Hypervisor:
         self._network = network
         self._folder = folder
         self._guests: dict[str, _Guest] = {}
-        self._switch = PowerSwitch(folder, self._on_order)
+        self._switch = PowerSwitch(folder, self._on_command)
 
     # Starting -----------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Hypervisor:
         self._backend.set_ended(instance_id, code, is_stopped=is_stopped)
         if self.market is not None:
             # Capacity that EC2 reclaims is lost to us.
-            self.market.give_back(instance_id, is_lost=code == SPOT_TAKEN)
+            self.market.release(instance_id, is_lost=code == SPOT_RECLAIMED)
         return True
 
     def _switch_off(self, guest: _Guest) -> None:
@@ -184,13 +184,13 @@ class Hypervisor:
                 self._network.release(guest.machine.address)
                 guest.off.set()
 
-    def _on_order(self, instance_id: str, order: PowerOrder) -> str:
+    def _on_command(self, instance_id: str, command: PowerCommand) -> str:
         """Execute a ``shutdown`` from inside."""
         guest = self._guests.get(instance_id)
         if guest is None or guest.ended.is_set():
             return ""
         is_stopped = guest.machine.facts.stops
-        if order.minutes == 0:
+        if command.minutes == 0:
             # Not on this thread: the requesting command is one of the processes that end.
             self._run(f"off {instance_id}", self._end_from_inside, guest, is_stopped)
             return ""
@@ -199,9 +199,9 @@ class Hypervisor:
             if guest.timer is not None:
                 guest.timer.cancel()
                 guest.timer = guest.off_at = None
-            if order.minutes is None:
+            if command.minutes is None:
                 return ""
-            left_s = order.minutes * self.minute_s
+            left_s = command.minutes * self.minute_s
             guest.off_at = time.time() + left_s
             guest.timer = threading.Timer(left_s, self._end_from_inside, (guest, is_stopped))
             guest.timer.daemon = True
@@ -218,14 +218,14 @@ class Hypervisor:
         self, instance_id: str, *, notice_s: float, rebalance_s: float | None, silent: bool
     ) -> None:
         """Reclaim a machine, in the background; see ``FakeAws.preempt``."""
-        guest = self._alive(instance_id)
+        guest = self._find_running(instance_id)
         is_spot = guest.usage.lifecycle == "spot"
         if not is_spot and not silent:
             raise ValueError(
                 f"{instance_id} is on-demand: EC2 never interrupts it. Use silent=True for a "
                 "host that fails."
             )
-        code = SPOT_TAKEN if is_spot else HOST_FAILED
+        code = SPOT_RECLAIMED if is_spot else HOST_FAILED
         if silent:
             self._end(guest, code)
             return
@@ -237,7 +237,7 @@ class Hypervisor:
     def _interrupt(self, guest: _Guest, notice_s: float, rebalance_s: float | None) -> None:
         imds = guest.machine.imds
         if imds is None:  # pending: there is no way to notify it
-            self._end(guest, SPOT_TAKEN)
+            self._end(guest, SPOT_RECLAIMED)
             return
         if rebalance_s is not None:
             imds.recommend_rebalance()
@@ -245,7 +245,7 @@ class Hypervisor:
                 return
         imds.interrupt(time.time() + notice_s)
         if not guest.ended.wait(notice_s):
-            self._end(guest, SPOT_TAKEN)
+            self._end(guest, SPOT_RECLAIMED)
 
     def recommend_rebalance(self, instance_id: str) -> None:
         """Send a machine a rebalance recommendation."""
@@ -253,16 +253,21 @@ class Hypervisor:
 
     def imds(self, instance_id: str) -> Any:
         """Return a machine's metadata service."""
-        imds = self._alive(instance_id).machine.imds
+        imds = self._find_running(instance_id).machine.imds
         if imds is None:
-            raise ValueError(f"{instance_id} is pending: it has no metadata service yet")
+            raise ValueError(
+                f"{instance_id} is pending and has no metadata service yet. Wait until it is "
+                "running."
+            )
         return imds
 
-    def _alive(self, instance_id: str) -> _Guest:
+    def _find_running(self, instance_id: str) -> _Guest:
         guest = self._guests.get(instance_id)
         if guest is None or guest.ended.is_set():
             alive = [name for name, one in self._guests.items() if not one.ended.is_set()]
-            raise ValueError(f"instance {instance_id} is not running; running are {alive}")
+            raise ValueError(
+                f"Instance {instance_id} is not running. Running: {', '.join(alive) or 'none'}."
+            )
         return guest
 
     # Reads ----------------------------------------------------------------------------------------
@@ -300,7 +305,7 @@ class Hypervisor:
     def find_strays(self) -> dict[str, list[str]]:
         """Return what is left of machines that are off: processes and cables, by kind."""
         # First let machines that have ended finish switching off, or they would count as strays.
-        self.wait_quiet()
+        self.wait_until_off()
         guests = list(self._guests.values())
         off = [one.usage.instance_id for one in guests if one.ended.is_set()]
         processes = [str(process.pid) for process in processes_of(*off)] if off else []
@@ -323,7 +328,7 @@ class Hypervisor:
             self._switch_off(guest)
         self._guests.clear()
 
-    def wait_quiet(self) -> None:
+    def wait_until_off(self) -> None:
         """Wait until machines that have ended are off; does not wait for interruptions."""
         for guest in list(self._guests.values()):
             if guest.ended.is_set():

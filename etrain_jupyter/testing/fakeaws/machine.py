@@ -78,7 +78,7 @@ class SimulatedMachine:
         with self._lock:
             if self._is_off:
                 return
-            # Only the guest's first process starts here. It waits for the order below, because the
+            # Only the guest's first process starts here. It waits for the task below, because the
             # network must be connected before the user-data runs.
             with (self._folder / "host.log").open("ab") as log:
                 self._process = subprocess.Popen(
@@ -95,14 +95,14 @@ class SimulatedMachine:
             if self.facts.role:
                 self.imds.set_role(self.facts.role, credentials)
             environment = self._environment(endpoint, variables)
-            order = {
+            task = {
                 "command": self._command(),
                 "environment": environment,
                 "folder": str(self._folder),
                 "console": str(self._folder / "console.log"),
             }
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.write(json.dumps(task).encode() + b"\n")
             self._process.stdin.flush()
 
     def _command(self) -> list[str]:

@@ -32,8 +32,7 @@ DEFAULT_ON_DEMAND_USD = {
     "t3.medium": 0.0416,
     "t3.small": 0.0208,
 }
-"""Default prices: Linux, us-east-1, rounded list prices. Only the simulation charges
-them."""
+"""Default prices: rounded list prices for Linux in us-east-1. Only the simulation charges them."""
 DEFAULT_CAPACITY = 20
 
 
@@ -175,7 +174,7 @@ class Market:
         """Count a machine as used."""
         self._taken[instance_id] = (pool, lifecycle)
 
-    def give_back(self, instance_id: str, *, is_lost: bool = False) -> None:
+    def release(self, instance_id: str, *, is_lost: bool = False) -> None:
         """Release a machine; ``is_lost`` also reduces the spot capacity: other customers use it."""
         # Unknown for a machine that was released before, or taken in an earlier market.
         pool, lifecycle = self._taken.pop(instance_id, (None, None))
@@ -267,16 +266,18 @@ class Market:
     def _fill(self, group: Sequence[Candidate], demand: Demand, at: float) -> list[Candidate]:
         got: list[Candidate] = []
         while _units(got) < demand.target:
-            room = [candidate for candidate in group if self._room(candidate, got, demand, at) > 0]
+            room = [
+                candidate for candidate in group if self._num_free(candidate, got, demand, at) > 0
+            ]
             if not room:
                 break
-            got.append(min(room, key=self._order(demand, got, at)))
+            got.append(min(room, key=self._sort_key(demand, got, at)))
         return got
 
-    def _room(
+    def _num_free(
         self, candidate: Candidate, got: Sequence[Candidate], demand: Demand, at: float
     ) -> int:
-        if demand.lifecycle == "spot" and self._is_too_dear(candidate, at):
+        if demand.lifecycle == "spot" and self._is_over_max_price(candidate, at):
             return 0
         # `got` is chosen, but not taken yet: `free` does not count it.
         same = sum(
@@ -287,7 +288,7 @@ class Market:
         )
         return self.free(candidate.pool, demand.lifecycle) - same
 
-    def _is_too_dear(self, candidate: Candidate, at: float) -> bool:
+    def _is_over_max_price(self, candidate: Candidate, at: float) -> bool:
         usd = self.spot_usd(candidate.pool, at)
         return (
             usd is not None
@@ -295,7 +296,7 @@ class Market:
             and (candidate.max_price_usd < usd)
         )
 
-    def _order(
+    def _sort_key(
         self, demand: Demand, got: Sequence[Candidate], at: float
     ) -> Callable[[Candidate], tuple[float, ...]]:
         # The sort key of candidates with capacity; the smallest is launched next. The strategies
@@ -304,7 +305,7 @@ class Market:
             return self._hourly_usd(candidate, demand, at) / candidate.weight
 
         def room(candidate: Candidate) -> int:
-            return self._room(candidate, got, demand, at)
+            return self._num_free(candidate, got, demand, at)
 
         def used(candidate: Candidate) -> int:
             return sum(one.pool == candidate.pool for one in got)
@@ -336,10 +337,10 @@ class Market:
         return sum(self._hourly_usd(candidate, demand, at) for candidate in got)
 
     def _refusal(self, candidate: Candidate, demand: Demand, at: float) -> MarketRefusal:
-        is_too_dear = demand.lifecycle == "spot" and self._is_too_dear(candidate, at)
+        is_over_max_price = demand.lifecycle == "spot" and self._is_over_max_price(candidate, at)
         return MarketRefusal(
             lifecycle=demand.lifecycle,
-            code=PRICE_TOO_LOW if is_too_dear else NO_CAPACITY,
+            code=PRICE_TOO_LOW if is_over_max_price else NO_CAPACITY,
             candidate=candidate,
         )
 

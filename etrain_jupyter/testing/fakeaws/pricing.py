@@ -44,13 +44,13 @@ def get_products(request: dict[str, Any], market: Market) -> dict[str, Any]:
     # Pages as in the real API: NextToken is the index of the next product.
     most = int(request.get("MaxResults", 100))
     start = int(request.get("NextToken") or 0)
-    answer: dict[str, Any] = {
+    response: dict[str, Any] = {
         "FormatVersion": "aws_v1",
         "PriceList": products[start : start + most],
     }
     if start + most < len(products):
-        answer["NextToken"] = str(start + most)
-    return answer
+        response["NextToken"] = str(start + most)
+    return response
 
 
 def _attributes(instance_type: str, region: str, name: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 from xml.sax.saxutils import escape
 
 Environ = dict[str, Any]
-Answer = tuple[str, list[tuple[str, str]], bytes]
+Response = tuple[str, list[tuple[str, str]], bytes]
 """Status line, headers, body."""
 
 EC2_NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
@@ -154,7 +154,7 @@ def xml(value: Any, tag: str) -> str:
     return f"<{tag}>{inner}</{tag}>"
 
 
-def ec2_answer(action: str, result: Mapping[str, Any]) -> Answer:
+def ec2_response(action: str, result: Mapping[str, Any]) -> Response:
     """Format EC2's response to an action."""
     inner = "".join(xml(part, name) for name, part in result.items())
     tag = f"{action}Response"
@@ -162,20 +162,20 @@ def ec2_answer(action: str, result: Mapping[str, Any]) -> Answer:
         f'<?xml version="1.0" encoding="UTF-8"?><{tag} xmlns="{EC2_NAMESPACE}">'
         f"<requestId>{uuid.uuid4()}</requestId>{inner}</{tag}>"
     )
-    return answer(200, text.encode(), "text/xml")
+    return response(200, text.encode(), "text/xml")
 
 
-def json_answer(result: Any, status: int = 200) -> Answer:
+def json_response(result: Any, status: int = 200) -> Response:
     """Format a response of a JSON service."""
-    return answer(status, json.dumps(result).encode(), "application/x-amz-json-1.1")
+    return response(status, json.dumps(result).encode(), "application/x-amz-json-1.1")
 
 
-def error_answer(call: Call, error: ApiError) -> Answer:
+def error_response(call: Call, error: ApiError) -> Response:
     """Format an error as the called service does."""
     code, message = escape(error.code), escape(error.message)
     request_id = uuid.uuid4()
     if "HTTP_X_AMZ_TARGET" in call.environ:
-        return json_answer({"__type": error.code, "message": error.message}, error.status)
+        return json_response({"__type": error.code, "message": error.message}, error.status)
     inner = f"<Code>{code}</Code><Message>{message}</Message>"
     if call.service == "ec2":
         text = (
@@ -190,10 +190,10 @@ def error_answer(call: Call, error: ApiError) -> Answer:
             f"<RequestId>{request_id}</RequestId></ErrorResponse>"
         )
     is_head = call.environ["REQUEST_METHOD"] == "HEAD"
-    return answer(error.status, b"" if is_head else text.encode(), "text/xml")
+    return response(error.status, b"" if is_head else text.encode(), "text/xml")
 
 
-def answer(status: int, body: bytes, content_type: str) -> Answer:
+def response(status: int, body: bytes, content_type: str) -> Response:
     """Assemble a response."""
     headers = [("Content-Type", content_type), ("Content-Length", str(len(body)))]
     return _STATUS.get(status, f"{status} Status"), headers, body

@@ -76,13 +76,13 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return
-    order = json.loads(line)
-    with open(order["console"], "ab") as console:
+    task = json.loads(line)
+    with open(task["console"], "ab") as console:
         try:
             subprocess.Popen(
-                order["command"],
-                cwd=order["folder"],
-                env=order["environment"],
+                task["command"],
+                cwd=task["folder"],
+                env=task["environment"],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
