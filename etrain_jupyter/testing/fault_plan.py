@@ -225,6 +225,7 @@ def submit_with_faults(
         names = {**caller.f_globals, **caller.f_locals}
     job = launch.plan_job(parse_mapping(dict(body), names), names)
     job.print_warnings()
+    # What %%distributed does after planning, with the faults in addition.
     return submit_job(
         job.config,
         job.bundle,

@@ -49,6 +49,7 @@ class PoolContract:
         pool = make_pool()
         pool.up()
         yield pool
+        # `down` returns what it could not end or delete.
         assert not pool.down(timeout_s=self.patience_s)
 
     def bring_nodes(self, pool: Pool, count: int) -> None:

@@ -129,6 +129,7 @@ class RunStoreContract:
         self, store: RunStore, place: RunPlace
     ) -> None:
         """All data of the job are deleted, unless it has a log."""
+        # A log proves that a cluster has accepted the job, even if its response was lost.
         made, taken = create(store), create(store, "digits-2")
         place.log(taken, [JobSubmitted(**_COMMON, name="digits", min_workers=1, max_workers=2)])
         store.discard(made)
@@ -159,12 +160,14 @@ class RunStoreContract:
         assert job.status == "finished"
         summary = there.summarize(there.find("digits-1"))
         assert (summary.status, summary.total_steps, summary.is_gone) == ("finished", 6, False)
+        # The other machine may keep a copy of the log: it must also get later events.
         place.log(made, [JobStatusChanged(**_COMMON, status="running")])
         again = TrainingJob(place.open("there").find("digits-1"), None)
         assert len(again.events()) == 4
 
     def test_log_has_one_writer(self, store: RunStore, place: RunPlace) -> None:
         """Of several processes that claim a job's log at the same time, only one succeeds."""
+        # All claim the log after the same last event, 3: the first claim changes it.
         made = create(store)
         place.log(made, story())
         outcomes: list[str] = []

@@ -105,6 +105,7 @@ class S3Server(S3Endpoint, Closing):
             text=True,
             env=without_clusters(),
         )
+        # Blocks until the server listens, or returns nothing if it has failed.
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

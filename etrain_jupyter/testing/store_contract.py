@@ -120,6 +120,7 @@ class StoreContract:
     def test_one_of_many_writers_commits(self, place: StorePlace) -> None:
         """Of several writers of a step only one gets True, and readers get its bytes."""
 
+        # Each writer has its own store object and its own data, as in another process.
         def write(writer: int) -> tuple[int, bool]:
             store = place.open()
             return writer, store.commit(save(store, 100, model=bytes([writer]) * 1000))
@@ -294,6 +295,7 @@ def _damage(place: StorePlace, key: str, fault: str) -> None:
         middle = len(data) // 2
         place.write(key, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
     elif fault == "pickle":
+        # A valid pickle of the right size: only the digest shows that it is another file.
         place.write(key, b"\x80\x04N.".ljust(len(data), b"\0"))
     else:
         place.write(key, {"empty": b"", "list": b"[1, 2]"}[fault])

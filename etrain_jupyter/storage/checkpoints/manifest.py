@@ -107,6 +107,8 @@ def check_key(key: str) -> PurePosixPath:
     Raises:
         CheckpointError: If the key points outside of the folder of parts.
     """
+    # PurePosixPath normalizes "a//b" and "a/./b": keys that it changes are refused, because S3
+    # would take them as other objects.
     path = PurePosixPath(key)
     is_plain = str(path) == key and ".." not in path.parts and "\\" not in key and "\0" not in key
     if not is_plain or len(path.parts) != 3 or path.parts[0] != PARTS_FOLDER:
@@ -121,6 +123,7 @@ def check_file(part: Part, path: Path) -> None:
         CheckpointError: If it is missing, or its size or SHA-256 differs.
     """
     try:
+        # The size first: it finds a truncated file without reading gigabytes.
         size = path.stat().st_size
         if size != part.size:
             raise CheckpointError(f"{part.key} has {size} bytes instead of {part.size}")

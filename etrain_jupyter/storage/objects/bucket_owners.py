@@ -30,6 +30,7 @@ def expected_owner(bucket: str) -> str:
     Raises:
         StoreError: If ``ETRAIN_BUCKET_OWNERS`` is invalid.
     """
+    # The environment wins over a pool. Parsed for each request, so that a change takes effect.
     named = parse_owners(os.environ.get(VARIABLE, ""))
     owner = named.get(bucket) or _registered.get(bucket, "")
     return "" if owner == ANY else owner

@@ -27,6 +27,7 @@ _INTERNAL = "S3 has an internal error. The next checkpoint retries"
 _REGION = "the bucket is in another region. Set AWS_REGION or the profile's region"
 _CORRUPT = "the bytes were corrupted in transit. Check the worker's network and memory"
 
+# Bare statuses such as "403" are the codes of failed HEAD requests, whose responses have no body.
 _CODES: dict[str, str] = {
     "NoSuchBucket": f"there is no such bucket. {_BUCKET}",
     "InvalidBucketName": f"the bucket's name is invalid. {_BUCKET}",

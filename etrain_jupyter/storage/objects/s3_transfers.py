@@ -67,7 +67,8 @@ def upload_chunks(
 
     with _threads(s3) as pool:
         futures = [pool.submit(put, first) for first in starts]
-        # S3 has no SHA-256 of the whole object: compute it while the chunks are sent.
+        # S3 has no SHA-256 of the whole object: compute it while the chunks are sent. A file is
+        # read twice, usually from the page cache.
         whole = hashlib.sha256()
         for first in starts:
             whole.update(read_chunk(source, first, min(chunk, size - first)))

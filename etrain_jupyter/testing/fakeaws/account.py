@@ -109,6 +109,7 @@ def find_leftovers(backend: Backend, *, cluster: str, prefix: str) -> dict[str, 
     with backend.lock:
         for ec2 in list(ec2_backends[ACCOUNT].values()):
             instances = [one for held in ec2.reservations.values() for one in held.instances]
+            # EC2's listings still contain terminated instances, which are not left.
             alive = [one for one in instances if one.state in _LIVE]
             templates = list(ec2.launch_templates.values())
             groups = [one for held in ec2.groups.values() for one in held.values()]

@@ -135,7 +135,7 @@ class Backend:
         Raises:
             ApiError: If there is no such subnet.
         """
-        if subnet is None:
+        if subnet is None:  # EC2 chooses a zone; here it is always the first
             return f"{region}a"
         try:
             return str(ec2_backends[ACCOUNT][region].get_subnet(subnet).availability_zone)
@@ -159,6 +159,7 @@ class Backend:
             "instance_type": request.pool.instance_type,
             "is_instance_type_default": False,
             "launch_template": reference,
+            # A subnet determines the zone.
             "placement": None if request.subnet else request.pool.zone,
             "region_name": request.region,
             "subnet_id": request.subnet,
@@ -269,6 +270,7 @@ class Backend:
         expires_at, document = self._credentials.get(session, (0.0, ""))
         if expires_at - time.time() > min(300, self.role_ttl_s / 2):
             return document
+        # Credentials of moto's STS, so that its checks of signatures know them.
         with self.lock:
             made = sts_backends[ACCOUNT]["aws"].assume_role(
                 region_name="us-east-1",
@@ -325,7 +327,7 @@ def _template_tags(data: Mapping[str, Any], kind: str) -> dict[str, str]:
 
 
 def _decoded(user_data: Any) -> str:
-    """Return user data as text; moto has its own class for it, with base64."""
+    # moto has its own class for user data, which decodes base64.
     if not user_data:
         return ""
     try:

@@ -80,6 +80,7 @@ class Bill:
 
 def is_waived(lifecycle: Lifecycle, reason: str, seconds: float) -> bool:
     """Return whether the machine is free: EC2 reclaimed a spot machine in its first hour."""
+    # A machine that the user terminates is charged, even during an interruption notice.
     return (
         lifecycle == "spot" and reason.startswith("Server.SpotInstance") and seconds < FIRST_HOUR_S
     )

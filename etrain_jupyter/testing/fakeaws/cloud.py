@@ -104,6 +104,7 @@ class FakeAws(Closing):
                 if not name.startswith(("AWS_", "ETRAIN_"))
             },
         )
+        # Blocks until the cloud listens, or returns nothing if it has failed.
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

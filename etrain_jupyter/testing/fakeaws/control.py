@@ -231,6 +231,7 @@ class Control:
 
     def leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
         """Return what is left, including processes of ended instances on this machine."""
+        # Before the lock is taken: this waits for machines that are being switched off.
         strays = self._hypervisor.find_strays()
         return {
             **account.find_leftovers(self._backend, cluster=cluster, prefix=prefix),
@@ -249,6 +250,7 @@ def with_control(app: Wsgi, control: Control) -> Wsgi:
         verb = path.removeprefix(CONTROL)
         status = "200 OK"
         try:
+            # The verbs are the public methods of Control, whose client is in the same package.
             if verb.startswith("_") or not hasattr(Control, verb):
                 raise ValueError(f"The simulated cloud has no verb {verb!r}.")
             result = getattr(control, verb)(**json.loads(body or b"{}"))

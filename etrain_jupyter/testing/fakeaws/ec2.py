@@ -144,6 +144,7 @@ class Ec2:
             )
         launched: list[dict[str, Any]] = []
         errors: list[dict[str, Any]] = []
+        # On-demand first: its machines are taken before the spot part is planned.
         for demand in read_demands(query):
             usable, bad = self._usable(call.region, overrides, demand.lifecycle)
             errors += bad
@@ -262,6 +263,7 @@ class Ec2:
             if products and not any(name.startswith("Linux/UNIX") for name in products):
                 continue
             rows += _price_rows(pool, self.market.history(pool), since, until)
+        # The newest price comes first, as in EC2's response.
         rows.sort(key=lambda row: (row["timestamp"], row["instanceType"]), reverse=True)
         return ec2_response(call.action, {"spotPriceHistorySet": rows, "nextToken": ""})
 

@@ -94,6 +94,7 @@ def error_entry(one: Override, lifecycle: Lifecycle, code: str, message: str) ->
 
 def merged(launched: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Group instances of one override and lifecycle into one entry, as EC2 does."""
+    # Two entries belong together if they differ only in their instances.
     entries: list[dict[str, Any]] = []
     for one in launched:
         for entry in entries:

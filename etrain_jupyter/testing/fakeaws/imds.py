@@ -196,7 +196,7 @@ class ImdsServer(Closing):
         """Return a new token (for the request handler)."""
         token = secrets.token_urlsafe(40)
         with self._lock:
-            self._tokens[token] = time.monotonic() + ttl_s
+            self._tokens[token] = time.monotonic() + ttl_s  # when it expires
         return token
 
     def is_valid(self, token: str | None) -> bool:
@@ -207,6 +207,7 @@ class ImdsServer(Closing):
 
     def fails_now(self) -> bool:
         """Block while the service hangs; return whether it responds with an error."""
+        # A client gives up long before MAX_HANG_S, which only ends the handler's thread.
         self._is_responsive.wait(MAX_HANG_S)
         with self._lock:
             return self._broken == "500"
@@ -220,6 +221,7 @@ class ImdsServer(Closing):
         # A function such as `Backend.role_credentials` takes other locks: call it without this one.
         if page is not None:
             return page if isinstance(page, str) else page()
+        # Like a directory listing: one line per entry, with a slash at the end of folders.
         folder = f"{path}/" if path else ""
         below = [key.removeprefix(folder) for key in known if key.startswith(folder)]
         names = {rest.split("/")[0] + ("/" if "/" in rest else "") for rest in below}

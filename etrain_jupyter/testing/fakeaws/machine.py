@@ -133,6 +133,7 @@ class SimulatedMachine:
             **variables,
             MARKER: self.facts.instance_id,
         }
+        # In a namespace, boto3 finds the service at its usual address.
         if self._network.mode == "loopback" and self.imds is not None:
             environment["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = self.imds.url
         return environment

@@ -103,6 +103,7 @@ class LoopbackNetwork:
     bridge = ""
 
     def __init__(self) -> None:
+        # 127.64.0.0 to 127.127.255.0, by the lower 14 bits of the process id.
         pid = os.getpid()
         self._addresses = _Addresses(f"127.{64 + (pid >> 8) % 64}.{pid % 256}", 1)
 
@@ -231,6 +232,7 @@ class NamespaceNetwork:
 def remove_dead_links() -> list[str]:
     """Remove the bridges and cables of harnesses that have ended; return their names."""
     removed = []
+    # Left by a harness that was killed together with its janitor. The name contains the process id.
     for _, name in socket.if_nameindex():
         found = re.fullmatch(rf"(?:{PREFIX}|{CABLE})(\d+)(?:n\d+)?", name)
         if found is not None and not _is_harness(int(found[1])):
@@ -244,6 +246,7 @@ def _remove_link(name: str) -> None:
 
 
 def _is_harness(pid: int) -> bool:
+    # The process id may have been reused by another program.
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"fakeaws" in file.read() or pid == os.getpid()
     return False

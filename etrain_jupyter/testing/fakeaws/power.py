@@ -95,5 +95,6 @@ class _Handler(socketserver.StreamRequestHandler):
             text = cast(_Server, self.server).on_command(message["instance"], command)
         except ValueError as exc:
             text, status = str(exc), 1
+        # The command may be gone: after `shutdown now`, its process is killed, too.
         with suppress(OSError):
             self.wfile.write(json.dumps({"text": text, "status": status}).encode() + b"\n")

@@ -73,6 +73,7 @@ def _attributes(instance_type: str, region: str, name: str) -> dict[str, str]:
 def _product(attributes: dict[str, str], usd: float) -> dict[str, Any]:
     named = f"{attributes['instanceType']} {attributes['regionCode']}"
     sku = hashlib.sha256(named.encode()).hexdigest()[:16].upper()
+    # AWS's own codes: JRTCKXETXF is the term "on demand", 6YS6EN2CT7 its rate per hour.
     term, rate = f"{sku}.JRTCKXETXF", f"{sku}.JRTCKXETXF.6YS6EN2CT7"
     described = f"${usd:.4f} per On Demand Linux {attributes['instanceType']} Instance Hour"
     dimension = {

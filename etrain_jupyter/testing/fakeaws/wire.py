@@ -189,6 +189,7 @@ def error_response(call: Call, error: ApiError) -> Response:
             f"<ErrorResponse><Error>{inner}</Error>"
             f"<RequestId>{request_id}</RequestId></ErrorResponse>"
         )
+    # A response to HEAD has no body; the client sees the status only.
     is_head = call.environ["REQUEST_METHOD"] == "HEAD"
     return response(error.status, b"" if is_head else text.encode(), "text/xml")
 
