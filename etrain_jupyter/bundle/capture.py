@@ -122,7 +122,7 @@ def capture_bundle(
         sizes = {name: stream.sizes[name] + pickler.tensors.sizes[name] for name in objects}
         if sum(sizes.values()) > MAX_BYTES:
             raise _too_large(sizes, objects, cell_of)
-        # Data gets a digest of its own, so that a resumed job notices a changed data set. Names
+        # Data gets a separate digest, so that a resumed job detects a changed data set. Names
         # with code are compared by their source instead: their pickles differ between kernels.
         data_names = _names_of_data(references)
         digests = {n: digest_of_value(objects[n]) for n in without_code if n in data_names}

@@ -129,7 +129,7 @@ class OpenBundle:
         return names
 
     def _unpickler(self, stream: BinaryIO) -> pickle.Unpickler:
-        # Each call maps the payload anew: a second set of objects must not see the changes that
+        # Map the payload in each call: a second set of objects must not see the changes that
         # training made to the memory of the first one.
         assert self._table is not None
         payload = self._content.map()[self._start :]

@@ -97,7 +97,7 @@ def defining_cell(name: str, value: Any, cell_numbers: Mapping[str, int]) -> str
 
 
 def _codes_of(value: Any) -> list[CodeType]:
-    # The cell of a class is that of its first method: a class has no code object of its own.
+    # A class has no code object: take those of its methods.
     held = [value, *vars(value).values()] if isinstance(value, type) else [value]
     codes = (getattr(getattr(item, "__func__", item), "__code__", None) for item in held)
     return [code for code in codes if isinstance(code, CodeType)]

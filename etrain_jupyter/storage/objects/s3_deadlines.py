@@ -94,7 +94,7 @@ class Deadline:
     def hold(self, connection: socket.socket) -> None:
         """Shut this connection down when the deadline passes."""
         # A duplicate, because urllib3 may close its own descriptor at any time, and the kernel may
-        # give its number to another file. shutdown() affects the connection, whoever calls it.
+        # give its number to another file. shutdown() of a duplicate ends the same connection.
         handle = socket.fromfd(connection.fileno(), connection.family, connection.type)
         with self._lock:
             self._connections.append(handle)
