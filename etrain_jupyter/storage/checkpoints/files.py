@@ -23,6 +23,7 @@ _CHUNK_BYTES = 4 << 20
 _SCRATCH, _LOCK = "etrain-checkpoint-", "lock"
 _SCRATCH_AGE_S = 60.0
 """A younger scratch folder may not be locked yet."""
+# What link() returns on file systems such as FAT, some FUSE mounts and some network shares.
 _HAS_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -75,7 +76,8 @@ def link_if_absent(source: Path, target: Path) -> bool:
 
 
 def _copy_if_absent(source: Path, target: Path) -> bool:
-    """Copy, on file systems without hard links: one writer, but a crash may truncate the copy."""
+    # Exclusive creation still selects one of several writers. A crash may leave a truncated copy,
+    # which readers detect: the manifest contains its own digest.
     try:
         write_new(target, source)
     except FileExistsError:
@@ -118,6 +120,7 @@ class ScratchFile(PosixPath):
 
     def __init__(self, *_: object) -> None:
         super().__init__()
+        # A string, because a reference to the path itself would keep it alive forever.
         weakref.finalize(self, _unlink, os.fspath(self))
 
 
@@ -139,6 +142,14 @@ def new_scratch_file() -> ScratchFile:
         ) from exc
 
 
+# A scratch folder is in use while its lock is held:
+#
+#   mkdtemp    open(lock)    flock      the process runs      exit: rmtree
+#   |--- no lock yet, but -----|----- locked: others skip ---|
+#   |    younger than 60 s     |                              killed: the kernel releases the lock,
+#                                                             and the next process deletes it
+#
+# The cache has the process id as its key, so that a forked child creates its own folder.
 @functools.cache
 def _scratch_of(_pid: int) -> Path:
     remove_unlocked_scratch()

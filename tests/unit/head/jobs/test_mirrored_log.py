@@ -31,7 +31,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
     monkeypatch.setattr(mirror, "FLUSH_S", 0.05)
     monkeypatch.setattr(mirror, "RETRY_S", 0.05)
-    monkeypatch.setattr(mirror, "RETRY_MOST_S", 0.05)
+    monkeypatch.setattr(mirror, "MAX_RETRY_S", 0.05)
     monkeypatch.setattr(mirrored_log, "UPLOAD_PATIENCE_S", 0.0)
 
 
