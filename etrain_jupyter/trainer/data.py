@@ -85,7 +85,7 @@ def open_samples(
             "a pair of tensors, or a function that returns one."
         )
     if len(source) == 0:
-        raise DataError(f"{name} is empty (0 samples). Check what fills it in the notebook.")
+        raise DataError(f"{name} is empty (0 samples). Check the code that builds it.")
     return source
 
 
@@ -113,7 +113,10 @@ class ColumnSource:
         values = list(columns.values()) if isinstance(columns, dict) else list(columns)
         lengths = sorted({len(v) for v in values})
         if len(lengths) > 1:
-            raise DataError(f"{name} has tensors of different lengths {lengths}; they must agree.")
+            raise DataError(
+                f"{name} has tensors of different lengths {lengths}. Give each column one row per "
+                "sample."
+            )
         self._columns = columns
         self._length = lengths[0]
 

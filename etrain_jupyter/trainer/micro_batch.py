@@ -68,7 +68,7 @@ class MicroBatch:
             raise does_not_fit(describe())
         return len(tries)
 
-    def give_way(self, exc: BaseException) -> bool:
+    def shrink(self, exc: BaseException) -> bool:
         """Halve the size if ``exc`` is an out-of-memory error; return False if it cannot shrink.
 
         The number of retries is bounded, because the size cannot go below one sample.
@@ -80,12 +80,12 @@ class MicroBatch:
         self._has_shrunk = True
         return True
 
-    def never_above(self, earlier: MicroBatch) -> None:
+    def limit_to(self, earlier: MicroBatch) -> None:
         """Start at the size that an ``earlier`` instance in this process was reduced to."""
         if self.is_auto and earlier.size is not None:
             self.size = self.most = min(self.most, earlier.size)
 
-    def tidy_up(self) -> None:
+    def free_failed_pass(self) -> None:
         """Free the memory of a pass that failed, once nothing refers to its exception."""
         if self._has_shrunk:
             self._has_shrunk = False
@@ -150,7 +150,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
     return is_cpu and any(text in str(exc) for text in ("allocate memory", "enough memory"))
 
 
-def lack_of_memory_in(exc: BaseException) -> BaseException | None:
+def out_of_memory_in(exc: BaseException) -> BaseException | None:
     """Return the out-of-memory error, of the host or a device, behind an exception; else None."""
     for link in (exc, exc.__cause__):
         if link is not None and (isinstance(link, MemoryError) or is_out_of_memory(link)):

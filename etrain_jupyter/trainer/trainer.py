@@ -42,7 +42,7 @@ from etrain_jupyter.trainer.micro_batch import (
     free_memory,
     hint_for_memory,
     is_out_of_memory,
-    lack_of_memory_in,
+    out_of_memory_in,
 )
 from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import put_state, take_state
@@ -123,13 +123,13 @@ class Trainer:
         self._loop: TrainLoop | None = None
         self._checkpointer: Checkpointer | None = None
         self._config: TrainConfig
-        self._faults = Faults(launch.faults, self._tell)
+        self._faults = Faults(launch.faults, self._send)
         self._has_state = False
         self._is_fresh = True
         """Whether the weights are still those that the notebook's code gave the model."""
         self._is_forming = False
         """Whether it connects, receives or restores, so that no step runs."""
-        self._num_lacks = 0
+        self._num_out_of_memory = 0
         """How often in a row memory ran out during that."""
         self._is_busy = True
         """Whether the main thread runs user code; False before it reports that it is done."""
@@ -144,14 +144,14 @@ class Trainer:
         """
         try:
             for message in self._channel.messages():
-                self._take(message)
+                self._handle(message)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
         os._exit(0)
 
-    def _take(self, message: ToTrainer) -> None:
+    def _handle(self, message: ToTrainer) -> None:
         """Handle one message in the control thread.
 
         What the main thread must do goes to its inbox. What must interrupt or accompany a running
@@ -162,7 +162,7 @@ class Trainer:
             return
         match message:
             case JoinGeneration():
-                self._inbox.put((message, self._prepare(message)))
+                self._inbox.put((message, self._create_group(message)))
             case ShutDownTrainer():
                 if self._is_busy:
                     os._exit(0)  # the job was stopped at once, without the end of this step
@@ -191,7 +191,7 @@ class Trainer:
             case _:
                 assert_never(message)
 
-    def _prepare(self, message: JoinGeneration) -> RankGroup:
+    def _create_group(self, message: JoinGeneration) -> RankGroup:
         """Create the generation's store and group in the control thread.
 
         ::
@@ -234,7 +234,7 @@ class Trainer:
             self._end_if_device_broke(exc)
             if is_our_defect(exc):
                 raise
-            self._tell_user_error(exc, generation=0)
+            self._report_user_error(exc, generation=0)
         while True:
             todo = self._inbox.get()
             match todo:
@@ -243,7 +243,7 @@ class Trainer:
                 case SaveState():
                     self._save(todo)
                 case (message, group):
-                    self._live(message, group)
+                    self._run_generation(message, group)
                 case _:
                     assert_never(todo)
         if self._checkpointer is not None:
@@ -255,7 +255,7 @@ class Trainer:
     def _warm_up(self) -> None:
         started = time.monotonic()
         self._config = TrainConfig.model_validate(self._launch.config)
-        self._enter_folder()
+        self._change_folder()
         bundle = self._launch.bundle
         self._bundle = open_bundle(Path(bundle.path), digest=bundle.digest)
         self._bundle.install_sources()
@@ -264,7 +264,7 @@ class Trainer:
         number = int(self._name.rpartition("/")[2]) - 1
         self._faults.at("warm", rank=number, step=0)
         self._beat()
-        self._tell_hello(time.monotonic() - started)
+        self._send_hello(time.monotonic() - started)
 
     def _build(self) -> None:
         """Build the notebook's objects, with the weights that its code gives, and try them."""
@@ -281,7 +281,7 @@ class Trainer:
             change_pending=self._loop.change_pending if self._loop is not None else None,
         )
         if self._loop is not None:
-            loop.micro.never_above(self._loop.micro)
+            loop.micro.limit_to(self._loop.micro)
         self._loop = loop
         self._beat()
         loop.warm_up()
@@ -299,14 +299,14 @@ class Trainer:
         )
         self._is_fresh = True
 
-    def _enter_folder(self) -> None:
+    def _change_folder(self) -> None:
         """Change to the notebook's folder if it exists here, so that relative paths are valid."""
         folder = self._launch.cwd
         if folder and Path(folder).is_dir():
             os.chdir(folder)
             sys.path.insert(0, folder)
 
-    def _tell_hello(self, warm_s: float) -> None:
+    def _send_hello(self, warm_s: float) -> None:
         assert self._loop is not None
         plan = self._loop.state.plan
         model = self._loop.workload.model
@@ -332,7 +332,7 @@ class Trainer:
             )
         )
 
-    def _live(self, message: JoinGeneration, group: RankGroup) -> None:
+    def _run_generation(self, message: JoinGeneration, group: RankGroup) -> None:
         """Take part in one generation, and report how this rank left it.
 
         ::
@@ -348,24 +348,24 @@ class Trainer:
         self._is_busy = self._is_forming = True
         failure: Failure | None = None
         try:
-            why = self._step_through(message, group)
+            why = self._form_and_train(message, group)
         except CommunicationError as exc:
             self._end_if_device_broke(exc, group)
-            failure = self._make_room(exc, message, group) or failure_of(group, exc)
+            failure = self._handle_lack_of_memory(exc, message, group) or failure_of(group, exc)
             if self._loop.update.is_torn and self._loop.step and group.world_size == 1:
                 raise  # no rank has the weights any more: as if this process had died
             why = "failed"
-            self._let_go_of_torn_state()
+            self._drop_torn_state()
         except BaseException as exc:
             self._end_if_device_broke(exc, group)
-            failure = self._make_room(exc, message, group)
+            failure = self._handle_lack_of_memory(exc, message, group)
             # A collective that breaks inside the backward pass can come out as any exception.
             if not group.failure and not is_broken_exchange(exc):
                 if is_our_defect(exc):
                     raise  # not the user's error: this process ends, and the others continue
                 self._close(group)
-                self._let_go_of_torn_state()
-                self._tell_user_error(exc, generation=group.generation)
+                self._drop_torn_state()
+                self._report_user_error(exc, generation=group.generation)
                 return
             why, failure = "failed", failure or failure_of(group, exc)
         self._close(group)
@@ -374,7 +374,7 @@ class Trainer:
         self._beat(phase="idle")
         failure = failure or Failure()
         nan = self._loop.undone_loss if why == "nan" else None
-        self._tell(
+        self._send(
             GenerationLeft(
                 generation=group.generation,
                 progress=self._progress(),
@@ -405,13 +405,13 @@ class Trainer:
         self._has_state = False
         has_peers = group is not None and group.world_size > 1
         if is_of_machine(error, has_peers=has_peers):
-            text = f"the GPU failed, and this trainer ends: {str(error).partition(chr(10))[0]}"
-            self._tell(TextLogged(level="error", text=text))
+            text = f"the GPU failed, so this trainer exits: {str(error).partition(chr(10))[0]}"
+            self._send(TextLogged(level="error", text=text))
             raise exc
-        self._tell_user_error(error, generation=group.generation if group is not None else 0)
+        self._report_user_error(error, generation=group.generation if group is not None else 0)
         raise BrokenDeviceError from None
 
-    def _make_room(
+    def _handle_lack_of_memory(
         self, exc: BaseException, message: JoinGeneration, group: RankGroup
     ) -> Failure | None:
         """Handle a lack of memory while a generation formed: break it, and drop an old state.
@@ -426,22 +426,22 @@ class Trainer:
         Raises:
             BaseException: ``exc``, if memory ran out here twice in a row.
         """
-        lack = lack_of_memory_in(exc)
-        if not self._is_forming or lack is None:
+        cause = out_of_memory_in(exc)
+        if not self._is_forming or cause is None:
             return None
         assert self._loop is not None
-        error = f"{text_of(lack)}; {hint_for_memory(self._config)}"
+        error = f"{text_of(cause)}; {hint_for_memory(self._config)}"
         group.abort(error)  # the others wait for this rank
         if group.rank not in message.behind and not message.restore:
             return Failure(error=error)  # it holds the newest state, and keeps it
-        self._num_lacks += 1
-        if self._num_lacks > 1:
-            text = "memory ran out again while the state was received, and this trainer ends"
-            self._tell(TextLogged(level="error", text=f"{text}: {error}"))
+        self._num_out_of_memory += 1
+        if self._num_out_of_memory > 1:
+            text = "out of memory again while receiving the state, so this trainer exits"
+            self._send(TextLogged(level="error", text=f"{text}: {error}"))
             raise exc
-        text = "memory ran out while the state was received; it is received again from the start"
-        self._tell(TextLogged(level="warning", text=f"{text}: {error}"))
-        self._let_go_of_state()
+        text = "out of memory while receiving the state; retrying with the old state dropped"
+        self._send(TextLogged(level="warning", text=f"{text}: {error}"))
+        self._drop_state()
         self._loop.workload.optimizer.state.clear()
         return Failure(error=error, is_excused=True)
 
@@ -450,19 +450,19 @@ class Trainer:
         if self._checkpointer is not None:
             self._checkpointer.leave()
 
-    def _let_go_of_state(self) -> None:
+    def _drop_state(self) -> None:
         """Drop the state, and with it the weights that the notebook's code gave."""
         self._has_state = self._is_fresh = False
 
-    def _let_go_of_torn_state(self) -> None:
+    def _drop_torn_state(self) -> None:
         """Drop the state if the optimizer raised midway: some weights have moved, others not."""
         assert self._loop is not None
         if self._loop.update.is_torn:
             self._has_state = self._loop.in_step = self._loop.update.is_torn = False
 
-    def _step_through(self, message: JoinGeneration, group: RankGroup) -> Why:
+    def _form_and_train(self, message: JoinGeneration, group: RankGroup) -> Why:
         assert self._loop is not None
-        if self._num_lacks:
+        if self._num_out_of_memory:
             free_memory()  # nothing refers to the exception any more
         if self._page is not None:
             self._page.begin(group.generation)
@@ -487,7 +487,7 @@ class Trainer:
         gradients = self._loop.wrap(group)
         clock.append(time.monotonic())
         spans = [after - before for before, after in itertools.pairwise(clock)]
-        self._tell_formed(group, spans, moved)
+        self._report_joined(group, spans, moved)
         assert self._store is not None
         if message.pace is not None:
             self._checkpointer.pace.adopt(message.pace, now=time.monotonic())
@@ -497,13 +497,15 @@ class Trainer:
             generation=group.generation, rank=group.rank, logged_step=message.logged_step
         )
         self._is_fresh = self._is_forming = False
-        self._num_lacks = 0
+        self._num_out_of_memory = 0
         return self._loop.run(group, gradients, self._checkpointer)
 
-    def _tell_formed(self, group: RankGroup, spans: list[float], moved: Transferred | None) -> None:
+    def _report_joined(
+        self, group: RankGroup, spans: list[float], moved: Transferred | None
+    ) -> None:
         assert self._loop is not None
         connect_s, sync_s, wrap_s = spans
-        self._tell(
+        self._send(
             GenerationJoined(
                 generation=group.generation,
                 step=self._loop.step,
@@ -514,7 +516,7 @@ class Trainer:
             )
         )
         if moved is not None and group.rank == 0:
-            self._tell(TextLogged(level="info", text=f"state sent: {moved}"))
+            self._send(TextLogged(level="info", text=f"state sent: {moved}"))
 
     def _share_state(
         self, group: RankGroup, message: JoinGeneration, step: int
@@ -542,7 +544,7 @@ class Trainer:
             optimizer=workload.optimizer,
             # If the sender dies, the state of a rank behind may be the newest that is left.
             keep=self._has_state and group.world_size == 1 + len(behind),
-            on_overwrite=self._let_go_of_state,
+            on_overwrite=self._drop_state,
         )
         put_state(workload.model, workload.optimizer, header, tensors, workload.extras)
         self._loop.state.set_counters(header["counters"])
@@ -594,11 +596,11 @@ class Trainer:
     def _progress(self) -> tuple[int, int]:
         return self._loop.progress if self._loop is not None and self._has_state else NO_PROGRESS
 
-    def _tell(self, report: TrainerReport) -> None:
+    def _send(self, report: TrainerReport) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone: the control thread ends us
             self._reporter.send(report)
 
-    def _tell_user_error(self, exc: BaseException, *, generation: int) -> None:
+    def _report_user_error(self, exc: BaseException, *, generation: int) -> None:
         self._is_busy = False
         if type(exc).__module__.startswith(f"{__package__.partition('.')[0]}."):
             summary, text = str(exc), ""  # an error of ours, whose message needs no traceback
@@ -609,14 +611,14 @@ class Trainer:
             text = self._bundle.format_user_traceback(exc) if self._bundle is not None else ""
             if device_error_in(exc) is not None:
                 summary += f". {hint_for_device(exc)}"
-                text = f"{text}\n\n{self._where_device_broke()}".strip()
-        self._tell(
+                text = f"{text}\n\n{self._describe_gpu_code()}".strip()
+        self._send(
             UserCodeFailed(
                 generation=generation, progress=self._progress(), error=summary, traceback=text
             )
         )
 
-    def _where_device_broke(self) -> str:
+    def _describe_gpu_code(self) -> str:
         """Return the code that was running on the GPU, as far as it is known."""
         if self._loop is None or self._bundle is None:
             return ""

@@ -189,7 +189,7 @@ class WarmUp:
             self._beat()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            is_fitting = self._fits_beside(reserve, count)
+            is_fitting = self._fits_next_to(reserve, count)
             if is_fitting and device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(device)
             return is_fitting
@@ -205,7 +205,7 @@ class WarmUp:
             f"{in_gib(reserve.num_bytes)} of it reserved for training; {self._describe()})",
         )
 
-    def _fits_beside(self, reserve: Reserve, count: int) -> bool:
+    def _fits_next_to(self, reserve: Reserve, count: int) -> bool:
         try:
             with reserve.held():
                 return self._fits(count)

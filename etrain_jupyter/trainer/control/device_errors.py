@@ -63,13 +63,13 @@ _OF_MACHINE = (
 )
 
 _EXACT = (
-    "Kernels run after Python has passed them, so the failing line may be an earlier one: set "
-    "CUDA_LAUNCH_BLOCKING=1 in the workers' environment (of pool local: %env "
-    "CUDA_LAUNCH_BLOCKING=1 before it starts) and run the cell again to get the exact line"
+    "Kernels run asynchronously, so the failing line may be an earlier one. To get the exact line, "
+    "set CUDA_LAUNCH_BLOCKING=1 in the workers' environment (pool local: %env "
+    "CUDA_LAUNCH_BLOCKING=1 before it starts) and run the cell again"
 )
 _OUT_OF_RANGE = (
-    "Mostly an index out of range: targets of CrossEntropyLoss must be 0 to classes - 1, and "
-    "indices of an Embedding 0 to num_embeddings - 1; the log has the assertion that failed"
+    "The usual cause is an index out of range: targets of CrossEntropyLoss must be 0 to classes - "
+    "1, and indices of an Embedding 0 to num_embeddings - 1; the log shows the failed assertion"
 )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed import DistError
 
 import etrain_jupyter
-from etrain_jupyter.trainer.control.faults import DeliberateError
+from etrain_jupyter.trainer.control.faults import InjectedError
 from etrain_jupyter.trainer.micro_batch import is_out_of_memory
 
 _PACKAGE = Path(etrain_jupyter.__file__).parent
@@ -24,7 +24,7 @@ def is_our_defect(exc: BaseException) -> bool:
 
     What we raise on purpose has a class of ours, and its message tells the user what to mend.
     """
-    if isinstance(exc, DeliberateError):
+    if isinstance(exc, InjectedError):
         return True
     if is_out_of_memory(exc):
         return False  # it may run out anywhere, and the cell decides how much is needed

@@ -24,11 +24,11 @@ ANYWHERE = ""
 """The place of a fault that a user requested: the next place that the main thread reaches."""
 
 EXIT_CODE = 7
-NUDGE = 1e-3
+DIVERGENCE = 1e-3
 """How much ``diverge`` adds to one weight."""
 
 
-class DeliberateError(RuntimeError):
+class InjectedError(RuntimeError):
     """An injected exception of the framework itself, not of the notebook's code."""
 
 
@@ -52,7 +52,7 @@ class Faults:
     def renew(self, planned: Iterable[Fault]) -> None:
         """Take over the plan of a new generation, without what other trainers have committed."""
         requested = [fault for fault in self._planned if fault["at"] == ANYWHERE]
-        mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _SPOILS]
+        mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _CORRUPTIONS]
         self._planned = requested + mine
 
     def at(self, place: str, *, rank: int, step: int) -> None:
@@ -66,13 +66,13 @@ class Faults:
             step: The step that is being made; outside of steps the one that the state stands at.
 
         Raises:
-            DeliberateError: For the kind ``error``.
+            InjectedError: For the kind ``error``.
         """
         if not self._planned:
             return
         for fault in list(self._planned):
             if fault["kind"] in _AT_A_PLACE and fault["at"] in (place, ANYWHERE):
-                self._commit_if_due(fault, rank, step)
+                self._inject_if_due(fault, rank, step)
 
     def inject(self, kind: str) -> None:
         """Commit a fault that a user requested. Called by the thread that reads the channel.
@@ -82,9 +82,9 @@ class Faults:
         if kind in ("hang", "error"):
             self._planned.append({"kind": kind, "rank": None, "step": 0, "at": ANYWHERE})
         else:
-            commit_fault(kind, disconnect=self.disconnect)
+            inject_fault(kind, disconnect=self.disconnect)
 
-    def spoil_indices(self, indices: Any, *, rank: int, step: int) -> Any:
+    def corrupt_indices(self, indices: Any, *, rank: int, step: int) -> Any:
         """Return the samples of a share as a defective ledger would: the audit must see it.
 
         ``lose_sample`` drops one; ``repeat_sample`` puts another one in the place of one. A share
@@ -99,24 +99,24 @@ class Faults:
                 indices = np.concatenate([indices[1:2], indices[1:]])
         return indices
 
-    def spoil_weights(self, model: Any, *, rank: int, step: int) -> None:
+    def corrupt_weights(self, model: Any, *, rank: int, step: int) -> None:
         """Nudge one weight of this rank alone, as a defective exchange would (``diverge``)."""
         if not self._planned:
             return
         for fault in list(self._planned):
             if fault["kind"] == "diverge" and self._fires(fault, rank, step):
-                next(model.parameters()).data.view(-1)[0] += NUDGE
+                next(model.parameters()).data.view(-1)[0] += DIVERGENCE
 
-    def spoils_loss(self, *, rank: int, step: int) -> bool:
+    def corrupts_loss(self, *, rank: int, step: int) -> bool:
         """Whether this rank's share of the loss shall be NaN (``nan_loss``)."""
         if not self._planned:
             return False
         due = [f for f in self._planned if f["kind"] == "nan_loss"]
         return any([self._fires(fault, rank, step) for fault in due])
 
-    def _commit_if_due(self, fault: Fault, rank: int, step: int) -> None:
+    def _inject_if_due(self, fault: Fault, rank: int, step: int) -> None:
         if self._fires(fault, rank, step):
-            commit_fault(fault["kind"], disconnect=self.disconnect)
+            inject_fault(fault["kind"], disconnect=self.disconnect)
 
     def _fires(self, fault: Fault, rank: int, step: int) -> bool:
         """Return whether it is due here. If so, remove it and report it."""
@@ -128,16 +128,16 @@ class Faults:
         return is_due
 
 
-def commit_fault(kind: str, *, disconnect: Callable[[], None] | None = None) -> None:
+def inject_fault(kind: str, *, disconnect: Callable[[], None] | None = None) -> None:
     """Do to this process what ``kind`` says, now and in this thread.
 
     Raises:
-        DeliberateError: For the kind ``error``.
+        InjectedError: For the kind ``error``.
     """
     if kind == "disconnect":
         (disconnect or _nothing)()
     else:
-        _COMMIT[kind]()
+        _INJECT[kind]()
 
 
 def _nothing() -> None:
@@ -158,7 +158,7 @@ def _exit() -> None:
 
 
 def _error() -> None:
-    raise DeliberateError("an error in the framework, on purpose")
+    raise InjectedError("an injected error in the framework")
 
 
 def _stop() -> None:
@@ -177,7 +177,7 @@ def _hang() -> None:
         time.sleep(3600)
 
 
-_COMMIT: dict[str, Callable[[], None]] = {
+_INJECT: dict[str, Callable[[], None]] = {
     "kill": _kill,
     "segfault": _segfault,
     "exit": _exit,
@@ -186,7 +186,7 @@ _COMMIT: dict[str, Callable[[], None]] = {
     "hold_gil": _hold_gil,
     "hang": _hang,
 }
-_AT_A_PLACE = frozenset({*_COMMIT, "disconnect"})
-_SPOILS = frozenset({"lose_sample", "repeat_sample", "diverge", "nan_loss"})
+_AT_A_PLACE = frozenset({*_INJECT, "disconnect"})
+_CORRUPTIONS = frozenset({"lose_sample", "repeat_sample", "diverge", "nan_loss"})
 NO_FAULTS = Faults([], lambda _: None)
 """For a loop without a plan."""

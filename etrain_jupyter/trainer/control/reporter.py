@@ -45,7 +45,7 @@ class Reporter:
         self._generation = 0
         self._thread = threading.Thread(target=self._flush_often, name="etrain-report", daemon=True)
         self._ended = threading.Event()
-        self._has_news = threading.Event()
+        self._has_unsent = threading.Event()
         self._thread.start()
 
     def begin(self, *, generation: int, rank: int, logged_step: int) -> None:
@@ -56,7 +56,7 @@ class Reporter:
             self._unsent = []
             if self._is_rank_0:
                 self._unsent = [r for r in self._kept if r["step"] > logged_step]
-                self._has_news.set()
+                self._has_unsent.set()
 
     def records_after(self, step: int) -> list[StepRecord]:
         """Return the kept records of the steps after this one: they belong to the state."""
@@ -80,7 +80,7 @@ class Reporter:
                 self._kept.append(report)
                 if self._is_rank_0:
                     self._unsent.append(report)
-                    self._has_news.set()
+                    self._has_unsent.set()
             return
         self.flush()
         self._channel.send(report)
@@ -96,7 +96,7 @@ class Reporter:
     def close(self) -> None:
         """Send the records that are waiting, and end the thread."""
         self._ended.set()
-        self._has_news.set()
+        self._has_unsent.set()
         with contextlib.suppress(OSError):
             self.flush()
         self._thread.join()
@@ -115,8 +115,8 @@ class Reporter:
 
     def _flush_until_ended(self) -> None:
         while not self._ended.is_set():
-            self._has_news.wait()
-            self._has_news.clear()
+            self._has_unsent.wait()
+            self._has_unsent.clear()
             with contextlib.suppress(OSError):
                 self.flush()
             self._ended.wait(FLUSH_EVERY_S)

@@ -110,8 +110,8 @@ class Step:
         communication. The requests are read here, so that none waits for the next step.
         """
         self.reach("all_reduce")
-        if self.places.faults.spoils_loss(rank=self.group.rank, step=self.number):
-            self.header.spoil_loss()
+        if self.places.faults.corrupts_loss(rank=self.group.rank, step=self.number):
+            self.header.corrupt_loss()
         requests = self.requests.collect(self.group, self.span)
         self.header.start(self.group, requests, fingerprint=self.fingerprint)
 

@@ -61,7 +61,7 @@ class StepHeader:
         self.is_own_loss_finite = True
         """True if this rank's share of the loss is finite; valid after ``start``."""
 
-    def spoil_loss(self) -> None:
+    def corrupt_loss(self) -> None:
         """Set this rank's share of the loss to NaN, for fault injection."""
         self._means_SM[0, 0] = math.nan
 

@@ -46,7 +46,7 @@ class Stopwatch:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._began_at = self._computed_at = self._summed_at = time.perf_counter()
+        self._began_at = self._summed_at = time.perf_counter()
         self._data_s = self._optimizer_s = 0.0
         self._ready_at, self._ready, self._summed = 0.0, None, None
 

@@ -55,13 +55,15 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
     """
     claimed = [each.pair for each in device.connections() if each.is_claimed]
     _publish(store, rank, claimed)
-    told = _collect(store, "connections", range(world_size))
+    reports = _collect(store, "connections", range(world_size))
     # Not earlier: if a stranger took a rank's place, the rank still has to connect.
     device.seal()
-    errors = [f"rank {other}: {value['error']}" for other, value in told.items() if value["error"]]
+    errors = [
+        f"rank {other}: {value['error']}" for other, value in reports.items() if value["error"]
+    ]
     if errors:
         raise CommunicationError("; ".join(errors))
-    listed = {other: decode(value["pairs"]) for other, value in told.items()}
+    listed = {other: decode(value["pairs"]) for other, value in reports.items()}
     mismatch = find_mismatch(listed)
     if mismatch is None:
         return
@@ -119,7 +121,7 @@ def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
     if came:
         parts.append(f"rank {rank}, port {port}: a connection from {list_ends(came)}")
     if went:
-        parts.append(f"rank {rank}: its connection to {list_ends(went)} ends at no rank")
+        parts.append(f"rank {rank}: its connection to {list_ends(went)} does not reach a rank")
     return "; ".join(parts)
 
 

@@ -104,7 +104,8 @@ class Forming:
         # Failed, timed out, or aborted: ``fail`` keeps the first reason.
         if building.backend is None:
             error, stage = building.error, building.stage
-            why = text_of(error) if error is not None else f"no connection by {stage} in time"
+            timeout = f"{stage} did not connect within {FORM_TIMEOUT_S:.0f} s"
+            why = text_of(error) if error is not None else timeout
             raise self._waiters.fail(why, backend=stage)
         return building.backend
 

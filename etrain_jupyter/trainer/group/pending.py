@@ -10,7 +10,7 @@ from typing import Any
 from etrain_jupyter.trainer.group.backends import GLOO
 from etrain_jupyter.trainer.group.rendezvous import CommunicationError
 
-MOST_TEXT = 2000
+MAX_TEXT = 2000
 """Maximum length of an exception's text in a report."""
 
 _CPP_TRACE = "\nException raised from "
@@ -106,4 +106,4 @@ def text_of(exc: BaseException) -> str:
     More than the first line, because NCCL puts its own message last, after ``Last error:``.
     """
     text = str(exc).partition(_CPP_TRACE)[0].strip() or type(exc).__name__
-    return text.encode("utf-8", "backslashreplace").decode()[:MOST_TEXT]
+    return text.encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]

@@ -196,7 +196,11 @@ class RankGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start to sum ``tensor`` over the ranks, in place."""
-        return self._pending(dist.all_reduce, tensor)
+        if self.world_size == 1:
+            return Pending(self._waiters, None)
+        # The future is complete before Work.is_completed() turns true: ask the future.
+        future = self.launch(dist.all_reduce, tensor).get_future()
+        return Pending(self._waiters, future)
 
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the ranks, in place and on any device. Blocks.
@@ -206,17 +210,6 @@ class RankGroup:
         """
         if self.world_size > 1:
             self._transport.sum_now(tensor)
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Pending:
-        """Start to copy rank ``src``'s ``tensor`` to every rank."""
-        return self._pending(dist.broadcast, tensor, src)
-
-    def _pending(self, collective: Callable[..., Any], *args: Any) -> Pending:
-        if self.world_size == 1:
-            return Pending(self._waiters, None)
-        # The future is complete before Work.is_completed() turns true: ask the future.
-        future = self.launch(collective, *args).get_future()
-        return Pending(self._waiters, future)
 
     def launch(self, collective: Callable[..., Any], *args: Any) -> Any:
         """Start a collective of torch's default group; return its ``Work``."""

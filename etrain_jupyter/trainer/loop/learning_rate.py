@@ -65,8 +65,8 @@ class LearningRate:
             return
         factor = 1.0 if self._schedule is None else self._schedule.factor(position, count)
         if self._scaling is not None:
-            self._next = self._aimed(self._scaling, world_size)
-            factor *= min(self._next.factor, self._most(self._scaling, world_size))
+            self._next = self._next_ramp(self._scaling, world_size)
+            factor *= min(self._next.factor, self._max_factor(self._scaling, world_size))
         for group in self._optimizer.param_groups:
             rate = group[BASE] * factor
             # Replacing a tensor would break a compiled or captured optimizer step.
@@ -93,12 +93,12 @@ class LearningRate:
             return ""
         return warning_for(self._rule(self._scaling), type(self._optimizer).__name__)
 
-    def _aimed(self, scaling: ScalingConfig, world_size: int) -> Ramp:
+    def _next_ramp(self, scaling: ScalingConfig, world_size: int) -> Ramp:
         most = math.inf if scaling.max_scale is None else scaling.max_scale
         target = factor_of(self._rule(scaling), world_size / scaling.base_workers, most)
         return self._committed.aim(target, self._momentum, scaling.ramp)
 
-    def _most(self, scaling: ScalingConfig, world_size: int) -> float:
+    def _max_factor(self, scaling: ScalingConfig, world_size: int) -> float:
         """Return the maximum factor that the gradient noise allows."""
         if scaling.rule != "adascale":
             return math.inf
@@ -155,8 +155,8 @@ def warning_for(rule: Rule, optimizer: str) -> str:
     """
     if rule == "linear" and optimizer == "Lamb":
         return (
-            "LAMB should not be scaled linearly: at a batch 12 times as large, its loss jumped to "
-            "more than four times what it was. Write scaling: {rule: sqrt}, its own default."
+            "LAMB should not be scaled linearly: with a batch 12 times as large, its loss rose "
+            "to more than four times its value. Write scaling: {rule: sqrt}, LAMB's default."
         )
     return ""
 

@@ -53,7 +53,7 @@ class SampleShares:
                 indices = order[first : first + len(part.samples)]
                 # The seed depends on step and shard or rank: a repeated step gets the same samples.
                 yield Share(
-                    self._places.faults.spoil_indices(indices, rank=group.rank, step=step),
+                    self._places.faults.corrupt_indices(indices, rank=group.rank, step=step),
                     seed_of(state.config.seed, "train", step, part.stream, part.number),
                 )
 

@@ -152,7 +152,7 @@ class TrainLoop:
         """
         # With ``batch.per_worker`` the batch grows with the number of ranks.
         self._batch_size = self.state.config.batch.size(group.world_size)
-        self.micro.tidy_up()
+        self.micro.free_failed_pass()
         return make_gradients(
             group,
             self.workload,
@@ -188,7 +188,7 @@ class TrainLoop:
             return self._leave("nan")
         except Exception as exc:
             is_device_broken = device_error_in(exc) is not None
-            if is_device_broken or not self.micro.give_way(exc):
+            if is_device_broken or not self.micro.shrink(exc):
                 raise
             self._log_out_of_memory(group)
             # The other ranks wait for this rank's gradients: end the generation for them, too.
@@ -324,7 +324,7 @@ class TrainLoop:
         state.is_eval_owed |= step.header.is_eval_requested
         self.in_step = False
         rank = step.group.rank
-        self.places.faults.spoil_weights(self.workload.model, rank=rank, step=state.step)
+        self.places.faults.corrupt_weights(self.workload.model, rank=rank, step=state.step)
 
     def _undo(self, step: Step) -> None:
         self._effects.moving.put_back(step.buffers_before)

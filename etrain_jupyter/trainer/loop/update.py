@@ -72,10 +72,10 @@ class Update:
         if step.mean_of_squares is None:
             return
         # Both are squares of gradients that were multiplied by the loss scale.
-        by = self._workload.precision.loss_scale**2
+        divisor = self._workload.precision.loss_scale**2
         gradients = [p.grad for p in self._workload.model.parameters() if p.grad is not None]
         self.rates.take_noise(
-            mean_of_squares=step.mean_of_squares / by,
-            square_of_mean=square_norm(gradients) / by,
+            mean_of_squares=step.mean_of_squares / divisor,
+            square_of_mean=square_norm(gradients) / divisor,
             world_size=step.group.world_size,
         )

@@ -55,9 +55,9 @@ def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_lo
     if has_loss and len(found) != 1:
         what = "more than one target" if found else "no target"
         raise WorkloadError(
-            f"a batch has {what}: its keys are {_listed(batch)}, and exactly one of "
-            f"{', '.join(TARGET_KEYS)} is what loss compares the output with. Rename it in the "
-            "data set or in data.collate, or write step: a function (model, batch)."
+            f"a batch has {what}: its keys are {_listed(batch)}, and loss needs exactly one of "
+            f"{', '.join(TARGET_KEYS)}. Rename the key in the data set or in data.collate, or "
+            "write step: a function (model, batch)."
         )
     target_key = found[0] if len(found) == 1 else None
     inputs = {k: v for k, v in batch.items() if not has_loss or k != target_key}
@@ -76,7 +76,7 @@ def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, 
         takes = ", ".join(p.name for p in named) or "no argument by name"
         raise WorkloadError(
             f"the model's forward takes {takes}, and a batch has the keys {_listed(inputs)} for "
-            f"it{f' (missing: {_listed(missing)})' if missing else ''}. Call them the same in the "
+            f"it{f' (missing: {_listed(missing)})' if missing else ''}. Use the same names in the "
             "data set or in data.collate, or write step: a function (model, batch)."
         )
     return kwargs

@@ -99,9 +99,9 @@ class Measures:
             self._is_mean = is_mean
         if is_mean.keys() != self._is_mean.keys():
             raise WorkloadError(
-                f"step returned {_listed(is_mean)} in addition to the loss, and the first time "
-                f"{_listed(self._is_mean)}. Return the same names for every batch, in training and "
-                "in evaluation."
+                f"step returned {_listed(is_mean)} in addition to the loss, but the first call "
+                f"returned {_listed(self._is_mean)}. Return the same names for every batch, in "
+                "training and in evaluation."
             )
         # Without a weight both kinds are averaged over samples, and need not be distinguished.
         if self._is_weighted and is_mean != self._is_mean:

@@ -37,12 +37,12 @@ class Weight:
 
     def __init__(self, function: Callable[[Any], Any], model: nn.Module) -> None:
         self._function = function
-        self._is_nothing = False
+        self._has_no_weight = False
         self.exponent = 0
         """The unit, as an exponent of two; part of the job's state."""
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(self._pass_on)  # type: ignore[no-untyped-call]
+                parameter.register_hook(self._zero_if_no_weight)  # type: ignore[no-untyped-call]
 
     def of(self, batch: Any, count: int) -> float:
         """Return the weight of a batch, in the unit; the next backward pass must be of this batch.
@@ -63,7 +63,7 @@ class Weight:
                 f"{count} samples. Return one number of 0 or more for the whole batch, for example "
                 "the number of its tokens that count."
             )
-        self._is_nothing = value == 0
+        self._has_no_weight = value == 0
         return math.ldexp(value, -self.exponent)
 
     def follow(self, mean: float) -> None:
@@ -75,8 +75,8 @@ class Weight:
         if mean:
             self.exponent += math.frexp(mean)[1]
 
-    def _pass_on(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return torch.zeros_like(gradient) if self._is_nothing else None
+    def _zero_if_no_weight(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return torch.zeros_like(gradient) if self._has_no_weight else None
 
 
 def divide_gradients(model: nn.Module, weight: float) -> None:

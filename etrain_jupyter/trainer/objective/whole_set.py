@@ -144,7 +144,7 @@ class WholeSetMetric:
             parts = value if isinstance(value, list) else [value]
             if not all(isinstance(part, torch.Tensor) for part in parts):
                 raise WorkloadError(
-                    f"metric {self.name!r} keeps something other than tensors in {name!r}, which "
+                    f"metric {self.name!r} stores values other than tensors in {name!r}, which "
                     "cannot be gathered from the workers. Use another metric, or a function "
                     "(output, target)."
                 )

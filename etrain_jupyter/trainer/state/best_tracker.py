@@ -104,11 +104,11 @@ class BestTracker:
         return {
             "best": [list(known) for known in self.best],
             "trend": asdict(self._trend),
-            "asked": self._asked,
+            "asked": self._metrics_in_use,
         }
 
     @property
-    def _asked(self) -> dict[str, Any]:
+    def _metrics_in_use(self) -> dict[str, Any]:
         """Return the metrics that the numbers belong to: a resumed job may use others."""
         asked = {"best": self._best_config, "trend": self._stop_config}
         return {
@@ -118,8 +118,10 @@ class BestTracker:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Adopt another trainer's evaluations, as far as they are of the same metrics."""
-        theirs = state_dict.get("asked", self._asked)  # older checkpoints have no such entry
-        if theirs["best"] == self._asked["best"]:
+        theirs = state_dict.get(
+            "asked", self._metrics_in_use
+        )  # older checkpoints have no such entry
+        if theirs["best"] == self._metrics_in_use["best"]:
             self.best = tuple(EvaluationRecord(*known) for known in state_dict["best"])
-        if theirs["trend"] == self._asked["trend"]:
+        if theirs["trend"] == self._metrics_in_use["trend"]:
             self._trend = Trend(**state_dict["trend"])

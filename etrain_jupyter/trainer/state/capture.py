@@ -88,7 +88,7 @@ def take_state(
 
 def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[str, Any]:
     held = optimizer.state_dict()
-    if not _is_ordinary(optimizer):
+    if not _has_standard_state(optimizer):
         return {"whole": pack(held, name=OPTIMIZER + "whole", tensors=tensors)}
     state = [
         [key, pack(values, name=f"{OPTIMIZER}{key}", tensors=tensors)]
@@ -98,7 +98,7 @@ def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[
     return {"state": state, "param_groups": groups}
 
 
-def _is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
+def _has_standard_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if torch's own ``state_dict`` applies, so that the state may be set directly."""
     base, kind = torch.optim.Optimizer, type(optimizer)
     has_hooks = any(
@@ -177,7 +177,7 @@ def own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     An optimizer that overrides ``state_dict`` may return copies, so its tensors are left out.
     """
     own: Tensors = {}
-    if _is_ordinary(optimizer):
+    if _has_standard_state(optimizer):
         _take_optimizer(optimizer, own)
     return own | living_tensors(model)
 
@@ -249,14 +249,14 @@ def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], fin
         return
     groups = unpack(packed["param_groups"], find)
     state = {key: unpack(values, find) for key, values in packed["state"]}
-    if not _is_ordinary(optimizer):
+    if not _has_standard_state(optimizer):
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         return
     mine = optimizer.param_groups
     sizes, their_sizes = ([len(g["params"]) for g in some] for some in (mine, groups))
     if sizes != their_sizes:
         raise StateError(
-            f"the optimizer has parameter groups of {sizes} tensors, and the state those of "
+            f"the optimizer has parameter groups of {sizes} tensors, but the state has groups of "
             f"{their_sizes}. Build the same model and optimizer on every rank."
         )
     # torch's load_state_dict would copy everything twice and cast it to the parameters' types.

@@ -40,7 +40,7 @@ class CheckpointPace:
         """Restart the interval: a checkpoint has started."""
         self._last_at = now
 
-    def hurry(self, now: float) -> None:
+    def retry_soon(self, now: float) -> None:
         """Shorten the interval after a failed checkpoint: the store may be available again soon."""
         self._last_at = now - max(0.0, self.interval_s - RETRY_S)
 

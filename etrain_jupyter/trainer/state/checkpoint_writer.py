@@ -28,7 +28,7 @@ from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.job_checkpoints import JobCheckpoints, Writers
 from etrain_jupyter.trainer.state.model_config import config_of
 from etrain_jupyter.trainer.state.parts import CONFIG_PART, STATE_PART
-from etrain_jupyter.trainer.state.sharded_write import LEAST_PATIENCE_S
+from etrain_jupyter.trainer.state.sharded_write import MIN_TIMEOUT_S
 from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.state_copy import StateCopy
 from etrain_jupyter.trainer.state.train_state import TrainState
@@ -122,7 +122,7 @@ class CheckpointWriter:
         self._is_awaited = False
         self._has_succeeded = False
         """True if the last write succeeded. Writer thread only."""
-        self._complaint = ""
+        self._warned_about = ""
         """Last reported reason why old checkpoints were not removed. Writer thread only."""
         self.num_written = 0
         """Bytes written so far of the checkpoint in flight."""
@@ -312,7 +312,7 @@ class CheckpointWriter:
             return True
         if len(copy.best_steps) > 1:
             text = (
-                f"step {copy.step} is saved as the best that is left: the weights of step "
+                f"step {copy.step} is saved as the best remaining step: the weights of step "
                 f"{copy.best_steps[0]} never became durable"
             )
             self._send(TextLogged(level="warning", text=text))
@@ -334,7 +334,7 @@ class CheckpointWriter:
         }
         # The other ranks started at the same boundary and write no more than this rank did.
         own_s = time.monotonic() - began_at
-        deadline = time.monotonic() + max(LEAST_PATIENCE_S, 3 * own_s)
+        deadline = time.monotonic() + max(MIN_TIMEOUT_S, 3 * own_s)
         missing = []
         for name in helped:
             part = sharded.wait_for(copy.step, name, max(0.0, deadline - time.monotonic()))
@@ -374,6 +374,6 @@ class CheckpointWriter:
         except CheckpointError as exc:
             complaint = str(exc)
         # Once per problem, not once per checkpoint.
-        if complaint and complaint != self._complaint:
+        if complaint and complaint != self._warned_about:
             self._send(TextLogged(level="warning", text=f"{complaint}. Training continues"))
-        self._complaint = complaint
+        self._warned_about = complaint

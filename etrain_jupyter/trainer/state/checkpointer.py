@@ -274,7 +274,7 @@ class Checkpointer:
         copy = failure.copy
         if not copy.best_steps:
             self._spare = copy.files
-            self._policy.pace.hurry(failure.failed_at)
+            self._policy.pace.retry_soon(failure.failed_at)
         elif self._writer.has_better(copy):
             self._spare = copy.files
         else:

@@ -71,7 +71,7 @@ class JobCheckpoints:
         newest, known = max(((g, known) for known, g in writers.items()), default=(0, 0))
         if newest > generation:
             raise CheckpointError(
-                f"generation {generation} was given up: generation {newest} has saved step "
+                f"generation {generation} was abandoned: generation {newest} has saved step "
                 f"{known}. Nothing was written"
             )
         if step in writers and not self.is_valid(writers[step], step):
@@ -122,7 +122,7 @@ class JobCheckpoints:
         def check(manifest: Manifest, files: dict[str, Path]) -> None:
             if not self.is_valid(manifest.generation, manifest.step):
                 raise CheckpointError(
-                    f"generation {manifest.generation} wrote it after it had been given up"
+                    f"generation {manifest.generation} wrote it after it had been abandoned"
                 )
             check_parts(manifest, files, NEEDED)
             known = {record["step"] for record in header_of(files).get("records", [])}

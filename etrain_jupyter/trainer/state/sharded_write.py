@@ -29,9 +29,9 @@ from etrain_jupyter.trainer.state.staging import StagedFile, stage
 
 SHARDED_BYTES = 64 << 20
 """Rank 0 writes smaller states alone: the messages between the ranks take time, too."""
-MOST_HELPERS = 7
+MAX_HELPERS = 7
 """Maximum number of ranks that help rank 0."""
-LEAST_PATIENCE_S = 30.0
+MIN_TIMEOUT_S = 30.0
 """Minimum time for which rank 0 waits for the other ranks after writing its own files."""
 
 
@@ -72,7 +72,7 @@ def files_of(tensors: Tensors, *, num_shards: int = 1) -> dict[str, Tensors]:
 
 def num_shards_of(world_size: int) -> int:
     """Return the number of files for the optimizer's state: one per rank, except rank 0."""
-    return min(MOST_HELPERS, max(1, world_size - 1))
+    return min(MAX_HELPERS, max(1, world_size - 1))
 
 
 def part_of_rank(rank: int, world_size: int) -> str | None:

@@ -253,7 +253,7 @@ class _Slots:
             if tensor is None or entry.name in writable or tensor.data_ptr() in taken:
                 continue
             at = torch.device("cpu") if entry.name in host else device
-            if tensor.device == at and _is_alike(entry, tensor):
+            if tensor.device == at and _has_same_layout(entry, tensor):
                 writable[entry.name] = tensor
                 taken.add(tensor.data_ptr())
         return writable
@@ -265,7 +265,7 @@ class _Slots:
         own = self._own.get(entry.name)
         if self._is_staged:
             return new_tensor(entry, torch.device("cpu"))
-        if own is not None and _is_alike(entry, own):
+        if own is not None and _has_same_layout(entry, own):
             return own.detach()
         return new_tensor(entry, device)
 
@@ -298,7 +298,7 @@ def new_tensor(entry: Entry, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device)
 
 
-def _is_alike(entry: Entry, tensor: torch.Tensor) -> bool:
+def _has_same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
     """Return True if the entry's bytes can be received directly into this tensor's memory."""
     mine = (tensor.dtype, list(tensor.shape), list(tensor.stride()))
     return mine == (entry.dtype, entry.shape, entry.stride) and is_dense(tensor)
