@@ -28,9 +28,6 @@ LINEAR = frozenset({"SGD", "ASGD", "Muon"})
 class LearningRate:
     """The learning rates of one trainer's optimizer; a stateful component.
 
-    The values for a step become state only when the step is committed. So ranks of a generation
-    that made no step have the same state as ranks that were not part of it.
-
     Args:
         optimizer: The optimizer; each group keeps its base rate.
         schedule: Learning-rate schedule of the job; None for a constant rate.
@@ -47,9 +44,12 @@ class LearningRate:
         self._schedule = schedule
         self._scaling = scaling
         self._momentum = momentum_of(optimizer)
+        # ``_next`` becomes ``_committed`` with the step's commit. If the step is undone, it is
+        # computed again from ``_committed``, perhaps for another number of ranks.
         self._committed = self._next = Ramp()
         self._noise = self._next_noise = GradientNoise()
         if schedule is not None or scaling is not None:
+            # Not overwritten: the notebook's own optimizer may already have base rates.
             for group in optimizer.param_groups:
                 group.setdefault(BASE, float(group["lr"]))
 
@@ -66,6 +66,7 @@ class LearningRate:
         factor = 1.0 if self._schedule is None else self._schedule.factor(position, count)
         if self._scaling is not None:
             self._next = self._next_ramp(self._scaling, world_size)
+            # A larger target is approached over several steps; the noise bounds it at once.
             factor *= min(self._next.factor, self._max_factor(self._scaling, world_size))
         for group in self._optimizer.param_groups:
             rate = group[BASE] * factor
@@ -99,18 +100,15 @@ class LearningRate:
         return self._committed.aim(target, self._momentum, scaling.ramp)
 
     def _max_factor(self, scaling: ScalingConfig, world_size: int) -> float:
-        """Return the maximum factor that the gradient noise allows."""
         if scaling.rule != "adascale":
             return math.inf
         gain = self._next_noise.gain(world_size=world_size, base_workers=scaling.base_workers)
         return factor_of(self._rule(scaling), gain)
 
     def _rule(self, scaling: ScalingConfig) -> Rule:
-        """Return the effective rule; for AdaScale, the optimizer's default rule of its gain.
-
-        For Adam-family optimizers that is the square root, as in AdaptDL (Qiao et al., "Pollux",
-        OSDI 2021).
-        """
+        # AdaScale's gain is an effective batch size, to which the optimizer's default rule applies.
+        # For Adam-family optimizers that is the square root, as in AdaptDL (Qiao et al., "Pollux",
+        # OSDI 2021).
         if scaling.rule is None or scaling.rule == "adascale":
             return rule_for(type(self._optimizer).__name__)
         return scaling.rule
@@ -127,6 +125,7 @@ class LearningRate:
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Adopt another trainer's state."""
         values = dict(state_dict)
+        # Checkpoints from before AdaScale have no "noise".
         self._noise = self._next_noise = GradientNoise(**values.pop("noise", {}))
         self._committed = self._next = Ramp(**values)
 
