@@ -62,6 +62,7 @@ class BackgroundDigest:
 
     def finish(self) -> None:
         """Wait for the digest, with heartbeats as long as the thread makes progress."""
+        # The heartbeats depend on the thread: if hashing hangs, this rank must be seen to hang.
         thread, seen = self._thread, -1
         while thread is not None and thread.is_alive():
             if self._num_pieces != seen:
@@ -77,6 +78,7 @@ class BackgroundDigest:
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             copy = made.get(key) if value.numel() else None
             if copy is None:
+                # Memory of the previous copy: allocating it anew takes longer than copying.
                 copy = self._copies.get(name)
                 if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                     copy = torch.empty(value.shape, dtype=value.dtype)

@@ -41,6 +41,7 @@ class BestTracker:
     @property
     def extras(self) -> Mapping[str, Stateful]:
         """Return the stateful components to checkpoint: this tracker, if it is in use."""
+        # "judge" is this component's name in the checkpoint format.
         return {"judge": self} if self._best_config or self._stop_config else {}
 
     def check(self, names: Collection[str]) -> None:
@@ -109,7 +110,8 @@ class BestTracker:
 
     @property
     def _metrics_in_use(self) -> dict[str, Any]:
-        """Return the metrics that the numbers belong to: a resumed job may use others."""
+        # Saved with the numbers: a resumed job may use another metric or the other direction, and
+        # its values must not be compared with these.
         asked = {"best": self._best_config, "trend": self._stop_config}
         return {
             name: [wanted.metric, wanted.mode] if wanted is not None else None

@@ -60,8 +60,6 @@ def put_checkpoint(
 ) -> None:
     """Load a checkpoint's state; components that were added or replaced start from scratch.
 
-    A checkpoint of an older version has no ``about``; its state must be of an unchanged job.
-
     Args:
         workload: The workload to load the state into.
         header: Contents of ``state.json``.
@@ -72,6 +70,14 @@ def put_checkpoint(
     Raises:
         CheckpointError: If the checkpoint is of another model.
     """
+    # changed in the cell     what happens
+    # the model               refused: no part of the state would fit
+    # the optimizer's class   warning: the weights are loaded, the optimizer starts from scratch
+    # its options             warning: its state is loaded, then the cell's options are put back
+    # an extra is gone        warning: its state is ignored
+    # an extra is new         it starts from scratch
+    #
+    # A checkpoint of an older version has no "about": the job is taken to be unchanged.
     metadata = header.get("about") or {}
     header = _without_lost_parts(workload, header, warn)
     optimizer = workload.optimizer

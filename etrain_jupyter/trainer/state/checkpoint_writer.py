@@ -88,7 +88,7 @@ class _Waiting:
 class CheckpointWriter:
     """Write copies of the state to the store, one at a time, and prune old checkpoints.
 
-    All public methods are for the main thread.
+    All public methods except ``count_written`` are for the main thread.
 
     Args:
         checkpoints: The job's checkpoints.
@@ -167,6 +167,8 @@ class CheckpointWriter:
             self._slowdown.begin()
             self._run(lambda: self._take(waiting))
         else:
+            # The waiting copy, if there is one, is older than this one, and is dropped. The writer
+            # may take it at the same moment; then both are written.
             with contextlib.suppress(queue.Empty):
                 self._forget(self._waiting.get_nowait().copy)
             self._waiting.put_nowait(waiting)
@@ -183,6 +185,7 @@ class CheckpointWriter:
         with contextlib.suppress(queue.Empty):
             while True:
                 result = self._results.get_nowait()
+                # Every other result ends this attempt to write the copy.
                 if not isinstance(result, StoreListed):
                     self._forget(result.copy)
                 yield result
@@ -213,6 +216,7 @@ class CheckpointWriter:
     def _take(self, waiting: _Waiting) -> None:
         copy = waiting.copy
         try:
+            # The checkpoint before it has just shown that the store is still unavailable.
             if waiting.needs_success and not self._has_succeeded:
                 self._results.put(CopyPostponed(copy=copy))
             elif waiting.is_retry and not self._checkpoints.is_valid(copy.generation, copy.step):
@@ -221,13 +225,15 @@ class CheckpointWriter:
             else:
                 self._write(replace(copy, generation=waiting.generation))
         except BaseException:
-            # The top of the thread. Training continues without this checkpoint.
+            # The top of the thread. Training continues without this checkpoint, and the copy must
+            # not count as under way forever.
             self._results.put(CopyDone(copy=copy))
             traceback.print_exc()
             raise
 
     def _write(self, copy: StateCopy) -> None:
-        """Write one copy and report the result."""
+        # Two reports: a result for the main thread, which manages the copy's memory, and a message
+        # to the coordinator, which may be waiting for this checkpoint.
         try:
             manifest = self._commit(copy)
         except CheckpointError as exc:
@@ -255,7 +261,7 @@ class CheckpointWriter:
 
     def _fail(self, copy: StateCopy, error: str) -> None:
         self._has_succeeded = False
-        # The other ranks wait for a folder; an empty name means that there is none.
+        # The other ranks may be waiting for a folder; an empty name means that there is none.
         if copy.sharded is not None:
             copy.sharded.announce(copy.step, "")
         retry_after_s = BEST_RETRY_S[min(copy.num_failures, len(BEST_RETRY_S) - 1)]
@@ -273,11 +279,12 @@ class CheckpointWriter:
         self._send(CheckpointNotWritten(step=copy.step, error=error))
 
     def _commit(self, copy: StateCopy) -> Manifest | None:
-        """Write a copy's parts and its manifest; return None if the copy is not needed.
-
-        Raises:
-            CheckpointError: If the store fails, or a later generation writes to it.
-        """
+        # writers known ── claim ── begin folder ── parts ── commit manifest
+        #      |             |                                   |
+        #      |             a later generation writes: refuse   the checkpoint exists only now
+        #      weights as good are durable: not needed (None)
+        #
+        # A crash before the commit leaves parts without a manifest, which no reader looks at.
         writers = self._checkpoints.read_writers()
         self._results.put(StoreListed(writers=writers))
         # The training thread made this copy without a store request; now the writers are known.
@@ -307,9 +314,9 @@ class CheckpointWriter:
         return manifest
 
     def _is_superseded(self, copy: StateCopy, writers: Writers) -> bool:
-        """Return True if weights at least as good are durable; warn if better ones were lost."""
         if self._checkpoints.has_valid(writers, copy.best_steps):
             return True
+        # ``best_steps`` ends with the copy's own step: longer than one, it was not the best.
         if len(copy.best_steps) > 1:
             text = (
                 f"step {copy.step} is saved as the best remaining step: the weights of step "
@@ -321,7 +328,8 @@ class CheckpointWriter:
     def _put_parts(
         self, copy: StateCopy, folder: str, contents: Mapping[str, bytes | memoryview]
     ) -> dict[str, Part]:
-        """Write all parts, except for those that other ranks deliver in time."""
+        # rank 0      announce folder ── write own files ── wait ── late ones ── manifest
+        # other rank       └─ write its file ── report size and digest ┘
         if copy.sharded is None:
             return {name: self._put_part(folder, name, data) for name, data in contents.items()}
         sharded, began_at = copy.sharded, time.monotonic()
@@ -364,7 +372,7 @@ class CheckpointWriter:
             self._beat()
 
     def _prune(self, generation: int) -> None:
-        """Remove old checkpoints. A failure is only logged: the new checkpoint is durable."""
+        # ``best`` is a tuple that the main thread replaces as a whole, so it is safe to read here.
         best = [known.step for known in self._state.best_tracker.best]
         keep = self._state.config.checkpoint.keep
         try:
