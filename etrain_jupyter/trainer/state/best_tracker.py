@@ -120,9 +120,8 @@ class BestTracker:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Adopt another trainer's evaluations, as far as they are of the same metrics."""
-        theirs = state_dict.get(
-            "asked", self._metrics_in_use
-        )  # older checkpoints have no such entry
+        # Older checkpoints have no such entry: their metrics are taken to be the same.
+        theirs = state_dict.get("asked", self._metrics_in_use)
         if theirs["best"] == self._metrics_in_use["best"]:
             self.best = tuple(EvaluationRecord(*known) for known in state_dict["best"])
         if theirs["trend"] == self._metrics_in_use["trend"]:

@@ -54,6 +54,7 @@ def files_of(tensors: Tensors, *, num_shards: int = 1) -> dict[str, Tensors]:
         num_shards: Number of files for the optimizer's state.
     """
     files = {MODEL_PART: _strip(tensors, MODEL)}
+    # Only the optimizer's state is split: for Adam it is twice as large as the weights.
     optimizer = _strip(tensors, OPTIMIZER)
     shards: list[Tensors] = [{} for _ in range(num_shards)]
     filled = [0] * num_shards
@@ -97,6 +98,8 @@ class ShardedWrite:
 
     def close(self) -> None:
         """End the generation: rank 0 stops waiting for files that were not delivered."""
+        # Every wait in the store raises from now on: rank 0's writer writes the files itself, and a
+        # helper that has no folder yet gives up.
         self._board.abort()
 
     # --- rank 0 ---
@@ -137,6 +140,7 @@ class ShardedWrite:
         """Write this rank's file and report it to rank 0. Runs in its own thread."""
         name = part_of_rank(self.rank, self.world_size)
         assert name is not None
+        # Blocks until the writer thread of rank 0 announces the folder.
         try:
             folder = json.loads(self._board.get(f"{_topic(step)}/folder"))["folder"]
         except CommunicationError:
@@ -146,6 +150,7 @@ class ShardedWrite:
         try:
             part = store.put_part(folder, name, file.data, progress=progress)
         except CheckpointError as exc:
+            # Without a report, rank 0 would wait until its timeout.
             self._publish(f"{_topic(step)}/{name}", {"error": str(exc)})
         else:
             self._publish(f"{_topic(step)}/{name}", {"part": dataclasses.asdict(part)})
@@ -188,11 +193,10 @@ class ShardWriter:
         return not self.is_busy
 
     def begin(self, sharded: ShardedWrite, step: int, tensors: Tensors) -> None:
-        """Copy this rank's file and write it in the background.
-
-        Do nothing while the previous file is still in flight: rank 0 writes this one then.
-        """
+        """Copy this rank's file and write it in the background."""
         name = part_of_rank(sharded.rank, sharded.world_size)
+        # While the previous file is in flight, its memory cannot be reused. Rank 0 notices that
+        # this one does not arrive, and writes it.
         if name is None or self.is_busy:
             return
         files = files_of(tensors, num_shards=num_shards_of(sharded.world_size))

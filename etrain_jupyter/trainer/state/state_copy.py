@@ -51,7 +51,7 @@ def copy_state(
     best_steps: tuple[int, ...] = (),
     sharded: ShardedWrite | None = None,
 ) -> StateCopy:
-    """Copy the current state. Training waits for this, so nothing else is done here.
+    """Copy the current state, while training waits.
 
     Args:
         state: The state to copy.
@@ -63,6 +63,8 @@ def copy_state(
         best_steps: See ``StateCopy.best_steps``.
         sharded: See ``StateCopy.sharded``.
     """
+    # Hashing and writing happen later, in the writer thread: only the copy must be complete before
+    # the next step changes the tensors.
     started_at = time.monotonic()
     workload = state.workload
     header, tensors = take_state(workload.model, workload.optimizer, workload.extras)
