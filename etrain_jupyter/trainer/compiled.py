@@ -69,12 +69,7 @@ def undo_compile(model: nn.Module) -> None:
 
 
 def mark_batch(batch: Any, count: int) -> None:
-    """Mark a batch's first dimension as dynamic, so that one compilation serves all batch sizes.
-
-    Args:
-        batch: Nested tensors, on the model's device.
-        count: Number of samples in the batch.
-    """
+    """Mark a batch's first dimension as dynamic, so that one compilation serves all batch sizes."""
     for tensor in _tensors_in(batch):
         if tensor.ndim and tensor.shape[0] == count:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)

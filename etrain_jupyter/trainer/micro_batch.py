@@ -50,10 +50,6 @@ class MicroBatch:
     def find(self, fits: Callable[[int], bool], describe: Callable[[], str]) -> int:
         """Find the size by trial; return the number of trials.
 
-        Args:
-            fits: Returns True if a pass of N samples fits; see ``largest_fit``.
-            describe: Returns the memory figures, for an error message.
-
         Raises:
             WorkloadError: If not even one sample fits.
         """
@@ -93,12 +89,7 @@ class MicroBatch:
 
 
 def largest_pass(batch: BatchConfig, num_samples: int) -> int:
-    """Return the samples in the largest pass of a single rank, which has the largest share.
-
-    Args:
-        batch: The cell's batch config.
-        num_samples: Samples of the first step.
-    """
+    """Return the samples in the largest pass of a single rank, which has the largest share."""
     count = min(batch.size(1), num_samples)
     plan = plan_step(
         count=count,

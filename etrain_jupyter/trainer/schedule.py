@@ -88,11 +88,6 @@ class Every:
     """Schedule of something that repeats every N steps, epochs or seconds.
 
     Queries have no effect. The time is an argument, on the scale of ``time.monotonic``.
-
-    Args:
-        interval: The interval from the config.
-        plan: The job's work plan, for the length of an epoch.
-        now: The current time; an interval in seconds starts here.
     """
 
     def __init__(self, interval: Interval, plan: WorkPlan, *, now: float) -> None:

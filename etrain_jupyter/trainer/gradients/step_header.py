@@ -45,11 +45,6 @@ class StepHeader:
     shares are not exact: either all ranks add to a single slot, or each shard has its own slot,
     which the other ranks leave at zero. Adding zeros is exact, and the slots are added up
     afterwards in a fixed order.
-
-    Args:
-        num_means: ``M``.
-        num_slots: ``S``.
-        merges: Order in which the slots are added up.
     """
 
     def __init__(self, *, num_means: int, num_slots: int = 1, merges: Sequence[Merge] = ()) -> None:
@@ -85,13 +80,7 @@ class StepHeader:
         self._means_SM[slot] += stack_means(loss, others)
 
     def start(self, group: RankGroup, requests: Requests, *, fingerprint: torch.Tensor) -> None:
-        """Start to sum the vector over the ranks.
-
-        Args:
-            group: The current process group.
-            requests: This rank's requests.
-            fingerprint: Fingerprint of this rank's weights, a scalar.
-        """
+        """Start to sum the vector over the ranks."""
         mine = float(fingerprint)
         bits = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
         self._values[PENDING] = float(requests.is_change_pending)

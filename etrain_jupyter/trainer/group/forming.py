@@ -44,16 +44,7 @@ class _Building:
 
 
 class Forming:
-    """Connects one rank.
-
-    Args:
-        store: The rendezvous store of the generation.
-        rank: This rank.
-        world_size: Number of ranks.
-        is_guarded: Admit only announced connections, see ``admission``.
-        waiters: Wakes the caller if the generation is aborted.
-        connect_nccl: Connects NCCL after gloo; None if the ranks do not use it.
-    """
+    """Connects one rank."""
 
     def __init__(
         self,

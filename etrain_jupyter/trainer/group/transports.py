@@ -141,12 +141,7 @@ class GlooTransport:
 
 
 class NcclTransport:
-    """Sums gradients on GPUs by NCCL, and tensors in host memory by gloo.
-
-    Args:
-        collectives: The rank's process group.
-        waiters: The generation's waits.
-    """
+    """Sums gradients on GPUs by NCCL, and tensors in host memory by gloo."""
 
     def __init__(self, collectives: Collectives, waiters: Waiters) -> None:
         self._collectives = collectives

@@ -70,14 +70,7 @@ class Evaluation:
         is_pending: Callable[[], bool],
         at_batch: Callable[[], None],
     ) -> EvaluationResult | None:
-        """Evaluate the current weights; return None if a planned change interrupts it.
-
-        Args:
-            group: The process group of the generation.
-            step: Number of committed steps, for the seeds.
-            is_pending: Returns True if this rank knows of a planned change.
-            at_batch: Called before each batch.
-        """
+        """Evaluate the current weights; return None if a planned change interrupts it."""
         # A planned change may stop an evaluation, but only on all ranks after the same batch: a
         # rank that left alone would leave the others in a collective. So with every batch the ranks
         # sum a flag, and read the sum one batch later, when it has arrived without waiting:

@@ -17,14 +17,7 @@ from etrain_jupyter.wire.messages import BestFound, EvalFinished
 
 
 class Evaluations:
-    """The evaluations of one job on one rank.
-
-    Args:
-        state: The job's state; its counters and best evaluations are updated.
-        micro: Number of samples per forward pass.
-        send: Sends a message to the coordinator.
-        places: Reports where the main thread is.
-    """
+    """The evaluations of one job on one rank."""
 
     def __init__(self, state: TrainState, *, micro: MicroBatch, send: Send, places: Places) -> None:
         self._state = state

@@ -18,12 +18,7 @@ from etrain_jupyter.trainer.state.train_state import TrainState
 
 
 class SampleShares:
-    """This rank's shares of the samples, in the order in which it trains on them.
-
-    Args:
-        state: The job's state, for the current position and the seed.
-        places: For faults that change the delivered samples.
-    """
+    """This rank's shares of the samples, in the order in which it trains on them."""
 
     def __init__(self, state: TrainState, places: Places) -> None:
         self._state = state
@@ -32,13 +27,7 @@ class SampleShares:
         """An epoch and the order of its samples."""
 
     def stream(self, group: RankGroup, gradients: Gradients, *, batch_size: int) -> Iterator[Share]:
-        """Yield every micro-batch of this rank, from the current step to the end of the job.
-
-        Args:
-            group: The current process group.
-            gradients: Splits a step among the ranks and into micro-batches.
-            batch_size: Samples of a full step in this generation.
-        """
+        """Yield every micro-batch of this rank, from the current step to the end of the job."""
         # Loader processes read ahead of the loop. So the stream computes its own position: samples
         # that were read ahead are dropped with the generation, and the next one starts a new stream
         # from the committed position.

@@ -173,11 +173,6 @@ class TrainLoop:
 
         After ``nan`` the step is undone on all ranks, and ``undone_loss`` has the loss.
 
-        Args:
-            group: The process group of the generation.
-            gradients: From ``wrap``.
-            hooks: Called at the step boundaries.
-
         Raises:
             CommunicationError: A peer is lost. The step in flight is undone.
             Exception: The notebook's code raised. The step in flight is undone.

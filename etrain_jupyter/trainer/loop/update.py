@@ -14,13 +14,7 @@ from etrain_jupyter.trainer.workload import Workload
 
 
 class Update:
-    """The updates of one workload's weights.
-
-    Args:
-        workload: The workload; components with a state are added to its extras.
-        config: The cell's config.
-        plan: The job's work plan.
-    """
+    """The updates of one workload's weights."""
 
     def __init__(self, workload: Workload, config: TrainConfig, plan: WorkPlan) -> None:
         self._workload = workload

@@ -54,10 +54,6 @@ class Measures:
     and is averaged like the loss, by ``weight`` if there is one. Neither depends on how the samples
     are split into batches. The first pass, in the warm-up, determines the names and the kind of
     each value; all ranks make it with the same samples.
-
-    Args:
-        metrics: Functions of output and target.
-        is_weighted: True if the job has a ``weight``.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], *, is_weighted: bool) -> None:

@@ -29,10 +29,6 @@ class Weight:
     The mean loss of a batch of weight 0 is NaN (0 / 0), and so are its gradients; zero times NaN is
     not zero. So a hook on each parameter replaces its gradient by zeros in the backward pass of
     such a batch. The pass is still made, because the other ranks wait for the sums that it starts.
-
-    Args:
-        function: The notebook's function.
-        model: The model whose gradients it replaces.
     """
 
     def __init__(self, function: Callable[[Any], Any], model: nn.Module) -> None:
@@ -80,12 +76,7 @@ class Weight:
 
 
 def divide_gradients(model: nn.Module, weight: float) -> None:
-    """Divide summed gradients by the mean weight, in place.
-
-    Args:
-        model: The model whose gradients are changed.
-        weight: Mean weight of a sample, above 0.
-    """
+    """Divide summed gradients by the mean weight, in place."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if gradients:
         torch._foreach_div_(gradients, weight)

@@ -50,10 +50,6 @@ def is_torchmetric(value: Any) -> bool:
 class WholeSetMetric:
     """One metric of torchmetrics from the notebook.
 
-    Args:
-        name: Its key under ``metrics``.
-        metric: The metric; only copies of it are updated.
-
     Raises:
         WorkloadError: If its states cannot be merged exactly.
     """

@@ -25,9 +25,6 @@ from etrain_jupyter.trainer.state.capture import Stateful
 class BestTracker:
     """Apply ``checkpoint.best`` and ``early_stopping``. Inactive if neither is configured.
 
-    Args:
-        config: The cell's config.
-
     Attributes:
         best: The best evaluations, best first. Replaced as a whole, so that any thread may read it.
     """
@@ -47,9 +44,6 @@ class BestTracker:
     def check(self, names: Collection[str]) -> None:
         """Check that the configured metrics are evaluated.
 
-        Args:
-            names: Names of the metrics that the warm-up has measured.
-
         Raises:
             WorkloadError: If a configured metric is not among them.
         """
@@ -62,12 +56,7 @@ class BestTracker:
                 )
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
-        """Record an evaluation.
-
-        Args:
-            step: Number of committed steps.
-            values: Means over the evaluation set by name, including ``loss``.
-        """
+        """Record an evaluation."""
         if self._best_config is not None:
             found = EvaluationRecord(step, values[self._best_config.metric])
             self.best = add_evaluation(self.best, found, mode=self._best_config.mode)

@@ -14,11 +14,7 @@ RETRY_S = 30.0
 
 
 class CheckpointPace:
-    """Timer for ``checkpoint.every: auto``, with an interval that the coordinator chooses.
-
-    Args:
-        now: The current time; the first interval starts here.
-    """
+    """Timer for ``checkpoint.every: auto``, with an interval that the coordinator chooses."""
 
     # No lock: the control thread calls ``adopt`` while the main thread queries, but both read and
     # write single numbers, and a value that is one moment old does no harm.

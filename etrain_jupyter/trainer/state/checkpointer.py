@@ -43,18 +43,7 @@ CLOSE_LOG_AFTER_S = 5.0
 
 
 class Checkpointer:
-    """Save checkpoints when this trainer is rank 0, and help to write them when it is not.
-
-    Args:
-        store: The store for checkpoints.
-        state: The state to save and restore.
-        job_id: The job.
-        send: Sends a message to the coordinator. Safe from any thread.
-        records_after: Returns the records of the steps after a given one.
-        code_digest: Digest of the notebook's code.
-        starts: Step at which each generation of the job began, up to the current one.
-        page: Progress page for heartbeats; None without a supervisor.
-    """
+    """Save checkpoints when this trainer is rank 0, and help to write them when it is not."""
 
     def __init__(
         self,
@@ -315,9 +304,6 @@ class Checkpointer:
 
     def restore_newest(self, *, logged_step: int) -> list[dict[str, Any]] | None:
         """Load the newest usable checkpoint, and return the records of its last steps.
-
-        Args:
-            logged_step: The newest step in the log.
 
         Returns:
             None if there is no checkpoint. The state is unchanged then.

@@ -110,9 +110,6 @@ class JobCheckpoints:
     def open_newest(self, *, logged_step: int) -> OpenCheckpoint | None:
         """Open the newest checkpoint that is intact, valid, and in reach of the log.
 
-        Args:
-            logged_step: The newest step in the log.
-
         Returns:
             None if the job has no checkpoint.
 

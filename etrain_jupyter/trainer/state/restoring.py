@@ -24,12 +24,6 @@ def restore(
 ) -> list[dict[str, Any]]:
     """Load the parts of one checkpoint, and return the records of its last steps.
 
-    Args:
-        state: The state to overwrite.
-        files: Local file of each part.
-        config: The cell's config, to find what differs from the checkpoint's.
-        warn: Called with the text of each warning.
-
     Raises:
         CheckpointError: If the checkpoint is of another model.
     """

@@ -48,10 +48,6 @@ def files_of(tensors: Tensors, *, num_shards: int = 1) -> dict[str, Tensors]:
 
     The weights are always one file, which any safetensors reader opens. The optimizer's state is
     split into files of about the same size: largest tensor first, into the emptiest file.
-
-    Args:
-        tensors: The state.
-        num_shards: Number of files for the optimizer's state.
     """
     files = {MODEL_PART: _strip(tensors, MODEL)}
     # Only the optimizer's state is split: for Adam it is twice as large as the weights.
@@ -83,13 +79,7 @@ def part_of_rank(rank: int, world_size: int) -> str | None:
 
 
 class ShardedWrite:
-    """One rank's side of the checkpoints that the ranks of a generation write together.
-
-    Args:
-        board: The rendezvous store of the generation, for messages between the ranks.
-        rank: This rank.
-        world_size: Number of ranks.
-    """
+    """One rank's side of the checkpoints that the ranks of a generation write together."""
 
     def __init__(self, *, board: BroadcastStore, rank: int, world_size: int) -> None:
         self._board = board

@@ -45,12 +45,7 @@ _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
 class StagedFile:
-    """One safetensors file in memory, for tensors of these names, shapes and types.
-
-    Args:
-        tensors: The tensors; only ``take`` copies them.
-        metadata: Metadata for the header.
-    """
+    """One safetensors file in memory, for tensors of these names, shapes and types."""
 
     def __init__(self, tensors: Tensors, metadata: Mapping[str, str] = _NO_METADATA) -> None:
         self._form = _form_of(tensors)

@@ -16,11 +16,6 @@ class TrainState:
 
     The training loop advances it; the checkpointer copies and restores it. Both run in the main
     thread.
-
-    Args:
-        workload: Model, optimizer, data and loss.
-        config: The cell's config.
-        plan: The job's work plan.
     """
 
     def __init__(self, workload: Workload, config: TrainConfig, plan: WorkPlan) -> None:
