@@ -46,6 +46,8 @@ def freeze_compiled() -> None:
 @contextlib.contextmanager
 def heartbeats(beat: Callable[[], None]) -> Iterator[None]:
     """Send heartbeats from a thread while the main thread is in one long call of torch."""
+    # A compilation may take minutes, in which no pass sends a heartbeat. The limit keeps a compiler
+    # that hangs from looking alive forever.
     is_over = threading.Event()
     until = time.monotonic() + COMPILE_TIMEOUT_S
 

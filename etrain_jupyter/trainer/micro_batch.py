@@ -65,10 +65,9 @@ class MicroBatch:
         return len(tries)
 
     def shrink(self, exc: BaseException) -> bool:
-        """Halve the size if ``exc`` is an out-of-memory error; return False if it cannot shrink.
-
-        The number of retries is bounded, because the size cannot go below one sample.
-        """
+        """Halve the size if ``exc`` is an out-of-memory error; return False if it cannot shrink."""
+        # Later passes may need more memory than the trial: longer texts, or another process on the
+        # GPU. The retries are bounded, because the size cannot go below one sample.
         if not self.is_auto or not is_out_of_memory(exc) or self.size in (None, 1):
             return False
         assert self.size is not None
@@ -90,6 +89,7 @@ class MicroBatch:
 
 def largest_pass(batch: BatchConfig, num_samples: int) -> int:
     """Return the samples in the largest pass of a single rank, which has the largest share."""
+    # A single rank, whatever the current number is: the job may shrink to one rank later.
     count = min(batch.size(1), num_samples)
     plan = plan_step(
         count=count,
@@ -153,6 +153,7 @@ def hint_for_memory(config: TrainConfig) -> str:
     """Return the remedy for an out-of-memory error that no smaller micro-batch can fix."""
     if config.batch.micro_batch_size == "auto":
         return "not even one sample fits: use a smaller model, or workers with more memory"
+    # ``auto`` would give ranks different sizes, and so different sums.
     if config.reproducible is not None:
         return "write batch: {micro: N}, with an N that fits on the smallest worker"
     return "write batch: {micro: auto}, which finds the largest micro-batch that fits"
@@ -168,6 +169,7 @@ def does_not_fit(figures: str) -> WorkloadError:
 
 def free_memory() -> None:
     """Free unused memory, including tensors that only a reference cycle holds."""
+    # An exception and its frames form such cycles.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -234,11 +236,9 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 
 def _state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the size in bytes of each state tensor that the optimizer will allocate.
-
-    A copy of the optimizer makes a step on tiny parameters, one for each real parameter: a state
-    tensor as large as the tiny parameter will be as large as the real one.
-    """
+    # Sizes in bytes. A copy of the optimizer makes a step on tiny parameters, one for each real
+    # parameter: a state tensor as large as the tiny parameter will be as large as the real one. A
+    # step on the real parameters would need the memory that is being measured.
     parameters = [p for p in _parameters_of(optimizer) if p.requires_grad]
     tiny = [torch.zeros([min(2, n) for n in p.shape]).to(p) for p in parameters]
     try:

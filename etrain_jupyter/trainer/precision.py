@@ -90,10 +90,8 @@ class Precision:
         return self._scaler.get_scale() >= before
 
     def undo(self) -> None:
-        """Reset the scaler after a step that is undone; keep the loss scale.
-
-        Otherwise the scaler, which only ``update`` resets, refuses to unscale the next step.
-        """
+        """Reset the scaler after a step that is undone; keep the loss scale."""
+        # Only ``update`` resets it otherwise, and without a reset it refuses to unscale again.
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()
 

@@ -102,6 +102,7 @@ class Every:
 
     def is_passed(self, before: Mark, after: Mark) -> bool:
         """Return True if the step reached a multiple of the interval in steps or epochs."""
+        # Compared by count and not by remainder: one step may pass a multiple without hitting it.
         return self._num_until(after) > self._num_until(before)
 
     def _num_until(self, mark: Mark) -> int:

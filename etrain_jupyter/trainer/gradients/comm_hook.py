@@ -54,6 +54,7 @@ def square_norm(tensors: Iterable[torch.Tensor]) -> float:
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
+    # Squares of fp16 numbers overflow at 256, so the norm is computed in float32.
     norm: torch.Tensor = torch.linalg.vector_norm(values.float())
     return norm.double().square()
 

@@ -48,6 +48,9 @@ class StepHeader:
     """
 
     def __init__(self, *, num_means: int, num_slots: int = 1, merges: Sequence[Merge] = ()) -> None:
+        # | pending | requests | checksum | count | fingerprint | its square | means of slot 0 | ...
+        #
+        # One vector, because a step should cost one small collective rather than several.
         self._values = torch.zeros(NUM_COUNTS + num_slots * num_means, dtype=torch.float64)
         self._means_SM = self._values[NUM_COUNTS:].view(num_slots, num_means)
         self._merges = merges
@@ -81,7 +84,8 @@ class StepHeader:
 
     def start(self, group: RankGroup, requests: Requests, *, fingerprint: torch.Tensor) -> None:
         """Start to sum the vector over the ranks."""
-        mine = float(fingerprint)
+        mine = float(fingerprint)  # waits for the device, if the weights are on one
+        # Only rank 0 sets bits, so the sum over the ranks is rank 0's number.
         bits = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
         self._values[PENDING] = float(requests.is_change_pending)
         self._values[REQUESTS] = float(bits)

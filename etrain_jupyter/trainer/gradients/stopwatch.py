@@ -77,6 +77,11 @@ class Stopwatch:
     def times(self) -> StepTimes:
         """Return the parts of the current step."""
         communication_s = self._communication_s()
+        # begin | fetch  forward  backward | exposed communication | summed | update
+        #         data_s                     communication_s                  optimizer_s
+        #
+        # compute_s is the rest. Clocks of the host and of the device differ, so it may come out
+        # slightly negative.
         spent = self._summed_at - self._began_at - self._data_s - communication_s
         return StepTimes(
             data_s=self._data_s,

@@ -59,6 +59,7 @@ def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_lo
             f"{', '.join(TARGET_KEYS)}. Rename the key in the data set or in data.collate, or "
             "write step: a function (model, batch)."
         )
+    # Without a loss of the notebook, the model needs the target to compute one, and gets all keys.
     target_key = found[0] if len(found) == 1 else None
     inputs = {k: v for k, v in batch.items() if not has_loss or k != target_key}
     kwargs = _accepted(inputs, forward)
@@ -66,6 +67,7 @@ def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_lo
 
 
 def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
+    # As in the Hugging Face trainer: a data set may have columns that the model does not take.
     parameters = inspect.signature(forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return inputs

@@ -91,6 +91,8 @@ class Measures:
         return found
 
     def _compare(self, is_mean: dict[str, bool]) -> None:
+        # The means are columns of the step header. If a batch had other names, ranks would add up
+        # different metrics in one column.
         if self._is_mean is None:
             self._is_mean = is_mean
         if is_mean.keys() != self._is_mean.keys():
@@ -114,6 +116,7 @@ class Measures:
         Args:
             columns: Sums of the shares over all passes and ranks, shape ``(M,)``.
         """
+        # columns: loss | metrics, in the order of the first pass | weight, if there is one
         loss, *rest = columns
         weight = rest.pop() if self._is_weighted else 1.0
         kinds = dict(self._is_mean or {})

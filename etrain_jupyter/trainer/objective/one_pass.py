@@ -61,6 +61,7 @@ class LossOfOutput:
 
 
 def _loss_in(output: Any, batch: Any) -> Any:
+    # Models of Hugging Face return an object with .loss, or a dict.
     is_dict = isinstance(output, Mapping)
     loss = output.get("loss") if is_dict else getattr(output, "loss", None)
     if loss is not None:

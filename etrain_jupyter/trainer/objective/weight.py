@@ -59,6 +59,8 @@ class Weight:
                 f"{count} samples. Return one number of 0 or more for the whole batch, for example "
                 "the number of its tokens that count."
             )
+        # Read by the hooks in the backward pass of this batch. Forward and backward passes
+        # alternate, so that one flag is enough.
         self._has_no_weight = value == 0
         return math.ldexp(value, -self.exponent)
 
@@ -68,6 +70,8 @@ class Weight:
         Args:
             mean: Mean weight of a sample in this step, in the unit of this step.
         """
+        # From a sum over all ranks, so that all of them choose the same unit. A step in which every
+        # weight was 0 says nothing about the next one.
         if mean:
             self.exponent += math.frexp(mean)[1]
 
