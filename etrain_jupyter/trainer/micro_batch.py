@@ -35,7 +35,6 @@ class MicroBatch:
     """The size of this rank's micro-batches.
 
     Args:
-        batch: The cell's batch config.
         most: Samples in the largest pass that this rank can ever make (``largest_pass``).
     """
 

@@ -28,7 +28,6 @@ class Precision:
 
     Args:
         name: ``fp32``, ``bf16`` or ``fp16``.
-        device: The model's device.
     """
 
     def __init__(self, name: str = "fp32", device: torch.device | str = "cpu") -> None:

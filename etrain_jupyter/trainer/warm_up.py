@@ -57,13 +57,8 @@ class WarmUp:
     """The warm-up of one workload.
 
     Args:
-        workload: The workload to try.
-        config: The cell's config.
-        plan: The job's work plan.
         micro: The micro-batch size; determined here for ``auto``.
         order: Order of the samples in the first epoch, shape ``(num_train,)``.
-        send: Sends a message to the coordinator.
-        beat: Sends a heartbeat.
     """
 
     def __init__(

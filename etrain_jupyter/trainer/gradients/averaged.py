@@ -35,14 +35,10 @@ class AveragedGradients:
     the ranks, never a mean of means: shares may be uneven.
 
     Args:
-        group: The process group of the generation.
-        model: The module that computes the loss.
-        moving: Its running buffers.
         has_unused: True if some parameters get no gradient in a pass.
         global_batch_size: Samples of a full step.
         micro_batch_size: Maximum number of samples per pass; None for no limit.
         num_passes: Minimum number of passes per share, with one exchange after the last.
-        watch: Measures the parts of a step.
         compression: Compression of the gradients, see ``compression.compressed``.
         measures_noise: Set ``mean_of_squares`` of each full step.
     """

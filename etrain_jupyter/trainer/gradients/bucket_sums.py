@@ -21,7 +21,6 @@ class BucketSums:
     because the exchange uses gloo.
 
     Args:
-        group: The process group of the generation.
         plan: Distribution of the shards over the ranks.
         buckets: The buckets, in the order in which backward passes complete them.
         last_merges: Sums that remain to be made after the rank's last shard.

@@ -19,7 +19,6 @@ class CommHook:
     """Measure and send buckets of gradients.
 
     Args:
-        group: The process group of the generation.
         compression: ``none``, ``bf16``, ``fp16`` or ``powersgd``.
         watch: Records when a bucket is ready; after the last one the backward pass is complete.
         measures_squares: Measure the squared norm of this rank's own gradient.

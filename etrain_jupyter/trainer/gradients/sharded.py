@@ -34,14 +34,10 @@ class ShardedGradients:
     """Gradients of one generation, in buffers that are freed with the generation.
 
     Args:
-        group: The process group of the generation.
-        model: The module that computes the loss.
-        moving: Its running buffers.
         num_shards: V.
         global_batch_size: Samples of a full step.
         micro_batch_size: Maximum number of samples per pass; None for no limit.
         num_passes: Minimum number of passes per shard.
-        watch: Measures the parts of a step.
 
     Raises:
         ConfigError: If there are more ranks than shards.

@@ -46,7 +46,6 @@ class TreeSum:
     """Repeated sums of one vector over the partial sums of all ranks, with its own buffers.
 
     Args:
-        peers: The process group of the generation.
         plan: Distribution of the shards over the ranks.
         partials: This rank's partial sums, contiguous CPU tensors of shape ``(N,)``, one per
             subtree. Each ``exchange`` reads them and overwrites the first with the total.

@@ -121,8 +121,6 @@ class Admission:
     Args:
         device: A device that is held, see ``hold``.
         store: The rendezvous store of the generation, which is authenticated.
-        rank: This rank.
-        world_size: Number of ranks.
     """
 
     def __init__(self, device: GlooDevice, store: Any, *, rank: int, world_size: int) -> None:

@@ -89,11 +89,7 @@ def format_end(end: End) -> str:
 
 
 def find_uid(pair: Pair) -> int | None:
-    """Return the user ID of the process at the far end, if it runs on this machine.
-
-    Args:
-        pair: The connection as seen from this end: ``(near, far)``.
-    """
+    """Return the user ID of the process at the far end, if it runs on this machine."""
     near, far = pair
     # The row of the far end's socket: its local address is our far end. There is none if the
     # process runs on another machine, or in another network namespace.

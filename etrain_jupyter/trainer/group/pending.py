@@ -70,7 +70,6 @@ class Pending:
     """A collective in flight, or work in the exchange thread.
 
     Args:
-        waiters: The waits of its generation.
         future: A future of torch or of the exchange thread; None if there is nothing to wait for.
     """
 

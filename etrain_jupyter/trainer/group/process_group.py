@@ -52,9 +52,6 @@ class RankGroup:
     """The process group of one rank in one generation. Another thread can abort it.
 
     Args:
-        generation: Number of the generation.
-        rank: This rank.
-        world_size: Number of ranks.
         store: The store in which the ranks find each other.
         host: Address at which other machines reach this one.
         backend: ``gloo``, or ``nccl`` for ranks with one GPU each: then NCCL carries the gradients

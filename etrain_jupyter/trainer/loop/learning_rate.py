@@ -54,13 +54,7 @@ class LearningRate:
                 group.setdefault(BASE, float(group["lr"]))
 
     def prepare(self, *, position: int, count: int, world_size: int) -> None:
-        """Set the rates of the next update.
-
-        Args:
-            position: Samples trained before the step.
-            count: Samples of the step.
-            world_size: Number of ranks.
-        """
+        """Set the rates for the next ``count`` samples, after ``position`` samples were trained."""
         if self._schedule is None and self._scaling is None:
             return
         factor = 1.0 if self._schedule is None else self._schedule.factor(position, count)

@@ -63,9 +63,6 @@ class TrainLoop:
     """Train a job through its plan, one generation after another.
 
     Args:
-        state: The job's state on this rank.
-        send: Sends a message to the coordinator.
-        faults: Faults to inject.
         page: Progress page that the supervisor reads; None without a supervisor.
         change_pending: Set by the control thread when it learns of a planned change. The next step
             header or evaluation batch carries it to all ranks, which stop at the same boundary.

@@ -157,7 +157,6 @@ class SlotStates:
     """The states of one evaluation, on one rank.
 
     Args:
-        metrics: The metrics by name.
         device: Device of outputs and targets.
         num_slots: Number of slots of all ranks.
         first: The first slot of this rank.

@@ -26,7 +26,6 @@ class BackgroundDigest:
 
     Args:
         beat: Sends a heartbeat; called by the main thread only.
-        warn: Logs a warning.
     """
 
     def __init__(self, beat: Callable[[], None], warn: Callable[[str], None]) -> None:

@@ -51,8 +51,6 @@ class CheckpointPolicy:
 
     Args:
         every: ``checkpoint.every``; None for ``auto``.
-        plan: The job's work plan.
-        now: The current time.
     """
 
     def __init__(self, every: Interval | None, plan: WorkPlan, *, now: float) -> None:

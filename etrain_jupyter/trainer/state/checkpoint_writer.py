@@ -91,9 +91,7 @@ class CheckpointWriter:
     All public methods except ``count_written`` are for the main thread.
 
     Args:
-        checkpoints: The job's checkpoints.
         state: For the config, the model's own config and the best evaluations.
-        send: Sends a message to the coordinator.
         slowdown: Measures the slowdown of steps during the write.
         beat: Sends a heartbeat from the writer thread; called only while the main thread waits.
     """

@@ -32,8 +32,6 @@ class JobCheckpoints:
     """The checkpoints of one job.
 
     Args:
-        store: The store.
-        job_id: The job.
         starts: Step at which each generation of the job began, up to the current one.
     """
 

@@ -154,7 +154,6 @@ class ShardWriter:
     """Background thread in which a rank other than 0 writes its file, one checkpoint at a time.
 
     Args:
-        store: The store for checkpoints.
         progress: Called in the thread with the number of bytes that the store has taken.
         beat: Sends a heartbeat from the main thread, which copies the state.
     """

@@ -59,11 +59,6 @@ def ranks_agree(world_size: int, total: float, sum_of_squares: float) -> bool:
 
     By the Cauchy-Schwarz inequality, W times the sum of squares is at least the squared sum, with
     equality only if all W terms are equal.
-
-    Args:
-        world_size: W.
-        total: Sum of the fingerprints.
-        sum_of_squares: Sum of their squares.
     """
     # Exact: both sums are integers below 2**53, and Python's integers do not overflow.
     return world_size * int(sum_of_squares) == int(total) ** 2
