@@ -98,8 +98,6 @@ class TreeSum:
         #
         #     rank 0   a0 b0   sends b0   receives a1   a = a0 + a1   sends a   receives b
         #     rank 1   a1 b1   sends a1   receives b0   b = b0 + b1   sends b   receives a
-        #
-        # All receives are posted first, so that no sender waits for a receiver's sends.
         arriving = [self._receive_partials(s) for s in range(self._num_segments)]
         leaving = [work for s in range(self._num_segments) for work in self._send_partials(s)]
         # A total cannot arrive before the partial sum at the same place has been sent: its owner

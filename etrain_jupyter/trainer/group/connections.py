@@ -46,7 +46,7 @@ def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
             for pair, peer in zip(pairs, peers, strict=True)
             if peer is None or peer == rank
         ]
-        # Exactly once: a second connection between two ranks would be a stranger's way in, too.
+        # gloo makes exactly one connection per pair of ranks.
         others = sorted(set(listed) - {rank})
         if sorted(-1 if peer is None else peer for peer in peers) != others:
             wrong.append(rank)

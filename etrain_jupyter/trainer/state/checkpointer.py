@@ -125,8 +125,8 @@ class Checkpointer:
 
         Called on rank 0, within the step.
         """
-        # All ranks must copy the state of the same boundary, so rank 0 requests it one step ahead,
-        # in the header. A checkpoint that rank 0 writes alone needs no agreement.
+        # All ranks must copy the state of the same boundary, so rank 0 requests it in the header of
+        # the step that leads there. A checkpoint that rank 0 writes alone needs no agreement.
         if not self._is_sharding_worth_it() or self._writer.is_busy:
             return False
         return self._policy.is_due(before, after, is_rank_0=True, now=time.monotonic())

@@ -270,8 +270,8 @@ class _Slots:
         return writable
 
     def _slot_of(self, entry: Entry, device: torch.device) -> torch.Tensor:
-        # Checked before the first byte arrives: this rank must refuse another model while its own
-        # tensors are intact.
+        # Checked before the first tensor arrives: this rank must refuse another model while its
+        # own tensors are intact.
         living = self._living.get(entry.name)
         if living is not None:
             self._check(entry, living)
