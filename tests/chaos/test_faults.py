@@ -88,7 +88,7 @@ TABLE = (
         name="exception in the framework",
         plan=plan(kind="error"),
         causes="exited with code 1",
-        stacks="DeliberateError",
+        stacks="InjectedError",
         spawned=True,
     ),
     Row(name="SIGSTOP", plan=plan(kind="stop"), causes="SIGSTOP", spawned=True),

@@ -42,7 +42,7 @@ def test_every_kind_has_a_method_of_its_name(kind: str) -> None:
 
 def test_trainer_knows_every_kind_that_befalls_it() -> None:
     assert frozenset(AT_A_PLACE) == faults._AT_A_PLACE
-    assert frozenset(PLANTED) == faults._SPOILS
+    assert frozenset(PLANTED) == faults._CORRUPTIONS
 
 
 @pytest.mark.parametrize("seed", range(50))
