@@ -116,16 +116,16 @@ def fsync_folder(folder: Path) -> None:
 
 
 class ScratchFile(PosixPath):
-    """The path of a temporary file, which is deleted when this object is garbage-collected."""
+    """The path of a temporary file, from ``new_scratch_file``.
 
-    def __init__(self, *_: object) -> None:
-        super().__init__()
-        # A string, because a reference to the path itself would keep it alive forever.
-        weakref.finalize(self, _unlink, os.fspath(self))
+    The file is deleted when this object is garbage-collected. Paths derived from it delete nothing.
+    """
 
 
 def new_scratch_file() -> ScratchFile:
     """Return an unused path in this process's scratch folder.
+
+    Its file is deleted when the returned object is garbage-collected.
 
     The folder is deleted when the process exits. A process that is killed leaves its folder, which
     the next process that needs such a folder finds unlocked and deletes.
@@ -134,12 +134,16 @@ def new_scratch_file() -> ScratchFile:
         CheckpointError: If the folder cannot be created.
     """
     try:
-        return ScratchFile(_scratch_of(os.getpid()) / secrets.token_hex(8))
+        path = ScratchFile(_scratch_of(os.getpid()) / secrets.token_hex(8))
     except OSError as exc:
         raise CheckpointError(
             f"no folder for copies of checkpoints can be created in {tempfile.gettempdir()}: "
             f"{exc.strerror}. Free space there, or set TMPDIR"
         ) from exc
+    # A string, because a reference to the path itself would keep it alive forever. Not in __init__:
+    # from Python 3.12 on, it also runs for each path that is derived from this one.
+    weakref.finalize(path, _unlink, os.fspath(path))
+    return path
 
 
 # A scratch folder is in use while its lock is held:
