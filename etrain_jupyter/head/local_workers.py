@@ -105,7 +105,7 @@ class LocalNodes:
                     started_at=time.monotonic(),
                 )
                 logger.info("adopted worker %s, process %d", survivor.name, survivor.pid)
-        # Keep all of them until the restored jobs report how many they want.
+        # Keep all of them until the restored jobs report how many they want: they train on now.
         self._wanted = len(self._processes)
 
     def want(self, count: int, *, reason: str) -> None:
@@ -148,6 +148,7 @@ class LocalNodes:
         if process is None or process.is_draining:
             return
         process.is_draining = process.is_end_wanted = True
+        # SIGTERM starts an orderly end: the worker closes its connection, and kills its trainers.
         _signal(process.popen, signal.SIGTERM)
         self._call_later(f"kill {worker}", drain_s, lambda: self.kill(worker))
         self._reconcile()
@@ -206,7 +207,8 @@ class LocalNodes:
         if self._is_closing:
             return
         target = min(max(self._wanted, self._held), len(self._slots))
-        # A draining worker counts as gone: its replacement starts now if a slot is free.
+        # A draining worker counts as gone: its replacement starts now if a slot is free, and else
+        # when its process has exited (reap).
         num_kept = sum(not process.is_draining for process in self._processes.values())
         # Surplus workers stay for linger_s, because the next job often starts right after one
         # ended and a warm worker saves seconds. Any demand in the meantime cancels the release.
@@ -219,7 +221,7 @@ class LocalNodes:
 
     def _start(self, count: int) -> None:
         wait_s = self._retry_at - time.monotonic()
-        if wait_s > 0:
+        if wait_s > 0:  # workers have died early: see back_off_s
             self._call_later("retry", wait_s, self._reconcile)
             return
         # The slot of a draining worker stays taken until its process has exited.
@@ -252,13 +254,20 @@ class LocalNodes:
             self.release(process.name, drain_s=10.0)
 
     def _may_be_busy(self, worker: str) -> bool:
+        # Without the predicate, assume that the jobs use all workers while they want any.
         return self._is_busy(worker) if self._is_busy is not None else self._wanted > 0
 
     def _forget(self, process: WorkerProcess) -> None:
         """Remove an exited worker, kill its leftover children, and set the back-off."""
+        # worker dies at ...   next start
+        # 0.4 s                at once       (one early death may be bad luck)
+        # 0.4 s again          after 0.5 s, then 1, 2, 4 ... 30 s: it would die again
+        # 5.0 s                at once: workers can start, so the count begins again
         del self._processes[process.name]
         self._on_end(process.name)
         self._cancel(f"kill {process.name}")
+        # The worker led its group. A pid that is in use as a group's number is not reused, so while
+        # the worker's children are left, the signal reaches only them.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.popen.pid, signal.SIGKILL)
         if process.popen.stdin is not None:
@@ -278,17 +287,15 @@ class LocalNodes:
         )
 
     def _back_off(self, lived_s: float) -> float:
-        """Count a failure; return the delay before the next start, in seconds."""
         # A worker that ran for a while proves that workers can start: its death counts as the
-        # first failure, which is retried immediately.
+        # first failure, which is retried immediately, see back_off_s.
         self._num_failures = 1 if lived_s >= HEALTHY_S else self._num_failures + 1
         delay_s = back_off_s(self._num_failures)
         self._retry_at = time.monotonic() + delay_s
         return delay_s
 
     def _call_later(self, name: str, delay_s: float, do: Callable[[], None]) -> None:
-        """Call ``do`` after a delay; replaces the timer that already has this name."""
-
+        # Replaces the timer of the same name.
         def run() -> None:
             self._timers.pop(name, None)
             do()

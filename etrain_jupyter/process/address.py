@@ -54,6 +54,7 @@ class SchedulerAddress:
         from etrain_jupyter.process.peers import pinned_to_scheduler
 
         args: dict[str, Any] = self.security(role).get_connection_args(role)
+        # Only our own certificates name a role; a foreign scheduler's may have any name.
         return pinned_to_scheduler(args) if self.tls_dir else args
 
     def to_dict(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from etrain_jupyter.process.processes import stamp_of
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """Worker process that a previous scheduler started."""
+    """Worker process that a previous scheduler started and that is still running."""
 
     name: str
     slot: int
@@ -49,6 +49,8 @@ class AdoptedProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended and its pid may have been reused."""
+        # The process is not our child, so the keeper may reap it, and its pid may be reused, at any
+        # time. The check narrows the window.
         if self.poll() is None:
             os.kill(self.pid, signal.Signals(number))
 
@@ -85,6 +87,7 @@ class WorkerRecords:
 
     def num_named(self) -> int:
         """Return the highest number in any worker's name so far; names are never reused."""
+        # Not from the records, which are deleted at the end of a process: its log stays.
         numbers = [_number_of(path.stem) for path in self._logs.glob("w*.log")]
         return max(numbers, default=0)
 

@@ -6,7 +6,7 @@
            ◀─ wants_bundle ───        no
            ── etrain_put_bundle, piece by piece ──▶ a hidden file, renamed when complete
            ── etrain_submit ──▶
-    worker ── etrain_bundle, piece by piece ──▶ head      if it cannot read the job's folder
+    worker ── etrain_bundle, piece by piece ──▶ head      unless it can read the job's folder
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class HeadBundles:
 
     def __init__(self, orders: Callable[[], Iterable[JobSpec]]) -> None:
         self._orders = orders
-        self._drafts: set[Path] = set()
-        """Incomplete files that kernels are sending."""
+        self._drafts: set[Path] = set()  # incomplete files that kernels are sending
 
     def close(self) -> None:
         """Remove the incomplete files."""
@@ -57,11 +56,13 @@ class HeadBundles:
         """
         _check_name(order)
         path = order.bundle_path
+        # The digest in the name keeps two kernels from mixing the pieces of different bundles.
         draft = path.with_name(f".{path.name}.{order.bundle_digest[:12]}")
         self._drafts.add(draft)
         try:
             is_whole = await asyncio.to_thread(_write_piece, order, draft, offset, data)
         except OSError as exc:
+            # Free the space now: a full disk is the most likely cause, and jobs log to it.
             with contextlib.suppress(OSError):
                 draft.unlink()
             self._drafts.discard(draft)
@@ -93,12 +94,14 @@ class HeadBundles:
 
 
 def _check_name(order: JobSpec) -> None:
+    # The kernel chose the name: it must not lead out of the job's folder, or to its other files.
     if not _NAME.fullmatch(order.bundle_file):
         raise RequestError(f"{order.bundle_file!r} is no name of a bundle's file")
 
 
 def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
     draft.parent.mkdir(parents=True, exist_ok=True)
+    # A kernel that retries begins again at offset 0, perhaps after half of a longer attempt.
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if offset == 0 else 0)
     with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
         file.seek(offset)

@@ -15,8 +15,9 @@ class Fitness:
     """Compare fingerprints, and log each incompatibility of a job once."""
 
     def __init__(self) -> None:
+        # Job ids with the worker versions that their logs already mention: ``fits`` is called for
+        # each worker and job whenever the workers are shared.
         self._told: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
-        """Job ids with the worker versions that their logs already mention."""
 
     def fits(self, worker: WorkerFacts, job: HostedJob) -> bool:
         """Return whether a worker may run a job."""

@@ -1,4 +1,4 @@
-"""Carry out what a user requests of an active job."""
+"""Carry out a user's requests for an active job."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _OUTCOMES = {
     "notice": "was given notice of 120 s",
     "worker": f"is killed; {_REPLACED}",
 }
-"""Consequence of each requested fault; follows the worker's name."""
+"""Effect of each requested fault; follows the worker's name in the reply."""
 
 STANDSTILL_S = 5.0
-"""A step that takes less is not reported as late, however short the others are."""
+"""Minimum seconds without a step before a reply warns about it, even if steps are short."""
 
 
 class RequestError(RefusedRequestError):
@@ -51,7 +51,7 @@ class UnknownJobError(RequestError):
 
 
 class Requests:
-    """Carry out requests, and return a sentence with the consequence.
+    """Carry out requests, and return a sentence with the effect.
 
     Args:
         nodes: The pool, which limits the number of workers.
@@ -87,7 +87,7 @@ class Requests:
         return do(self, job, **args)
 
     def check_capacity(self, min_workers: int, outcome: str) -> None:
-        """Refuse a job that would wait forever."""
+        """Refuse a minimum number of workers that the pool can never reach."""
         most = self._nodes.capacity()
         if most is not None and min_workers > most:
             raise RequestError(
@@ -116,6 +116,7 @@ class Requests:
     def _scale(self, job: HostedJob, min: int | None = None, max: int | None = None) -> str:
         low = job.state.min_workers if min is None else min
         high = job.state.max_workers if max is None else max
+        # Check everything before the first effect: a refused request must change nothing.
         if not 1 <= low <= high:
             raise RequestError(f"workers min={low}, max={high}: they must obey 1 <= min <= max")
         self.check_capacity(low, "Nothing was changed")
@@ -199,6 +200,7 @@ class Requests:
         if worker is None and not ranked:
             raise RequestError("no worker is training now")
         name = ranked[-1] if worker is None else worker
+        # A connected worker may belong to another job.
         facts = self._roster.get(name)
         if facts is None or job.state.of_worker(name) is None:
             known = ", ".join(m.worker for m in job.state.members.values()) or "none"
@@ -220,6 +222,7 @@ class Requests:
 
 def _standstill(job: HostedJob) -> str:
     """Return a warning if the next step boundary may never come."""
+    # Stop and pause wait for the end of the current step, which a hung rank never reaches.
     state = job.state
     quiet_s = clock.now() - state.timings.last_step_at
     usual_s = max(STANDSTILL_S, 10 * state.timings.step_s)

@@ -27,7 +27,7 @@ LAST_UPLOAD_S = 15.0
 """Maximum seconds for which the end of a job is held back until the bucket has it."""
 LOOK_S = 0.05
 LOCK_S = 20.0
-"""Timeout in seconds for a reader that is filling this machine's copy."""
+"""Timeout in seconds for the copy's lock: a reader may hold it while it fills the copy."""
 UPLOAD_PATIENCE_S = 5.0
 
 
@@ -36,7 +36,7 @@ class OpenedRun:
     """A job in a bucket that this process alone writes."""
 
     lock: int
-    """Open lock file, held while this machine's copy is written or uploaded."""
+    """Descriptor of the lock file, held while this machine's copy is written or uploaded."""
     uploads: Uploads
 
 
@@ -63,7 +63,7 @@ def open_run(order: JobSpec) -> OpenedRun:
             uploads = claim(copy, chain, job_id=order.job_id, end=order.log_end)
         else:
             uploads = Uploads(chain, path, writer=new_writer(), seq=0)
-        uploads.beat()
+        uploads.beat()  # the bucket now names this writer: a write that fails, fails here
     except BaseException:
         os.close(lock)
         raise
@@ -71,8 +71,8 @@ def open_run(order: JobSpec) -> OpenedRun:
 
 
 def _reopen_run(order: JobSpec) -> OpenedRun:
-    """Continue as the writer that already wrote to this folder."""
-    # While there was no writer, a reader may have started to check the bucket for more.
+    # Continue as the previous writer, whose name is in this folder. Its lock ended with its
+    # process, so a reader may hold the lock now, to fill the copy from the bucket.
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
     if lock is None:
         raise FencedError(f"another process of this machine writes the log of {order.job_id}")
@@ -100,8 +100,7 @@ class MirroredLog(JobLog):
         self._order = order
         self._on_fenced = on_fenced
         self._loop = asyncio.get_running_loop()
-        self._withheld = 0
-        """``seq`` of the job's end while it is held back; otherwise 0."""
+        self._withheld = 0  # ``seq`` of the job's end while it is held back; otherwise 0
         self._is_closing = False
         self._ending: asyncio.Task[None] | None = None
         self._troubled_at = 0.0
@@ -143,7 +142,8 @@ class MirroredLog(JobLog):
             for place, fact in enumerate(facts, start=self.next_seq)
             if isinstance(fact, events.JobStatusChanged) and fact.status in events.TERMINAL_STATUSES
         ]
-        # Set before the base class wakes the listeners: they must not see the end yet.
+        # Otherwise a reader of the bucket could see a running job that a kernel here has already
+        # reported as ended. Set it before the base class wakes the listeners.
         if ends and not self._withheld and self.is_uploading:
             self._withheld = ends[0]
             self._ending = self._loop.create_task(self._release_end(ends[0]))
@@ -158,6 +158,7 @@ class MirroredLog(JobLog):
 
     def close(self) -> None:
         """Upload the rest. The file is closed once listeners have received the job's end."""
+        # _release_end may still log a warning, and finishes when it has.
         self._is_closing = True
         if self._ending is None or self._ending.done():
             self._finish()
@@ -190,6 +191,7 @@ class MirroredLog(JobLog):
     # --- callbacks of the mirror ---
 
     def _call(self, handler: Callable[[str], None], why: str) -> None:
+        # In the mirror's thread.
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(handler, why)
 
