@@ -195,7 +195,8 @@ def check_listen(host: str, security: Any) -> None:
     if not is_loopback:
         raise PoolError(
             f"a scheduler on {host!r} without TLS would let every client that can reach it run "
-            "code as you. It was not started. Listen on 127.0.0.1, or configure certificates."
+            "code under your account. It was not started. Listen on 127.0.0.1, or configure "
+            "certificates."
         )
 
 

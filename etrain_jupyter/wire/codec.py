@@ -40,17 +40,17 @@ class MalformedMessageError(ValueError):
 
 
 class WireVersionError(MalformedMessageError):
-    """A peer speaks another version of the wire.
+    """A peer uses another wire version.
 
     Attributes:
-        theirs: The peer's version; None for a peer from before versions were sent.
+        theirs: The peer's version; None for a peer that sends none, because it is too old.
         ours: The version of this process.
     """
 
     def __init__(self, theirs: int | None, ours: int) -> None:
         self.theirs, self.ours = theirs, ours
         version = f"{theirs}" if theirs is not None else f"{OLDEST_TYPED - 1} or older"
-        super().__init__(f"it speaks wire version {version}, and this process version {ours}")
+        super().__init__(f"it uses wire version {version}, and this process version {ours}")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Vocabulary(Generic[M]):
         """Return the message in a dict.
 
         Raises:
-            WireVersionError: If the peer speaks another version.
+            WireVersionError: If the peer uses another version.
             MalformedMessageError: If it is not a message of this vocabulary.
         """
         if not isinstance(data, dict):
@@ -109,7 +109,7 @@ class Vocabulary(Generic[M]):
             if kind is None and isinstance(data.get("op"), str):
                 raise WireVersionError(None, self._version)
             raise MalformedMessageError(
-                f"there is no message {str(kind)[:80]!r}; there are {', '.join(self._by_kind)}"
+                f"unknown message {str(kind)[:80]!r}; known: {', '.join(self._by_kind)}"
             )
         # Check the version before the fields: a hello of another version may have other fields, and
         # "has no field x" would not lead to the cause.
@@ -120,7 +120,7 @@ class Vocabulary(Generic[M]):
 
 
 def check_version(theirs: Any, ours: int) -> None:
-    """Refuse a peer that speaks another version than this process.
+    """Refuse a peer that uses another wire version than this process.
 
     Raises:
         WireVersionError: With both versions.
@@ -317,7 +317,7 @@ def _fixed_tuple(inner: list[Decode]) -> Decode:
 def _mapping(inner: Decode) -> Decode:
     def decode(value: Any, path: str) -> Any:
         if type(value) is not dict or not all(type(key) is str for key in value):
-            raise MalformedMessageError(f"{path} is not a mapping from names")
+            raise MalformedMessageError(f"{path} is not a mapping with text keys")
         return {key: inner(item, path) for key, item in value.items()}
 
     return decode
@@ -346,7 +346,8 @@ def _event_fields(mark: EventFields) -> Decode:
             if not mark.required <= names <= mark.allowed:
                 wrong = sorted(map(str, (mark.required - names) | (names - mark.allowed)))
                 raise MalformedMessageError(
-                    f"{path} has other fields than {mark.event.__name__}: {str(wrong)[:200]}"
+                    f"{path} has missing or unknown fields of {mark.event.__name__}: "
+                    f"{str(wrong)[:200]}"
                 )
             if len(known) < MAX_KNOWN:
                 known.add(order)

@@ -53,7 +53,7 @@ UNKNOWN_JOB = "JobNotFoundError"
 """Kind of refusal: the scheduler does not have the job."""
 
 OTHER_VERSION = "WireVersionError"
-"""Kind of refusal: kernel and cluster speak different versions of the wire."""
+"""Kind of refusal: kernel and cluster use different wire versions."""
 
 
 # --- replies ---
@@ -356,7 +356,7 @@ def decode_reply(request: Request[R], reply: Any) -> R:
     """
     if not isinstance(reply, dict):
         raise NotOursError(
-            f"the scheduler answered {request.op} with {type(reply).__name__}: it runs no etrain "
+            f"the scheduler replied to {request.op} with {type(reply).__name__}: it runs no etrain "
             "coordinator, or no longer"
         )
     values = dict(reply)
@@ -411,10 +411,10 @@ async def exchange(rpc: Any, request: Request[Any]) -> Any:
 def _words_of_cluster(exc: WireVersionError) -> str:
     theirs = exc.theirs if exc.theirs is not None else f"{WIRE_VERSION - 1} or older"
     return (
-        f"the cluster speaks wire version {theirs}, and this kernel version {exc.ours} "
+        f"the cluster uses wire version {theirs}, and this kernel version {exc.ours} "
         f"(etrain-jupyter {__version__}). Nothing was done, and its jobs keep training. Restart "
-        "the kernel with the version of etrain-jupyter that started the cluster, or end the "
-        "cluster with %etrain down and run the cell again."
+        "the kernel with the version of etrain-jupyter that started the cluster, or shut down "
+        "the cluster with %etrain down and run the cell again."
     )
 
 
@@ -454,7 +454,7 @@ def handler_of(
 def _words_of_kernel(exc: WireVersionError) -> str:
     theirs = exc.theirs if exc.theirs is not None else f"{WIRE_VERSION - 1} or older"
     return (
-        f"this kernel speaks wire version {theirs}, and the cluster version {exc.ours} "
+        f"this kernel uses wire version {theirs}, and the cluster version {exc.ours} "
         f"(etrain-jupyter {__version__}). Nothing was done, and the cluster's jobs keep training. "
         f"Install etrain-jupyter {__version__} for the kernel and restart it."
     )

@@ -68,8 +68,8 @@ class HeadBundles:
             self._drafts.discard(draft)
             raise RequestError(
                 f"the job's bundle ({order.bundle_size / 2**20:.0f} MB) cannot be stored in "
-                f"{path.parent}: {exc.strerror or exc}. Nothing was submitted. Make room there, or "
-                "name a function that loads the data on the workers."
+                f"{path.parent}: {exc.strerror or exc}. Nothing was submitted. Free space there, "
+                "or pass a function that loads the data on the workers."
             ) from exc
         if is_whole:
             self._drafts.discard(draft)
@@ -88,7 +88,7 @@ class HeadBundles:
             return await asyncio.to_thread(_read_piece, paths[0], offset)
         except OSError as exc:
             raise RequestError(
-                f"the bundle {paths[0]} cannot be read any more: {exc.strerror or exc}. Stop the "
+                f"the bundle {paths[0]} can no longer be read: {exc.strerror or exc}. Stop the "
                 "job and run its cell again."
             ) from exc
 
@@ -96,7 +96,7 @@ class HeadBundles:
 def _check_name(order: JobSpec) -> None:
     # The kernel chose the name: it must not lead out of the job's folder, or to its other files.
     if not _NAME.fullmatch(order.bundle_file):
-        raise RequestError(f"{order.bundle_file!r} is no name of a bundle's file")
+        raise RequestError(f"{order.bundle_file!r} is not the name of a bundle file")
 
 
 def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
@@ -109,7 +109,7 @@ def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
     if offset + len(data) < order.bundle_size:
         return False
     if not has_digest(draft, order.bundle_digest, size=order.bundle_size):
-        raise OSError("its bytes were changed on their way")
+        raise OSError("the received bytes do not match its digest")
     draft.replace(order.bundle_path)
     return True
 

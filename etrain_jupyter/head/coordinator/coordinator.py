@@ -256,7 +256,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         if self._halted:  # the pool may report further reasons
             return
         self._halted = why
-        what = "The job saves a checkpoint and stops; %etrain resume goes on from it"
+        what = "The job saves a checkpoint and stops. To continue from it, use %etrain resume"
         self.warn(f"{why.rstrip('.')}. {what}.")
         for job in self._active():
             job.handle(s.StopAsked(now=False))
@@ -300,7 +300,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         for facts, silence_s in self._workers.give_up_silent(now):
             with self._defects.watch(None, f"killing {facts.name}"):
                 self._nodes.kill(facts.name)
-            self._mode.lose(facts, f"silent for {silence_s:.1f} s", detected_s=silence_s)
+            self._mode.lose(facts, f"no heartbeat for {silence_s:.1f} s", detected_s=silence_s)
 
     def _receive(self, message: Any, worker: str) -> None:
         """Handle a message of a supervisor; ``worker`` is its address. Called by Dask."""
@@ -324,8 +324,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         state = self._scheduler.workers.get(worker)
         name = str(state.name) if state is not None else worker
         text = (
-            f"worker {name} takes no part: {exc} (etrain-jupyter {__version__}). The other workers "
-            f"train on. Install etrain-jupyter {__version__} there and restart that worker"
+            f"worker {name} is not used: {exc} (etrain-jupyter {__version__}). Training continues "
+            f"on the other workers. Install etrain-jupyter {__version__} there and restart that "
+            "worker"
         )
         logger.error("%s", text)
         self.warn(text)
@@ -442,12 +443,14 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         known = self._jobs.get(order.job_id)
         if known is not None and not (order.resumes and known.state.is_ended):
             raise RequestError(
-                f"job {order.job_id} is here already: it is {known.state.status} at step "
-                f"{known.state.step}. %etrain attach follows it; %etrain stop ends it with a "
-                "checkpoint, and then it can be resumed."
+                f"job {order.job_id} is already on this cluster: it is {known.state.status} at "
+                f"step {known.state.step}. Nothing was submitted. Follow it with %etrain attach, "
+                "or stop it with %etrain stop, which saves a checkpoint, and resume it then."
             )
         if self._halted:
-            raise RequestError(f"{self._halted}. Nothing was submitted. %etrain down ends the pool")
+            raise RequestError(
+                f"{self._halted}. Nothing was submitted. Shut down the pool with %etrain down"
+            )
         self._requests.check_capacity(order.min_workers, "Nothing was submitted")
         if not await self._bundles.is_here(order):
             return q.Submitted(wants_bundle=True)
@@ -456,7 +459,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         except OSError as exc:
             raise RequestError(
                 f"{exc.filename or order.run_dir} cannot be written: {exc.strerror or exc}. "
-                "Nothing was submitted. Free space there, or set ETRAIN_RUNS to a folder elsewhere "
+                "Nothing was submitted. Free space there, or set ETRAIN_RUNS to another folder "
                 "and restart the kernel"
             ) from exc
         self._jobs[order.job_id] = hosted
@@ -498,7 +501,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             await self._collect_events(job_id)
         trouble = job.log_trouble
         if trouble and self._is_stuck(job):
-            trouble += "; training waits for that"
+            trouble += "; training is blocked until then"
         batch = tuple(job.events_since(since, request.limit))
         return q.EventBatch(events=batch, status=job.state.status, trouble=trouble)
 
@@ -546,7 +549,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             job.handle(s.StopAsked(now=True))
         # Later, so that the reply is sent before the scheduler closes its connections.
         asyncio.get_running_loop().call_later(0.05, self._on_shutdown)
-        return q.ShuttingDown(message="the cluster is going down")
+        return q.ShuttingDown(message="the cluster is shutting down")
 
     async def _control(self, request: q.ControlJob) -> q.Outcome:
         job = self._job(request.job_id)
@@ -558,7 +561,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._after_change()
         if self._defects.num_seen > num_before:
             raise RequestError(
-                f"{request.request} met a defect of etrain-jupyter and may be incomplete: "
+                f"{request.request} may be incomplete, because of a defect in etrain-jupyter: "
                 f"{self._defects.newest}. The traceback is in the scheduler's log"
             )
         return q.Outcome(message=message)

@@ -76,14 +76,14 @@ class Defects:
         num_before = self._num_unsaid((job.order.job_id if job else "", doing, _place_of(exc)))
         if num_before is None:
             return
-        again = f" ({num_before:,} times more since this was logged last)" if num_before else ""
+        again = f" ({num_before:,} more times since it was last logged)" if num_before else ""
         name = job.order.job_id if job else "the cluster"
         logger.error("%s: %s%s", name, self.newest, again, exc_info=exc)
         if job is None or job.state.is_ended:
             return
         text = (
-            f"{self.newest}{again}. This is a defect of etrain-jupyter; the job continues as far "
-            "as it can. The traceback is in the scheduler's log"
+            f"{self.newest}{again}. This is a defect in etrain-jupyter; the job continues if "
+            "possible. The traceback is in the scheduler's log"
         )
         # The log itself may be what is broken: never raise out of the handling of an exception.
         try:

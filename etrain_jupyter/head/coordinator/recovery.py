@@ -108,7 +108,7 @@ class Recovering:
             RequestError: Always.
         """
         raise RequestError(
-            f"the scheduler of job {job.order.name} has been started again and waits for the "
-            "workers to come back. Nothing was done, and training goes on. Try again in a "
-            "moment."
+            f"the scheduler of job {job.order.name} was restarted and is waiting for its workers "
+            "to reconnect. The request was not carried out; training continues. Retry in a few "
+            "seconds."
         )

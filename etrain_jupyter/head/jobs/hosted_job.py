@@ -232,7 +232,7 @@ class HostedJob:
         loop = asyncio.get_running_loop()
 
         def warn(why: str) -> None:  # called in the thread that waits for the writer's process
-            loop.call_soon_threadsafe(self._warn, f"TensorBoard's files are not written: {why}")
+            loop.call_soon_threadsafe(self._warn, f"TensorBoard files are not written: {why}")
 
         follow_elsewhere(log_path, folder, warn)
 

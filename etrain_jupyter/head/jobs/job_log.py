@@ -109,8 +109,8 @@ class JobLog:
     def _remedy(self) -> str:
         assert self._refusal is not None
         if self._refusal.errno in (errno.ENOSPC, errno.EDQUOT):
-            return "free space there and it continues"
-        return "it continues as soon as the disk can be written again"
+            return "free space there, and writing continues"
+        return "writing continues as soon as the disk accepts it"
 
     def append(self, facts: list[events.Event]) -> None:
         """Append facts to the durable log first, then make them available to listeners."""
@@ -178,8 +178,8 @@ class JobLog:
         why = (refusal.strerror or str(refusal)) if refusal is not None else ""
         text = (
             f"The log could not be written for {out_s:.0f} s: {why}. {num:,} "
-            f"{'event was' if num == 1 else 'events were'} kept in memory and written now; none is "
-            "missing"
+            f"{'event was' if num == 1 else 'events were'} kept in memory and are written now; "
+            "none is missing"
         )
         logger.warning("%s: %s", self._path, text)
         common: dict[str, Any] = {"job_id": newest.job_id, "generation": newest.generation}

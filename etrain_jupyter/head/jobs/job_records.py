@@ -99,7 +99,7 @@ class JobRecords:
                 wishes = _wishes_from(msgpack.unpackb((path.parent / "wishes").read_bytes()))
                 # A copied folder would host one job twice, with two writers of its log.
                 if order.job_id != path.parent.name:
-                    raise ValueError(f"it says that it is of job {order.job_id!r}")
+                    raise ValueError(f"it is a record of job {order.job_id!r}")
             except (OSError, ValueError, TypeError, KeyError) as exc:
                 logger.error("the record of job %s cannot be read: %s", path.parent.name, exc)
                 continue
@@ -166,7 +166,7 @@ def _order_from(values: dict[str, Any]) -> JobSpec:
     order = JobSpec(**{**values, "run_dir": Path(values["run_dir"])})
     # Only the size: hashing gigabytes would delay the scheduler, and trainers check the digest.
     if order.bundle_path.stat().st_size != order.bundle_size:
-        raise ValueError(f"{order.bundle_path} is not what was submitted")
+        raise ValueError(f"{order.bundle_path} has changed since the job was submitted")
     return order
 
 

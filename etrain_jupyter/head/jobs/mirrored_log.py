@@ -53,7 +53,7 @@ def open_run(order: JobSpec) -> OpenedRun:
     if lock is None:
         raise FencedError(
             f"the log of job {order.job_id} is still written or uploaded by another process of "
-            "this machine. Nothing was done. Look for it with %etrain ls, and try again"
+            "this machine. Nothing was done. Find it with %etrain ls, and retry when it has ended"
         )
     path = order.log_path
     try:
@@ -174,8 +174,8 @@ class MirroredLog(JobLog):
             why = self._mirror.trouble or f"not uploaded within {LAST_UPLOAD_S:.0f} s"
             self._say(
                 "warning",
-                f"The job has ended, and {self._mirror.where} does not have its end yet ({why}). "
-                f"It is in {self._order.run_dir} and is uploaded as soon as that works",
+                f"The job has ended, but {self._mirror.where} does not have its end yet ({why}). "
+                f"It is in {self._order.run_dir}; the upload is retried",
             )
         if self._is_closing:
             self._finish()
@@ -198,13 +198,15 @@ class MirroredLog(JobLog):
     def _tell_trouble(self, why: str) -> None:
         if why:
             self._troubled_at = time.monotonic()
-            self._say("warning", f"{why}. Training and the log go on here; it is tried again")
+            self._say(
+                "warning", f"{why}. Training and the log continue here; the upload is retried"
+            )
         else:
             out_s = time.monotonic() - self._troubled_at
-            self._say("info", f"The run store has the whole log again after {out_s:.0f} s")
+            self._say("info", f"The run store has the whole log again, after {out_s:.0f} s")
 
     def _fence(self, why: str) -> None:
-        self._say("error", f"Another coordinator has taken the job over, so this one ends: {why}")
+        self._say("error", f"Another coordinator has taken over the job, so it stops here: {why}")
         self._on_fenced()
 
     def _say(self, level: str, text: str) -> None:

@@ -161,9 +161,9 @@ class TrainerMessages:
         if before not in (0, now) and not self._order.is_forced:
             yield _user_error(
                 report.trainer,
-                f"data.train has {now} samples, and had {before} when the job was trained before: "
-                "the rest of its epoch would be another one. Nothing was trained, and every "
-                "checkpoint is there. Give it the same data, or resume with --force.",
+                f"data.train has {now} samples, but had {before} when the job was last trained, so "
+                "the rest of its epoch would have other samples. Nothing was trained, and all "
+                "checkpoints are kept. Use the same data, or resume with --force.",
             )
             return
         if plan is None:
@@ -171,9 +171,9 @@ class TrainerMessages:
         elif _lengths(report.plan) != (plan.num_train_samples, plan.num_eval_samples):
             yield _user_error(
                 report.trainer,
-                f"data of different length on the workers: {_lengths(report.plan)} samples on "
+                f"the workers have data of different lengths: {_lengths(report.plan)} samples on "
                 f"{facts.worker}, {plan.num_train_samples, plan.num_eval_samples} on the first. "
-                "data.train and data.eval must give the same samples everywhere.",
+                "data.train and data.eval must give the same samples on all workers.",
             )
             return
         yield self._event(
@@ -248,7 +248,7 @@ class TrainerMessages:
             return  # a new rank 0 repeats the evaluation that the previous one may not have sent
         yield self._event(events.EvalCompleted, **record)
         if not math.isfinite(record["loss"]):
-            what = f"the loss of the evaluation is {record['loss']}; training goes on"
+            what = f"the loss of the evaluation is {record['loss']}; training continues"
             text = f"step {record['step']}: {what}"
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
