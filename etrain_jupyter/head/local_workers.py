@@ -52,7 +52,7 @@ class LocalNodes:
         slots: Capacity for workers.
         spawn: Starts a worker with a name in a slot.
         is_connected: Returns True if the scheduler is connected to a worker.
-        is_busy: Returns True if a job uses a worker; None if that is unknown.
+        is_busy: Returns True if a job may be using a worker.
         linger_s: Seconds for which surplus workers are kept.
         on_end: Called with the name of a worker that has exited.
     """
@@ -65,7 +65,7 @@ class LocalNodes:
         spawn: Callable[[str, Slot], subprocess.Popen[bytes]],
         *,
         is_connected: Callable[[str], bool],
-        is_busy: Callable[[str], bool] | None = None,
+        is_busy: Callable[[str], bool],
         linger_s: float = 60.0,
         on_end: Callable[[str], None] = lambda name: None,
     ) -> None:
@@ -181,12 +181,12 @@ class LocalNodes:
             self._timers.pop(name).cancel()
         for process in self._processes.values():
             _signal(process.popen, signal.SIGTERM)
-        if not await self._are_all_gone(grace_s):
+        if not await self._wait_until_gone(grace_s):
             for name in list(self._processes):
                 self.kill(name)
-            await self._are_all_gone(2.0)
+            await self._wait_until_gone(2.0)
 
-    async def _are_all_gone(self, timeout_s: float) -> bool:
+    async def _wait_until_gone(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
             # Poll as well: a SIGCHLD may arrive before the event loop handles signals.
@@ -249,13 +249,9 @@ class LocalNodes:
         """Release surplus workers, newest first, except those that a job may be using."""
         target = min(max(self._wanted, self._held), len(self._slots))
         kept = [process for process in self._processes.values() if not process.is_draining]
-        idle = [process for process in kept if not self._may_be_busy(process.name)]
+        idle = [process for process in kept if not self._is_busy(process.name)]
         for process in idle[::-1][: len(kept) - target]:
             self.release(process.name, drain_s=10.0)
-
-    def _may_be_busy(self, worker: str) -> bool:
-        # Without the predicate, assume that the jobs use all workers while they want any.
-        return self._is_busy(worker) if self._is_busy is not None else self._wanted > 0
 
     def _forget(self, process: WorkerProcess) -> None:
         """Remove an exited worker, kill its leftover children, and set the back-off."""

@@ -364,7 +364,7 @@ def decode_reply(request: Request[R], reply: Any) -> R:
     try:
         check_version(values.pop(VERSION, None), WIRE_VERSION)
     except WireVersionError as exc:
-        raise RefusedRequestError(OTHER_VERSION, _words_of_cluster(exc)) from None
+        raise RefusedRequestError(OTHER_VERSION, _explain_cluster_version(exc)) from None
     if "error" in values:
         raise RefusedRequestError(
             str(values["error"]), str(values.get("message") or values["error"])
@@ -405,10 +405,10 @@ async def exchange(rpc: Any, request: Request[Any]) -> Any:
         # handler does not know the argument ``wire_version`` and raises. Dask sends the exception
         # as a pickle; ``process.peers`` does not unpickle it, and Dask raises an AssertionError.
         older = WireVersionError(None, WIRE_VERSION)
-        raise RefusedRequestError(OTHER_VERSION, _words_of_cluster(older)) from exc
+        raise RefusedRequestError(OTHER_VERSION, _explain_cluster_version(older)) from exc
 
 
-def _words_of_cluster(exc: WireVersionError) -> str:
+def _explain_cluster_version(exc: WireVersionError) -> str:
     theirs = exc.theirs if exc.theirs is not None else f"{WIRE_VERSION - 1} or older"
     return (
         f"the cluster uses wire version {theirs}, and this kernel version {exc.ours} "
@@ -437,7 +437,7 @@ def handler_of(
             request = decode_fields(request_type, arguments)
             reply = encode_fields(await handle(request))
         except WireVersionError as exc:
-            reply = {"error": OTHER_VERSION, "message": _words_of_kernel(exc)}
+            reply = {"error": OTHER_VERSION, "message": _explain_kernel_version(exc)}
         except RefusedRequestError as exc:
             reply = {"error": exc.kind, "message": str(exc)}
         except Exception as exc:
@@ -451,7 +451,7 @@ def handler_of(
     return answer
 
 
-def _words_of_kernel(exc: WireVersionError) -> str:
+def _explain_kernel_version(exc: WireVersionError) -> str:
     theirs = exc.theirs if exc.theirs is not None else f"{WIRE_VERSION - 1} or older"
     return (
         f"this kernel uses wire version {theirs}, and the cluster version {exc.ours} "

@@ -79,14 +79,14 @@ def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Co
         # None: an older peer does not report this package. "": it is not installed there.
         if one is None or not other or _release(one) == _release(other):
             continue
-        words = f"{name} {one} on {at}, {other} in {here}"
+        difference = f"{name} {one} on {at}, {other} in {here}"
         if not one:
-            words = f"no {name} on {at}, {other} in {here}"
+            difference = f"no {name} on {at}, {other} in {here}"
         if key in MUST_FIT and _minor(one) != _minor(other):
-            wrong.append(words)
+            wrong.append(difference)
             remedies.append(_remedy(key, other))
         else:
-            notes.append(words)
+            notes.append(difference)
     return Comparison(wrong=tuple(wrong), notes=tuple(notes), remedies=tuple(remedies))
 
 

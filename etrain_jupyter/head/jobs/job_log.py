@@ -45,7 +45,7 @@ CATCH_UP_S = 0.1
 
 
 class JobLog:
-    """Append facts to the durable log, and serve them to listeners."""
+    """Append events to the durable log, and serve them to listeners."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -112,21 +112,21 @@ class JobLog:
             return "free space there, and writing continues"
         return "writing continues as soon as the disk accepts it"
 
-    def append(self, facts: list[events.Event]) -> None:
-        """Append facts to the durable log first, then make them available to listeners."""
-        if not facts:
+    def append(self, new: list[events.Event]) -> None:
+        """Append events to the durable log first, then make them available to listeners."""
+        if not new:
             return
         # A job may still log during its shutdown. Another process may have opened the log by then.
         if self._is_closed:
-            logger.warning("%s: dropped after the end: %s", self._path, facts)
+            logger.warning("%s: dropped after the end: %s", self._path, new)
             return
         if self._waiting:  # the order in the log is the order of the calls
-            self._waiting.extend(facts)
+            self._waiting.extend(new)
             return
         try:
-            self._write(facts)
+            self._write(new)
         except OSError as exc:
-            self._waiting.extend(facts)
+            self._waiting.extend(new)
             self._refusal, self._refused_at = exc, time.monotonic()
             logger.error("%s", self.trouble)
             self._announce()  # listeners fetch ``trouble``, which is all there is for them
@@ -188,8 +188,8 @@ class JobLog:
         if self._is_closing and not self._waiting:
             self._shut()
 
-    def _write(self, facts: list[events.Event]) -> None:
-        self._recent.extend(event.to_json_dict() for event in self._log.append(facts))
+    def _write(self, new: list[events.Event]) -> None:
+        self._recent.extend(event.to_json_dict() for event in self._log.append(new))
         self._announce()
         try:
             self._compactor.look(self._log.last_seq)

@@ -115,7 +115,7 @@ class MirroredLog(JobLog):
             run.uploads,
             lock=run.lock,
             name=order.job_id,
-            on_trouble=lambda why: self._call(self._tell_trouble, why),
+            on_trouble=lambda why: self._call(self._log_trouble, why),
             on_fenced=lambda why: self._call(self._fence, why),
         )
 
@@ -135,19 +135,20 @@ class MirroredLog(JobLog):
         """True if listeners may receive everything that was appended."""
         return not self._withheld and super().is_told
 
-    def append(self, facts: list[events.Event]) -> None:
+    def append(self, new: list[events.Event]) -> None:
         """Append facts locally. Hold back the job's end, and upload it immediately."""
         ends = [
-            place
-            for place, fact in enumerate(facts, start=self.next_seq)
-            if isinstance(fact, events.JobStatusChanged) and fact.status in events.TERMINAL_STATUSES
+            seq
+            for seq, event in enumerate(new, start=self.next_seq)
+            if isinstance(event, events.JobStatusChanged)
+            and event.status in events.TERMINAL_STATUSES
         ]
         # Otherwise a reader of the bucket could see a running job that a kernel here has already
         # reported as ended. Set it before the base class wakes the listeners.
         if ends and not self._withheld and self.is_uploading:
             self._withheld = ends[0]
             self._ending = self._loop.create_task(self._release_end(ends[0]))
-        super().append(facts)
+        super().append(new)
         if ends:
             self._mirror.hurry()
 
@@ -172,7 +173,7 @@ class MirroredLog(JobLog):
         if self._mirror.seq < seq:
             logger.warning("job %s: its end is not in %s", self._order.job_id, self._mirror.where)
             why = self._mirror.trouble or f"not uploaded within {LAST_UPLOAD_S:.0f} s"
-            self._say(
+            self._log_line(
                 "warning",
                 f"The job has ended, but {self._mirror.where} does not have its end yet ({why}). "
                 f"It is in {self._order.run_dir}; the upload is retried",
@@ -195,21 +196,23 @@ class MirroredLog(JobLog):
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(handler, why)
 
-    def _tell_trouble(self, why: str) -> None:
+    def _log_trouble(self, why: str) -> None:
         if why:
             self._troubled_at = time.monotonic()
-            self._say(
+            self._log_line(
                 "warning", f"{why}. Training and the log continue here; the upload is retried"
             )
         else:
             out_s = time.monotonic() - self._troubled_at
-            self._say("info", f"The run store has the whole log again, after {out_s:.0f} s")
+            self._log_line("info", f"The run store has the whole log again, after {out_s:.0f} s")
 
     def _fence(self, why: str) -> None:
-        self._say("error", f"Another coordinator has taken over the job, so it stops here: {why}")
+        self._log_line(
+            "error", f"Another coordinator has taken over the job, so it stops here: {why}"
+        )
         self._on_fenced()
 
-    def _say(self, level: str, text: str) -> None:
+    def _log_line(self, level: str, text: str) -> None:
         if self._is_open:
             job_id, now = self._order.job_id, time.time()
             line = events.LogLine(job_id=job_id, time=now, level=level, worker="", text=text)
