@@ -105,7 +105,7 @@ class LocalNodes:
                     started_at=time.monotonic(),
                 )
                 logger.info("adopted worker %s, process %d", survivor.name, survivor.pid)
-        # Keep all of them until the restored jobs report how many they want: they train on now.
+        # Keep all of them until the restored jobs have requested their number: they are training.
         self._wanted = len(self._processes)
 
     def want(self, count: int, *, reason: str) -> None:
@@ -255,10 +255,10 @@ class LocalNodes:
 
     def _forget(self, process: WorkerProcess) -> None:
         """Remove an exited worker, kill its leftover children, and set the back-off."""
-        # worker dies at ...   next start
-        # 0.4 s                at once       (one early death may be bad luck)
-        # 0.4 s again          after 0.5 s, then 1, 2, 4 ... 30 s: it would die again
-        # 5.0 s                at once: workers can start, so the count begins again
+        #     a worker died after    the next one starts
+        #     0.4 s                  immediately: one early death may have been an accident
+        #     0.4 s again            after 0.5 s; then 1, 2, 4 ... 30 s: it would die as well
+        #     5.0 s                  immediately: workers can start, so the count begins again
         del self._processes[process.name]
         self._on_end(process.name)
         self._cancel(f"kill {process.name}")

@@ -108,7 +108,7 @@ class Head:
         loop.add_signal_handler(signal.SIGCHLD, self.nodes.reap)
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         # Restore the jobs before the scheduler listens. Otherwise a kernel that reconnects early
-        # would get the answer that its job is unknown.
+        # would be refused because its job is unknown.
         self.coordinator.register(self.scheduler)
         self.coordinator.recall(self._cluster.jobs, died_at=self._incarnation.died_at)
         handlers: dict[type[q.Request[Any]], Any] = {
@@ -123,7 +123,7 @@ class Head:
             self.scheduler.handlers[request.op] = q.handler_of(request, handler)
         await self.scheduler
         await self.nodes.start(self.scheduler.address)
-        # Report costs once before any job runs: what was spent so far belongs to no job.
+        # Report costs once before any job runs: costs so far are shared with no job.
         self._report_costs()
         self._cluster.publish(
             self.scheduler.address,
@@ -273,12 +273,14 @@ async def run_head(
 
     The keeper removes the cluster's folder afterwards.
     """
-    # Incarnation    1                                   2 (the keeper restarts it)
-    # certificates   minted                              those of incarnation 1
-    # jobs           none                                recall() restores them from their records
-    # workers        started when a job wants some       adopted; they reconnect within seconds
-    # launcher       READY after publish(), then the     none: lock_fd and ready_fd are -1
-    #                start lock is free again
+    # The first scheduler of a cluster, and one that the keeper has restarted:
+    #
+    #     incarnation     1                               2, 3 ...
+    #     certificates    minted                          those of incarnation 1
+    #     jobs            none                            restored from their records
+    #     workers         started when a job wants some   adopted; they reconnect within seconds
+    #     launcher        releases the start lock, then   none: lock_fd and ready_fd are -1
+    #                     notifies it
     ensure_certificates(cluster)
     head = Head(cluster, incarnation)
     try:

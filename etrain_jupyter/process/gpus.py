@@ -55,8 +55,9 @@ def parse_gpu_list(text: str) -> list[tuple[str, str]]:
     >>> parse_gpu_list("GPU 0: NVIDIA H200 (UUID: GPU-1f)")
     [('GPU-1f', 'NVIDIA H200')]
     """
-    # GPU 0: NVIDIA H200 (UUID: GPU-1f...)
-    #   MIG 1g.18gb     Device  0: (UUID: MIG-2e...)
+    #     GPU 0: NVIDIA H200 (UUID: GPU-1f...)
+    #       MIG 1g.18gb     Device  0: (UUID: MIG-2e...)
+    #
     # One group per physical GPU: the GPU itself, followed by its MIG devices.
     groups: list[list[tuple[str, str]]] = []
     for line in text.splitlines():

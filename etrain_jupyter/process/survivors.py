@@ -77,6 +77,7 @@ class WorkerRecords:
         """Return the recorded processes that are still running, in the order of their start."""
         found = []
         for path in self._folder.glob("w*.json"):
+            # A file may vanish, or have another version's fields; then its worker is not adopted.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 survivor = Survivor(name=path.stem, **json.loads(path.read_text()))
                 if stamp_of(survivor.pid) == survivor.stamp:

@@ -71,7 +71,7 @@ class Channel:
         """Yield messages until the supervisor closes its end or dies. One reader at a time.
 
         Raises:
-            MalformedMessageError: If the supervisor sends anything else.
+            MalformedMessageError: If the supervisor sends something that is not such a message.
         """
         while True:
             while self._ready:

@@ -2,7 +2,7 @@
 
 A message on the wire is one dict of plain values, ``{"kind": "JoinGeneration", ...}``, because our
 processes exchange msgpack and nothing else (see ``process.peers``). What a peer sends is checked
-here, once: every later reader trusts the types of the dataclass.
+here, once: after that, the types of the dataclass can be trusted.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class EventFields:
 
     Args:
         event: The event.
-        without: Fields that the receiver fills in.
-        has_time: Whether the dict must say when it happened; else the receiver fills that in.
+        without: Fields that the receiver sets.
+        has_time: True if the dict must have the event's time; otherwise the receiver sets it.
     """
 
     event: type[events.Event]
@@ -70,6 +70,7 @@ class EventFields:
     @functools.cached_property
     def allowed(self) -> frozenset[str]:
         """Names of the fields that the dict may have."""
+        # The coordinator sets both: a peer must not log for another job, or choose a position.
         excluded = {"job_id", "seq", *self.without}
         return frozenset(f.name for f in dataclasses.fields(self.event)) - excluded
 
@@ -153,6 +154,8 @@ def decode_fields(cls: type[Any], data: Mapping[str, Any], *, ignore: str = "") 
     Raises:
         MalformedMessageError: If a field is missing, unknown or has another type.
     """
+    # Unknown fields are an error, not ignored: within one wire version both ends have the same
+    # classes, so a field that is not known is a defect or an attack.
     shape = _shape_of(cls)
     values = {}
     for name, item in data.items():

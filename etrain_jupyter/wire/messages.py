@@ -337,8 +337,7 @@ class GenerationJoined(TrainerReport):
     """The rank is connected and holds the state."""
 
     step: int = 0
-    """Step of that state. After a restore, the first report tells the coordinator where the
-    generation begins."""
+    """Step of that state. After a restore, the first report defines the generation's start."""
     connect_s: float = 0.0
     sync_s: float = 0.0
     wrap_s: float = 0.0
@@ -359,7 +358,7 @@ class GenerationLeft(TrainerReport):
     backend: str = ""
     """The backend that failed; empty if none did."""
     is_excused: bool = False
-    """True if the failure is no sign of a broken connection, so that it does not count as one."""
+    """True if the failure has another cause than the connections, and does not count as theirs."""
     ended_early: (
         Annotated[dict[str, Any], EventFields(events.EarlyStopped, without=("time", "generation"))]
         | None

@@ -37,7 +37,7 @@ class RefusedRequestError(Exception):
     """A scheduler refused a request.
 
     Attributes:
-        kind: Which kind of refusal it is; see ``UNKNOWN_JOB``.
+        kind: Kind of refusal, for example ``UNKNOWN_JOB``.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -224,7 +224,7 @@ class ListJobs(Request[JobList]):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchEvents(Request[EventBatch]):
-    """Return the events of a job after ``since``, as soon as there are any."""
+    """Return the events of a job after ``since``; wait until there is one."""
 
     op: ClassVar[str] = "etrain_events"
     reply: ClassVar[type[Any]] = EventBatch

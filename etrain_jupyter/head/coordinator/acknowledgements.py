@@ -33,11 +33,11 @@ class Acknowledgements:
         return not self._due and not self._blocked_by
 
     def is_new(self, worker: str, number: int) -> bool:
-        """Return True for a new report. A repeated one is acknowledged again."""
-        # case                                        reply
-        # handled, its events are in the logs        acknowledge again: the first one was lost with
-        #                                            the previous scheduler or connection
-        # handled, a log is behind (blocked)         none: ``collect`` acknowledges it later
+        """Return True for a report that was not handled yet; otherwise acknowledge it again."""
+        # A repeated report was resent over a new connection, perhaps to a new scheduler:
+        #
+        #     its events are in the logs    acknowledge again; the first message may be lost
+        #     a log is behind (blocked)     no reply now: ``collect`` acknowledges it later
         heard = self._records.heard(worker)
         if number > max(heard, self._taken.get(worker, 0)):
             return True

@@ -122,7 +122,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     def recall(self, folder: Path, *, died_at: float) -> None:
         """Keep the records of jobs in a folder, and take over the jobs of a scheduler that died.
 
-        Called before the scheduler listens, so that no kernel gets the reply that a job is unknown.
+        Called before the scheduler listens, so that no kernel's job is unknown when it reconnects.
 
         Args:
             folder: Folder of the records.
@@ -184,8 +184,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
         self._bundles.close()
-        # Each log is uploaded in a thread of its own. What is missing after the timeout is uploaded
-        # by the next process that claims the log on this machine.
+        # Each log has an upload thread. After the timeout, the rest is left to the next process on
+        # this machine that claims the log.
         deadline = time.monotonic() + LAST_UPLOADS_S
         while any(job.is_uploading for job in self._jobs.values()) and time.monotonic() < deadline:
             self._write_logs()
@@ -408,9 +408,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def _after_change(self) -> None:
         """Free the resources of ended jobs, and share the workers again if necessary."""
-        # job logs its end ─── let go: trainers, bundle, costs, chaos ─── end is durable everywhere
-        #                      (now, so that others get the workers)      (a bucket: up to 15 s):
-        #                                                                 its record is removed
+        #     the job's end is logged ──── free its resources,   ──── the end is durable, in a
+        #                                  share its workers again    bucket up to 15 s later:
+        #                                                             remove its record
         ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_let_go]
         for job in ended:
             job.let_go()
@@ -506,7 +506,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         return q.EventBatch(events=batch, status=job.state.status, trouble=trouble)
 
     async def _collect_events(self, job_id: str) -> None:
-        """Wait until events of a job may be sent again; all waiting kernels get the same ones."""
+        """Wait until events of a job may be sent again, then to all waiting kernels."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._sent_at.get(job_id, -math.inf) + COALESCE_S - loop.time())
         if loop.time() >= self._sent_at.get(job_id, -math.inf) + COALESCE_S:

@@ -62,7 +62,7 @@ class Defects:
 
         Args:
             job: The job that the block works for; None if it works for none, or for all.
-            doing: What the block does, for the message.
+            doing: Action of the block, for the message; for example ``writing the log``.
         """
         try:
             yield
@@ -85,7 +85,7 @@ class Defects:
             f"{self.newest}{again}. This is a defect in etrain-jupyter; the job continues if "
             "possible. The traceback is in the scheduler's log"
         )
-        # The log itself may be what is broken: never raise out of the handling of an exception.
+        # The log may be the cause. An exception here would leave the block that ``watch`` protects.
         try:
             job.log(events.LogLine, level="error", worker="", text=text)
         except Exception:

@@ -58,10 +58,11 @@ class Recovering:
     def hand_over(self, serving: Serving) -> None:
         """Give the jobs their trainers, then handle the messages that were held."""
         # The order matters:
-        # adopt            the jobs know their trainers again, which the next two need
-        # recall_notices   members on noticed workers begin to leave
-        # take_held        in the order of arrival
-        # release_unknown  after that: a held report may have ended a job, whose trainers must end
+        #
+        #     adopt              the jobs know their trainers again, which the next two need
+        #     recall_notices     members on noticed workers begin to leave
+        #     take_held          in the order of arrival
+        #     release_unknown    now, as a held report may have ended a job with these trainers
         summaries = {n: known for part in self._by_worker.values() for n, known in part.items()}
         away_s = max(0.0, time.time() - self._died_at)
         serving.adopt(self._jobs, summaries, away_s=away_s)

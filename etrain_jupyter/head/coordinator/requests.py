@@ -183,9 +183,10 @@ class Requests:
         if off:
             was_on = self._injector.end_chaos(job)
             return "no more random faults" if was_on else "no random faults were active"
+        # The seed is logged, so that the same faults can be repeated.
         seed = random.randrange(2**31) if seed is None else seed
         now = clock.now()
-        mode = "notice" if mode == "preempt" else mode
+        mode = "notice" if mode == "preempt" else mode  # the name of the command for this fault
         try:
             chaos = Chaos(mtbf_s=mtbf_s, mode=mode, seed=seed, now=now, duration_s=duration_s)
         except ValueError as exc:

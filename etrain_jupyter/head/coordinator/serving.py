@@ -17,7 +17,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import messages as m
 
 Held = m.AnyReport | m.MachineNotice
-"""Messages that are held during a recovery; heartbeats and hellos are handled at once."""
+"""Messages that are held during a recovery; heartbeats and hellos are handled immediately."""
 
 
 class Serving:
@@ -118,7 +118,7 @@ class Serving:
         *,
         away_s: float,
     ) -> None:
-        """Have each job adopt those of its trainers that are alive."""
+        """Have each job adopt its surviving trainers."""
         for job in jobs:
             with self._defects.watch(job, "adopting its trainers"):
                 job.adopt(summaries, away_s=away_s)
@@ -141,7 +141,7 @@ class Serving:
         return next((j for j in self._active() if j.order.job_id == message.job_id), None)
 
     def release_unknown(self, worker: str, trainers: Iterable[str]) -> None:
-        """Release those trainers of a worker that no job here knows."""
+        """Release the trainers of a worker that belong to no active job."""
         known = {name for job in self._active() for name in job.state.members}
         for name in trainers:
             if name not in known:

@@ -54,11 +54,11 @@ class Sharing:
     def _want_workers(self) -> None:
         # As many as the jobs can use, and replacements of workers that are about to leave:
         #
-        # worker with a notice                          its replacement is requested
-        # each worker has a machine of its own          immediately; also if it is only at risk
-        # shared machine, the job is short without it   immediately: it must warm up in time
-        # shared machine, the job is not short          at its release, so that no start-up competes
-        #                                               with the change of generation
+        #     worker with a notice            its replacement is requested
+        #     on a machine of its own         immediately; also if it is only at risk
+        #     on a shared machine, needed     immediately: it must warm up in time
+        #     on a shared machine, surplus    at its release, so that no start-up competes with the
+        #                                     change of generation
         jobs = [job for job in self._active() if not job.state.outcome]
         kept = {
             member.worker for job in jobs if _is_short(job) for member in job.state.members.values()
@@ -77,12 +77,12 @@ class Sharing:
 
     def hand_back_noticed(self) -> None:
         """Release workers with a notice once the others train without them, or time is short."""
-        # notice ── used by a job ──┬── change of generation ──┬── release ───────────── deadline
-        #                           leaves the job             others are ready
-        #                                                      (or 2 s before the deadline)
+        #     notice ── used by a job ──┬── change of generation ──┬── release ──────── deadline
+        #                               leaves the job             others are ready
+        #                                                          (or 2 s before the deadline)
         #
-        # The kill after the deadline is for a worker that a job still uses: at once on a shared
-        # machine, 60 s later elsewhere (TAKEN_S).
+        # The kill after the deadline is for a worker that a job still uses: immediately on a
+        # shared machine, 60 s later elsewhere (TAKEN_S).
         used = self._used()
         is_changing = any(
             j.state.phase == "running" and not j.state.current.is_ready for j in self._active()

@@ -56,7 +56,7 @@ class HostedJob:
     describe_worker: Callable[[str], dict[str, Any]] = lambda worker: {}
     """Returns the facts of a worker's machine, as ``WorkerJoined`` has them."""
     before_end: Callable[[HostedJob], None] = lambda job: None
-    """Called before the log gets the job's end: no event can follow that."""
+    """Called before the job's end is logged, because no event can follow the end."""
     defects: Defects = field(default_factory=Defects)
     """Logs the exceptions of our own code."""
     hang_s: float = 30.0
@@ -89,11 +89,11 @@ class HostedJob:
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
             backend=order.config.get("backend") or "auto",
         )
-        # case                       recalls   log        what happens
-        # submitted                  None      empty      begin
-        # resumed by the user        None      has one    read it, begin another attempt
-        # the scheduler died         set       has one    read it, wait for the trainers (adopt)
-        # it died while submitting   set       empty      begin: the kernel has no reply yet
+        #     case                        recalls   log      what happens
+        #     submitted                   None      empty    begin
+        #     resumed by the user         None      events   read it, begin another attempt
+        #     the scheduler died          set       events   read it, wait for the trainers (adopt)
+        #     it died while submitting    set       empty    begin: the kernel has no reply yet
         self._log = self._open_log()
         try:
             has_log = self._log.last_seq > 0

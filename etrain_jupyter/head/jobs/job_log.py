@@ -208,7 +208,7 @@ class JobLog:
         if self._recent and seq >= self._recent[0]["seq"] - 1:
             skip = seq - self._recent[0]["seq"] + 1
             return list(itertools.islice(self._recent, skip, skip + limit))
-        # Not in memory: either there is nothing newer, or it has to be read from the disk.
+        # Not in memory: either there is nothing newer, or it must be read from the disk.
         if seq >= self._log.last_seq:
             return []
         return [event.to_json_dict() for event in self._read(seq, limit)]

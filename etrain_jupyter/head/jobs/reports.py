@@ -150,11 +150,12 @@ class TrainerMessages:
     # --- one report each ---
 
     def _on_hello(self, report: m.TrainerHello, facts: TrainerFacts) -> Iterator[Consequence]:
-        # case                                           consequence
-        # resumed, data.train has another length         user error, unless the resume was forced
-        # first trainer of this attempt                  its plan is logged
-        # a later one, data of another length            user error
-        # otherwise                                      warm
+        # The first case that applies:
+        #
+        #     resumed, data.train has another length     user error, unless the resume was forced
+        #     the attempt has no plan yet                log this trainer's plan; it is warm
+        #     its data have another length than planned  user error
+        #     otherwise                                  it is warm
         facts.pid, facts.device, facts.gpu = report.pid, report.device, report.gpu
         before, now = self._record.num_samples_before, report.plan["num_train_samples"]
         plan = self._record.plan if self._record.is_planned else None
@@ -260,11 +261,13 @@ class TrainerMessages:
             yield self._event(events.BestReached, **record)
 
     def _on_checkpoint(self, report: m.CheckpointWritten, state: JobState) -> Iterator[Consequence]:
-        # writer               step of the checkpoint
-        # a member             in the job's history: accepted
-        # released, evicted    up to the job's step: accepted, because the job has had that step
-        # evicted              later: rejected. Its writer has trained on alone, behind a network
-        #                      partition, and the job never had that step
+        # A checkpoint of another history than the job's is rejected. Besides that:
+        #
+        #     by a member                                   accepted
+        #     by a former member, up to the job's step      accepted: it may have been released
+        #                                                   while it was writing
+        #     by a former member, after the job's step      rejected: evicted, it has trained on
+        #                                                   alone, behind a network partition
         step = report.record["step"]
         is_ahead = report.trainer not in state.members and step > state.step
         starts = self._record.starts
