@@ -123,7 +123,7 @@ class Head:
             self.scheduler.handlers[request.op] = q.handler_of(request, handler)
         await self.scheduler
         await self.nodes.start(self.scheduler.address)
-        # Report costs once before any job runs: costs so far are shared with no job.
+        # Report costs once before any job runs: the costs up to now belong to no job.
         self._report_costs()
         self._cluster.publish(
             self.scheduler.address,
@@ -278,7 +278,7 @@ async def run_head(
     #     incarnation     1                               2, 3 ...
     #     certificates    minted                          those of incarnation 1
     #     jobs            none                            restored from their records
-    #     workers         started when a job wants some   adopted; they reconnect within seconds
+    #     workers         started on request              adopted; they reconnect within seconds
     #     launcher        releases the start lock, then   none: lock_fd and ready_fd are -1
     #                     notifies it
     ensure_certificates(cluster)
@@ -314,8 +314,7 @@ def notify_launcher(ready_fd: int, line: bytes) -> None:
 
 def describe_cause(error: BaseException) -> str:
     """Return the root cause of an error in one line."""
-    # Dask wraps what a plugin raises. A PoolError already names cause and remedy, so its own causes
-    # would only say less.
+    # Dask wraps what a plugin raises. Stop at a PoolError: it already names cause and remedy.
     while (cause := error.__cause__ or error.__context__) is not None:
         if isinstance(error, PoolError):
             break

@@ -1,7 +1,7 @@
 """Worker processes that outlive the scheduler that started them, for the next one to adopt.
 
 Each worker process has a file in the cluster's folder with its pid and slot. The file is written
-as soon as the process exists and deleted once its end was seen.
+as soon as the process exists, and deleted when its exit is detected.
 """
 
 from __future__ import annotations

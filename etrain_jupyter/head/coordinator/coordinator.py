@@ -340,7 +340,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._greet(message, worker, now)
             return
         known = self._workers.hear(worker, now)
-        if known is None:  # evicted, or no hello yet: nothing that it reports may be handled
+        if known is None:  # evicted, or no hello yet: its reports must not be handled
             self._reset(worker)
         elif isinstance(message, m.Heartbeat):
             known.is_stuck = message.is_stuck

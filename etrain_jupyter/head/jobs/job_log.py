@@ -129,7 +129,7 @@ class JobLog:
             self._waiting.extend(new)
             self._refusal, self._refused_at = exc, time.monotonic()
             logger.error("%s", self.trouble)
-            self._announce()  # listeners fetch ``trouble``, which is all there is for them
+            self._announce()  # wake the listeners: their replies contain ``trouble``
 
     def check(self) -> None:
         """Raise an error unless everything appended so far is on the disk.
