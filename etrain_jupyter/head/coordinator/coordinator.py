@@ -324,7 +324,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         state = self._scheduler.workers.get(worker)
         name = str(state.name) if state is not None else worker
         text = (
-            f"worker {name} is not used: {exc} (etrain-jupyter {__version__}). Training continues "
+            f"worker {name} cannot train: {exc} (etrain-jupyter {__version__}). Training continues "
             f"on the other workers. Install etrain-jupyter {__version__} there and restart that "
             "worker"
         )

@@ -518,7 +518,7 @@ async def test_worker_of_another_wire_version_takes_no_part_and_the_log_says_why
 
     assert [facts.name for facts in rig.coordinator._workers] == ["w1"]
     [warning] = [e.text for e in rig.events(events.LogLine) if e.level == "warning"]
-    assert warning.startswith("worker w2 is not used: it uses wire version ")
+    assert warning.startswith("worker w2 cannot train: it uses wire version ")
     assert "Training continues on the other workers. Install etrain-jupyter" in warning
     assert warning.endswith("there and restart that worker")
 
