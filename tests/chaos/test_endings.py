@@ -226,7 +226,7 @@ async def test_nan_loss_pauses_the_job_and_resume_retries_the_step(rig: Rig) -> 
     assert "the loss of step 17 is nan on rank 1" in reason
     assert "%etrain resume retries the step" in reason
     assert job.step == NAN_STEP - 1
-    assert await job.request("resume") == "goes on"
+    assert await job.request("resume") == "continues"
     log = await job.end()
     assert job.status == "finished", job.describe()
     assert_invariants(log)
@@ -314,7 +314,7 @@ async def test_nan_in_an_evaluation_or_metric_does_not_fail_the_job(rig: Rig) ->
     assert job.status == "finished", job.describe()
     assert_invariants(log)
     warnings = [e.text for e in found(log, LogLine) if e.level == "warning"]
-    assert warnings == ["step 29: the loss of the evaluation is nan; training goes on"]
+    assert warnings == ["step 29: the loss of the evaluation is nan; training continues"]
 
 
 class Unreadable(nn.Module):

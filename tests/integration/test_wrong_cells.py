@@ -218,7 +218,7 @@ generator_loss = make_loss()""",
     Case(
         "more workers than the pool allows",
         {"workers": "{min: 30, max: 30}", "batch": "{global: 64}"},
-        ["workers.min=30 is more than the 8 workers", "Nothing was submitted", "of 8 or less"],
+        ["workers.min=30 exceeds this pool's limit of 8", "Nothing was submitted", "to 8 or less"],
     ),
 ]
 

@@ -243,9 +243,9 @@ async def test_trainer_whose_messages_cannot_be_read_is_ended_and_its_end_is_tol
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        ({"op": "spare", "pid": 1}, "it speaks wire version 2 or older, and this process"),
-        ({"kind": "SpareReady", "pid": 1, "wire_version": 99}, "it speaks wire version 99, and"),
-        ({"kind": "SpareReady", "is_new": 1, "wire_version": 99}, "it speaks wire version 99, and"),
+        ({"op": "spare", "pid": 1}, "it uses wire version 2 or older, and this process"),
+        ({"kind": "SpareReady", "pid": 1, "wire_version": 99}, "it uses wire version 99, and"),
+        ({"kind": "SpareReady", "is_new": 1, "wire_version": 99}, "it uses wire version 99, and"),
     ],
 )
 async def test_trainer_of_another_wire_version_is_ended_with_the_reason(script, hello, words):
