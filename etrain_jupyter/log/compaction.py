@@ -38,8 +38,10 @@ class Compactor:
 
     def look(self, last_seq: int) -> None:
         """Start writing if the log is long enough."""
+        # Called for each batch of events: most calls end here.
         if last_seq < self._due or (self._thread is not None and self._thread.is_alive()):
             return
+        # Advance now, not when the process has ended: one that fails is not repeated at once.
         self._due = (last_seq // EVENTS_PER_SEGMENT + 1) * EVENTS_PER_SEGMENT
         name = f"etrain-compact-{self._log_path.parent.name}"
         self._thread = threading.Thread(

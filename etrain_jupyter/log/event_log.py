@@ -58,20 +58,20 @@ DURABLE = (
 )
 """Events that readers act on: synced to disk before any reader receives them."""
 
+# Lines parsed with one call: faster than one at a time, and faster than all at once, which makes
+# the garbage collector visit hundreds of thousands of dicts repeatedly.
 _PARSE_LINES = 1000
-"""Lines parsed with one call: faster than one at a time, and faster than all at once, which makes
-the garbage collector visit hundreds of thousands of dicts repeatedly."""
 
 _READ_BYTES = 1024 * 1024
 
+# Maximum length of a line. Without it, a file without line ends would be read into memory.
 _LONGEST_LINE = 64 * 1024 * 1024
-"""Maximum length of a line. Without it, a file without line ends would be read into memory."""
 
+# A symbolic link or a named pipe in place of the log is rejected, never written to.
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""A symbolic link or a named pipe in place of the log is rejected, never written to."""
 
+# Exceptions of parsing something that is not an event.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""Exceptions of parsing something that is not an event."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -106,14 +106,15 @@ class EventLog:
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise EtrainError(f"{self.path} is not a regular file. Nothing was written to it.")
+            # Lock before the repair: the torn line of a writer that still runs is not torn.
             _lock(self._file, self.path)
             self._size, self._last_seq = _cut_torn_tail(self._file, self.path)
             _fsync_folder(self.path.parent)
         except BaseException:
             os.close(self._file)
             raise
+        # True if bytes may follow the last whole line, because truncating the file failed.
         self._is_torn = False
-        """True if bytes may follow the last whole line, because truncating the file failed."""
         self._synced_at = clock()
         self._is_synced = True
 
@@ -130,12 +131,16 @@ class EventLog:
         Raises:
             OSError: If the disk rejected them; then the log is unchanged.
         """
+        # number -> encode -> write -> fsync, if due -> return -> readers get them
+        #                       |        |
+        #                       +--------+-- OSError: truncate to ``size``, keep ``last_seq``;
+        #                                    the caller may append the same events again
         numbered = [event.with_seq(self._last_seq + i) for i, event in enumerate(events, start=1)]
         if not numbered:
             return []
         try:
             data = _lines_of(numbered)
-        except UnicodeEncodeError:
+        except UnicodeEncodeError:  # rare, so only then is each text checked
             numbered = [event_from_dict(readable(event.to_json_dict())) for event in numbered]
             data = _lines_of(numbered)
         size = self._size
@@ -167,11 +172,11 @@ class EventLog:
             self._file = -1
 
     def _write(self, data: bytes) -> None:
-        if self._is_torn:
+        if self._is_torn:  # raises if it still cannot be truncated: then nothing may be appended
             os.ftruncate(self._file, self._size)
             self._is_torn = False
         written = 0
-        while written < len(data):
+        while written < len(data):  # a disk that is nearly full accepts a part
             written += os.write(self._file, data[written:])
         self._size += len(data)
         self._is_synced = False
@@ -253,8 +258,9 @@ class LogReader:
                 data = _read_lines(file, math.inf if limit is None else limit, self.path)
         except FileNotFoundError:
             return []
+        # Drop what follows the last newline: the writer may be in the middle of that line.
         lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1][:limit]
-        self._offset += sum(map(len, lines)) + len(lines)
+        self._offset += sum(map(len, lines)) + len(lines)  # with their newlines
         self._lines += len(lines)
         return lines
 
@@ -271,7 +277,7 @@ def _read_lines(file: BinaryIO, limit: float, path: Path) -> bytes:
         pieces.append(piece)
         num_lines = piece.count(b"\n")
         limit -= num_lines
-        length = length + len(piece) if not num_lines else 0
+        length = length + len(piece) if not num_lines else 0  # bytes since the last piece with one
         if length > _LONGEST_LINE:
             raise EtrainError(f"{path} is not the log of a job: it has a line without an end.")
     return b"".join(pieces)
@@ -308,7 +314,7 @@ def parse_lines(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
 def _parse_chunk(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
     try:
         dicts = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(dicts) == len(lines):
+        if len(dicts) == len(lines):  # a damaged line may parse as two items
             return [event_from_dict(data) for data in dicts]
     except _DAMAGE:
         pass  # Something in it is damaged: parse line by line to find it.
@@ -326,7 +332,8 @@ def _parse_line(line: bytes, path: Path, number: int) -> Event:
 
 
 def _lock(file: int, path: Path) -> None:
-    """Reject a second writer, for example while a coordinator that was declared dead still runs."""
+    # A second writer is for example a coordinator that was declared dead and still runs. The kernel
+    # releases the lock when a process ends, however it ends.
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
@@ -347,6 +354,9 @@ def _cut_torn_tail(file: int, path: Path) -> tuple[int, int]:
     size = os.fstat(file).st_size
     if size == 0:
         return 0, 0
+    # {"event": ..., "seq": 7}\n      whole: the log continues after this line
+    # \0\0\0\0\0\n                    whole, but no event: a crash of the machine may leave blocks
+    # {"event": ..., "se              torn
     with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
         end, seq = data.rfind(b"\n") + 1, 0
         has_lines = end > 0
@@ -362,15 +372,14 @@ def _cut_torn_tail(file: int, path: Path) -> tuple[int, int]:
 
 
 def _seq_of(line: bytes) -> int:
-    """Return the sequence number in a line; 0 if it is not an event."""
     try:
         return event_from_dict(json.loads(line)).seq
     except _DAMAGE:
-        return 0
+        return 0  # not an event
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make a new file's name durable; without its name, its bytes would be lost."""
+    # Make a new file's name durable: without its name, its bytes would be lost.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

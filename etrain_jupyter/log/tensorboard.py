@@ -36,6 +36,7 @@ from etrain_jupyter.log.events import (
 SUFFIX = ".etrain"
 """Suffix of the files of this package; other files in the folder are not touched."""
 POLL_S = 1.0
+"""Interval in seconds for reading new events."""
 LINGER_S = 2.0
 """Seconds to wait after the job's end for late messages of its workers."""
 _PIECE = 5_000
@@ -78,12 +79,13 @@ class TensorBoardFiles:
     """
 
     def __init__(self, folder: Path) -> None:
+        # Imported here, because the package is optional.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder.mkdir(parents=True, exist_ok=True)
         _make_room(folder)
         self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
-        self._step = 0
+        self._step = 0  # the newest step in this file
         # A TensorBoard that is open now must also forget what the previous writer wrote.
         self._forget_from(0, time.time())
 
@@ -94,7 +96,7 @@ class TensorBoardFiles:
                 self._forget_from(event.step + 1, event.time)
                 self._step = event.step
             elif isinstance(event, StepCompleted):
-                if event.step <= self._step:
+                if event.step <= self._step:  # the log goes back without a restore
                     self._forget_from(event.step, event.time)
                 self._step = event.step
                 self._write(event)
@@ -127,15 +129,13 @@ class TensorBoardFiles:
 
 
 def _make_room(folder: Path) -> None:
-    """Remove the files of previous writers except the newest; return when ours will be newer.
-
-    TensorBoard reads files in the order of their names, which begin with the second of their
-    creation, and does not continue if the file that it is reading is gone.
-    """
+    # TensorBoard reads files in the order of their names, which begin with the second of their
+    # creation. It stops if the file that it is reading is gone, so the newest one stays; and our
+    # file must be of a later second.
     ours = sorted(folder.glob(f"events.out.tfevents.*{SUFFIX}"))
     for old in ours[:-1]:
         old.unlink(missing_ok=True)
-    waits_until = time.monotonic() + 2.0
+    waits_until = time.monotonic() + 2.0  # not longer: the clock may have been set back
     while ours and time.monotonic() < waits_until and int(time.time()) <= _second_of(ours[-1]):
         time.sleep(0.05)
 
@@ -164,6 +164,7 @@ def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
     reader = LogReader(log_path)
     ends_at = float("inf")
     while True:
+        # Decided before the read, so that what was written before the end is read once more.
         is_last = not is_wanted() or time.monotonic() > ends_at
         while news := reader.read(_PIECE):
             files.add(news)
@@ -179,6 +180,7 @@ def _when_to_end(news: list[Event], ends_at: float) -> float:
     statuses = [event.status for event in news if isinstance(event, JobStatusChanged)]
     if not statuses:
         return ends_at
+    # A job that has ended may be resumed while this process lingers.
     is_ended = statuses[-1] in TERMINAL_STATUSES
     return time.monotonic() + LINGER_S if is_ended else float("inf")
 
@@ -224,6 +226,8 @@ def main() -> None:
     """Follow the log given on the command line while the given parent process lives."""
     os.nice(10)
     log_path, folder, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    # Linux gives an orphan another parent: then the coordinator is dead, and its successor starts
+    # another writer.
     follow(log_path, folder, lambda: os.getppid() == parent)
 
 

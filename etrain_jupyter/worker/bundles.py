@@ -52,12 +52,10 @@ class MachineBundles:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
         self._folder = Path()
-        self._locks: dict[str, int] = {}
-        """Open lock files, by digest."""
-        self._getting = asyncio.Lock()
-        """Held while a bundle is fetched or waited for."""
+        self._locks: dict[str, int] = {}  # open lock files, by digest
+        self._getting = asyncio.Lock()  # held while a bundle is fetched or waited for
+        # Digest of the bundle that is being fetched; empty if it was released meanwhile.
         self._coming = ""
-        """Digest of the bundle that is being fetched; empty if it was released meanwhile."""
 
     def begin(self, folder: Path) -> None:
         """Set the folder, and remove its unused bundles, whose users were killed."""
@@ -65,7 +63,7 @@ class MachineBundles:
             return
         self._folder = folder
         for lock in folder.glob("*.lock"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # removed by another supervisor meanwhile
                 _remove_unused(lock, os.open(lock, os.O_RDWR))
 
     async def get(self, bundle: BundleRef) -> Path:
@@ -80,14 +78,14 @@ class MachineBundles:
         shared, digest = Path(bundle.path), bundle.digest
         if _size_of(shared) == bundle.size:
             return shared  # the trainer checks the digest when it opens the file
-        if not _DIGEST.fullmatch(digest):
+        if not _DIGEST.fullmatch(digest):  # it becomes a file name
             raise BundleFetchError(f"{digest!r} is no SHA-256")
         path = self._folder / digest
         async with self._getting:
             if digest not in self._locks:
                 self._coming = digest
                 self._locks[digest] = await self._get(path, bundle.size)
-                if not self._coming:
+                if not self._coming:  # ``release`` was called during the await
                     self.release(digest)
                     raise BundleFetchError("its job has ended")
         return path
@@ -116,9 +114,9 @@ class MachineBundles:
             except OSError as exc:
                 raise self._not_stored(size, exc) from exc
             try:
-                # Three cases: the exclusive lock is free (no user: fetch the file if it is
-                # missing), only a shared lock is (in use: share it), or none is (being fetched:
-                # wait).
+                # exclusive lock is free     no user: fetch the file if it is missing, then share
+                # only a shared lock is      in use: share it
+                # none is                    being fetched or removed: wait and look again
                 is_kept = False
                 if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
                     if not path.exists():
@@ -131,7 +129,7 @@ class MachineBundles:
                 is_kept = is_kept and path.exists() and _is_file_of(lock, descriptor)
                 if is_kept:
                     return descriptor
-            except BaseException:
+            except BaseException:  # also a cancellation: leave no file that nothing uses
                 _remove_unused(lock, descriptor)
                 raise
             os.close(descriptor)
@@ -145,10 +143,12 @@ class MachineBundles:
             file.write(data)
 
         try:
+            # Truncate: a supervisor that was killed may have left a part.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
                 offset = 0
                 while offset < size and (data := await self._fetch(path.name, offset)):
+                    # In a thread: a slow disk must not delay the heartbeats.
                     await asyncio.to_thread(put, file, data)
                     offset += len(data)
             if digest.hexdigest() != path.name:
@@ -170,13 +170,13 @@ class MachineBundles:
 
 
 def _remove_unused(lock: Path, descriptor: int) -> None:
-    """Remove a bundle and its lock file if it is unused; close the lock file."""
     try:
         if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
+            # The lock file last: as long as it exists, no other supervisor can create the files.
             for name in (lock.with_suffix(""), lock.with_suffix(".part"), lock):
                 name.unlink(missing_ok=True)
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # which releases the lock
 
 
 def _is_locked(descriptor: int, kind: int) -> bool:
@@ -188,7 +188,11 @@ def _is_locked(descriptor: int, kind: int) -> bool:
 
 
 def _is_file_of(path: Path, descriptor: int) -> bool:
-    """Return whether a path still refers to an open file, not removed by another supervisor."""
+    # A lock on a file that another supervisor has removed protects nothing:
+    #
+    #   A: open lock       ............ flock: succeeds, but on the removed file
+    #   B:           flock, unlink, close
+    #   C:                              creates another lock file under the same name
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:

@@ -55,9 +55,8 @@ class NoticeWatch:
         self._imds = imds
         self._on_notice = on_notice
         self._poll_s = poll_s
-        self._told: dict[str, str] = {}
-        """Response of the service for each kind at the last report."""
-        self._failing: dict[str, str] = {}
+        self._told: dict[str, str] = {}  # by kind: the response at the last report
+        self._failing: dict[str, str] = {}  # by kind: the error of the last request; empty if none
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etrain-notices", daemon=True)
 
@@ -92,12 +91,12 @@ class NoticeWatch:
                 return
             notice = _read(kind, answer)
             self._note(kind, "")
-            self._told[kind] = answer.text
+            self._told[kind] = answer.text  # before the callback: one that raises is not repeated
             logger.warning("notice of this machine: %s %s", kind, answer.text)
             self._on_notice(notice)
         except (ImdsError, ValueError, KeyError, TypeError) as exc:
             self._note(kind, f"{type(exc).__name__}: {exc}")
-        except Exception:
+        except Exception:  # for example of the callback: the watch must continue
             logger.exception("a notice could not be told")
 
     def _note(self, kind: str, trouble: str) -> None:
@@ -110,8 +109,8 @@ class NoticeWatch:
 
 
 def _read(kind: str, answer: ImdsResponse) -> Notice:
-    """Parse a response, with its deadline converted to this machine's clock, which may be wrong."""
     told = json.loads(answer.text)
     if kind == REBALANCE:
         return Notice(kind=kind)
+    # This machine's clock may be wrong: the seconds left follow from AWS's clock alone.
     return Notice(kind=kind, deadline=time.time() + instant_of_iso(told["time"]) - answer.at)

@@ -32,9 +32,9 @@ class OwnNotices:
 
     def __init__(self, send: Callable[[MachineNotice], None]) -> None:
         self._send = send
-        self._known: dict[str, Notice] = {}
+        self._known: dict[str, Notice] = {}  # the newest notice of each kind
         self._watch: NoticeWatch | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # None unless started
         self._has_signal = False
 
     def start(self) -> None:

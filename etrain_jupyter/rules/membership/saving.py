@@ -45,6 +45,10 @@ def saver_of(state: JobState) -> Member | None:
 
 def save_newest(turn: Turn) -> None:
     """Order one holder of the newest state to save it, unless one does or a retry is not due."""
+    # One round over three holders of the newest state, and the next one:
+    #
+    #   w1 fails -> w2 fails -> w3 fails | wait 5 s | w1 ... succeeds: ``Saving()``
+    #   failed=(w1,)  (w1, w2)  (w1, w2, w3) -> () num_rounds=1
     state = turn.state
     if saver_of(state) is not None or turn.now < state.saving.retry_at:
         return
@@ -58,7 +62,6 @@ def save_newest(turn: Turn) -> None:
 
 
 def _wait_for_the_store(turn: Turn) -> None:
-    """End a round in which all holders failed, and let all of them retry after a while."""
     saving = turn.state.saving
     wait_s = SAVE_WAITS_S[min(saving.num_rounds, len(SAVE_WAITS_S) - 1)]
     retry_at, num_rounds = turn.now + wait_s, saving.num_rounds + 1
@@ -81,7 +84,7 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
             turn.update_timings(replace(timings, save_s=save_s))
     saver = saver_of(turn.state)
     if saver is None or saved.trainer not in ("", saver.trainer):
-        return
+        return  # a background checkpoint: no rank waits for it
     if saved.step < saver.progress[0]:
         return  # an older checkpoint, still in progress when this one was ordered
     if saved.ok:
@@ -93,34 +96,31 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
 
 
 def _is_given_up(state: JobState) -> bool:
-    """Return whether the job ends without its last checkpoint."""
+    # Only at the end: before an interruption it retries for as long as the machine exists.
     return state.phase == "closing" and state.saving.num_rounds > len(SAVE_WAITS_S)
 
 
 def close_job(turn: Turn) -> None:
-    """Make the newest state durable, then end the job. Called again with each later stimulus.
-
-    ======================================================  ======================================
-    case, the first that applies                            what happens
-    ======================================================  ======================================
-    it finished, but all holders of its last steps died     train them again from an older state
-    the newest state here is durable                        end; a last checkpoint that could not
-                                                            be written is part of the reason
-    all retries have failed                                 end without the last checkpoint
-    otherwise                                               save, and wait for the answer
-    ======================================================  ======================================
-    """
+    """Make the newest state durable, then end the job. Called again with each later stimulus."""
+    # all ranks are done -> closing: save -> durable -> end_job
+    #                          |  ^
+    #                          |  +-- retries, then end_job without the last checkpoint
+    #                          +-- the last holder dies -> gathering: train the last steps again
     state = turn.state
     has_finished = isinstance(state.ending, Finishing)
     if has_finished and max(newest_step(state), state.saved_step) < state.step:
-        # Other jobs may have the workers, because this job was about to end.
+        # All holders of its last steps died. Other jobs may have the workers by now, because this
+        # job was about to end: so it gets workers assigned again.
         turn.train_on()
         turn.enter_phase("gathering")
     elif is_newest_durable(state):
+        # What is left here is durable. If a checkpoint was ordered and the state of ``state.step``
+        # is gone all the same, the reason says so.
         is_unsaved = bool(state.saving.since) and state.saved_step < state.step
         end_job(turn, unsaved=_describe_loss(state) if is_unsaved else "")
     else:
         if state.phase != "closing":
+            # Failed rounds before this point were those of an interruption: they do not count.
             turn.enter_phase("closing")
             turn.update_saving(replace(state.saving, num_rounds=0, retry_at=0.0))
         save_newest(turn)

@@ -44,11 +44,14 @@ class GradientNoise:
         >>> GradientNoise().take(mean_of_squares=5.0, square_of_mean=3.0, world_size=2)
         GradientNoise(variance=4.0, square_norm=1.0, num_estimates=1)
         """
+        # fp16 overflows give infinite gradients; their update is skipped, too.
         if world_size < 2 or not math.isfinite(mean_of_squares + square_of_mean):
             return self
+        # E[mean_of_squares] = v + q and E[square_of_mean] = v / W + q, solved for v and q.
         variance = (mean_of_squares - square_of_mean) * world_size / (world_size - 1)
         square_norm = square_of_mean - variance / world_size
         count = self.num_estimates + 1
+        # A plain mean at first, then an exponential one. Larger steps measure better: weight ~ W.
         weight = max(1.0 / count, min(1.0, world_size / FORGETFUL_OVER))
         return type(self)(
             variance=self.variance + weight * (variance - self.variance),
@@ -69,6 +72,7 @@ class GradientNoise:
         scale = world_size / base_workers
         if not self.num_estimates:
             return min(scale, 1.0)
+        # An unbiased estimate may be negative, although what it estimates is not.
         variance, square_norm = max(self.variance, 0.0), max(self.square_norm, 0.0)
         present = variance / world_size + square_norm
         if present <= 0.0:  # no gradient at all

@@ -14,9 +14,10 @@ MAX_MESSAGE_CHARS = 300
 
 _UNKNOWN_REMEDY = "NCCL_DEBUG=INFO in the workers' environment logs what NCCL does"
 
+# Specific causes first: many messages also have a general word like "socket".
 _REMEDIES = (
     (
-        ("/dev/shm", "shared memory", "no space left on device"),
+        ("/dev/shm", "shared memory", "no space left on device"),  # Docker's default is 64 MB
         "give the container more shared memory (docker run --shm-size=1g), or set "
         "NCCL_SHM_DISABLE=1 in the workers' environment",
     ),
@@ -63,6 +64,7 @@ def choose_backend(devices: Sequence[tuple[str, str]]) -> str:
     >>> choose_backend([("cuda:0", "GPU-1f"), ("cuda:0", "GPU-1f")])
     'gloo'
     """
+    # By identifier: ``cuda:0`` is a different GPU on each machine, and perhaps in each process.
     gpus = [gpu for device, gpu in devices if device.startswith("cuda") and gpu]
     return NCCL if devices and len(gpus) == len(set(gpus)) == len(devices) else GLOO
 
@@ -97,6 +99,10 @@ def shorten_message(text: str) -> str:
     ...     "ncclSystemError: System call failed.\nLast error:\nNo space left on device")
     'ncclSystemError: No space left on device'
     """
+    # NCCL error in: a.cpp:77, unhandled system error ...     where in torch: of no use to users
+    # ncclSystemError: System call failed.                    the kind
+    # Last error:
+    # No space left on device                                 the cause
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kinds = [line.partition(":")[0] for line in lines if line.startswith("nccl") and ":" in line]
     last: list[str] = []

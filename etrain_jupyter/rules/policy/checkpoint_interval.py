@@ -106,10 +106,10 @@ def total_loss_rate(seen: Interruptions) -> float:
     (2.0, 1.4)
     """
     rate, num = worker_loss_rate(seen), max(1, seen.num_holders)
-    at_once = (1 + seen.num_all_lost) / (PRIOR_JOB_S + seen.job_s)
-    share = rate * REPLACED_S / (1 + rate * REPLACED_S)
+    at_once = (1 + seen.num_all_lost) / (PRIOR_JOB_S + seen.job_s)  # the prior is one loss, again
+    share = rate * REPLACED_S / (1 + rate * REPLACED_S)  # of the time, in which a worker is away
     one_by_one = num / REPLACED_S * share**num
-    together = TOGETHER * num * rate if num > 1 else 0.0
+    together = TOGETHER * num * rate if num > 1 else 0.0  # with one holder: the same as one by one
     return at_once + together + one_by_one
 
 
@@ -124,7 +124,7 @@ def daly_interval(cost_s: float, mean_time_s: float) -> float:
     (84.2, 84.9)
     """
     if cost_s >= 2 * mean_time_s:
-        return mean_time_s
+        return mean_time_s  # outside of the series' range
     ratio = cost_s / (2 * mean_time_s)
     young_s = math.sqrt(2 * cost_s * mean_time_s)
     return young_s * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
@@ -141,6 +141,8 @@ def choose_interval(costs: Costs, seen: Interruptions) -> Choice:
     optimum_s, limit = daly_interval(costs.cost_s, 1 / rate), ""
     if optimum_s > LONGEST_S:
         optimum_s, limit = LONGEST_S, "longest"
+    # Lower bounds override the upper one: checkpoints of 10 s each stay below 1 % of the time,
+    # although their interval then exceeds ``LONGEST_S``. The largest bound applies, and is named.
     least = {
         "shortest": SHORTEST_S,
         "writing": costs.duration_s / MOST_WRITING,
@@ -155,7 +157,7 @@ def choose_interval(costs: Costs, seen: Interruptions) -> Choice:
 
 
 def is_material(new: Choice, old: Choice | None) -> bool:
-    """Whether the interval differs from the current one by more than measurement noise."""
+    """Return whether the interval differs from the current one by more than measurement noise."""
     if old is None:
         return True
     shorter, longer = sorted((new.interval_s, old.interval_s))

@@ -57,6 +57,7 @@ def add_evaluation(
     >>> [e.step for e in add_evaluation(known, EvaluationRecord(30, 0.9), mode="max")]
     [20, 30, 10]
     """
+    # A repeated evaluation of a step replaces the earlier one.
     others = [known for known in best if known.step != found.step]
     if not math.isfinite(found.value):
         return tuple(others)
@@ -79,6 +80,7 @@ class Trend:
 
     def after(self, found: EvaluationRecord, *, mode: Mode, min_delta: float) -> Trend:
         """Return the trend after one more evaluation."""
+        # ``min_delta`` is measured from the best one, so small gains add up until they count.
         if is_better(found.value, self.best, mode=mode, min_delta=min_delta):
             return Trend(best=found.value, best_step=found.step, step=found.step)
         return dataclasses.replace(self, step=found.step, num_stale=self.num_stale + 1)

@@ -69,15 +69,15 @@ class JobCosts:
     """
 
     def __init__(self) -> None:
+        # Cost of each node at the last update; None before the first.
         self._known: dict[str, tuple[float, float]] | None = None
-        """Cost of each node at the last update; None before the first."""
+        # Cost that each job has paid, by node: a refund is shared like the payments for the node.
         self._paid: dict[str, dict[str, RunningCost]] = defaultdict(dict)
-        """Cost that each job has paid, by node."""
         self._has_trained: set[str] = set()
 
     def begin(self, job_id: str, cost: RunningCost, *, has_trained: bool) -> None:
         """Start with the earlier cost of a job, under another scheduler or on another cluster."""
-        self._paid[""][job_id] = cost
+        self._paid[""][job_id] = cost  # under no node, so that no refund touches it
         if has_trained:
             self._has_trained.add(job_id)
 
@@ -114,7 +114,7 @@ class JobCosts:
         for node in nodes:
             spent, on_demand = previous.get(node.node_id, (0.0, 0.0))
             spent, on_demand = node.spent_usd - spent, node.on_demand_usd - on_demand
-            if spent < 0:
+            if spent < 0:  # EC2 does not charge the first hour of an instance that it reclaims
                 self._refund(node.node_id, -spent)
                 spent = 0.0
             self._charge(node, spent, on_demand, ranks, active)
@@ -127,6 +127,7 @@ class JobCosts:
         ranks: Mapping[str, str],
         active: Collection[str],
     ) -> None:
+        # A job with two ranks on the node is listed twice, and pays two shares.
         users = [ranks[worker] for worker in node.workers if worker in ranks]
         payers = users or sorted(active)
         for job_id in payers:
@@ -139,7 +140,7 @@ class JobCosts:
             paid[job_id] = paid.get(job_id, RunningCost()).plus(share)
 
     def _refund(self, node_id: str, amount_usd: float) -> None:
-        """Share a refund in proportion to the payments for the node."""
+        # In proportion to the payments. ``on_demand_usd`` stays: it is a price, not a payment.
         payers = self._paid[node_id]
         total = sum(paid.spent_usd for paid in payers.values())
         left = max(0.0, 1.0 - amount_usd / total) if total else 0.0

@@ -81,6 +81,11 @@ class Ramp:
             momentum: See ``ramp_length``.
             length: Steps for a growing factor, instead of those that follow from ``momentum``.
         """
+        # Called before each step; the target changes only with the number of workers:
+        #
+        #   factor  4        _______
+        #                 __/       |
+        #           1  __/          |_____    up over several steps, down at once
         if target == self.target:
             return self
         growth = target / self.factor

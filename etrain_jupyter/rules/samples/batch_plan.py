@@ -98,8 +98,9 @@ def plan_step(
     counts = share_samples(count, num_busy) + (0,) * (world_size - num_busy)
     starts = tuple(accumulate(counts[:-1], initial=0))
     micro = micro_batch_size or max(counts[0], 1)
+    # From the largest share, that of rank 0; the passes of smaller shares are smaller.
     num_asked = min(num_passes, max(1, counts[0] // min_share))
-    num_micro_steps = max(1, num_asked, -(-counts[0] // micro))
+    num_micro_steps = max(1, num_asked, -(-counts[0] // micro))  # rounded up
     return StepPlan(starts=starts, counts=counts, num_micro_steps=num_micro_steps)
 
 

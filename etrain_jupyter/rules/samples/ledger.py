@@ -62,6 +62,7 @@ class Cursor:
         Raises:
             ValueError: If ``count`` crosses the end of the epoch, which no step may.
         """
+        # A step within one epoch has one permutation, and each epoch visits every sample once.
         end = self.first + count
         if count < 0 or end > num_samples:
             raise ValueError(f"{count} samples from {self.first} leave the epoch of {num_samples}")
@@ -84,6 +85,8 @@ def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]
     >>> epoch_order(seed=0, epoch=0, num_samples=8).tolist()
     [0, 7, 2, 5, 4, 6, 3, 1]
     """
+    # Each sample gets a hash of (seed, epoch, index), and the order is that of the hashes. Unlike a
+    # shuffle, this needs no random number generator and no state.
     key = _mix_int(_mix_int(seed + _GAMMA) + (epoch + 1) * _GAMMA)
     keys = _mix(_index_states(np.arange(num_samples, dtype=np.uint64), key))
     # The mix is a bijection and the states differ, so there are no ties; with ``stable`` the
@@ -187,19 +190,19 @@ def total_steps(
 
 
 def _index_states(indices: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return the generator's states: one gamma further for each index."""
+    # SplitMix64 advances its state by gamma for each number, so any state can be computed directly.
     return (indices + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(key)
 
 
 def _mix(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash 64-bit states, elementwise; arrays wrap around silently, as intended."""
+    # Arrays wrap around silently, as intended.
     z = (states ^ (states >> np.uint64(30))) * np.uint64(_MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
     return z ^ (z >> np.uint64(31))
 
 
 def _mix_int(state: int) -> int:
-    """Hash one 64-bit state, as ``_mix`` does; numpy warns when a scalar wraps around."""
+    # The same as ``_mix`` for one Python integer: numpy warns when a scalar wraps around.
     z = state & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
