@@ -1,9 +1,9 @@
-"""Steps as columns: the form in which a log of a million steps is kept, written and folded.
+"""Steps as columns, for logs of a million steps: in memory, in segments, and in folds.
 
 A step takes about 90 bytes here, and more than 1,000 as an object. A ``Block`` is a part of a log
 without gaps: its steps as columns, and the other events between them as JSON lines. It reproduces
-exactly the events that went in: a step that does not fit its columns (a number that is too large, a
-value of another type) stays a line too.
+its events exactly: a step that does not fit the columns (a number that is too large, a value of
+another type) stays a line, too.
 """
 
 from __future__ import annotations

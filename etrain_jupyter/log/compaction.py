@@ -1,8 +1,7 @@
 """Write segments of a log: ``python -m etrain_jupyter.log.compaction LOG``, and its starter.
 
-Compaction runs in a separate process, because the coordinator's scheduler must stay responsive. It
-needs only the log, may be killed at any time, and is started again when the log has grown by
-another segment.
+Compaction runs in a separate process, because the coordinator's scheduler must stay responsive. The
+process may be killed at any time: the next one starts when the log has grown by another segment.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The durable log of a job: one event per line, as JSON, in the order in which they happened.
 
 There is one writer, the coordinator, and any number of readers, which need nothing but the file.
-The event with ``seq`` n is line n, without gaps, so that a reader can request what it missed.
-Floats that are not finite are written as ``NaN`` and ``Infinity``, which Python reads and strict
-JSON does not have: a diverged loss must not look like a missing one.
+The event with ``seq`` n is line n, without gaps, so that a reader can request the events that it
+has missed. Floats that are not finite are written as ``NaN`` and ``Infinity``, an extension of JSON
+that Python reads: a diverged loss must not look like a missing one.
 
 Durability: every event survives the exit of any process once ``append`` has returned. Events that
 others act on (``DURABLE``) then also survive a crash of the machine; steps and messages are synced
@@ -82,9 +82,8 @@ class EventLog:
     Args:
         path: The file; created with its folder if it does not exist.
         fsync_every_s: Maximum seconds, while events arrive, for which a step or a message is only
-            in the machine's page cache: it survives a crash of any process at once, and a crash of
-            the machine after this time. 0 syncs every batch; None syncs only events in ``DURABLE``
-            and on close.
+            in the machine's page cache, where a crash of the machine loses it. 0 syncs every
+            batch; None syncs only events in ``DURABLE`` and on close.
         clock: Monotonic clock in seconds.
 
     Raises:

@@ -1,8 +1,8 @@
 """Break down the workers' time from the events: the numbers of ``job.phases()``.
 
-A worker's efficiency is the ratio of its samples per second while it steps to those of a single
-worker. The latter is what the job measured while it had one worker; if it never had, it is the
-worker's samples divided by its own time, without waiting for others.
+A worker's efficiency is the ratio of its samples per second to those of a single worker. The latter
+was measured while the job had one worker; if it never had, the worker's own times without
+communication stand in for it.
 """
 
 from __future__ import annotations

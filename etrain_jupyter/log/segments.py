@@ -6,10 +6,9 @@
     events.segments/000000000001-000000020000.npz  lines 1 to 20,000 as columns
                     000000020001-000000040000.npz  ...
 
-A segment is a copy that may be deleted at any time. It is written once, under another name, synced,
-read back, compared with the lines, and only then renamed. After that it never changes, so it could
-also be an object in a store without appending. It records the position of its lines in the log and
-a checksum of the last one: if these do not match, the lines are read instead.
+A segment is a copy that may be deleted at any time. It is written once and never changes. It
+records the position of its lines in the log and a checksum of the last one: if these do not match,
+the lines are read instead.
 """
 
 from __future__ import annotations

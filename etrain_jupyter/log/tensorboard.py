@@ -1,10 +1,9 @@
 """Write a job's log as TensorBoard event files: ``python -m etrain_jupyter.log.tensorboard``.
 
 The files are written from the durable log and not by a rank: rank 0 may die or change, and the job
-may undo a step that rank 0 would already have written. The log has each step once and records when
-the job went back; a ``START`` record makes TensorBoard drop the steps from there on. The files
-depend on the log only: if a writer is killed, its successor writes a new file that first makes
-TensorBoard drop everything from step 0.
+may undo a step that rank 0 would already have written. The log records when the job goes back to an
+older step; a ``START`` record then makes TensorBoard drop the steps from there on. If a writer is
+killed, its successor writes a new file, which first makes TensorBoard drop everything from step 0.
 
 The writer is a separate process next to the coordinator, which must stay responsive. It does not
 load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the package tensorboard.

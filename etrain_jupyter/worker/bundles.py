@@ -1,8 +1,8 @@
 """Cache of bundles on a worker's machine: one file each, shared by all supervisors and trainers.
 
-If a supervisor can read the job's folder, its trainers use the file there. Otherwise it fetches the
-file from the scheduler. Its users hold a shared lock on ``DIGEST.lock`` next to the file; writing
-or removing the file requires the exclusive lock::
+If a supervisor can read the job's folder, its trainers use the file there, and nothing is cached.
+Otherwise it fetches the file from the scheduler. The users of a file hold a shared lock on
+``DIGEST.lock`` next to it; writing or removing the file requires the exclusive lock::
 
     etrain-bundles-1000/         0700, in Dask's folder for temporary files
     ├── 0f3a....lock             locked by each supervisor that uses the file

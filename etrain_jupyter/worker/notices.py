@@ -1,7 +1,7 @@
 """Watch for EC2's notices about this machine: interruptions and rebalance recommendations.
 
-A separate thread polls the metadata service. So a busy process does not delay the notice, and a
-hanging service does not block the process.
+A separate thread polls the metadata service, so that a service that does not respond does not block
+the process.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _num_records(report: AnyReport) -> int:
 
 @dataclass
 class TrainerStatus:
-    """Track what a restarted coordinator must know of a trainer, from the messages that pass."""
+    """State of a trainer for a restarted coordinator, tracked from the messages both ways."""
 
     started_at: float
     """In seconds since the epoch: another process reads it."""

@@ -43,13 +43,13 @@ ADMISSION_GRACE_S = 1.0
 """Seconds that warm newcomers wait for others that still warm up: one change admits all of them."""
 
 MAX_FAULTS = 3
-"""Faults in a row in the same place (before the first step, or in one step) that fail the job: the
-notebook's code is at fault, not a machine."""
+"""Consecutive faults in the same place (before the first step, or in one step) that fail the job:
+then the notebook's code is at fault, not a machine."""
 
 GUARDED_S = 600.0
-"""Seconds after a failed attempt to form in which the ranks accept only connections that they have
-announced to each other. This costs a few milliseconds per generation, and lets a job form while
-other processes connect to its ports."""
+"""Seconds after a failed attempt to form during which ranks accept only announced connections. This
+costs a few milliseconds per generation, and lets a job form although other processes connect to its
+ports."""
 
 
 def advance(turn: Turn) -> None:
@@ -160,8 +160,8 @@ def _newcomers(state: JobState) -> list[Member]:
 
 def _settle(turn: Turn) -> None:
     """Form the next generation, wait, or end the job. Called while no rank steps."""
-    # In this order: the loss of a step may fail or pause the job and is no undone step; an undone
-    # step is judged while all survivors are members; a failed form may fail the job.
+    # The order matters: a non-finite loss removes its step from the undone ones, and may fail or
+    # pause the job; undone steps need the survivors as members; a failed form may fail the job.
     _settle_nan_loss(turn)
     publish_undone(turn)
     count_failed_form(turn)

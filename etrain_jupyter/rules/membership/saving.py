@@ -1,7 +1,7 @@
 """Wait for checkpoints: before the last holder of the newest state leaves, or at the end.
 
-One holder of the newest state at a time is ordered to write it. If it fails, the next holder is;
-if all fail, they retry after a while, because a full disk or an unreachable store may recover.
+The holders of the newest state try to write it, one after another. If all fail, they retry after a
+delay, because a full disk or an unreachable store may recover.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from etrain_jupyter.rules.membership.membership import Finishing, JobState, Memb
 from etrain_jupyter.rules.membership.turn import Turn, end_job, newest_step
 
 SAVE_WAITS_S = (5.0, 10.0, 20.0)
-"""Seconds until the next round after a round in which no holder could write the checkpoint: the
-first, the second, and all later ones. At the end of a job there is one retry per entry, and then
-the job ends without the checkpoint."""
+"""Delays in seconds after the first, the second and each later round in which no holder could write
+the checkpoint. At its end, a job has one retry per entry, and then ends without the checkpoint."""
 
 FORGET_SAVES = 0.8
 """Factor by which each faster checkpoint lowers the known duration of a checkpoint."""
@@ -44,7 +43,7 @@ def saver_of(state: JobState) -> Member | None:
 
 
 def save_newest(turn: Turn) -> None:
-    """Order one holder of the newest state to save it, unless one does or a retry is not due."""
+    """Order one holder of the newest state to save it, unless one does already or must wait."""
     # One round over three holders of the newest state, and the next one:
     #
     #   w1 fails -> w2 fails -> w3 fails | wait 5 s | w1 ... succeeds: ``Saving()``

@@ -1,4 +1,4 @@
-"""Detect supervisors without heartbeats, not counting time in which none could be received."""
+"""Detect supervisors whose heartbeats time out, not counting suspensions of the coordinator."""
 
 from __future__ import annotations
 

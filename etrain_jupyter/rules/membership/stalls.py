@@ -2,10 +2,9 @@
 
 All ranks start the same collectives in the same order. So when no rank makes progress, the others
 wait for the rank that has started the fewest. A process that is stopped, or in which one thread
-holds the GIL, may have started as many as the others; its pulse identifies it. Only the straggler
-is killed. If there is no clear straggler, the connections may be the cause: the generation is
-aborted and the next one formed. The hung rank is then the one that does not report, which
-identifies it.
+holds the GIL, may have started as many as the others; the age of its pulse identifies it. Only the
+straggler is killed. Without a clear straggler, the connections may be the cause: the generation is
+aborted, and the next one forms. If a rank does hang, it is then the one that does not report.
 
 ========================================  ========================================================
 no progress for ``patience_s`` and ...    action

@@ -1,14 +1,13 @@
-"""Estimate the gain of AdaScale: how many base steps a larger batch is worth.
+"""Estimate the gain of AdaScale: the number of base steps that a larger batch is worth.
 
 A batch that is ``S`` times as large is worth up to ``S`` steps of the base batch if the gradient is
-mostly noise, and hardly more than one if it is not. The gain is that number of steps, and scales
-the learning rate: at most linearly, and less where the gradients have little noise.
+mostly noise, and hardly more than one if it is not. This gain is the factor of the learning rate.
 
 Source: Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML
 2020. With ``v`` the variance of one worker's mean gradient (summed over its components) and ``q``
 the square norm of the true gradient, the gain of ``W`` workers over ``b`` is
-``(v / b + q) / (v / W + q)``. Both are estimated in each step, without a bias, from what the ranks'
-own gradients and their mean have as square norms, and averaged over recent steps.
+``(v / b + q) / (v / W + q)``. Each step gives an unbiased estimate of both, from the square norms
+of the ranks' gradients and of their mean; the estimates are averaged over recent steps.
 """
 
 from __future__ import annotations

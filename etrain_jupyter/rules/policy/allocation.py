@@ -1,4 +1,4 @@
-"""Allocate workers to jobs: first the minimum of each job, then the rest in order."""
+"""Allocate workers to jobs: first the minimum of each job, then up to its maximum."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Claim:
 def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Share ``workers`` among jobs.
 
-    Each job is brought to its minimum in order of submission, then to its maximum, again in that
-    order. A job keeps its workers as long as its share allows, so that no worker moves without
-    need.
+    In order of submission, each job gets its minimum, and then, in the same order, up to its
+    maximum. A job keeps its workers as far as its share allows, so that workers move only if they
+    have to.
 
     Args:
-        claims: One a job, in order of submission.
+        claims: One per job, in order of submission.
         workers: Names of all workers that may be used.
 
     Returns:
-        Job id to its workers; every worker is in at most one job. A job may get fewer than its
-        share if other jobs hold the only workers that can run it.
+        Workers by job id; every worker is in at most one job. A job may get fewer than its share
+        if other jobs hold the only workers that can run it.
 
     >>> allocate([Claim(job_id="a", min_workers=1, max_workers=4, held=("w1", "w2")),
     ...           Claim(job_id="b", min_workers=1, max_workers=2)], ["w1", "w2"])

@@ -1,7 +1,4 @@
-"""Choose the backend that sums a generation's gradients: NCCL or gloo.
-
-Also format the message for users: the error of NCCL, and what usually fixes it.
-"""
+"""Choose the backend that sums the gradients, NCCL or gloo, and explain NCCL's errors."""
 
 from __future__ import annotations
 
@@ -51,12 +48,10 @@ _REMEDIES = (
 
 
 def choose_backend(devices: Sequence[tuple[str, str]]) -> str:
-    """Return ``nccl`` if every rank has a GPU of its own, else ``gloo``.
-
-    NCCL rejects two ranks on one GPU, and does not support CPUs.
+    """Return ``nccl`` if no two ranks share a GPU and none trains on a CPU, else ``gloo``.
 
     Args:
-        devices: Of each rank, the device as torch names it and the GPU's identifier, empty if
+        devices: For each rank, the device as torch names it and the GPU's identifier, empty if
             unknown.
 
     >>> choose_backend([("cuda:0", "GPU-1f"), ("cuda:0", "GPU-2e")])
@@ -73,7 +68,7 @@ def why_no_nccl(devices: Sequence[tuple[str, str, str]]) -> str:
     """Explain why NCCL cannot connect these ranks; empty if it can.
 
     Args:
-        devices: Of each rank, its worker, and the device and GPU as in ``choose_backend``.
+        devices: For each rank, its worker, and the device and GPU as in ``choose_backend``.
 
     >>> why_no_nccl([("w1", "cuda:0", "GPU-1f"), ("w2", "cpu", "")])
     'w2 trains on cpu'
@@ -113,7 +108,7 @@ def shorten_message(text: str) -> str:
 
 
 def remedy_for(text: str) -> str:
-    """Return what usually fixes an error of NCCL with this message.
+    """Return the usual fix for an error of NCCL with this message.
 
     >>> remedy_for("Bootstrap : no socket interface found").partition(" in ")[0]
     'set NCCL_SOCKET_IFNAME'

@@ -30,7 +30,7 @@ class Chaos:
         mode: One of ``MODES``; ``mix`` draws a kind for each fault.
         seed: The same seed, with the same workers at the same times, gives the same faults.
         now: Start time.
-        duration_s: Duration in seconds; None until the job ends.
+        duration_s: Seconds after which no more faults are due; None for the whole job.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Choose the interval of ``checkpoint.every: auto`` from the cost and the benefit of a checkpoint.
 
-A checkpoint is needed when no trainer holds the state; while one rank survives, it has the weights,
-and no checkpoint is read. So the relevant rate is not that of lost workers but that of losing all
-holders before a replacement has the state, or of the user continuing elsewhere. That rate and the
-measured cost of a checkpoint give the interval that wastes the least time.
+While one rank survives, it has the weights, and no checkpoint is read. So the rate that matters is
+not that of lost workers, but that of losing all ranks before a replacement has the state, or of
+resuming on another cluster. This rate and the measured cost of a checkpoint give the interval that
+wastes the least time.
 
 Sources:
     J. W. Young, A first order approximation to the optimum checkpoint interval, Communications of
@@ -96,10 +96,10 @@ def worker_loss_rate(seen: Interruptions) -> float:
 def total_loss_rate(seen: Interruptions) -> float:
     """Return the expected rate of losing all holders of the state, per second.
 
-    Three ways: one event takes all at once, as observed or according to the prior; one loss takes
-    the others along; or all are lost one by one, each before another one has been replaced. The
-    last is the rate at which ``n`` units with independent failures and repairs are down together:
-    ``n / r * (x / (1 + x)) ** n``, where ``x`` is the rate times the time ``r`` of a repair.
+    The sum of three rates: one event takes all at once (observed, and a prior); one loss takes the
+    others along; all are lost one by one, before the first has been replaced. The last is the rate
+    at which ``n`` units with independent failures and repairs are down together:
+    ``n / r * (x / (1 + x)) ** n``, where ``x`` is the failure rate times the repair time ``r``.
 
     >>> alone, four = (total_loss_rate(Interruptions(num_holders=n)) for n in (1, 4))
     >>> round(alone * 24 * 3600, 2), round(four * 24 * 3600, 2)  # a day

@@ -1,7 +1,7 @@
 """Track the best evaluations and decide on early stopping.
 
-Every rank evaluates the same numbers, which all ranks have summed, so all come to the same
-decision. A value that is not finite is never better than another one.
+All ranks get the same sums, so each of them comes to the same decision without communication. A
+value that is not finite is never better than another one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def add_evaluation(
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """How a metric has developed over the evaluations so far."""
+    """Best and newest evaluation of a metric, for early stopping."""
 
     best: float | None = None
     """None before the first finite one."""

@@ -1,8 +1,8 @@
-"""Split the cost of a cluster's nodes among its jobs. Pure.
+"""Split the cost of a cluster's nodes among its jobs.
 
 While workers of a node are ranks of jobs, these jobs pay for it. While it boots, warms up, drains
-or waits for its termination, the active jobs share its cost, which counts as wasted once they have
-trained. A refund by EC2 goes back to the jobs that paid.
+or waits for its termination, all active jobs share its cost; for a job that has trained before,
+this share counts as wasted. A refund by EC2 goes to the jobs that paid.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Spent(Protocol):
 
     @property
     def on_demand_usd(self) -> float:
-        """What the same hours would have cost without spot prices."""
+        """Cost of the same hours at on-demand prices."""
         ...
 
 
@@ -43,9 +43,9 @@ class RunningCost:
 
     spent_usd: float = 0.0
     on_demand_usd: float = 0.0
-    """What the same hours would have cost without spot prices."""
+    """Cost of the same hours at on-demand prices."""
     wasted_usd: float = 0.0
-    """The part of ``spent_usd`` in which its nodes did not train, after it had trained first."""
+    """Part of ``spent_usd`` for times after its first step in which a node did not train."""
 
     def plus(self, other: RunningCost) -> RunningCost:
         """Return the sum."""
@@ -99,7 +99,7 @@ class JobCosts:
     ) -> None:
         """Share the cost since the last update among jobs.
 
-        The first update only sets the baseline: that cost is from another scheduler.
+        The first update only sets the baseline: a previous scheduler has shared that cost.
 
         Args:
             nodes: All nodes, present and past.

@@ -1,7 +1,7 @@
 """Fold a job's checkpoints and interruptions from its log, for ``checkpoint_interval``.
 
-Only from events: the coordinator that resumes a job knows what the previous one knew, and nothing
-is lost with rank 0.
+It uses only events, so a coordinator that resumes a job gets the same result as the previous one,
+and the death of rank 0 loses nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Evidence:
 
         Args:
             event: The event.
-            at: Its time by the clock of ``review``. None uses the event's wall time, for a log that
-                is read: ``shift`` then converts all of it to that clock.
+            at: Its time by the clock of ``review``. None for an event of an old log: its wall time
+                counts, and ``shift`` converts all instants afterwards.
         """
         at = event.time if at is None else at
         match event:

@@ -115,7 +115,7 @@ def share_samples(count: int, world_size: int) -> tuple[int, ...]:
 
 
 def share_range(num_samples: int, rank: int, world_size: int) -> range:
-    """Return the indices that ``rank`` evaluates: contiguous, and each sample on exactly one rank.
+    """Return the contiguous indices that ``rank`` evaluates; each sample is on exactly one rank.
 
     >>> [share_range(7, rank, 3) for rank in range(3)]
     [range(0, 3), range(3, 5), range(5, 7)]

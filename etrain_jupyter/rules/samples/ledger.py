@@ -4,9 +4,9 @@ The order of an epoch is a pure function of ``(seed, epoch, num_samples)``, and 
 advances one cursor over it. It does not depend on the world size, so no history of joins and losses
 can lose or repeat a sample, and the durable log alone proves which samples were trained.
 
-Everything here must give the same numbers for ever: a job resumed by a later version continues in
-the order of the earlier one. So the hash is our own and not ``numpy.random``, whose shuffles
-may change between versions. It is SplitMix64: Guy L. Steele Jr., Doug Lea, Christine H. Flood,
+No version may change the numbers of this module: a job that a later version resumes continues in
+the same order. So it has its own hash instead of ``numpy.random``, whose shuffles may change
+between versions. The hash is SplitMix64: Guy L. Steele Jr., Doug Lea, Christine H. Flood,
 "Fast splittable pseudorandom number generators", OOPSLA 2014, as in their public
 ``splitmix64.c`` (whose constants are David Stafford's "Mix13").
 """
@@ -80,7 +80,8 @@ def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]
         num_samples: Length of the training set.
 
     Returns:
-        A permutation of ``range(num_samples)``, shape ``(num_samples,)``, the same for ever.
+        A permutation of ``range(num_samples)``, shape ``(num_samples,)``; every version returns the
+        same one.
 
     >>> epoch_order(seed=0, epoch=0, num_samples=8).tolist()
     [0, 7, 2, 5, 4, 6, 3, 1]
