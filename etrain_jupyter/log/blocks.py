@@ -12,6 +12,7 @@ import bisect
 import dataclasses
 import functools
 import json
+import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from etrain_jupyter.log.events import Event, StepCompleted, event_from_dict
 Column: TypeAlias = NDArray[Any]
 
 # Fields of a step that are not columns: the block has one job, places and metric columns.
-_APART = frozenset({"job_id", "seq", "metrics"})
+_NOT_COLUMNS = frozenset({"job_id", "seq", "metrics"})
 
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "bool": np.bool_}
 _INT_TYPES = (np.int8, np.int16, np.int32, np.int64)
@@ -44,7 +45,7 @@ def step_columns() -> dict[str, type]:
     """Return the fields of a step that are columns, with their types."""
     types = {"int": int, "float": float, "bool": bool}
     fields = dataclasses.fields(StepCompleted)
-    return {f.name: types[str(f.type)] for f in fields if f.name not in _APART}
+    return {f.name: types[str(f.type)] for f in fields if f.name not in _NOT_COLUMNS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,7 +432,7 @@ class Events(Sequence[Event]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str | bytes):
             return NotImplemented
-        return len(self) == len(other) and all(map(_equal, self, other))
+        return len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # it grows
 
@@ -444,7 +445,3 @@ def runs_of(events: Any) -> Iterator[Event | StepRun]:
 def _is_dense(events: Sequence[Event]) -> bool:
     first = events[0].seq
     return first > 0 and all(event.seq == first + i for i, event in enumerate(events))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(one == other)

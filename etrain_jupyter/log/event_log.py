@@ -71,7 +71,7 @@ _LONGEST_LINE = 64 * 1024 * 1024
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 # Exceptions of parsing something that is not an event.
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -149,7 +149,7 @@ class EventLog:
                 self.sync()
         except OSError:
             # Half a line would corrupt the next one, and lines whose sync failed are not durable.
-            self._cut(size)
+            self._truncate(size)
             raise
         self._last_seq += len(numbered)
         return numbered
@@ -180,7 +180,7 @@ class EventLog:
         self._size += len(data)
         self._is_synced = False
 
-    def _cut(self, size: int) -> None:
+    def _truncate(self, size: int) -> None:
         self._size, self._is_torn = size, True
         with contextlib.suppress(OSError):  # the next write retries
             os.ftruncate(self._file, size)
@@ -278,7 +278,9 @@ def _read_lines(file: BinaryIO, limit: float, path: Path) -> bytes:
         limit -= num_lines
         length = length + len(piece) if not num_lines else 0  # bytes since the last piece with one
         if length > _LONGEST_LINE:
-            raise EtrainError(f"{path} is not the log of a job: it has a line without an end.")
+            raise EtrainError(
+                f"{path} is not the log of a job: it has a line of over {_LONGEST_LINE >> 20} MiB."
+            )
     return b"".join(pieces)
 
 
@@ -315,7 +317,7 @@ def _parse_chunk(lines: list[bytes], path: Path, first_line: int) -> list[Event]
         dicts = json.loads(b"[" + b",".join(lines) + b"]")
         if len(dicts) == len(lines):  # a damaged line may parse as two items
             return [event_from_dict(data) for data in dicts]
-    except _DAMAGE:
+    except _PARSE_ERRORS:
         pass  # Something in it is damaged: parse line by line to find it.
     return [_parse_line(line, path, n) for n, line in enumerate(lines, start=first_line)]
 
@@ -323,10 +325,10 @@ def _parse_chunk(lines: list[bytes], path: Path, first_line: int) -> list[Event]
 def _parse_line(line: bytes, path: Path, number: int) -> Event:
     try:
         return event_from_dict(json.loads(line))
-    except _DAMAGE as exc:
+    except _PARSE_ERRORS as exc:
         raise EtrainError(
             f"Line {number} of {path} is not an event: {line[:80]!r} ({exc}). "
-            f"The {number - 1} before it are whole; remove the rest of the file to read them."
+            f"The {number - 1} lines before it are intact. To read them, remove the rest of it."
         ) from exc
 
 
@@ -340,7 +342,7 @@ def _lock(file: int, path: Path) -> None:
             return  # A file system without locks; the generation numbers still fence.
         raise EtrainError(
             f"{path} is being written by another process: the job's coordinator still runs. "
-            "Nothing was written. Look for it with %etrain ls."
+            "Nothing was written. Run %etrain ls to find its cluster."
         ) from exc
 
 
@@ -373,7 +375,7 @@ def _cut_torn_tail(file: int, path: Path) -> tuple[int, int]:
 def _seq_of(line: bytes) -> int:
     try:
         return event_from_dict(json.loads(line)).seq
-    except _DAMAGE:
+    except _PARSE_ERRORS:
         return 0  # not an event
 
 

@@ -36,7 +36,9 @@ EVENTS_PER_SEGMENT = 20_000
 """The end of a log without a segment is shorter than this: a few tenths of a second to read."""
 FORMAT = 1
 _READ_EVENTS = 5_000
-_LEFT_AFTER_S = 3600.0  # an unfinished segment of this age is abandoned: writing one takes a second
+_ABANDONED_AFTER_S = (
+    3600.0  # an unfinished segment of this age is abandoned: writing one takes a second
+)
 # Exceptions of opening and reading a damaged segment.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, IndexError),
@@ -95,7 +97,7 @@ def finished_segments(
         # By name, without listing the folder: later segments are of no use after a missing one.
         path = segments_of(log_path) / _name_of(first + 1)
         try:
-            with _opened(path) as file:
+            with _open_segment(path) as file:
                 place = _place_in(file, first + 1)
                 if place.begin != end or not _is_in_log(place, log_path):
                     return
@@ -147,19 +149,19 @@ def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
 def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]) -> None:
     # write under a hidden name -> fsync -> read back and compare -> rename -> fsync the folder
     #
-    # Killed before the rename: the hidden file stays until ``_tidy``. Two processes at once write
-    # the same events, so it does not matter whose rename is last.
+    # Killed before the rename: the hidden file stays until ``_remove_abandoned``. Two processes at
+    # once write the same events, so it does not matter whose rename is last.
     path.parent.mkdir(exist_ok=True)
-    _tidy(path.parent)
+    _remove_abandoned(path.parent)
     hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
     try:
         with hidden.open("wb") as file:
             np.savez(file, **_arrays_of(block, place))
             file.flush()
             os.fsync(file.fileno())
-        with _opened(hidden) as written:
+        with _open_segment(hidden) as written:
             is_same = _place_in(written, block.first_seq) == place
-            if not is_same or not _holds(_block_in(written), events):
+            if not is_same or not _reproduces(_block_in(written), events):
                 raise EtrainError(
                     f"{path} would not reproduce its lines, so it was not written. "
                     "The log is complete without it."
@@ -170,16 +172,16 @@ def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]
         hidden.unlink(missing_ok=True)
 
 
-def _tidy(folder: Path) -> None:
+def _remove_abandoned(folder: Path) -> None:
     # Files of writers that were killed. Young ones may belong to a running process.
     for left in folder.glob(".*.tmp"):
         with contextlib.suppress(FileNotFoundError):  # another process tidies, too
-            if time.time() - left.stat().st_mtime > _LEFT_AFTER_S:
+            if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
                 left.unlink()
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_segment(path: Path) -> Iterator[Any]:
     # Opened here, because numpy would leave an invalid file open. Never unpickle: a log may come
     # from any user.
     with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
@@ -189,7 +191,7 @@ def _opened(path: Path) -> Iterator[Any]:
         yield arrays
 
 
-def _holds(block: Block, events: list[Event]) -> bool:
+def _reproduces(block: Block, events: list[Event]) -> bool:
     # Compared by ``repr``, because NaN is not equal to itself.
     pairs = zip(block.events(), events, strict=True)
     return block.num_events == len(events) and all(repr(one) == repr(two) for one, two in pairs)
@@ -249,7 +251,7 @@ def _block_in(file: Any) -> Block:
 def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
     # The last line stands for all of them, because the log is only ever appended to.
     with open_regular(log_path) as file:
-        start = max(0, place.begin, place.end - _LONGEST_LOOK)
+        start = max(0, place.begin, place.end - _MAX_TAIL_BYTES)
         file.seek(start)
         data = file.read(place.end - start)
     if len(data) < place.end - start or not data.endswith(b"\n"):
@@ -259,7 +261,7 @@ def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
 
 
 # Bytes to search for the last line. If it is longer, for example a traceback, the lines are read.
-_LONGEST_LOOK = 4 * 1024 * 1024
+_MAX_TAIL_BYTES = 4 * 1024 * 1024
 
 
 def _name_of(first_seq: int) -> str:

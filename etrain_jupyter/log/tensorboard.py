@@ -38,7 +38,7 @@ POLL_S = 1.0
 """Interval in seconds for reading new events."""
 LINGER_S = 2.0
 """Seconds to wait after the job's end for late messages of its workers."""
-_PIECE = 5_000
+_READ_EVENTS = 5_000
 PHASES = ("data_s", "compute_s", "communication_s", "optimizer_s")
 
 
@@ -82,21 +82,21 @@ class TensorBoardFiles:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        _make_room(folder)
+        _remove_old_files(folder)
         self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
         self._step = 0  # the newest step in this file
         # A TensorBoard that is open now must also forget what the previous writer wrote.
-        self._forget_from(0, time.time())
+        self._drop_from(0, time.time())
 
     def add(self, events: Iterable[Event]) -> None:
         """Write the scalars of events."""
         for event in events:
             if isinstance(event, JobRestored):
-                self._forget_from(event.step + 1, event.time)
+                self._drop_from(event.step + 1, event.time)
                 self._step = event.step
             elif isinstance(event, StepCompleted):
                 if event.step <= self._step:  # the log goes back without a restore
-                    self._forget_from(event.step, event.time)
+                    self._drop_from(event.step, event.time)
                 self._step = event.step
                 self._write(event)
             elif isinstance(event, EvalCompleted):
@@ -116,7 +116,7 @@ class TensorBoardFiles:
         values = [Summary.Value(tag=t, simple_value=v) for t, v in scalars_of(event).items()]
         self._add(event.step, event.time, summary=Summary(value=values))
 
-    def _forget_from(self, step: int, at: float) -> None:
+    def _drop_from(self, step: int, at: float) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._add(step, at, session_log=SessionLog(status=SessionLog.START))
@@ -127,7 +127,7 @@ class TensorBoardFiles:
         self._writer.add_event(Record(step=step, wall_time=at, **content))
 
 
-def _make_room(folder: Path) -> None:
+def _remove_old_files(folder: Path) -> None:
     # TensorBoard reads files in the order of their names, which begin with the second of their
     # creation. It stops if the file that it is reading is gone, so the newest one stays; and our
     # file must be of a later second.
@@ -152,7 +152,7 @@ def convert(log_path: Path, folder: Path) -> None:
     """Write the event files of a log in its current state."""
     files = TensorBoardFiles(folder)
     reader = LogReader(log_path)
-    while news := reader.read(_PIECE):
+    while news := reader.read(_READ_EVENTS):
         files.add(news)
     files.close()
 
@@ -165,7 +165,7 @@ def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
     while True:
         # Decided before the read, so that what was written before the end is read once more.
         is_last = not is_wanted() or time.monotonic() > ends_at
-        while news := reader.read(_PIECE):
+        while news := reader.read(_READ_EVENTS):
             files.add(news)
             ends_at = _when_to_end(news, ends_at)
         files.flush()
@@ -213,7 +213,7 @@ def follow_elsewhere(
             return
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
-            on_failure(last[0] if last else f"it ended with status {done.returncode}")
+            on_failure(last[0] if last else f"its process exited with code {done.returncode}")
 
     name = f"etrain-tensorboard-{log_path.parent.name}"
     thread = threading.Thread(target=wait, name=name, daemon=True)

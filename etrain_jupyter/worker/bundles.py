@@ -79,7 +79,7 @@ class MachineBundles:
         if _size_of(shared) == bundle.size:
             return shared  # the trainer checks the digest when it opens the file
         if not _DIGEST.fullmatch(digest):  # it becomes a file name
-            raise BundleFetchError(f"{digest!r} is no SHA-256")
+            raise BundleFetchError(f"{digest!r} is not a SHA-256 digest")
         path = self._folder / digest
         async with self._getting:
             if digest not in self._locks:
@@ -153,7 +153,8 @@ class MachineBundles:
                     offset += len(data)
             if digest.hexdigest() != path.name:
                 raise BundleFetchError(
-                    f"the {offset} bytes that came of bundle {path.name[:12]} are not its {size}"
+                    f"bundle {path.name[:12]} does not match its digest: "
+                    f"received {offset} of {size} bytes"
                 )
             draft.replace(path)
         except OSError as exc:
@@ -164,7 +165,7 @@ class MachineBundles:
     def _not_stored(self, size: int, exc: OSError) -> BundleFetchError:
         return BundleFetchError(
             f"the job's bundle ({size / 2**20:.0f} MB) cannot be stored in {self._folder}: "
-            f"{exc.strerror or exc}. Make room there, or name a function that loads the data on "
+            f"{exc.strerror or exc}. Free space there, or pass a function that loads the data on "
             "the workers"
         )
 

@@ -99,7 +99,7 @@ class Imds:
                 if exc.code == 404:
                     return None  # for example: no notice has been issued
                 if exc.code != 401 or is_last:
-                    raise ImdsError(f"{self._base}/latest/{path} answered {exc.code}") from exc
+                    raise ImdsError(f"{self._base}/latest/{path} returned {exc.code}") from exc
             except (OSError, ValueError) as exc:
                 raise ImdsError(f"{self._base}/latest/{path}: {exc or type(exc).__name__}") from exc
         raise AssertionError("unreachable")
@@ -117,7 +117,7 @@ class Imds:
                 except (OSError, ValueError) as exc:
                     if isinstance(exc, urllib.error.HTTPError):
                         exc.close()
-                    raise ImdsError(f"no token of {self._base}: {exc}") from exc
+                    raise ImdsError(f"no session token from {self._base}: {exc}") from exc
                 self._renew_at = time.monotonic() + TOKEN_S - RENEW_S
             return self._token
 
@@ -134,7 +134,7 @@ class Imds:
         """
         answer = self.ask("dynamic/instance-identity/document")
         if answer is None:
-            raise ImdsError(f"{self._base} has no identity document: this is no EC2 instance")
+            raise ImdsError(f"{self._base} has no identity document: this is not an EC2 instance")
         lifecycle = self.get("meta-data/instance-life-cycle")
         try:
             known: dict[str, Any] = json.loads(answer.text)

@@ -154,7 +154,7 @@ class WorkerLifecycle:
         if worker.status.name in ("closing", "closed", "failed"):
             await worker.finished()
             await self._supervisor.teardown(worker)
-        await worker.close(timeout=CLOSE_S, executor_wait=False, reason="asked to end")
+        await worker.close(timeout=CLOSE_S, executor_wait=False, reason="shutdown requested")
 
     async def _connect_first(self) -> Any | None:
         """Connect to the running scheduler. A remote one may just be restarting, so retry."""
@@ -168,7 +168,7 @@ class WorkerLifecycle:
                     raise
             if self._stop.is_set() or (record := self._finder.look()) is None:
                 return None
-            logger.warning("the scheduler at %s cannot be reached yet", self._address)
+            logger.warning("the scheduler at %s cannot be reached; retrying", self._address)
             self._address, self._num_lives = record.address, record.num_lives
 
     async def _connect(self, timeout_s: int = CONNECT_S) -> Any:
@@ -226,7 +226,7 @@ class WorkerLifecycle:
             await asyncio.sleep(LOOK_EVERY_S)
         if not self._stop.is_set():
             logger.error(
-                "no scheduler came within %g s: this worker ends, with its trainers", limit_s
+                "no scheduler was found within %g s: shutting down with the trainers", limit_s
             )
         return None
 

@@ -92,20 +92,20 @@ class NoticeWatch:
             notice = _read(kind, answer)
             self._note(kind, "")
             self._told[kind] = answer.text  # before the callback: one that raises is not repeated
-            logger.warning("notice of this machine: %s %s", kind, answer.text)
+            logger.warning("notice for this machine: %s %s", kind, answer.text)
             self._on_notice(notice)
         except (ImdsError, ValueError, KeyError, TypeError) as exc:
             self._note(kind, f"{type(exc).__name__}: {exc}")
         except Exception:  # for example of the callback: the watch must continue
-            logger.exception("a notice could not be told")
+            logger.exception("a notice could not be reported")
 
     def _note(self, kind: str, trouble: str) -> None:
         """Log when errors of the service begin, and when they end."""
         before, self._failing[kind] = self._failing.get(kind, ""), trouble
         if trouble and not before:
-            logger.warning("no news of this machine's %s for now: %s", kind, trouble)
+            logger.warning("notices of the kind %s cannot be read; retrying: %s", kind, trouble)
         elif before and not trouble:
-            logger.info("the metadata service tells of this machine's %s again", kind)
+            logger.info("notices of the kind %s can be read again", kind)
 
 
 def _read(kind: str, answer: ImdsResponse) -> Notice:

@@ -143,7 +143,7 @@ class Supervisor(WorkerPlugin):
             self._handle(m.TO_SUPERVISOR.decode(message))
         except Exception:
             # Dask would close the connection, and all trainers would end with it.
-            logger.exception("a message of the coordinator could not be handled")
+            logger.exception("a message from the coordinator could not be handled")
 
     def _handle(self, message: m.ToSupervisor | m.ToTrainer) -> None:
         match message:
@@ -248,7 +248,7 @@ class Supervisor(WorkerPlugin):
         self._statuses.clear()
         self._ending.update(ending)
         for trainer in ending:
-            trainer.kill("its worker was given up")
+            trainer.kill("its worker was declared dead")
         for trainer in ending:
             await trainer.wait()
         self._bundles.release_all()
@@ -266,8 +266,10 @@ class Supervisor(WorkerPlugin):
                 break
             await asyncio.sleep(min(RELEASE_TIMEOUT_S, left_s))
         if trainer.progress() is not None:
-            trainer.log("warning", "it did not end when released: what it was saving is lost")
-        trainer.kill("it did not end when released")
+            trainer.log(
+                "warning", "it did not exit after its release: a checkpoint in progress is lost"
+            )
+        trainer.kill("it did not exit after its release")
 
     async def _launch(self, message: m.LaunchTrainer) -> None:
         """Give a job to the spare, or to a new trainer."""
@@ -317,7 +319,7 @@ class Supervisor(WorkerPlugin):
             except (OSError, TimeoutError) as exc:
                 if time.monotonic() >= deadline:
                     raise BundleFetchError(
-                        f"the scheduler did not send the job's bundle: nothing came for "
+                        f"the scheduler did not send the job's bundle within "
                         f"{FETCH_PATIENCE_S:.0f} s ({type(exc).__name__}: {exc})"
                     ) from exc
             await asyncio.sleep(BEAT_S)
@@ -419,7 +421,7 @@ def _commit_fault(trainer: TrainerProcess, fault: m.InjectFault) -> None:
     if kind == "kill_worker":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "kill":
-        trainer.kill("ended by SIGKILL on purpose")
+        trainer.kill("killed by fault injection (SIGKILL)")
     elif kind in BY_SIGNAL:
         trainer.send_signal(BY_SIGNAL[kind])
     else:

@@ -145,7 +145,7 @@ class TrainerProcess:
         # signal would end the process.
         state = self.process_state()
         if self._page is None or not self._page.has_pulsed() or state == "stopped":
-            text = f"trainer {self.pid} is {state}: what its threads are doing cannot be told"
+            text = f"trainer {self.pid} is {state}: the stacks of its threads cannot be logged"
             self.log("warning", text)
             return
         self.log("warning", STACKS_ASKED)
@@ -173,14 +173,14 @@ class TrainerProcess:
             # Its files were replaced by those of another version while this worker runs.
             logger.error("trainer %d: %s", self.pid, exc)
             self.kill(
-                f"{exc}: etrain-jupyter was updated here while this worker runs. The trainer was "
-                "ended. Restart the workers; a local cluster starts new ones after %etrain down"
+                f"{exc}: etrain-jupyter was updated on this machine while the worker was running. "
+                "The trainer was killed. Restart the worker; for a local cluster, run %etrain down"
             )
         except Exception as exc:
             # Bytes that are not a message, or a defect of this package: there is no way to find the
             # start of the next message.
-            logger.exception("what trainer %d sends cannot be read", self.pid)
-            self.kill(f"what it sends cannot be read: {type(exc).__name__}: {exc}")
+            logger.exception("a message from trainer %d cannot be decoded", self.pid)
+            self.kill(f"its message cannot be decoded: {type(exc).__name__}: {exc}")
         # The channel is closed: the process has exited, or is about to.
         #
         #   channel closed -> exit code -> last printed lines -> TrainerExited, via ``_on_exit``
@@ -230,7 +230,7 @@ class TrainerProcess:
             name = signal.Signals(-code).name
             # Not killed by the supervisor: Linux sends SIGKILL when memory runs out.
             guess = " (out of memory?)" if code == -signal.SIGKILL else ""
-            return f"trainer {self.pid} was ended by {name}{guess}"
+            return f"trainer {self.pid} was killed by {name}{guess}"
         return f"trainer {self.pid} exited with code {code}"
 
     async def _read_lines(self, stream: asyncio.StreamReader, level: str) -> None:
@@ -248,7 +248,7 @@ class TrainerProcess:
             now = time.monotonic()
             if now - window > 1:
                 if left_out:
-                    self.log(level, f"... {left_out} more lines left out")
+                    self.log(level, f"... {left_out} more lines dropped")
                 window, count, left_out = now, 0, 0
             is_free = self._num_free_lines > 0
             if is_free:

@@ -19,7 +19,7 @@ from etrain_jupyter.rules.policy.backend import (
 )
 
 _GLOO_REMEDY = (
-    "Check that the workers reach each other on every TCP port (firewall, security group)"
+    "Check that the workers can connect to each other on every TCP port (firewall, security group)"
 )
 _STRANGER_REMEDY = (
     "Stop that process, or keep other users and machines away from the workers' ports; then resume "
@@ -53,7 +53,7 @@ def count_failed_form(turn: Turn) -> None:
         return
     form_at = turn.now + failed.wait_s  # longer each time; the last failure fails the job
     turn.update_faults(replace(faults, failed_forms=failed, form_at=form_at))
-    turn.log(f"{_what(state)}{_because(failed)}")
+    turn.log(f"{_describe_break(state)}{_describe_cause(failed)}")
     if failed.is_final:
         _fail(turn, failed)
 
@@ -91,7 +91,7 @@ def why_retrying(state: JobState) -> str:
     """Explain why the job waits before it forms the next generation."""
     failed = state.faults.failed_forms
     attempt = f"attempt {failed.num + 1} of {MAX_FAILED_FORMS} follows"
-    return f"{_what(state)}{_because(failed)}; {attempt}"
+    return f"{_describe_break(state)}{_describe_cause(failed)}; {attempt}"
 
 
 def why_not_with_nccl(state: JobState) -> str:
@@ -103,7 +103,7 @@ def why_not_with_nccl(state: JobState) -> str:
     if not why:
         return ""
     return (
-        f"backend: nccl needs a GPU of its own for every worker, but {why}. "
+        f"backend: nccl needs a separate GPU for every worker, but {why}. "
         "Write backend: auto, or use workers with one GPU each"
     )
 
@@ -125,10 +125,10 @@ def _fail(turn: Turn, failed: FailedForms) -> None:
     turn.fail(UserError(error=error, traceback="", workers=workers, step=state.step))
 
 
-def _what(state: JobState) -> str:
+def _describe_break(state: JobState) -> str:
     did = f"broke at step {state.step + 1}" if state.current.is_ready else "did not form"
     return f"generation {state.generation} {did} although no worker was lost"
 
 
-def _because(failed: FailedForms) -> str:
+def _describe_cause(failed: FailedForms) -> str:
     return f" ({failed.error})" if failed.error else ""

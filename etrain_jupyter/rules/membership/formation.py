@@ -88,11 +88,11 @@ def _check_budgets(turn: Turn) -> None:
     if state.ending or faults.last is None:
         return
     if faults.num_warm_ups >= MAX_FAULTS:
-        text = f"{faults.num_warm_ups} trainers in a row ended before they were ready to train"
+        text = f"{faults.num_warm_ups} trainers in a row exited before they were ready to train"
     # A step that was committed since then proves that the code gets past it: it clears this budget.
     elif step == state.step and len(generations) >= MAX_FAULTS:
-        what = "ended a trainer" if faults.last.workers else "did not complete"
-        text = f"step {step + 1} {what} in {len(generations)} generations in a row"
+        did = "lost a trainer" if faults.last.workers else "did not complete"
+        text = f"step {step + 1} {did} in {len(generations)} generations in a row"
     else:
         return
     turn.fail(replace(faults.last, error=f"{text}, {faults.last.error}", step=state.step))

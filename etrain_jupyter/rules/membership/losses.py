@@ -92,8 +92,9 @@ def _back_off(turn: Turn, member: Member) -> None:
     turn.update_faults(replace(faults, health={**known, member.worker: health}))
     wait_s = health.retry_at - turn.now
     if wait_s > 0:
-        times = "once" if health.num_faults == 1 else f"{health.num_faults} times in a row"
-        turn.log(f"{member.worker}: its trainer ended {times}; the next starts in {wait_s:.0f} s")
+        times = "" if health.num_faults == 1 else f" {health.num_faults} times in a row"
+        what = f"its trainer exited{times}; the next one starts in {wait_s:.0f} s"
+        turn.log(f"{member.worker}: {what}")
 
 
 def _lose(turn: Turn, member: Member, cause: str, detected_s: float) -> None:

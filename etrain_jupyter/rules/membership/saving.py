@@ -18,7 +18,7 @@ SAVE_WAITS_S = (5.0, 10.0, 20.0)
 """Delays in seconds after the first, the second and each later round in which no holder could write
 the checkpoint. At its end, a job has one retry per entry, and then ends without the checkpoint."""
 
-FORGET_SAVES = 0.8
+SAVE_TIME_DECAY = 0.8
 """Factor by which each faster checkpoint lowers the known duration of a checkpoint."""
 
 
@@ -57,10 +57,10 @@ def save_newest(turn: Turn) -> None:
         turn.update_saving(replace(state.saving, trainer=able[0].trainer, since=turn.now))
         turn.do(SaveCheckpoint(trainer=able[0].trainer))
     elif holders:
-        _wait_for_the_store(turn)
+        _delay_next_round(turn)
 
 
-def _wait_for_the_store(turn: Turn) -> None:
+def _delay_next_round(turn: Turn) -> None:
     saving = turn.state.saving
     wait_s = SAVE_WAITS_S[min(saving.num_rounds, len(SAVE_WAITS_S) - 1)]
     retry_at, num_rounds = turn.now + wait_s, saving.num_rounds + 1
@@ -79,7 +79,7 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
             # A slow checkpoint raises the estimate immediately; faster ones lower it gradually,
             # because a deadline that is missed costs more than one that is early.
             timings = turn.state.timings
-            save_s = max(saved.duration_s, timings.save_s * FORGET_SAVES)
+            save_s = max(saved.duration_s, timings.save_s * SAVE_TIME_DECAY)
             turn.update_timings(replace(timings, save_s=save_s))
     saver = saver_of(turn.state)
     if saver is None or saved.trainer not in ("", saver.trainer):
@@ -130,7 +130,7 @@ def close_job(turn: Turn) -> None:
 def _describe_loss(state: JobState) -> str:
     durable = f"the newest checkpoint is of step {state.saved_step}"
     if state.saved_step < 0:
-        durable = "there is no other checkpoint"
+        durable = "there is no earlier checkpoint"
     error = state.saving.error or "all workers that held its state were lost"
     return (
         f"trained to step {state.step}, but the last checkpoint could not be written "

@@ -42,7 +42,7 @@ FROZEN_S = 3.0
 """A running process pulses four times a second; without a pulse for this many seconds it is
 frozen."""
 
-NEWS_S = 5.0
+MAX_REPORT_AGE_S = 5.0
 """If a trainer's last report is older than this many seconds, its state is unknown."""
 
 KILL_PATIENCE_S = 10.0
@@ -106,7 +106,7 @@ def _check_generation(turn: Turn) -> None:
     ranked = state.in_phase("ranked")
     quiet_s = turn.now - _moved_at(state, ranked)
     # Without news of a rank, its supervisor is the problem: ``silence`` evicts that worker.
-    if not ranked or quiet_s <= patience_s(state) or not _have_news(turn, ranked):
+    if not ranked or quiet_s <= patience_s(state) or not _have_fresh_reports(turn, ranked):
         return
     # last progress of any rank                    now
     #  |----------------- quiet_s ------------------|
@@ -185,8 +185,8 @@ def _moved_at(state: JobState, ranked: list[Member]) -> float:
     return max([state.since, *moves, *reports])
 
 
-def _have_news(turn: Turn, members: list[Member]) -> bool:
-    return all(m.signs and turn.now - m.signs.heard_at <= NEWS_S for m in members)
+def _have_fresh_reports(turn: Turn, members: list[Member]) -> bool:
+    return all(m.signs and turn.now - m.signs.heard_at <= MAX_REPORT_AGE_S for m in members)
 
 
 def _restart_generation(turn: Turn, quiet_s: float) -> None:
@@ -227,7 +227,7 @@ def _check_saver(turn: Turn) -> None:
     if saver is None:
         return
     quiet_s = turn.now - _moved_at(replace(state, members={}, since=state.saving.since), [saver])
-    if quiet_s > RESTORE_PATIENCE * state.hang_s and _have_news(turn, [saver]):
+    if quiet_s > RESTORE_PATIENCE * state.hang_s and _have_fresh_reports(turn, [saver]):
         _kill(turn, saver, f"no progress for {quiet_s:.0f} s while saving step {state.step}")
 
 

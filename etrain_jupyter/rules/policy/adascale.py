@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-FORGETFUL_OVER = 1000.0
-"""Each step of ``W`` workers has the weight ``W / FORGETFUL_OVER`` in the running means."""
+AVERAGING_WINDOW = 1000.0
+"""Each step of ``W`` workers has the weight ``W / AVERAGING_WINDOW`` in the running means."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class GradientNoise:
         square_norm = square_of_mean - variance / world_size
         count = self.num_estimates + 1
         # A plain mean at first, then an exponential one. Larger steps measure better: weight ~ W.
-        weight = max(1.0 / count, min(1.0, world_size / FORGETFUL_OVER))
+        weight = max(1.0 / count, min(1.0, world_size / AVERAGING_WINDOW))
         return type(self)(
             variance=self.variance + weight * (variance - self.variance),
             square_norm=self.square_norm + weight * (square_norm - self.square_norm),

@@ -9,7 +9,7 @@ AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 MAX_MESSAGE_CHARS = 300
 """Length of NCCL's message in a status; the log has the whole text."""
 
-_UNKNOWN_REMEDY = "NCCL_DEBUG=INFO in the workers' environment logs what NCCL does"
+_UNKNOWN_REMEDY = "set NCCL_DEBUG=INFO in the workers' environment, and read NCCL's log there"
 
 # Specific causes first: many messages also have a general word like "socket".
 _REMEDIES = (
@@ -20,7 +20,7 @@ _REMEDIES = (
     ),
     (
         ("duplicate gpu", "invalid usage"),
-        "NCCL needs a GPU of its own for every rank: check CUDA_VISIBLE_DEVICES of the workers",
+        "give every rank a separate GPU: check CUDA_VISIBLE_DEVICES of the workers",
     ),
     (
         ("driver version", "cuda driver", "cudadriver"),

@@ -25,9 +25,9 @@ FIRST_S = 10.0
 SHORTEST_S, LONGEST_S = 10.0, 600.0
 """Bounds in seconds: below the first, checkpoints follow each other needlessly; the second limits
 the lost work of a user who continues elsewhere."""
-MOST_COST = 0.01
+MAX_COST_SHARE = 0.01
 """Maximum share of the time; takes precedence over the bounds above."""
-MOST_WRITING = 0.5
+MAX_WRITING_SHARE = 0.5
 """Maximum share of the time in which a slow store is written to."""
 
 PRIOR_WORKER_S = 24 * 3600.0
@@ -35,12 +35,12 @@ PRIOR_WORKER_S = 24 * 3600.0
 PRIOR_JOB_S = 24 * 3600.0
 """Prior: one loss of everything at once (a machine, the cluster, the session) per this many seconds
 of a job."""
-TOGETHER = 0.1
+COMMON_LOSS_SHARE = 0.1
 """Share of single losses that take all other workers along: a spot market may interrupt a whole
 zone. A tenth is the usual estimate without data; see Fleming."""
-REPLACED_S = 120.0
+REPLACEMENT_S = 120.0
 """Seconds until another worker has the state of a lost one."""
-MATERIAL = 1.25
+MIN_CHANGE_FACTOR = 1.25
 """A new interval takes effect, and is logged, if it differs by this factor."""
 
 
@@ -107,9 +107,13 @@ def total_loss_rate(seen: Interruptions) -> float:
     """
     rate, num = worker_loss_rate(seen), max(1, seen.num_holders)
     at_once = (1 + seen.num_all_lost) / (PRIOR_JOB_S + seen.job_s)  # the prior is one loss, again
-    share = rate * REPLACED_S / (1 + rate * REPLACED_S)  # of the time, in which a worker is away
-    one_by_one = num / REPLACED_S * share**num
-    together = TOGETHER * num * rate if num > 1 else 0.0  # with one holder: the same as one by one
+    share = (
+        rate * REPLACEMENT_S / (1 + rate * REPLACEMENT_S)
+    )  # of the time, in which a worker is away
+    one_by_one = num / REPLACEMENT_S * share**num
+    together = (
+        COMMON_LOSS_SHARE * num * rate if num > 1 else 0.0
+    )  # with one holder: the same as one by one
     return at_once + together + one_by_one
 
 
@@ -145,8 +149,8 @@ def choose_interval(costs: Costs, seen: Interruptions) -> Choice:
     # although their interval then exceeds ``LONGEST_S``. The largest bound applies, and is named.
     least = {
         "shortest": SHORTEST_S,
-        "writing": costs.duration_s / MOST_WRITING,
-        "cost": costs.cost_s / MOST_COST,
+        "writing": costs.duration_s / MAX_WRITING_SHARE,
+        "cost": costs.cost_s / MAX_COST_SHARE,
     }
     for name, least_s in least.items():
         if least_s > optimum_s:
@@ -161,14 +165,14 @@ def is_material(new: Choice, old: Choice | None) -> bool:
     if old is None:
         return True
     shorter, longer = sorted((new.interval_s, old.interval_s))
-    return longer >= MATERIAL * shorter
+    return longer >= MIN_CHANGE_FACTOR * shorter
 
 
 _WHY = {
-    "shortest": "the shortest",
-    "longest": "the longest",
-    "cost": f"so that they cost no more than {MOST_COST:.0%} of the time",
-    "writing": f"so that they are written for no more than {MOST_WRITING:.0%} of the time",
+    "shortest": "the minimum",
+    "longest": "the maximum",
+    "cost": f"so that they cost no more than {MAX_COST_SHARE:.0%} of the time",
+    "writing": f"so that they are written for no more than {MAX_WRITING_SHARE:.0%} of the time",
 }
 
 
@@ -176,16 +180,16 @@ def describe_choice(choice: Choice) -> str:
     """Return the choice as text for users.
 
     >>> describe_choice(Choice(interval_s=84.2, cost_s=1.0, loss_rate_per_h=1.0, limit=""))
-    'every 84 s: one costs 1.0 s of training, and all holders of the state are expected to be lost \
-once in 1.0 h'
+    'every 84 s: each costs 1.0 s of training, and the loss of all ranks with the state is \
+expected once in 1.0 h'
     """
     why = f", {_WHY[choice.limit]}" if choice.limit else ""
+    cost = _format_duration(choice.cost_s)
     return (
-        f"every {choice.interval_s:.0f} s{why}: one costs {_span(choice.cost_s)} of training, and "
-        f"all holders of the state are expected to be lost once in {1 / choice.loss_rate_per_h:.1f}"
-        " h"
+        f"every {choice.interval_s:.0f} s{why}: each costs {cost} of training, and the loss of all "
+        f"ranks with the state is expected once in {1 / choice.loss_rate_per_h:.1f} h"
     )
 
 
-def _span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"

@@ -90,12 +90,12 @@ def words_of_end(trend: Trend, *, metric: str) -> str:
     """Explain why a job ends early.
 
     >>> words_of_end(Trend(best=0.912, best_step=1200, step=1800, num_stale=3), metric="accuracy")
-    'early stopping: accuracy was best at step 1200, 0.912, and not better in 3 evaluations since'
+    'early stopping: accuracy has not improved in 3 evaluations since its best, 0.912 at step 1200'
     """
     since = "1 evaluation" if trend.num_stale == 1 else f"{trend.num_stale} evaluations"
     if trend.best is None:
         return f"early stopping: {metric} was not finite in {since}"
     return (
-        f"early stopping: {metric} was best at step {trend.best_step}, {trend.best:.4g}, and not "
-        f"better in {since} since"
+        f"early stopping: {metric} has not improved in {since} since its best, {trend.best:.4g} at "
+        f"step {trend.best_step}"
     )

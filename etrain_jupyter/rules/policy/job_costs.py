@@ -19,22 +19,18 @@ class Spent(Protocol):
     @property
     def node_id(self) -> str:
         """The node."""
-        ...
 
     @property
     def workers(self) -> tuple[str, ...]:
         """Its workers, present and past."""
-        ...
 
     @property
     def spent_usd(self) -> float:
         """US dollars so far. May decrease, by a refund."""
-        ...
 
     @property
     def on_demand_usd(self) -> float:
         """Cost of the same hours at on-demand prices."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
