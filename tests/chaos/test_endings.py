@@ -100,7 +100,6 @@ def best_weights(job: RigJob) -> dict[str, torch.Tensor]:
 
 
 KILLS = {
-    "no rank dies": FaultPlan(),
     "rank 0 dies in the step after the best": FaultPlan().kill(rank=0, step=BEST_STEP + 1),
     "rank 0 dies in the evaluation that is the best": FaultPlan().kill(
         rank=0, step=BEST_STEP, at="eval"
@@ -145,11 +144,7 @@ async def test_best_step_is_found_again_after_the_job_restored_an_older_checkpoi
 
 
 ENDS = {
-    "no rank dies": FaultPlan(),
     "rank 0 dies in the deciding evaluation": FaultPlan().kill(rank=0, step=STOP_STEP, at="eval"),
-    "rank 0 dies after the deciding evaluation": FaultPlan().kill(
-        rank=0, step=STOP_STEP, at="evaluated"
-    ),
     "two die after the deciding evaluation": FaultPlan()
     .kill(rank=0, step=STOP_STEP, at="evaluated")
     .kill(rank=1, step=STOP_STEP, at="evaluated"),

@@ -161,12 +161,6 @@ def record_of(job: RigJob) -> JobRecord:
     ("kind", "words"),
     [
         ("no_bucket", "there is no such bucket. Create it, or correct checkpoint.to"),
-        (
-            "deny",
-            "access denied. docs/how-to/store-checkpoints-in-s3.md lists the permissions that a "
-            "role needs",
-        ),
-        ("expire", "the credentials have expired. Renew them"),
         ("slow_down", "S3 limits the request rate"),
     ],
 )

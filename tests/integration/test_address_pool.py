@@ -226,7 +226,7 @@ def test_workers_without_the_package_are_named_and_remain_usable_for_dask(
         lambda: [e.text for e in job.events() if isinstance(e, LogLine) and e.worker == late],
         "the log line of the late worker",
     )
-    assert "takes no part: ModuleNotFoundError" in lines[0]
+    assert "cannot train: ModuleNotFoundError" in lines[0]
     with Client(cluster.address, set_as_default=False) as client:
         done = client.submit(sum, [1, 2], workers=[lacking, late], pure=False)
         assert done.result(timeout=PATIENCE_S) == 3
