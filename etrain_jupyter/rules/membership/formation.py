@@ -241,7 +241,7 @@ def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
     if not holders or not all(m.leaving for m in holders):
         return False  # one stays, or there is no state
     if _has_successor(turn.state) or is_newest_durable(turn.state):
-        return False  # a member that stays receives it in the next generation
+        return False  # a member that stays will receive it, or a checkpoint has it
     is_due = all(m.save_at <= turn.now for m in holders)
     is_known = any(m.save_at < math.inf for m in holders)
     # Before the deadline: train on if enough ranks are here, else use the time to save. Without a
@@ -261,7 +261,7 @@ def _why_it_saves(state: JobState) -> str:
 def _why_too_few(state: JobState, num_here: int) -> str:
     known = [f"{m.worker} is warming up" for m in state.in_phase("starting")]
     known += [f"{w} was lost: {cause}" for w, cause in state.faults.lost if not state.of_worker(w)]
-    # Reassure the user, who sees no worker left, that the training is not lost.
+    # The workers that held the state are gone: say that it is not lost.
     has_no_holder = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))
     if state.step > 0 and has_no_holder and state.saved_step >= state.step:
         known.append(f"the state is in the checkpoint of step {state.saved_step}")
