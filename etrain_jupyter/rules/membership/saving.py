@@ -101,10 +101,11 @@ def _is_given_up(state: JobState) -> bool:
 
 def close_job(turn: Turn) -> None:
     """Make the newest state durable, then end the job. Called again with each later stimulus."""
-    # all ranks are done -> closing: save -> durable -> end_job
-    #                          |  ^
-    #                          |  +-- retries, then end_job without the last checkpoint
-    #                          +-- the last holder dies -> gathering: train the last steps again
+    # all ranks have reported -> closing: save
+    #
+    #   durable                                     end_job
+    #   all retries fail                            end_job, without the last checkpoint
+    #   a finished job loses its last holder        gathering: train the last steps again
     state = turn.state
     has_finished = isinstance(state.ending, Finishing)
     if has_finished and max(newest_step(state), state.saved_step) < state.step:
