@@ -170,7 +170,7 @@ async def test_early_stopping_ends_at_the_same_step_despite_deaths(rig: Rig, nam
     assert max(e.step for e in found(log, StepCompleted)) == STOP_STEP
     assert max(e.step for e in found(log, CheckpointCommitted)) == STOP_STEP
     assert found(log, JobStatusChanged)[-1].reason == (
-        "early stopping: score was best at step 30, 0.9, and not better in 3 evaluations since"
+        "early stopping: score has not improved in 3 evaluations since its best, 0.9 at step 30"
     )
     assert "one cut short: the job ended early" in audit_log(log).verdict
 

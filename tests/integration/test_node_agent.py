@@ -210,7 +210,7 @@ def test_noticed_spot_machine_in_its_first_hour_waits_for_ec2(
     machine.start()
     machine.until(lambda: there.workers() == ["i-1"])
     machine.imds.interrupt(time.time() + 100)
-    machine.until(lambda: "notice of this machine: interruption" in machine.console())
+    machine.until(lambda: "notice for this machine: interruption" in machine.console())
     there.dismiss("i-1")
     machine.until(lambda: "EC2 reclaims this machine in" in machine.console())
     assert not machine.is_off
@@ -240,7 +240,7 @@ def test_noticed_machine_that_is_charged_anyway_turns_off_immediately(
     machine.start()
     machine.until(lambda: there.workers() == ["i-1"])
     machine.imds.interrupt(time.time() + 100)
-    machine.until(lambda: "notice of this machine: interruption" in machine.console())
+    machine.until(lambda: "notice for this machine: interruption" in machine.console())
     there.dismiss("i-1")
     assert "turning off: all workers have ended (i-1: exit code 0)\n" in machine.until_off()
 

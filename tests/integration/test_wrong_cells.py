@@ -346,7 +346,7 @@ rare = TensorDataset(x, y7)""",
         [
             "printed last:",
             "no licence found",
-            "3 trainers in a row ended before they were ready to train",
+            "3 trainers in a row exited before they were ready to train",
             "exited with code 3",
         ],
         code="def leaves_at_once():\n    print('no licence found')\n    os._exit(3)",
@@ -354,7 +354,7 @@ rare = TensorDataset(x, y7)""",
     Case(
         "segmentation fault on the worker",
         {"data": "{train: crashes}"},
-        ["crashed: Segmentation fault", "Cell In[", "line 1, in crashes", "ended by SIGSEGV"],
+        ["crashed: Segmentation fault", "Cell In[", "line 1, in crashes", "killed by SIGSEGV"],
         code="def crashes(): ctypes.string_at(0)",
     ),
     Case(

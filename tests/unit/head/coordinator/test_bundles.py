@@ -104,7 +104,7 @@ async def test_end_of_one_job_leaves_another_ones_equal_bundle(rig: Rig) -> None
 async def test_crash_is_told_although_the_run_folder_is_gone(rig: Rig) -> None:
     await rig.start("w1", "w2")
     (rig.folder / "j" / "bundle").unlink()
-    rig.tell("w1", m.TrainerExited, cause="trainer 7 was ended by SIGSEGV")
+    rig.tell("w1", m.TrainerExited, cause="trainer 7 was killed by SIGSEGV")
     assert not any("Traceback" in event.text for event in rig.events(LogLine))
     assert "w1" not in [m.worker for m in rig.job.state.in_phase("ranked")]
 

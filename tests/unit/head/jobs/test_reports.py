@@ -113,7 +113,7 @@ async def test_ranks_are_told_how_often_to_save_once_a_checkpoint_has_told_what_
     saved_after(rig, "w1", 1, stall_s=0.1)
     [chosen] = rig.events(events.CheckpointIntervalChosen)
     assert chosen.cost_s == pytest.approx(0.1)
-    assert "one costs 100 ms of training" in chosen.reason
+    assert "each costs 100 ms of training" in chosen.reason
     for worker in ("w1", "w2"):
         assert [sent.pace.interval_s for sent in rig.told(worker, m.SetPace)] == [chosen.interval_s]
     saved_after(rig, "w1", 2, stall_s=0.11)

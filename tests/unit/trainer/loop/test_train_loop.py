@@ -500,8 +500,8 @@ def test_loop_is_done_when_evaluations_have_not_improved_for_long_enough():
         "best": pytest.approx(0.7),
         "best_step": 2,
         "num_evals": 3,
-        "reason": "early stopping: accuracy was best at step 2, 0.7, and not better in 3 "
-        "evaluations since",
+        "reason": "early stopping: accuracy has not improved in 3 evaluations since its best, "
+        "0.7 at step 2",
     }
     fingerprints = [m for m in sent if isinstance(m, messages.WeightsFingerprinted)]
     assert fingerprints[-1].step == 5  # the job's last state
