@@ -38,7 +38,8 @@ def open_panel() -> None:
         return
 
     def attach_quietly(job_id: str) -> str:
-        # Not `attach`: a click in the panel must not change the job that `%etrain stop` stops.
+        # Not `attach`: a click in the panel must not change the most recently used job, which is
+        # the one that `%etrain stop` without a name stops.
         follow(hold(open_runs().find(job_id)))
         return ""
 

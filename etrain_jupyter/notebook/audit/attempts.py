@@ -83,6 +83,10 @@ def _works(
     attempts: Sequence[Attempt], steps: Sequence[StepCompleted]
 ) -> list[tuple[Work, list[StepCompleted]]]:
     """Return the required work with its steps; consecutive attempts with equal rules are merged."""
+    # Generations count on over all attempts, so they assign each step to its attempt:
+    #   log          Submitted   1  2  3   Resumed(generation=3)   4  5   Resumed(generation=5)   6
+    #   attempt      ---- 0 < g <= 3 ---   ---- 3 < g <= 5 ------------   ------- 5 < g ----------
+    # An attempt without a plan ended before its first step, so there is nothing to assign to it.
     planned = [attempt for attempt in attempts if attempt.planned is not None]
     groups: list[tuple[Work, list[StepCompleted]]] = []
     for number, attempt in enumerate(planned):
@@ -118,7 +122,8 @@ def _works(
 
 def _is_same(one: Work, other: Work) -> bool:
     """Return True if both require the same samples in every step."""
-    # With a batch per worker, the last step depends on the number of samples, not of steps.
+    # With a batch per worker, the job ends at a number of samples, so its length decides how many
+    # samples the last step has. Otherwise a longer job only adds steps.
     ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples
     rules = [
         (work.seed, work.num_samples, work.global_batch_size, work.per_worker_batch_size)

@@ -47,8 +47,14 @@ class Contact:
 
     def fail(self, exc: BaseException) -> bool:
         """Record a failure; return True if the user must be notified of the outage now."""
+        # A request that failed, and the delay before the next one:
+        #   failure   1        2          3      4      5      6 and later
+        #   delay     0.3 s    0.6 s      1.2 s  2.4 s  4.8 s  5 s
+        #   user               notified   (once, until a response ends the outage)
+        # A suspended scheduler is found by the timeout of each request, which comes on top.
         self.num_failures += 1
-        # An unreachable scheduler proves nothing. Only a scheduler that responds can deny the job.
+        # Only a scheduler that responds can deny that it has the job. `UnreachableError` is also a
+        # `JobLostError`, but proves nothing, so it resets the count of denials.
         is_denial = isinstance(exc, JobLostError) and not isinstance(exc, UnreachableError)
         self._num_denials = self._num_denials + 1 if is_denial else 0
         if self.trouble or self.num_failures < SAY_AFTER:

@@ -39,7 +39,6 @@ class JobCost:
         return 1000 * self.spent_usd / self.num_samples if self.num_samples else 0.0
 
     def __str__(self) -> str:
-        """Format the cost as a few lines of text."""
         if not self.is_known:
             return "nothing: the machines of this job's pool have no prices"
         share = self.saved_usd / self.on_demand_usd if self.on_demand_usd else 0.0

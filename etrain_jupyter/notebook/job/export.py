@@ -121,6 +121,9 @@ def config_text(record: JobRecord, saved: Saved, model: Any) -> bytes:
 
 def copy_weights(record: JobRecord, saved: Saved, file: IO[bytes]) -> None:
     """Copy the weights with a header that names the job and the step."""
+    # A safetensors file, where the offsets of the tensors count from the start of the data, so a
+    # header of another length does not change them:
+    #   | header length: 8 bytes, little-endian | header: JSON | tensor data |
     with saved.files[MODEL_PART].open("rb") as source:
         (length,) = struct.unpack("<Q", source.read(8))
         header = json.loads(source.read(length))
@@ -148,6 +151,7 @@ def check_absent(path: Path, *, overwrite: bool) -> None:
 def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool) -> None:
     """Write a file under a temporary name, sync it and rename it."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, because a rename and a link do not cross file systems.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with removed_at_end(temporary):
         with temporary.open("xb") as file:
@@ -157,7 +161,8 @@ def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool
         if overwrite:
             os.replace(temporary, target)
         elif not link_if_absent(temporary, target):
-            # Unlike a rename, a link fails if another process has created the file meanwhile.
+            # The caller has checked that the path is free, but another process may have created
+            # the file since. Unlike a rename, a link does not replace it.
             check_absent(target, overwrite=False)
         fsync_folder(target.parent)
 

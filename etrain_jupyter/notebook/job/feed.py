@@ -119,6 +119,7 @@ class EventFeed:
     def start(self) -> None:
         """Start to follow the job; further calls have no effect."""
         with self._lock:
+            # After the end only `subscribe` starts a thread, to pass on the history.
             if self._thread is None and not self._is_over:
                 self._start_thread()
 
@@ -135,6 +136,9 @@ class EventFeed:
             An event that is set once the listener has received the history.
         """
         newcomer = _Newcomer(listener)
+        # The same lock is held where the thread finds its inbox empty and ends. Without it, the
+        # thread could end between these two lines, and the listener would wait forever:
+        #   here: put   thread: inbox was empty   thread: ends   here: a thread exists, start none
         with self._lock:
             self._inbox.put(newcomer)
             if self._thread is None:
@@ -154,8 +158,10 @@ class EventFeed:
             timeout: Timeout in seconds.
             is_last: True if later calls must not wait again.
         """
+        # A listener runs in the feed's thread, which would wait for itself.
         if threading.current_thread() is not self._thread and not self.ended.is_set():
             self._answered.wait(timeout)
+            # Set even after a timeout: a slow scheduler must not delay every call of a cell.
             if is_last:
                 self._answered.set()
 
@@ -182,7 +188,6 @@ class EventFeed:
             self._serve_the_rest()
 
     def _serve_the_rest(self) -> None:
-        """Pass the known events to late subscribers, after the feed has failed."""
         while True:
             with self._lock:
                 if self._inbox.empty():
@@ -194,8 +199,13 @@ class EventFeed:
 
     def _work(self) -> None:
         """Follow the job, then serve late subscribers until none is left."""
-        # Not empty if an earlier thread of this feed has ended and a late subscriber started this
-        # one.
+        # The thread of a running job:
+        #   read the log         -> caught_up, if there is a log on this machine
+        #   first request        -> returns at once with the rest of the history -> answered
+        #   long polls of 10 s   -> each returns as soon as there are new events
+        #   terminal status      -> ended; for 2 s more, poll for late output of the workers
+        #   inbox empty          -> the thread ends; a late subscriber starts another one
+        # So the events are not empty if a late subscriber started this thread.
         if not self._events:
             self._take(self._read_log())
         # If the log had ended before the feed started, no further events can come.
@@ -234,6 +244,7 @@ class EventFeed:
             return
         # The first request only fetches existing events, and a retry only tests whether the
         # coordinator is back: neither may block. All other requests wait for new events.
+        # After the job's end, `AFTERWARDS_S` separates the requests instead.
         is_begun = self.caught_up.is_set() and self._answered.is_set()
         is_calm = is_begun and not self._contact.num_failures
         wait_s = POLL_S if is_calm and not self._is_terminal else 0.0
@@ -242,6 +253,7 @@ class EventFeed:
             FetchEvents(job_id=self.job_id, since=self._last_seq(), wait_s=wait_s, limit=BATCH),
             timeout=wait_s + POLL_S,
         )
+        # The callback runs in the link's thread, so it only hands the response over.
         future.add_done_callback(self._inbox.put)
 
     def _handle(self, message: _Newcomer | Future[EventBatch] | None) -> None:
@@ -312,12 +324,14 @@ class EventFeed:
             self._lose(str(exc).partition(". ")[0])
             return
         if self._contact.trouble and self._log_has_grown():
-            # While the coordinator is unreachable, its log may still grow, even to the end of the
-            # job.
+            # The coordinator may be unreachable from here and still write to a shared folder or to
+            # the bucket, up to the end of the job.
             self._take(self._read_log())
         if self._contact.trouble and self._is_terminal:
             self._is_over, self._contact.trouble, self._aside = True, "", []
         elif is_news:
+            # Methods that wait for the whole history get what the log has, instead of blocking
+            # until the scheduler is back.
             self.caught_up.set()
             self._say_aside([self._status_now(self._contact.trouble)])
 
@@ -378,6 +392,8 @@ class EventFeed:
 
     def _take(self, events: Sequence[Event]) -> Sequence[Event]:
         """Append the events that continue the known ones, notify all listeners, and return them."""
+        # The log and the responses overlap, since both start after the newest known event. The
+        # sequence numbers make each event count once, whichever source has it first.
         fresh = self._what_follows(events)
         if not fresh:
             return fresh
@@ -397,6 +413,7 @@ class EventFeed:
 
     def _what_follows(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return the events that are new, up to the first gap."""
+        # A whole log stays packed in blocks: a million steps as objects would take 1 GB.
         if not self._events and isinstance(events, Events) and events.is_dense_from(1):
             return events
         fresh: list[Event] = []
@@ -409,6 +426,7 @@ class EventFeed:
 
     def _tell(self, listener: Listener, events: Sequence[Event]) -> None:
         try:
+            # A copy for each listener, which may keep it, read it in another thread or change it.
             listener(events.copy() if isinstance(events, Events) else list(events))
         except Exception as exc:  # A failing listener must not stop other listeners or the job.
             self.num_listener_errors += 1

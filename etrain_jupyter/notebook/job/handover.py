@@ -34,9 +34,14 @@ def hand_over(link: JobLink, order: dict[str, Any], bundle: Path) -> None:
         PoolError: If the coordinator refuses.
         JobLostError: If the cluster went away; the job may have started there.
     """
+    # The coordinator reads the bundle from the job's folder if it can:
+    #   submit -> wants_bundle=False   the job has started
+    #   submit -> wants_bundle=True    its machine does not have the file: nothing has started
+    #             PutBundle, chunk by chunk; the last one makes it check the digest
+    #   submit -> wants_bundle=False   the job has started
     if not link.call(SubmitJob(job=order), timeout=SUBMIT_S).wants_bundle:
-        # The coordinator cannot read the bundle's file, so upload it, then submit again.
         return
+    # The first chunk truncates what an interrupted upload has left.
     with bundle.open("rb") as file:
         offset = 0
         while data := file.read(CHUNK_BYTES):

@@ -76,6 +76,9 @@ def peek_log(path: Path) -> LatestValues:
     The events in between are not read, so a list of a hundred jobs costs a hundred short reads. A
     step at the end shows that the job was running, and with how many workers.
     """
+    # What is read of a long log:
+    #   |-- 64 kB --|           not read           |-- 64 kB, 256 kB, 1 MB or 4 MB --|
+    #   submitted, planned (total steps)            the newest step or status
     view = LatestValues()
     try:
         with open_regular(path) as file:
@@ -91,7 +94,7 @@ def _tail_of(file: BinaryIO) -> list[Event]:
     size = file.seek(0, SEEK_END)
     length = PEEK_BYTES
     while True:
-        # The first PEEK_BYTES have been read already.
+        # The first PEEK_BYTES have been read already. A short log has nothing after them.
         start = max(PEEK_BYTES, size - length)
         file.seek(start)
         events = _events_in(file.read())
@@ -111,7 +114,8 @@ def _add_tail(view: LatestValues, events: list[Event]) -> None:
 
 
 def _events_in(data: bytes) -> list[Event]:
-    """Return the events of all complete lines; partial or invalid lines are skipped."""
+    # The first and the last line of a part are usually cut. They, and lines of a newer version or
+    # of another author, are skipped.
     events = []
     for line in data.splitlines():
         try:

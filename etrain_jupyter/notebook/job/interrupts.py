@@ -91,6 +91,7 @@ class _Key:
         if threading.current_thread() is not threading.main_thread():
             return
         if not self._open:
+            # Our own handler may still be installed, see `close`; it must not call itself.
             before = signal.getsignal(signal.SIGINT)
             if before != self._note:
                 self._before = before if callable(before) else signal.default_int_handler
@@ -98,7 +99,7 @@ class _Key:
         self._open.append(heard)
 
     def close(self, heard: list[float]) -> None:
-        # Compare by identity: two instances may have recorded equal times.
+        # Compare by identity: two waits may have recorded equal lists, for example empty ones.
         self._open[:] = [one for one in self._open if one is not heard]
         # If other code has replaced our handler, do not touch the signal. That code may restore our
         # handler later, which then forwards every press to the previous one.
@@ -110,7 +111,7 @@ class _Key:
         self._before(signal.SIGINT, None)
 
     def _note(self, _number: int, frame: FrameType | None) -> None:
-        if not self._open:
+        if not self._open:  # no wait is active, but other code has restored this handler
             self._before(signal.SIGINT, frame)
         for heard in self._open:
             heard.append(time.monotonic())

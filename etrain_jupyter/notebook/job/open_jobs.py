@@ -95,7 +95,9 @@ def submit_job(
     try:
         hand_over(link, order, record.bundle_path)
     except PoolError:
-        # A refused job did not start. After a timeout it may have: then its log is kept.
+        # Refused: the job did not start, and no log exists, so `discard` removes the folder.
+        # Timed out: the job may have started; its coordinator has then created the log, and
+        # `discard` keeps the folder. A JobLostError is not caught, for the same reason.
         store.discard(record)
         raise
     note_scheduler(address)
@@ -112,7 +114,7 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
     """
     store = store or open_runs()
     if name_or_id is None:
-        # ETRAIN_RUNS may have changed since, so ignore jobs of other stores.
+        # ETRAIN_RUNS may have changed since a job was used, so ignore jobs of other stores.
         used = [record for folder, record in _used.items() if folder.parent == store.root]
         record = used[-1] if used else store.latest()
     else:
@@ -134,6 +136,8 @@ def hold(record: JobRecord) -> TrainingJob:
     job = _held.get(record.folder)
     if job is None:
         job = _held[record.folder] = TrainingJob(record, link_of(record))
+    # Another kernel may have resumed the job. Then the record names another cluster, or, if it
+    # resumed the job on the same one, the log continues after the end that this feed has seen.
     elif job.lost or job.record.cluster != record.cluster or job.has_gone_on():
         job.follow_again(record, link_of(record))
     return job
@@ -163,6 +167,6 @@ def name_of_model(expression: str) -> str:
 
 def _remember(job: TrainingJob) -> TrainingJob:
     folder = job.record.folder
-    _used.pop(folder, None)
+    _used.pop(folder, None)  # so that the assignment below moves it to the end
     _held[folder], _used[folder] = job, job.record
     return job

@@ -90,8 +90,12 @@ class JobRequests(ABC):
         values = {key: value for key, value in given.items() if value is not None}
         self._latest()
         is_over = self.status in TERMINAL_STATUSES or self._feed.lost or self._feed.trouble
-        # A job whose cluster runs is resumed by a request, any other job by a new submit. A log in
-        # a folder does not show whether the coordinator is alive; a heartbeat in a bucket does.
+        # A paused job is resumed by a request to its coordinator, an ended one by a new submit:
+        #   the coordinator responds, no changes are given  -> request
+        #   changes are given                                -> submit; refused while it trains
+        #   ended, lost, or scheduler unreachable            -> submit
+        #   only its log is readable, in a folder            -> submit; needs --force
+        # A job in a bucket has a heartbeat there: without one it counts as lost.
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
@@ -171,6 +175,7 @@ class JobRequests(ABC):
         """
         self._latest()
         status, job_id = self.status, self.record.job_id
+        # A lost job has the status failed too, but needs another message, see below.
         if status in TERMINAL_STATUSES and not self._feed.lost:
             raise EtrainError(
                 f"job {job_id} has {ENDED[status]}: there is "
@@ -195,6 +200,7 @@ class JobRequests(ABC):
         return outcome.message
 
     def _send_request(self, request: str, args: dict[str, Any]) -> None:
+        # The reply is dropped: the effect is visible in the events.
         if self._link is not None:
             control = ControlJob(job_id=self.record.job_id, request=request, args=args)
             self._link.send(control, timeout=REQUEST_S)

@@ -67,45 +67,36 @@ class ResumableJob(Protocol):
     @property
     def id(self) -> str:
         """Return its id."""
-        ...
 
     @property
     def status(self) -> str:
         """Return its status."""
-        ...
 
     @property
     def reason(self) -> str:
         """Return the reason for its status."""
-        ...
 
     @property
     def lost(self) -> str:
         """Return why it counts as lost; empty if it does not."""
-        ...
 
     @property
     def note(self) -> str:
         """Return why its cluster is unreachable; empty if it is reachable."""
-        ...
 
     @property
     def step(self) -> int:
         """Return the number of committed steps."""
-        ...
 
     @property
     def is_reachable(self) -> bool:
         """Return True if its scheduler responds."""
-        ...
 
     def events(self) -> Sequence[Event]:
         """Return its events, in order."""
-        ...
 
     def follow_again(self, record: JobRecord, link: JobLink | None) -> None:
         """Follow its log from the beginning, with a new record."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +127,17 @@ def resume_job(
         PoolError: If no cluster accepts the job; then its record is unchanged.
     """
     store = store_of(job.record)
-    # Check trust before any connection: the record may name a host of another user's choice.
+    # The order of the checks: each comes before the step that would do harm without it.
+    #   trusted?             before a connection: the record may name another user's host
+    #   not being trained?   two coordinators would write one log and one set of checkpoints
+    #   lock, read again     another notebook may do the same at this moment
+    #   anything to train?   before a pool is started, which takes time and may cost money
+    #   write, then submit   see `_submit`
     _check_trusted(store.find(job.id), wish)
     _check_nobody_trains(job, wish)
     store.check_takeable(job.record)
     with _alone(job.record):
-        # Read the record again under the lock: another notebook may have resumed the job since.
+        # Another notebook may have resumed the job before this one got the lock.
         known = store.find(job.id)
         _check_trusted(known, wish)
         end = _end_of_log(job)
@@ -152,6 +148,7 @@ def resume_job(
             address = pool.up()
         here = replace(coming.record, cluster=address.to_dict(), host=platform.node())
         coming = replace(coming, record=here)
+        # Without `log_end`, the coordinator takes the log from any other writer: that is --force.
         extra = {} if wish.is_forced or end is None else {"log_end": end}
         written = _submit(store, known, coming, address, is_forced=wish.is_forced, extra=extra)
         note_scheduler(address)
@@ -161,11 +158,7 @@ def resume_job(
 
 
 def _check_trusted(record: JobRecord, wish: ResumeRequest) -> None:
-    """Refuse to run a bundle that this user did not submit, in its folder and on its pool.
-
-    Raises:
-        UntrustedJobError: Unless the record is signed by this user, or the user trusts it.
-    """
+    """Refuse to run code that this user did not submit, unless the user trusts it."""
     if record.is_own or wish.is_trusted:
         return
     host = f" ({plain_line(record.host, 60)} is named in it)" if record.host else ""
@@ -182,11 +175,10 @@ def _check_trusted(record: JobRecord, wish: ResumeRequest) -> None:
 def _check_reach(coming: _Next, place: str) -> None:
     """Refuse a pool that cannot read the job's checkpoints: training would start from step 0.
 
-    Args:
-        coming: The next attempt.
-        place: URL that the pool's workers can read; empty if they can read local folders.
+    ``place`` is a URL that the pool's workers can read; empty if they can read local folders.
     """
     record = coming.record
+    # A job in a bucket has its checkpoints there too, unless `checkpoint.to` names another place.
     if place and not record.place and coming.config.checkpoint.to is None:
         raise ConfigError(
             f"the checkpoints of job {record.job_id} are in {record.checkpoints}, a folder of this "
@@ -236,12 +228,16 @@ def _end_of_log(job: ResumableJob) -> int | None:
         EtrainError: If the job was resumed elsewhere since this process last read the log.
         RunStoreError: If the bucket cannot be read.
     """
+    # A lock on this machine does not stop a notebook on another one. Instead, the new coordinator
+    # appends only if the log still ends at the event that was the newest here:
+    #   A: end is 812 -> submit(log_end=812) -> appends 813
+    #   B: end is 812 -> submit(log_end=812) -> refused: the log ends at 813
     if not job.record.place:
         return None
     refresh_log(job.record)
     seen = job.events()
-    # The new coordinator refuses to append unless the log still ends here.
     news = read_log(job.record.log_path, since=seen[-1].seq if seen else 0)
+    # Other events may be late uploads of the previous coordinator; these two show a new one.
     if any(isinstance(event, JobResumed | StepCompleted) for event in news):
         raise EtrainError(
             f"job {job.id} goes on somewhere else since this notebook looked. Nothing was done. "
@@ -252,11 +248,7 @@ def _end_of_log(job: ResumableJob) -> int | None:
 
 @contextlib.contextmanager
 def _alone(record: JobRecord) -> Iterator[None]:
-    """Prevent concurrent resumes of the same job by other notebooks.
-
-    Raises:
-        EtrainError: If another notebook is resuming the job.
-    """
+    """Prevent concurrent resumes of the same job by other notebooks on this machine."""
     # The operating system releases the lock even if this process is killed.
     handle = os.open(record.folder, os.O_RDONLY)
     try:
@@ -268,19 +260,16 @@ def _alone(record: JobRecord) -> Iterator[None]:
                 "%etrain attach follows it."
             ) from exc
         except OSError:
-            pass  # The file system has no locks; the lock of the log still fences.
+            pass  # the file system has no locks; the coordinator still locks the log
         yield
     finally:
         os.close(handle)
 
 
 def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequence[Event]) -> _Next:
-    """Build the next attempt of a job.
-
-    Raises:
-        ConfigError: If a difference changes the results, or no work is left.
-    """
+    """Build the next attempt of a job; refuse differences that would change its results."""
     try:
+        # The job's own configuration may be from another version, so it may be invalid as well.
         old = TrainConfig.model_validate(known.config)
         new = with_values(wish.config or old, wish.values)
     except ValidationError as exc:
@@ -318,11 +307,8 @@ def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequen
 
 
 def _stored_bundle(store: RunStore, record: JobRecord, *, is_needed: bool) -> Path | None:
-    """Return the path of the bundle that the job was submitted with.
-
-    Raises:
-        BundleError: If it is needed, but missing or modified.
-    """
+    """Return the path of the bundle that the job was submitted with."""
+    # A cell brings a bundle of its own; then the old one is only compared with it.
     try:
         path = store.fetch_bundle(record)
     except (OSError, RunStoreError) as exc:
@@ -341,7 +327,7 @@ def _stored_bundle(store: RunStore, record: JobRecord, *, is_needed: bool) -> Pa
 
 
 def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
-    """Return the differences between the code and data of two bundles."""
+    # Only headers are read; no code of the notebook runs.
     later = open_bundle(new.header)
     try:
         earlier = open_bundle(b"" if old is None else old)
@@ -367,11 +353,8 @@ def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
 def _check_work_is_left(
     known: JobRecord, old: TrainConfig, new: TrainConfig, log: Sequence[Event]
 ) -> None:
-    """Refuse to resume a job that would end immediately.
-
-    Raises:
-        ConfigError: If all steps are done, or early stopping would end the job again.
-    """
+    """Refuse to resume a job that would end immediately."""
+    # Only a finished job is complete; a stopped or failed one, or a lost one, has steps left.
     done = job_record.JobRecord().apply_all(log)
     if done.plan is None or done.status != "finished":
         return
@@ -387,7 +370,8 @@ def _check_work_is_left(
             )
         return
     plan = done.plan
-    # The global size of a per-worker batch depends on the number of ranks: take it from the plan.
+    # The global size of a per-worker batch depends on the number of ranks, so the plan in the log
+    # has the size that its number of steps refers to.
     size = plan.global_batch_size if plan.per_worker_batch_size else new.batch.size(1)
     steps = total_steps(new.epochs, new.steps, plan.num_train_samples, size)
     if steps <= plan.total_steps and new.batch == old.batch:
@@ -414,11 +398,13 @@ def _submit(
 
     Returns:
         The record as written.
-
-    Raises:
-        PoolError: If the coordinator refuses.
-        JobLostError: If the cluster went away; the job may have started there.
     """
+    # The record is written first. What each end leaves behind:
+    #   killed before the submit   the record names a cluster without the job, so the job counts as
+    #                              lost and can be resumed again
+    #   PoolError                  refused or timed out: the old record is restored
+    #   JobLostError               the job may have started there: the new record stays
+    #   killed after the submit    the record names the cluster that trains the job
     written = store.rewrite(coming.record, bundle=coming.bundle)
     order = {
         "job_id": known.job_id,
@@ -437,19 +423,18 @@ def _submit(
         **({"place": known.place} if known.place else {}),
         **extra,
     }
-    # Submit after the record is written, so that a crash in between leaves the cluster's name.
     link = open_link(address)
     try:
         hand_over(link, order, written.bundle_path)
     except PoolError:
-        # After a refusal or a timeout the old record is restored. After a JobLostError the job may
-        # be running, so the new record stays.
+        # Keep the old signature: signing would turn a job that was trusted once into an own one.
         store.rewrite(known, is_signed=False)
         if written.bundle_file != known.bundle_file:
             store.remove_bundle(written)
         raise
     finally:
         link.release()
+    # The record no longer names the old bundle, and the coordinator has accepted the new one.
     if written.bundle_file != known.bundle_file:
         store.remove_bundle(known)
     return written
@@ -461,7 +446,7 @@ def _folder_of(record: JobRecord) -> str:
 
 
 def _where_it_begins(record: JobRecord) -> str:
-    """Describe the state from which the job resumes; the trainers verify it."""
+    # The newest one by its manifest; the trainers verify it, and may fall back to an older one.
     place = record.checkpoints
     steps = open_store(place).list_steps()
     if not steps:

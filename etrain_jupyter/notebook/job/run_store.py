@@ -146,7 +146,8 @@ class RunStore:
         latest = peek_log(record.log_path)
         cluster = None if latest.is_terminal else find_cluster(record.cluster, record.host)
         is_gone = cluster is not None and cluster.has_ended
-        # Neither alive nor ended as far as this machine knows, so the age of the log is shown.
+        # For example a cluster on another machine: this machine cannot tell whether it is alive, so
+        # the list shows the age of the log.
         is_in_doubt = cluster is not None and not cluster.is_alive and not is_gone
         return JobSummary(
             status=latest.status,
@@ -174,7 +175,12 @@ class RunStore:
         job_id = check_job_id(job_id) if job_id else new_job_id(str(record["name"]))
         values = {**record, "job_id": job_id, "folder": self.root / job_id}
         made = JobRecord(**{**values, "place": self.place_of(job_id)})
+        # Signed before the rename, so that no reader finds an own job without its signature.
         made = replace(made, signature=sign(made.to_dict()))
+        # A reader never finds half a job, wherever the process is killed:
+        #   .<id>.<random>/ with the bundle and job.json   hidden; left behind by a crash
+        #   renamed to <id>/                               complete on this machine
+        #   uploaded: the bundle, then job.json            complete in the bucket
         hidden = self.root / f".{job_id}.{secrets.token_hex(4)}"
         hidden.mkdir(mode=0o700, parents=True)
         try:
@@ -183,11 +189,11 @@ class RunStore:
             _write_new(hidden / RECORD_FILE, data)
             if made.folder.exists():
                 raise FileExistsError(f"there is a job {job_id} in {self.root} already")
-            # From here on, other processes find the job.
             hidden.rename(made.folder)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
+        # A copy that is not in the bucket would be a job that only this machine lists.
         try:
             self._publish(made, has_new_bundle=True, is_new=True)
         except BaseException:
@@ -216,16 +222,19 @@ class RunStore:
             OSError: If the folder is not writable; then nothing has changed.
             RunStoreError: If the store is a bucket and cannot be written.
         """
-        if self.is_remote:
+        if self.is_remote:  # another machine may have submitted the job
             record.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"{BUNDLE_FILE}-{record.bundle_digest[:12]}"
         has_new_bundle = False
         if bundle is not None and not has_digest(record.bundle_path, record.bundle_digest):
-            # A new file name: the previous record stays valid until the new one replaces it.
+            # Under a new name, so that job.json and its bundle fit at any time:
+            #   bundle-<digest> written   job.json still names the old bundle
+            #   job.json replaced         it names the new bundle
+            #   `remove_bundle`           by the caller, once a coordinator accepted the job
             _replace_bundle(record.folder / name, bundle)
             has_new_bundle = name != record.bundle_file
             record = replace(record, bundle_file=name)
-        if is_signed:
+        if is_signed:  # by now all signed fields have their final values
             record = replace(record, signature=sign(record.to_dict()))
         replace_file(record.folder / RECORD_FILE, json_of(record))
         self._publish(record, has_new_bundle=has_new_bundle, is_new=False)
@@ -246,6 +255,7 @@ class RunStore:
     def scan(self) -> Listing:
         """Return all jobs, the newest first, and the folders with an invalid record."""
         found = Listing()
+        # Hidden folders are jobs that are being created.
         for path in self.root.glob(f"[!.]*/{RECORD_FILE}"):
             try:
                 found.jobs.append(read_record(path.parent))
@@ -259,6 +269,8 @@ class RunStore:
         Raises:
             JobNotFoundError: If no job or several jobs match; the message has the closest names.
         """
+        # The jobs are sorted, so the first match of a name is the newest one. An id that is also a
+        # job's name stands for the id.
         jobs = self.records()
         for matches in (
             [job for job in jobs if job.job_id == name_or_id],
@@ -321,6 +333,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration whose paths are valid for processes in other working folders."""
+    # The trainers and a later kernel have other working folders than this notebook.
     checkpoint = config.get("checkpoint") or {}
     if checkpoint.get("to") and "://" not in checkpoint["to"]:
         folder = str(Path(checkpoint["to"]).expanduser().absolute())
@@ -337,7 +350,6 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def _not_found(wanted: str, jobs: list[JobRecord], begun: list[JobRecord], root: str) -> str:
-    """Return the message for a job that does not exist, or whose id is ambiguous."""
     if begun:
         names = ", ".join(job.job_id for job in begun[:5])
         return f"{len(begun)} jobs begin with {wanted!r}: {names}. Type more of the id."

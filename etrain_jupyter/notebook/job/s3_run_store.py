@@ -70,7 +70,8 @@ class S3RunStore(RunStore):
         key, data = f"{record.job_id}/{RECORD_FILE}", json_of(record)
         if not is_new:
             self._objects.put(key, data)
-        # A retried request may find the object that its own first attempt has written.
+        # A condition that fails does not prove that the id is taken: if the response to the first
+        # attempt was lost, the retry finds the object that this process has just written.
         elif not self._objects.put_if_absent(key, data) and self._objects.get(key) != data:
             raise FileExistsError(f"there is a job {record.job_id} in {self} already")
 
@@ -78,6 +79,7 @@ class S3RunStore(RunStore):
         """Remove a job that no cluster accepted; a job with a log is kept."""
         if Chain(self._job(record)).list_pieces(0):
             return
+        # The record first: without it, no machine lists the job, even if the rest fails.
         for name in (RECORD_FILE, record.bundle_file, ALIVE):
             self._objects.delete(f"{record.job_id}/{name}")
         super().discard(record)
@@ -86,6 +88,7 @@ class S3RunStore(RunStore):
         """Return all jobs, the newest first, and the folders with an invalid record."""
         found = Listing()
         names = self._objects.folders()
+        # One request per job: a hundred jobs one after the other would take seconds.
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="etrain-runs") as pool:
             for name, record in zip(names, pool.map(self._read_record, names), strict=True):
                 if isinstance(record, ValueError):
@@ -96,10 +99,10 @@ class S3RunStore(RunStore):
 
     def _read_record(self, name: str) -> JobRecord | ValueError | None:
         if not is_job_id(name):
-            return None  # the name is also that of a local folder, see `JobRecord.folder`
+            return None  # the name becomes that of a local folder, so it must not be `..`
         key = f"{name}/{RECORD_FILE}"
         data = self._objects.get(key, most_bytes=MAX_RECORD_BYTES + 1)
-        if data is None:
+        if data is None:  # a job that is being created or discarded, or another tool's folder
             return None
         try:
             return record_from(data, self.root / name, f"{self.url}/{name}")
@@ -109,6 +112,7 @@ class S3RunStore(RunStore):
     def fetch_bundle(self, record: JobRecord) -> Path:
         """Return the path of a job's bundle, downloaded unless this machine has a copy."""
         path = record.bundle_path
+        # The copy may be of a bundle that a cell on another machine has replaced since.
         if has_digest(path, record.bundle_digest):
             return path
         key = f"{record.job_id}/{record.bundle_file}"
@@ -139,7 +143,7 @@ class S3RunStore(RunStore):
             found = self._job(record).get_aged(ALIVE)
         except RunStoreError:
             return JobSummary(status="unknown")
-        # No heartbeat at all counts as a coordinator that is gone.
+        # No heartbeat at all: the job was never accepted, or its coordinator is gone.
         values, age_s = found or ({}, SILENT_S + 1)
         status = str(values.get("status", "submitted"))[:40]
         return JobSummary(

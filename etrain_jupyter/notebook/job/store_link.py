@@ -76,6 +76,7 @@ class StoreLink:
 
     def release(self) -> None:
         """End the thread; a later request starts a new one."""
+        # Ends a running poll within its current pause, instead of after `wait_s`.
         self._is_released.set()
         executor, self._executor = self._executor, None
         if executor is not None:
@@ -97,7 +98,8 @@ class StoreLink:
         # Keep the reader between polls, so that each poll parses only the new lines.
         if self._reader is None or self._reader[0] != since:
             reader = LogReader(self._record.log_path)
-            # A local copy may be behind the feed; then there are no newer events to return.
+            # The copy may be shorter than what the feed knows, for example if it was fetched again
+            # because it was damaged; then there are no newer events to return.
             if self._lines(lambda: reader.skip(since)) < since:
                 return []
             self._reader = (since, reader)
@@ -108,11 +110,7 @@ class StoreLink:
         return [event.to_json_dict() for event in found]
 
     def _lines(self, read: Callable[[], T]) -> T:
-        """Read from the log.
-
-        Raises:
-            UnreachableError: If its file cannot be read, or is not a regular file.
-        """
+        # Unreachable rather than lost: the disk or the network folder may come back.
         try:
             return read()
         except OSError as exc:
@@ -122,16 +120,18 @@ class StoreLink:
             ) from exc
 
     def _look_for_life(self, since: int) -> None:
-        """Check that a coordinator is alive.
-
-        Raises:
-            ClusterEndedError: If the coordinator has sent no heartbeat for ``SILENT_S``.
-        """
+        """Raise ``ClusterEndedError`` if the coordinator has sent no heartbeat for ``SILENT_S``."""
+        # Only called while the log brings no new events:
+        #   alive.json younger than 45 s       alive (written every 5 s): keep polling
+        #   older, names an event after here   it ended, but the rest of its log is still to come
+        #   older, names no newer event        it has ended
+        #   missing, job younger than 45 s     it is starting
+        #   missing, job older                 it never started
+        # A coordinator that is only cut off from the bucket is fenced by the next writer.
         if self._objects is None or time.monotonic() - self._life_seen_at < LOOK_FOR_LIFE_S:
             return
         found = self._objects.get_aged(ALIVE)
         told, age_s = found or ({}, time.time() - self._record.created)
-        # A heartbeat that names a newer event proves that the log here is not complete yet.
         if age_s <= SILENT_S or told.get("seq", 0) > since:
             self._life_seen_at = time.monotonic()
             return

@@ -93,6 +93,8 @@ class TrainingJob(JobRequests):
 
     def follow_again(self, record: JobRecord, link: JobLink | None) -> None:
         """Follow the next attempt of a resumed job, from the beginning of its log."""
+        # The thread of the old feed may still deliver a batch. It changes only the old view, which
+        # is not read any more; the screen skips events that it knows.
         self._feed.close()
         self.record, self._link, self.was_interrupted = record, link, False
         self._view = LatestValues()
@@ -151,7 +153,8 @@ class TrainingJob(JobRequests):
         this says so, and the status is the last known one.
         """
         view = self._glance()
-        # The trouble is known only after a response or a timeout.
+        # The trouble is known only after a response or a timeout. Not the last wait: a method with
+        # a longer timeout may wait for the same response.
         self._feed.wait_until_answered(self._glance_left(), is_last=False)
         return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
@@ -221,6 +224,7 @@ class TrainingJob(JobRequests):
 
         The states are those of the dashboard: starting, warm, training, waiting.
         """
+        # The coordinator of an ended job has released its workers, or has ended itself.
         if self._latest().status in TERMINAL_STATUSES or self._link is None:
             return []
         found = self._link.call(ListWorkers(job_id=self.id), timeout=REQUEST_S)
@@ -244,12 +248,13 @@ class TrainingJob(JobRequests):
         """Prove from the durable log which samples were trained, and that weights were equal."""
         from etrain_jupyter.notebook.audit import audit_log
 
-        # The log on disk is complete; the feed may not have received its end yet.
+        # The feed may not have received the end of the log yet; the log itself is complete.
         refresh_log(self.record)
         try:
             events = read_log(self.record.log_path)
         except (OSError, EtrainError):
-            # An unreadable log: fall back to the events that the coordinator sent.
+            # An unreadable log: fall back to the events that the coordinator sent, which may be
+            # incomplete; the audit reports gaps.
             events = Events()
         return audit_log(events or self.events())
 
@@ -301,7 +306,8 @@ class TrainingJob(JobRequests):
             return self._wait_until(until, deadline)
         kind = ""
         with self._interrupts() as interrupts:
-            # Wait in slices: an interrupt only sets a flag, which `_answer` acts on.
+            # Wait in slices: the signal handler only records an interrupt, and `_answer` acts on
+            # it, since a handler must not take locks or print.
             while time.monotonic() < deadline:
                 kind = self._say_trouble(kind)
                 if self._feed.ended.wait(SLICE_S):
@@ -314,7 +320,8 @@ class TrainingJob(JobRequests):
         started_at = time.monotonic()
         kind = ""
         while True:
-            # Read this before the condition, which must see all events up to the end.
+            # Read this before the condition. In the other order, the last events could come in
+            # between, and a condition that they fulfil would count as failed.
             has_ended = self._feed.ended.is_set()
             if condition(self):
                 return self.status
@@ -347,16 +354,18 @@ class TrainingJob(JobRequests):
         with self._interrupts() as interrupts:
             while not self._feed.ended.is_set():
                 said = self._say_trouble(said)
+                # A sleep, not a wait for the event: that would block the kernel's event loop.
                 await asyncio.sleep(SLICE_S)
                 self._answer(interrupts)
         return self.status
 
     def _interrupts(self) -> Interrupts:
-        # Sent without waiting for the response: another interrupt may come first.
+        # Sent without waiting for the response, so that a second press can still speed it up.
         return Interrupts(self.id, lambda now: self._send_request("stop", {"now": now}))
 
     def _answer(self, interrupts: Interrupts) -> None:
         interrupts.answer()
+        # Stays set after the wait, so that the cell ends with an error and "Run All" stops.
         self.was_interrupted |= interrupts.were_any
 
     def _say_trouble(self, said: str) -> str:
@@ -380,7 +389,7 @@ class TrainingJob(JobRequests):
             JobLostError: If the cluster ended before the job.
         """
         self.wait()
-        self.raise_for_status()
+        self.raise_for_status()  # also waits for the whole history
         view = self._view
         return {
             "job_id": self.id,
@@ -504,7 +513,7 @@ class TrainingJob(JobRequests):
         return records_of(listed, best=best, where=where, now=time.time(), stalls=stalls)
 
     def _reached(self) -> dict[int, float]:
-        """Return the best evaluations so far as logged: value by step."""
+        # The log may be ahead of the newest checkpoint, which has the same values.
         return {best.step: best.value for best in self._latest().best}
 
     # --- display ---------------------------------------------------------------------------------
@@ -526,7 +535,6 @@ class TrainingJob(JobRequests):
         return {"text/plain": repr(self), "text/html": table}
 
     def _latest(self) -> LatestValues:
-        """Return the folded values, including the whole history."""
         self._feed.start()
         self._feed.wait_until_caught_up(CATCH_UP_S)
         return self._view
@@ -538,13 +546,13 @@ class TrainingJob(JobRequests):
         log, these are the values at the end of the log on this machine.
         """
         self._feed.start()
-        # All properties share one second, so a slow bucket delays a cell only once.
+        # All properties share one second per attempt, so a slow bucket delays a cell only once.
         if self._feed.wait_until_caught_up(self._glance_left()):
             return self._view
         return peek_log(self.record.log_path)
 
     def _glance_left(self) -> float:
-        """Return how long properties may still wait; the time starts with the first property."""
+        # The time starts with the first property that is read, not with the object.
         if self._glance_until == math.inf:
             self._glance_until = time.monotonic() + GLANCE_S
         return max(0.0, self._glance_until - time.monotonic())

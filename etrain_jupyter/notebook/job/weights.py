@@ -48,6 +48,7 @@ def check_which(which: Which) -> None:
     Raises:
         ConfigError: If it is neither ``last``, ``best`` nor a step.
     """
+    # `True` is an int too, but means no step.
     is_step = isinstance(which, int) and not isinstance(which, bool) and which >= 0
     if not is_step and which not in ("last", "best"):
         raise ConfigError(
@@ -115,6 +116,7 @@ def _judged_in(store: CheckpointStore, manifest: Manifest | None) -> dict[int, f
 
 def _judged(state_file: Path) -> dict[int, float]:
     try:
+        # "judge" is the best tracker's key in the file format.
         state = json.loads(state_file.read_text())
         return {step: value for step, value in (state["extras"].get("judge") or NOTHING)["best"]}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
@@ -131,11 +133,9 @@ def _best_first(record: JobRecord, values: Mapping[int, float]) -> list[int]:
 
 
 def _find_best(record: JobRecord, reached: Mapping[int, float]) -> Saved:
-    """Return the best checkpoint.
-
-    The candidates come from two sources. The state of the newest checkpoint knows the next best one
-    if the very best could not be saved. The log may have newer evaluations than that state.
-    """
+    # Candidates, where the log takes precedence for a step that is in both:
+    #   state of the newest checkpoint   also has runners-up, in case the best one was not saved
+    #   evaluations in the log           may be newer than that state
     if not _best_rule(record):
         raise CheckpointError(
             f"job {record.job_id} keeps no best checkpoint: its cell asks for none. Write "
@@ -143,7 +143,8 @@ def _find_best(record: JobRecord, reached: Mapping[int, float]) -> Saved:
         )
     values = {**_judged(_open_newest(record).files[STATE_PART]), **reached}
     store, refused = _store_of(record), []
-    # Fall back to the next best one: the best may be pruned, damaged or not yet durable.
+    # The best one may be pruned or damaged, or not durable yet, because checkpoints are written in
+    # the background. Fall back to the next best one.
     for step in _best_first(record, values):
         try:
             return _open_step(store, step, record)
@@ -179,13 +180,16 @@ def _find_step(record: JobRecord, step: int) -> Saved:
 def _open_newest(record: JobRecord) -> OpenCheckpoint:
     from etrain_jupyter.trainer.state.parts import check_parts
 
+    # A running job with `checkpoint.keep: 1` replaces the checkpoint that is being opened:
+    #   here: list steps: 100              open 100: missing     list steps: 200 -> try again
+    #   job:                write 200, delete 100
+    # Each further attempt needs a further checkpoint, so the loop ends.
     store = _store_of(record)
     while True:
         steps = store.list_steps()
         try:
             return open_newest(store, job_id=record.job_id, check=check_parts)
         except CheckpointError as exc:
-            # With checkpoint.keep: 1, a running job may have replaced it meanwhile: look again.
             if store.list_steps() == steps:
                 raise CheckpointError(
                     f"job {record.job_id} has no weights to load: {exc} A checkpoint is written "
