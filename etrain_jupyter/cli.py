@@ -36,7 +36,7 @@ class Terminal:
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Refuse a variable: a terminal has none."""
         if variable is not None:
-            raise ConfigError(f"-o {variable} works in a notebook", hint="leave out -o")
+            raise ConfigError(f"-o {variable} works only in a notebook", hint="leave out -o")
 
     def show(self, job: TrainingJob) -> str:
         """Return a job's latest values as lines."""
@@ -107,4 +107,6 @@ def _refuse_notebook_only(words: list[str]) -> None:
     if words and not words[0].startswith("-") and words[0] != "help":
         command = find_subcommand(words[0], prog="etrain")
         if command.is_for_notebooks_only:
-            raise ConfigError(f"etrain {command.name} works in a notebook", hint="try etrain show")
+            raise ConfigError(
+                f"etrain {command.name} works only in a notebook", hint="try etrain show"
+            )

@@ -98,7 +98,10 @@ class EtrainMagics(Magics):
         magics: dict[str, Any] = self.shell.magics_manager.magics["line"]
         start = magics.get("tensorboard")
         if start is None:
-            raise EtrainError("the extension of tensorboard brings no %tensorboard. Nothing begun.")
+            raise EtrainError(
+                "the tensorboard extension defines no %tensorboard magic, so TensorBoard was not "
+                "started. Upgrade it: pip install --upgrade tensorboard"
+            )
         start(f"--logdir {shlex.quote(str(folder))}")
         return ""
 
@@ -124,7 +127,7 @@ class EtrainMagics(Magics):
         check_variable(options.out)  # before the job exists: afterwards it would have no variable
         for flag in ("force", "trust"):
             if getattr(options, flag) and not options.resume:
-                raise ConfigError(f"--{flag} goes with --resume", hint=f"--resume JOB --{flag}")
+                raise ConfigError(f"--{flag} requires --resume", hint=f"--resume JOB --{flag}")
         given = {"name": options.name, "pool": options.pool}
         flags = {key: value for key, value in given.items() if value is not None}
         plan = launch.plan_cell(body, self._names(), flags, f"%%etrain {line}".rstrip())

@@ -46,10 +46,10 @@ def attempts_of(log: Sequence[Event]) -> list[Attempt]:
 
 
 def _attempt_of(part: Sequence[Event]) -> Attempt:
-    asked = next((e for e in part if isinstance(e, JobSubmitted | JobResumed)), None)
+    begin_event = next((e for e in part if isinstance(e, JobSubmitted | JobResumed)), None)
     return Attempt(
-        after=asked.generation if isinstance(asked, JobResumed) else 0,
-        seed=int(asked.config.get("seed") or 0) if asked else 0,
+        after=begin_event.generation if isinstance(begin_event, JobResumed) else 0,
+        seed=int(begin_event.config.get("seed") or 0) if begin_event else 0,
         planned=next((e for e in part if isinstance(e, JobPlanned)), None),
         evals=tuple(e for e in part if isinstance(e, EvalCompleted)),
     )
@@ -71,7 +71,7 @@ def check_attempts(
     """
     rows: list[EpochCoverage] = []
     problems: list[str] = []
-    for work, own in _works(attempts, steps):
+    for work, own in _group_attempts(attempts, steps):
         first = work.base_step or start
         found = check_samples(own, first, work)
         rows += found[0]
@@ -79,7 +79,7 @@ def check_attempts(
     return tuple(rows), problems
 
 
-def _works(
+def _group_attempts(
     attempts: Sequence[Attempt], steps: Sequence[StepCompleted]
 ) -> list[tuple[Work, list[StepCompleted]]]:
     """Return the required work with its steps; consecutive attempts with equal rules are merged."""

@@ -83,7 +83,7 @@ def _check_log(log: Sequence[Event]) -> Iterator[str]:
     for event in log:
         # Sequence numbers start at 1; an event with 0 has none yet.
         if event.seq and event.seq != expected:
-            yield f"the log has event {event.seq} where {expected} was due"
+            yield f"the log has event {event.seq} where {expected} was expected"
         expected = event.seq + 1 if event.seq else expected + 1
     job_ids = sorted({event.job_id for event in log})
     if len(job_ids) > 1:
@@ -94,8 +94,8 @@ def _check_plan(attempts: Sequence[Attempt], steps: Sequence[StepCompleted]) -> 
     if all(attempt.planned is None for attempt in attempts):
         if steps:
             yield (
-                f"{len(steps)} steps were committed, but the log has no plan of what they had to "
-                "train"
+                f"{len(steps)} steps were committed, but the log has no plan of the samples "
+                "to train"
             )
         return
     for attempt in attempts:
@@ -103,7 +103,7 @@ def _check_plan(attempts: Sequence[Attempt], steps: Sequence[StepCompleted]) -> 
         for done in attempt.evals:
             if length is not None and done.samples != length:
                 yield (
-                    f"the evaluation at step {done.step} went through {done.samples} samples, "
+                    f"the evaluation at step {done.step} used {done.samples} samples, "
                     f"the set has {length}"
                 )
 
@@ -119,7 +119,7 @@ def _check_steps(start: int, steps: Sequence[StepCompleted]) -> Iterator[str]:
         if step.generation < generation:
             yield (
                 f"step {step.step} was committed by generation {step.generation} "
-                f"after generation {generation} had gone on"
+                f"after generation {generation} had continued"
             )
         newest, generation = max(newest, step.step), max(generation, step.generation)
 

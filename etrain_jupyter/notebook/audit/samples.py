@@ -122,12 +122,12 @@ class _EpochCheck:
         if (step.epoch, step.first) != (due.epoch, due.first):
             yield (
                 f"step {step.step} began at sample {step.first} of epoch {step.epoch}, "
-                f"due was {due.first} of epoch {due.epoch}"
+                f"expected {due.first} of epoch {due.epoch}"
             )
         position = StepRange(step.epoch, step.first, step.samples).position(self._work.num_samples)
         num_due = self._work.due_at(position, step.world_size).samples
         if step.samples != num_due:
-            yield f"step {step.step} trained {step.samples} samples, due were {num_due}"
+            yield f"step {step.step} trained {step.samples} samples, expected {num_due}"
         # The checksum is a sum of hashes of the sample indices. If it equals that of the range, the
         # ranks trained each of its samples once, except with a chance of about 2**-32.
         if self._sum_of(step.first, step.first + step.samples) == step.sample_checksum:
@@ -187,7 +187,7 @@ class _EpochCheck:
         matches = np.flatnonzero(np.isin(wanted, self._terms))
         if len(matches) != 1:
             return (
-                f"step {step.step} trained other samples than were due "
+                f"step {step.step} trained other samples than expected "
                 f"(checksum {step.sample_checksum} instead of {expected}); none of them counts"
             )
         lost = first + int(matches[0])

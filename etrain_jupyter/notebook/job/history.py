@@ -31,7 +31,7 @@ __all__ = ["STEP_COLUMNS", "History", "LatestValues", "peek_log"]
 NOT_FOLDABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 """Exceptions raised by events with invalid values: a log may come from another user."""
 PEEK_BYTES = 64 * 1024
-PEEK_MOST_BYTES = 4 * 1024 * 1024
+PEEK_MAX_BYTES = 4 * 1024 * 1024
 """Maximum number of bytes at the end of a log that are searched for a step or a status."""
 
 
@@ -98,8 +98,8 @@ def _tail_of(file: BinaryIO) -> list[Event]:
         start = max(PEEK_BYTES, size - length)
         file.seek(start)
         events = _events_in(file.read())
-        facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
-        if facts or start == PEEK_BYTES or length >= PEEK_MOST_BYTES:
+        shown = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
+        if shown or start == PEEK_BYTES or length >= PEEK_MAX_BYTES:
             return events
         # Workers may have printed a lot since the last step, so search further back.
         length *= 4
@@ -107,8 +107,8 @@ def _tail_of(file: BinaryIO) -> list[Event]:
 
 def _add_tail(view: LatestValues, events: list[Event]) -> None:
     view.add(events)
-    facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
-    if facts and isinstance(facts[-1], StepCompleted):
+    shown = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
+    if shown and isinstance(shown[-1], StepCompleted):
         # A step after the last status proves that the job runs; the status between may be unread.
         view.status, view.reason = "running", ""
 

@@ -31,7 +31,7 @@ _BUNDLE_NAME = re.compile(r"bundle(-[A-Za-z0-9]{1,64})?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecord:
+class RunRecord:
     """The contents of ``job.json``, and the location of the job's folder."""
 
     job_id: str
@@ -101,7 +101,7 @@ def safe_name(text: str) -> str:
     return cleaned or "job"
 
 
-def read_record(folder: Path) -> JobRecord:
+def read_record(folder: Path) -> RunRecord:
     """Read the record of the job in a folder.
 
     Raises:
@@ -114,7 +114,7 @@ def read_record(folder: Path) -> JobRecord:
     return record_from(data, folder)
 
 
-def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
+def record_from(data: bytes, folder: Path, place: str = "") -> RunRecord:
     """Parse and validate a ``job.json``, which any user with access to the store may have written.
 
     Args:
@@ -134,7 +134,7 @@ def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
     if not isinstance(values, dict):
         raise ValueError(f"{RECORD_FILE} is not a JSON object")
     # Ignore unknown keys: a newer version may have written them.
-    known = {k: values[k] for k in JobRecord.__dataclass_fields__ if k in values}
+    known = {k: values[k] for k in RunRecord.__dataclass_fields__ if k in values}
     _check_types({**_SAMPLE, **known})
     # A copied or forged record must not stand for another job. `folder` and `place` are replaced
     # below, so their values in the file do not matter.
@@ -147,7 +147,7 @@ def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
     if not _BUNDLE_NAME.fullmatch(known.get("bundle_file", BUNDLE_FILE)):
         raise ValueError("bundle_file is not a valid bundle name")
     name = known["name"] if is_job_id(known["name"]) else safe_name(known["name"])
-    return JobRecord(**{**known, "name": name, "folder": folder, "place": place})
+    return RunRecord(**{**known, "name": name, "folder": folder, "place": place})
 
 
 _SAMPLE: dict[str, Any] = {"job_id": None, "name": None, "created": None}

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from etrain_jupyter.errors import EtrainError, JobLostError, PoolError
+from etrain_jupyter.errors import JobLostError, PoolError
 from etrain_jupyter.wire.requests import (
     UNKNOWN_JOB,
     NotOursError,
@@ -150,24 +150,21 @@ class ClusterLink:
                 # failed request may have found it alive. Check again before the next one.
                 self._refuse_if_ended()
             reply = await asyncio.wait_for(self._exchange(request), timeout)
-        except EtrainError:
-            raise
         except RefusedRequestError as exc:
             raise PoolError(str(exc)) from exc
         except UnicodeEncodeError as exc:
             start = max(0, exc.start - 40)
             raise PoolError(
                 f"{exc.object[start : exc.end + 40]!a} cannot be sent to the scheduler: UTF-8 "
-                "cannot encode it. Nothing was sent. Rename the file or folder, or the key, that "
-                "is called so."
+                "cannot encode it. Nothing was sent. Rename the file, folder or key."
             ) from exc
         except TimeoutError as exc:  # before OSError, of which it is a subclass
             # A head that is suspended now may be killed before the next request.
             self._has_failed = True
             raise NoAnswerError(
-                f"the scheduler at {self.address} did not answer {request.op} within {timeout:g} "
-                "s. It may be busy or stopped, and what was asked for may still happen; "
-                "training does not wait for it. %etrain doctor shows which clusters are alive."
+                f"the scheduler at {self.address} did not respond to {request.op} within "
+                f"{timeout:g} s. It may be busy or suspended, and may still carry out the request. "
+                "Training does not wait for it. %etrain doctor shows which clusters are alive."
             ) from exc
         except OSError as exc:
             # CommClosedError, refused connections and TLS failures are all OSErrors.
@@ -177,16 +174,16 @@ class ClusterLink:
             # yet, drop this one, so that the next request calls `_find_scheduler`.
             found = self._locate()
             if found != self.address:
-                await self._hang_up()
+                await self._disconnect()
             if not found:
                 raise UnreachableError(
-                    f"the scheduler at {self.address} has died and is being started again; its "
-                    "jobs train on meanwhile. Nobody knows whether what was asked for was done. "
-                    "Try again in a moment."
+                    f"the scheduler at {self.address} has died and is being restarted; its jobs "
+                    "keep training. The request may or may not have been carried out. Retry in a "
+                    "few seconds."
                 ) from exc
             raise UnreachableError(
-                f"the scheduler at {self.address} cannot be reached. What its jobs committed is "
-                "in their run folders; %etrain doctor shows which clusters are alive."
+                f"the scheduler at {self.address} cannot be reached. The committed steps of its "
+                "jobs are in their run folders. %etrain doctor shows which clusters are alive."
             ) from exc
         self._has_failed = False
         return _decoded(request, reply)
@@ -194,8 +191,8 @@ class ClusterLink:
     def _refuse_if_ended(self) -> None:
         if self._has_ended():
             raise ClusterEndedError(
-                "its cluster has ended. What its jobs committed is in their run folders; run the "
-                "cell again for a new cluster."
+                "its cluster has ended. The committed steps of its jobs are in their run folders. "
+                "Run the cell again to start a new cluster."
             )
 
     async def _exchange(self, request: Request[Any]) -> Any:
@@ -216,7 +213,7 @@ class ClusterLink:
             if found := self._locate():
                 return found
             await asyncio.sleep(SLICE_S)
-        raise ConnectionRefusedError(f"nobody listens at {self.address}")
+        raise ConnectionRefusedError(f"no process listens at {self.address}")
 
     async def _release(self) -> None:
         self._is_released = True
@@ -226,9 +223,9 @@ class ClusterLink:
 
     async def _close(self) -> None:
         self._is_released = False
-        await self._hang_up()
+        await self._disconnect()
 
-    async def _hang_up(self) -> None:
+    async def _disconnect(self) -> None:
         # Cleared before the wait: a request that comes during it opens a new connection.
         closing, self._rpc = self._rpc, None
         if closing is not None:
@@ -300,7 +297,7 @@ def _decoded(request: Request[R], reply: Any) -> R:
     except NotOursError as exc:
         # A scheduler that another tool started was restarted without our coordinator in it.
         raise NoCoordinatorError(
-            f"{exc}. %etrain resume lets a job go on from its newest checkpoint."
+            f"{exc}. %etrain resume continues a job from its newest checkpoint."
         ) from None
     except RefusedRequestError as exc:
         if exc.kind == UNKNOWN_JOB:

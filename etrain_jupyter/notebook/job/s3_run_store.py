@@ -14,7 +14,7 @@ from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.job_record import (
     MAX_RECORD_BYTES,
     RECORD_FILE,
-    JobRecord,
+    RunRecord,
     record_from,
 )
 from etrain_jupyter.notebook.job.run_store import (
@@ -63,7 +63,7 @@ class S3RunStore(RunStore):
         """Return the URL of a job."""
         return f"{self.url}/{job_id}"
 
-    def _publish(self, record: JobRecord, *, has_new_bundle: bool, is_new: bool) -> None:
+    def _publish(self, record: RunRecord, *, has_new_bundle: bool, is_new: bool) -> None:
         """Upload the bundle first and ``job.json`` last, so that every listed job is complete."""
         if has_new_bundle:
             self._objects.put_file(f"{record.job_id}/{record.bundle_file}", record.bundle_path)
@@ -73,9 +73,9 @@ class S3RunStore(RunStore):
         # A condition that fails does not prove that the id is taken: if the response to the first
         # attempt was lost, the retry finds the object that this process has just written.
         elif not self._objects.put_if_absent(key, data) and self._objects.get(key) != data:
-            raise FileExistsError(f"there is a job {record.job_id} in {self} already")
+            raise FileExistsError(f"job {record.job_id} already exists in {self}")
 
-    def discard(self, record: JobRecord) -> None:
+    def discard(self, record: RunRecord) -> None:
         """Remove a job that no cluster accepted; a job with a log is kept."""
         if Chain(self._job(record)).list_pieces(0):
             return
@@ -97,7 +97,7 @@ class S3RunStore(RunStore):
                     found.jobs.append(record)
         return found.sorted()
 
-    def _read_record(self, name: str) -> JobRecord | ValueError | None:
+    def _read_record(self, name: str) -> RunRecord | ValueError | None:
         if not is_job_id(name):
             return None  # the name becomes that of a local folder, so it must not be `..`
         key = f"{name}/{RECORD_FILE}"
@@ -109,7 +109,7 @@ class S3RunStore(RunStore):
         except ValueError as exc:
             return exc
 
-    def fetch_bundle(self, record: JobRecord) -> Path:
+    def fetch_bundle(self, record: RunRecord) -> Path:
         """Return the path of a job's bundle, downloaded unless this machine has a copy."""
         path = record.bundle_path
         # The copy may be of a bundle that a cell on another machine has replaced since.
@@ -126,18 +126,18 @@ class S3RunStore(RunStore):
             hidden.unlink(missing_ok=True)
         return path
 
-    def remove_bundle(self, record: JobRecord) -> None:
+    def remove_bundle(self, record: RunRecord) -> None:
         """Remove a bundle that no record refers to any more, in the bucket and here."""
         self._objects.delete(f"{record.job_id}/{record.bundle_file}")
         super().remove_bundle(record)
 
-    def check_takeable(self, record: JobRecord) -> None:
+    def check_takeable(self, record: RunRecord) -> None:
         """Check that a job can be resumed from this machine."""
         self.check_writable()
         record.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().check_takeable(record)
 
-    def summarize(self, record: JobRecord) -> JobSummary:
+    def summarize(self, record: RunRecord) -> JobSummary:
         """Return a job's status and progress as last written to the bucket by its coordinator."""
         try:
             found = self._job(record).get_aged(ALIVE)
@@ -154,7 +154,7 @@ class S3RunStore(RunStore):
             is_gone=status not in TERMINAL_STATUSES and age_s > SILENT_S,
         )
 
-    def _job(self, record: JobRecord) -> RunObjects:
+    def _job(self, record: RunRecord) -> RunObjects:
         return RunObjects(f"{self.url}/{record.job_id}")
 
 

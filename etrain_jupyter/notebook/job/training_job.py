@@ -28,7 +28,7 @@ from etrain_jupyter.notebook.job.cost import JobCost, cost_of
 from etrain_jupyter.notebook.job.feed import EventFeed, Listener
 from etrain_jupyter.notebook.job.history import LatestValues, peek_log
 from etrain_jupyter.notebook.job.interrupts import Interrupts
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import SLICE_S, JobLink
 from etrain_jupyter.notebook.job.plot import plot_job
 from etrain_jupyter.notebook.job.requests import ENDED, REQUEST_S, JobRequests
@@ -48,7 +48,7 @@ GLANCE_S = 1.0
 """Total time that properties may wait for the history, in seconds."""
 CATCH_UP_S = 10.0
 """Timeout of the wait for the history in a method that needs all of it, in seconds."""
-ANSWER_S = 5.0
+RESPONSE_S = 5.0
 """Timeout of the wait for the coordinator's first response, in seconds."""
 
 Model = TypeVar("Model")
@@ -72,7 +72,7 @@ class TrainingJob(JobRequests):
         was_interrupted: True if the interrupt key stopped the job during ``wait``.
     """
 
-    def __init__(self, record: JobRecord, link: JobLink | None) -> None:
+    def __init__(self, record: RunRecord, link: JobLink | None) -> None:
         self.record = record
         self.screen: Screen | None = None
         self.was_interrupted = False
@@ -91,7 +91,7 @@ class TrainingJob(JobRequests):
             refresh=lambda: try_refresh_log(record),
         )
 
-    def follow_again(self, record: JobRecord, link: JobLink | None) -> None:
+    def follow_again(self, record: RunRecord, link: JobLink | None) -> None:
         """Follow the next attempt of a resumed job, from the beginning of its log."""
         # The thread of the old feed may still deliver a batch. It changes only the old view, which
         # is not read any more; the screen skips events that it knows.
@@ -103,7 +103,7 @@ class TrainingJob(JobRequests):
         if self.screen is not None:
             self._feed.subscribe(self.screen.add_events)
 
-    def has_gone_on(self) -> bool:
+    def has_continued(self) -> bool:
         """Return True if the log continues after the end at which following stopped."""
         is_over = self._feed.ended.is_set() and not self._feed.lost
         # A job in a bucket continues in the bucket only, so update the copy here first.
@@ -115,7 +115,7 @@ class TrainingJob(JobRequests):
     def is_reachable(self) -> bool:
         """True unless the scheduler is known to be unreachable; waits for its first response."""
         self._latest()
-        self._feed.wait_until_answered(ANSWER_S)
+        self._feed.wait_until_responded(RESPONSE_S)
         return not self._feed.trouble
 
     @property
@@ -123,9 +123,9 @@ class TrainingJob(JobRequests):
         """Why only the job's log is followed; empty if its cluster is reachable."""
         return self._link.why if isinstance(self._link, StoreLink) else ""
 
-    def resume_as(self, wish: ResumeRequest) -> str:
+    def resume_as(self, request: ResumeRequest) -> str:
         """Resume a job that has ended, or whose cluster has ended; see ``resume``."""
-        return resume_job(self, wish)
+        return resume_job(self, request)
 
     # --- identity and progress -------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class TrainingJob(JobRequests):
         view = self._glance()
         # The trouble is known only after a response or a timeout. Not the last wait: a method with
         # a longer timeout may wait for the same response.
-        self._feed.wait_until_answered(self._glance_left(), is_last=False)
+        self._feed.wait_until_responded(self._glance_left(), is_last=False)
         return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
     @property
@@ -306,13 +306,13 @@ class TrainingJob(JobRequests):
             return self._wait_until(until, deadline)
         kind = ""
         with self._interrupts() as interrupts:
-            # Wait in slices: the signal handler only records an interrupt, and `_answer` acts on
-            # it, since a handler must not take locks or print.
+            # Wait in slices: the signal handler only records an interrupt, since it must not take
+            # locks or print. `_handle_interrupts` acts on it.
             while time.monotonic() < deadline:
-                kind = self._say_trouble(kind)
+                kind = self._print_trouble(kind)
                 if self._feed.ended.wait(SLICE_S):
                     break
-                self._answer(interrupts)
+                self._handle_interrupts(interrupts)
         return self.status
 
     def _wait_until(self, condition: Callable[[TrainingJob], bool], deadline: float) -> str:
@@ -338,7 +338,7 @@ class TrainingJob(JobRequests):
                     f"the condition of job.wait(until=...) does not hold after {waited_s:.0f} s: "
                     f"{self!r}. The job continues. Wait again, or with a longer timeout."
                 )
-            kind = self._say_trouble(kind)
+            kind = self._print_trouble(kind)
             self._feed.ended.wait(min(SLICE_S, max(0.0, deadline - time.monotonic())))
 
     def __await__(self) -> Generator[Any, None, str]:
@@ -350,35 +350,35 @@ class TrainingJob(JobRequests):
 
     async def _wait_async(self) -> str:
         self._feed.start()
-        said = ""
+        printed = ""
         with self._interrupts() as interrupts:
             while not self._feed.ended.is_set():
-                said = self._say_trouble(said)
+                printed = self._print_trouble(printed)
                 # A sleep, not a wait for the event: that would block the kernel's event loop.
                 await asyncio.sleep(SLICE_S)
-                self._answer(interrupts)
+                self._handle_interrupts(interrupts)
         return self.status
 
     def _interrupts(self) -> Interrupts:
         # Sent without waiting for the response, so that a second press can still speed it up.
         return Interrupts(self.id, lambda now: self._send_request("stop", {"now": now}))
 
-    def _answer(self, interrupts: Interrupts) -> None:
-        interrupts.answer()
+    def _handle_interrupts(self, interrupts: Interrupts) -> None:
+        interrupts.handle()
         # Stays set after the wait, so that the cell ends with an error and "Run All" stops.
         self.was_interrupted |= interrupts.were_any
 
-    def _say_trouble(self, said: str) -> str:
-        """Print a change of the trouble since ``said``, or its end; return the current trouble."""
+    def _print_trouble(self, printed: str) -> str:
+        """Print the trouble if its kind is not ``printed`` yet, or its end; return the kind."""
         feed = self._feed
         # Print each kind of trouble once, although its text may change at every retry.
         kind = "scheduler" if feed.trouble else "log" if feed.log_trouble else ""
-        if kind and kind != said:
+        if kind and kind != printed:
             trouble = feed.trouble or feed.log_trouble
-            print(f"etrain: {self.id} was {self._view.status}; {trouble}. The wait goes on.")
-        elif said and not kind and not feed.ended.is_set():
-            is_back = "answers" if said == "scheduler" else "is written"
-            print(f"etrain: the {said} of {self.id} {is_back} again.")
+            print(f"etrain: {self.id} was {self._view.status}; {trouble}. Still waiting.")
+        elif printed and not kind and not feed.ended.is_set():
+            is_back = "responds" if printed == "scheduler" else "can be written"
+            print(f"etrain: the {printed} of {self.id} {is_back} again.")
         return kind
 
     def result(self) -> dict[str, Any]:
@@ -408,14 +408,14 @@ class TrainingJob(JobRequests):
         if self._feed.lost:
             raise JobLostError(
                 f"job {self.id} is lost at step {view.step}: {self._feed.lost}. "
-                f"{self._what_remains()} %etrain resume lets it go on from there."
+                f"{self._describe_saved()} To continue it, type %etrain resume {self.id}."
             )
         if view.status == "failed":
             error = view.user_error
+            flag = f" with --resume {self.id} to continue from there" if view.saved_step else ""
             raise JobFailedError(
-                f"job {self.id} failed {self._cause_of_failure()} {self._what_remains()} Mend it "
-                "and run the cell again, with --resume JOB to go on from there; %etrain logs shows "
-                "what the workers printed.",
+                f"job {self.id} failed {self._cause_of_failure()} {self._describe_saved()} Fix the "
+                f"cause and run the cell again{flag}; %etrain logs shows the workers' output.",
                 job_id=self.id,
                 traceback=error.traceback if error else "",
             )
@@ -451,7 +451,7 @@ class TrainingJob(JobRequests):
             CheckpointError: If the checkpoint does not exist.
             ConfigError: If ``which`` is invalid.
         """
-        return load_weights(find_saved(self.record, which, self._reached()))
+        return load_weights(find_saved(self.record, which, self._best_evals()))
 
     def load_into(self, model: Model, which: str | int = "last") -> Model:
         """Load saved weights into ``model`` and return it; ``which`` as in ``state_dict``.
@@ -491,7 +491,7 @@ class TrainingJob(JobRequests):
         from etrain_jupyter.notebook.job.export import export_file, export_folder, find_format
 
         is_folder = find_format(format, model) == "transformers"
-        saved = find_saved(self.record, which, self._reached())
+        saved = find_saved(self.record, which, self._best_evals())
         if is_folder:
             return export_folder(self.record, saved, Path(path), model=model, overwrite=overwrite)
         return export_file(self.record, saved, Path(path), overwrite=overwrite)
@@ -508,11 +508,11 @@ class TrainingJob(JobRequests):
         """
         from etrain_jupyter.notebook.job.saved_records import records_of
 
-        where, listed, best = list_saved(self.record, self._reached(), verify=verify)
+        where, listed, best = list_saved(self.record, self._best_evals(), verify=verify)
         stalls = self._latest().stalls
         return records_of(listed, best=best, where=where, now=time.time(), stalls=stalls)
 
-    def _reached(self) -> dict[int, float]:
+    def _best_evals(self) -> dict[int, float]:
         # The log may be ahead of the newest checkpoint, which has the same values.
         return {best.step: best.value for best in self._latest().best}
 
