@@ -151,6 +151,7 @@ class JobFailedError(EtrainError, RuntimeError):
 
     def render(self) -> list[str]:
         """Return the user's traceback first, then the message."""
+        # The message comes last, where a long traceback does not scroll it out of view.
         head = self.traceback.rstrip().splitlines()
         return [*head, f"etrain: {self}"]
 

@@ -89,6 +89,7 @@ class AuditReport:
             return f"audit FAILED: {_count(len(self.problems), 'problem')}"
         if not self.epochs:
             return "audit ok: nothing has been trained yet"
+        # Only the last epoch may be incomplete, or the one in which a resume changed the rules.
         num_complete = sum(epoch.is_complete for epoch in self.epochs)
         parts = [f"{_count(num_complete, 'epoch')} complete"] if num_complete else []
         is_over = self.status != "finished" or "EarlyStopped" in self.num_kinds
@@ -170,7 +171,7 @@ class AuditReport:
         """Return the rows to display: all, or the incorrect ones and the newest correct ones."""
         if len(self.epochs) <= _MOST_ROWS:
             return list(self.epochs)
-        # Incorrect rows first: they must not be pushed out by correct ones.
+        # Incorrect rows take precedence over correct ones.
         wrong = [row for row in self.epochs if not row.is_exact][:_MOST_ROWS]
         num_fine = _MOST_ROWS - len(wrong)
         newest = [row for row in self.epochs if row.is_exact][-num_fine:] if num_fine else []

@@ -299,6 +299,8 @@ class EventFeed:
 
     def _take_log_trouble(self, trouble: str, *, is_due: bool) -> None:
         """Report to the listeners when log trouble begins, changes or ends."""
+        # For example a full disk or an unreachable bucket: the coordinator sends events that are
+        # not durable yet, and reports why with each response.
         before, self._log_trouble = self._log_trouble, trouble
         has_aged = time.monotonic() - self._trouble_sent_at >= TROUBLE_EVERY_S
         # Report each begin and end at once, but a change of the text at most once per interval: the

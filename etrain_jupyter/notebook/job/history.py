@@ -76,7 +76,7 @@ def peek_log(path: Path) -> LatestValues:
     The events in between are not read, so a list of a hundred jobs costs a hundred short reads. A
     step at the end shows that the job was running, and with how many workers.
     """
-    # What is read of a long log:
+    # The parts of a long log that are read:
     #   |-- 64 kB --|           not read           |-- 64 kB, 256 kB, 1 MB or 4 MB --|
     #   submitted, planned (total steps)            the newest step or status
     view = LatestValues()

@@ -83,6 +83,7 @@ class RunRecord:
     @property
     def checkpoints(self) -> str:
         """URL or path of the checkpoints."""
+        # `checkpoint.to` may be shared by several jobs; each one has its own folder below it.
         elsewhere = (self.config.get("checkpoint") or {}).get("to")
         return place_of_job(elsewhere, self.job_id) if elsewhere else self.where
 

@@ -75,6 +75,7 @@ def submit_job(
             f"was submitted. Free space there, or set {ROOT_VARIABLE} to a folder elsewhere and "
             "restart the kernel."
         ) from exc
+    # The fields of `head.jobs.job_spec.JobSpec`, which the coordinator validates.
     link = open_link(address)
     spec = {
         "job_id": record.job_id,

@@ -109,6 +109,7 @@ class JobRequests(ABC):
         """Stop the job after its next step with a checkpoint; with ``now``, stop immediately."""
         self._latest()
         if self.status in TERMINAL_STATUSES and not self._feed.lost:
+            # Not an error: the job may have ended while the user typed the command.
             return f"{self.record.job_id} has already {ENDED[self.status]}"
         return self.request("stop", now=now)
 

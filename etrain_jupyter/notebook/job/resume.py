@@ -306,7 +306,7 @@ def _prepare(
 
 def _stored_bundle(store: RunStore, record: RunRecord, *, is_needed: bool) -> Path | None:
     """Return the path of the bundle that the job was submitted with."""
-    # A cell brings a bundle of its own; then the old one is only compared with it.
+    # A cell has its own bundle; then the stored one is only compared with it.
     try:
         path = store.fetch_bundle(record)
     except (OSError, RunStoreError) as exc:
@@ -398,7 +398,7 @@ def _submit(
     Returns:
         The record as written.
     """
-    # The record is written first. What each end leaves behind:
+    # The record is written first. The outcomes:
     #   killed before the submit   the record names a cluster without the job, so the job counts as
     #                              lost and can be resumed again
     #   PoolError                  refused or timed out: the old record is restored

@@ -146,8 +146,8 @@ class RunStore:
         latest = peek_log(record.log_path)
         cluster = None if latest.is_terminal else find_cluster(record.cluster, record.host)
         is_gone = cluster is not None and cluster.has_ended
-        # For example a cluster on another machine: this machine cannot tell whether it is alive, so
-        # the list shows the age of the log.
+        # A cluster on another machine, for example: its state is unknown here, so the list shows
+        # when the log was last written.
         is_in_doubt = cluster is not None and not cluster.is_alive and not is_gone
         return JobSummary(
             status=latest.status,
@@ -234,7 +234,7 @@ class RunStore:
             _replace_bundle(record.folder / name, bundle)
             has_new_bundle = name != record.bundle_file
             record = replace(record, bundle_file=name)
-        if is_signed:  # by now all signed fields have their final values
+        if is_signed:  # last, because the signature covers the fields set above
             record = replace(record, signature=sign(record.to_dict()))
         replace_file(record.folder / RECORD_FILE, json_of(record))
         self._publish(record, has_new_bundle=has_new_bundle, is_new=False)

@@ -106,7 +106,7 @@ class TrainingJob(JobRequests):
     def has_continued(self) -> bool:
         """Return True if the log continues after the end at which following stopped."""
         is_over = self._feed.ended.is_set() and not self._feed.lost
-        # A job in a bucket continues in the bucket only, so update the copy here first.
+        # Another machine writes only to the bucket, so update the copy on this one first.
         if is_over:
             try_refresh_log(self.record)
         return is_over and not peek_log(self.record.log_path).is_terminal
@@ -142,6 +142,7 @@ class TrainingJob(JobRequests):
     @property
     def status(self) -> str:
         """One of submitted, waiting, running, paused, finished, stopped, failed."""
+        # The log of a lost job has no end, so its last status is the one before the cluster ended.
         view = self._glance()
         return "failed" if self._feed.lost else view.status
 
@@ -302,6 +303,8 @@ class TrainingJob(JobRequests):
         """
         self._feed.start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
+        # With a condition, an interrupt only ends the wait: the cell watches the job and does not
+        # own it.
         if until is not None:
             return self._wait_until(until, deadline)
         kind = ""
