@@ -23,7 +23,7 @@ import pytest
 
 from etrain_jupyter.errors import EtrainError, JobNotFoundError
 from etrain_jupyter.log.events import Event, JobPlanned, JobStatusChanged, JobSubmitted
-from etrain_jupyter.notebook.job.job_record import RECORD_FILE, JobRecord
+from etrain_jupyter.notebook.job.job_record import RECORD_FILE, RunRecord
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
@@ -47,7 +47,7 @@ class RunPlace(Protocol):
         """Create or replace the data at a key."""
         ...
 
-    def take(self, record: JobRecord, end: int) -> None:
+    def take(self, record: RunRecord, end: int) -> None:
         """Become the only writer of a job's log.
 
         Args:
@@ -59,7 +59,7 @@ class RunPlace(Protocol):
         """
         ...
 
-    def log(self, record: JobRecord, events: Sequence[Event]) -> None:
+    def log(self, record: RunRecord, events: Sequence[Event]) -> None:
         """Append to a job's log like its coordinator."""
         ...
 
@@ -106,7 +106,7 @@ class RunStoreContract:
     def test_job_id_is_used_only_once(self, store: RunStore, place: RunPlace) -> None:
         """The second job is refused, and the first one is unchanged."""
         create(store)
-        with pytest.raises(FileExistsError, match="there is a job digits-1"):
+        with pytest.raises(FileExistsError, match="job digits-1 already exists"):
             create(place.open("there"), created=7.0)
         assert store.find("digits-1").created == 1.0
 
@@ -188,7 +188,7 @@ class RunStoreContract:
         assert sorted(outcomes) == ["refused", "refused", "refused", "succeeded"]
 
 
-def create(store: RunStore, job_id: str = "digits-1", *, created: float = 1.0) -> JobRecord:
+def create(store: RunStore, job_id: str = "digits-1", *, created: float = 1.0) -> RunRecord:
     """Create a job with fixed data."""
     values = {
         "name": "digits",

@@ -26,7 +26,7 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.notebook.audit import audit_log
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.weights import find_saved, load_weights
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.testing import FaultPlan
@@ -92,7 +92,7 @@ def found(log: list[Event], kind: type[Event]) -> list[Any]:
 
 def best_weights(job: RigJob) -> dict[str, torch.Tensor]:
     order = job.hosted.order
-    record = JobRecord(
+    record = RunRecord(
         job_id=job.id, name="job", created=0.0, folder=order.run_dir, config=order.config
     )
     reached = {e.step: e.value for e in job.found(BestReached)}

@@ -143,7 +143,7 @@ def test_job_lost_by_a_restarted_scheduler_is_resumed_there(
 
     said = job.resume()
     assert " on cluster Scheduler-" in said
-    assert "from the checkpoint of step" in said
+    assert "from the checkpoint at step" in said
     await_steps(job, world_size=1)
     assert AddressPool(cluster.address).down(timeout_s=60.0) == Leftovers()
     assert job.wait(timeout=PATIENCE_S) == "stopped"

@@ -229,7 +229,8 @@ def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, jo
     assert asked.status == "error"
     assert lost in asked.text
     assert ": its cluster has ended. The weights of step " in asked.text
-    assert "job.load_into(model) loads them. %etrain resume lets it go on from there." in asked.text
+    advice = f"job.load_into(model) loads them. To continue it, type %etrain resume {job_id}."
+    assert advice in asked.text
     for line in ("%etrain show", "job", "job.wait()", "%etrain ls"):
         shown = notebook.run(line)
         assert (shown.status, "failed" in shown.text) == ("ok", True), shown.text
@@ -291,7 +292,7 @@ def test_killed_keeper_is_reported_and_resume_continues_the_same_curve(desk: Des
     other = desk.notebook()
     resumed = other.run(f"%etrain resume {job_id} --max 1")
 
-    assert (resumed.status, "from the checkpoint of step" in resumed.text) == ("ok", True)
+    assert (resumed.status, "from the checkpoint at step" in resumed.text) == ("ok", True)
     waited = notebook.run("%etrain wait survivor")
     assert (waited.status, "finished, step 240/240" in waited.text) == ("ok", True), waited.text
     assert value(notebook, "job.id") == job_id

@@ -451,7 +451,7 @@ def test_wrong_cell_fails_on_the_worker(notebook: Notebook, folder: Path, case: 
     shown = run(notebook, case, folder)
     assert_shows(shown, case.shows)
     assert shown.text.count("etrain: job ") == 1
-    assert "to go on from there; %etrain logs shows what the workers printed." in shown.text
+    assert "run the cell again; %etrain logs shows the workers' output." in shown.text
     assert_shows_no_frame_of_ours(shown)
 
 

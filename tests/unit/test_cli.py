@@ -104,7 +104,7 @@ def test_messages_in_the_terminal_name_terminal_commands(
     assert main(["--runs", str(tmp_path / "empty"), "stop"]) == 1
 
     shown = capsys.readouterr().err
-    assert "etrain ls shows the jobs that run." in shown
+    assert "etrain ls lists the running jobs." in shown
     assert "etrain ls lists the jobs." in shown
     assert "%etrain ls" not in shown
     assert "Run a %%etrain distributed cell first" in shown, "only a notebook can do this"

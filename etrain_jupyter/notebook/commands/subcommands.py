@@ -43,7 +43,7 @@ from etrain_jupyter.notebook.commands.doctor import examine
 from etrain_jupyter.notebook.commands.log_lines import follow_lines, log_lines
 from etrain_jupyter.notebook.dashboard.saved_table import table_of_saved
 from etrain_jupyter.notebook.job.export import FORMATS
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import JobSummary, Listing, RunStore
 from etrain_jupyter.notebook.job.store_link import refresh_log
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -215,7 +215,7 @@ def _describe_problems(listing: Listing) -> str:
     )
 
 
-def _row(store: RunStore, record: JobRecord) -> tuple[str, ...]:
+def _row(store: RunStore, record: RunRecord) -> tuple[str, ...]:
     """Return a job's line, without asking its cluster."""
     known = store.summarize(record)
     has_none = known.is_gone or known.status in TERMINAL_STATUSES

@@ -153,6 +153,6 @@ def test_kernel_sends_the_file_in_bounded_pieces(
 
 def test_scheduler_that_asks_again_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(BUNDLE)
-    with pytest.raises(PoolError, match="and does not have it") as caught:
+    with pytest.raises(PoolError, match="but cannot read them") as caught:
         handover.hand_over(Scheduler(takes=False), order_in(tmp_path), tmp_path / "bundle")
     assert not isinstance(caught.value, JobLostError)

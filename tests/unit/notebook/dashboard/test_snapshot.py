@@ -239,13 +239,13 @@ def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
     before = view.snapshot()
     aside = {"job_id": JOB_ID, "time": script.now + 30, "status": "paused"}
 
-    view.add([t.JobStatusChanged(**aside, reason="its scheduler cannot be reached, asking again")])
+    view.add([t.JobStatusChanged(**aside, reason="its scheduler cannot be reached, retrying")])
     silent = view.snapshot()
     view.add([t.JobStatusChanged(**aside)])
 
     assert (silent.status, silent.reason) == (
         "paused",
-        "its scheduler cannot be reached, asking again",
+        "its scheduler cannot be reached, retrying",
     )
     assert dataclasses.replace(silent.events[-1], id=0, time=0.0) == EventLine(
         id=0,
@@ -253,7 +253,7 @@ def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
         time=0.0,
         kind="JobStatusChanged",
         level="warning",
-        text="Paused: its scheduler cannot be reached, asking again",
+        text="Paused: its scheduler cannot be reached, retrying",
     )
     assert view.snapshot().reason == ""
     assert (silent.markers, silent.workers) == (before.markers, before.workers)
