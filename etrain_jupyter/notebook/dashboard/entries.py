@@ -43,6 +43,7 @@ class Entries:
 
     def amend(self, seq: int, text: str) -> bool:
         """Replace the text of an event's entry; return whether the entry is still in the list."""
+        # The limit may have dropped the entry since the event arrived.
         for entries in (self._calm, self._alarms):
             for index, entry in enumerate(entries):
                 if entry.seq == seq:
@@ -52,6 +53,7 @@ class Entries:
 
     def to_tuple(self) -> tuple[EventLine, ...]:
         """Return the entries, oldest first."""
+        # By id and not by seq, which is 0 for events outside the log.
         return tuple(sorted([*self._calm, *self._alarms], key=lambda entry: entry.id))
 
 

@@ -270,6 +270,7 @@ def describe_times(event: RankTimed) -> str:
     }
     other = {"evaluation": event.evaluation_s, "checkpoints": event.checkpoint_s}
     extra = [f"{name} {seconds(spent)}" for name, spent in other.items() if spent >= 0.001]
+    # The rank only evaluated or saved since its last report, so there are no shares.
     if not event.num_steps:
         return f"after step {event.step:,}: {', '.join(extra)}"
     shares = ", ".join(f"{name} {spent / whole:.0%}" for name, spent in parts.items())
@@ -336,7 +337,7 @@ def size(value: float) -> str:
 
 
 def dollars(usd: float) -> str:
-    """Return an amount, with four digits below ten cents: what a minute of a machine costs.
+    """Return an amount, with four digits below ten cents, as a minute of a machine costs.
 
     >>> [dollars(usd) for usd in (1234.5, 1.5, 0.0512, 0.0)]
     ['$1,234.50', '$1.50', '$0.0512', '$0.00']
