@@ -108,6 +108,7 @@ def _check_packages() -> list[Finding]:
         state, remedy = ("ok", "") if version else ("wrong", f"pip install {name}")
         findings.append(Finding(state=state, what=f"{name} {version or 'missing'}", remedy=remedy))
     kernel = version_of("ipykernel")
+    # Subshells are new in ipykernel 7: they handle a message of the dashboard while a cell runs.
     if kernel and int(kernel.split(".")[0]) < 7:
         findings.append(
             Finding(
@@ -120,6 +121,7 @@ def _check_packages() -> list[Finding]:
 
 
 def _check_gpus() -> list[Finding]:
+    # Training would work, but on the CPU: pip may have installed the wrong build of torch.
     if shutil.which("nvidia-smi") and not torch_has_cuda():
         what = f"there is an NVIDIA driver, but torch {version_of('torch')} is built without CUDA"
         return [Finding(state="note", what=what, remedy="install a CUDA build, see pytorch.org")]
@@ -152,6 +154,8 @@ def _check_screen() -> list[Finding]:
 
 
 def _check_tls() -> list[Finding]:
+    # Make and load certificates as a cluster does. A failure is an exception, which examine()
+    # reports.
     with tempfile.TemporaryDirectory() as folder:
         certificates = Path(folder) / "tls"
         write_certificates(certificates, mint_certificates("doctor"))
@@ -160,6 +164,7 @@ def _check_tls() -> list[Finding]:
 
 
 def _check_folder(what: str, folder: Path, variable: str) -> Finding:
+    # A folder that does not exist yet is created when it is needed, so check where that would be.
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return Finding(state="ok", what=f"{what} {folder}")
@@ -199,12 +204,15 @@ def _check_pools() -> list[Finding]:
         findings.append(Finding(state="ok", what=what))
         if entry.kind == AWS:
             spec = _spec_of(entry)
+            # Credentials belong to a profile, so check each profile once, however many pools use
+            # it.
             specs.setdefault(spec.profile, spec)
     return findings + (_check_aws(list(specs.values())) if specs else [])
 
 
 def _fault_of(exc: EtrainError) -> Finding:
     what = exc.render()[0].removeprefix("etrain: ")
+    # Only a ConfigError has a hint.
     hint = getattr(exc, "hint", "") or "correct it, or remove the pool"
     return Finding(state="wrong", what=what, remedy=hint)
 
@@ -241,7 +249,7 @@ def _check_aws(specs: list[AwsSpotSpec]) -> list[Finding]:
 
 
 def _check_ec2(region: str | None) -> list[Finding]:
-    """List all clusters of this package on EC2, including those of other users."""
+    # All clusters of this package in the account, including those of other users.
     return [found for spec in aws_specs(region) for found in _ask_ec2(spec)]
 
 
@@ -261,6 +269,7 @@ def _ask_ec2(spec: AwsSpotSpec) -> list[Finding]:
 
     # In a daemon thread: a request that hangs must not block the cell, or the kernel at its exit.
     threading.Thread(target=look, name="etrain-doctor", daemon=True).start()
+    # The thread continues if the timeout expires; its result is then ignored.
     if not is_told.wait(EC2_S):
         what = f"EC2 in {spec.region} has not answered within {EC2_S:g} s"
         return [Finding(state="wrong", what=what, remedy="look at the network and its proxy")]
@@ -295,6 +304,7 @@ def _check_clusters() -> list[Finding]:
     findings = []
     for cluster in cluster_dirs():
         record = cluster.record()
+        # The folder exists before the scheduler has written its record, and after its end.
         if record is None or not record.is_alive:
             what = f"cluster {cluster.cluster_id} has ended or is starting"
             findings.append(Finding(state="note", what=what, remedy="%etrain down clears it away"))

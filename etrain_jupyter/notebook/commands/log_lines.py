@@ -61,6 +61,13 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
     continues the same log. Unlike ``log_lines``, this includes status changes, and a step every
     ``STEP_S``.
     """
+    #   queue: all events so far -> print the last `number` lines
+    #          each new batch   -> print its lines
+    #          empty, and the job has ended                     -> return
+    #          empty, and its cluster has ended before the job  -> wait for a resume, resubscribe
+    #
+    # A new subscription starts with all events so far again; _Follower skips those it has
+    # formatted.
     news: queue.Queue[Sequence[Event]] = queue.Queue()
     job.subscribe(news.put)
     lines = _Follower()
@@ -82,7 +89,7 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
 
 
 def _clock_of(event: Event) -> str:
-    """Return the time of day; a log from another user may contain an invalid time."""
+    # A log from another user may contain any number as a time.
     try:
         return datetime.fromtimestamp(event.time).strftime("%H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -99,6 +106,7 @@ class _Follower:
     def of(self, events: Sequence[Event]) -> list[str]:
         """Return the lines of the events that are newer than those of earlier calls."""
         if isinstance(events, Events) and self._newest:
+            # Skips whole blocks, which matters after a resume of a job with a long log.
             events = events.after(self._newest)
         lines = []
         for event in runs_of(events):
@@ -135,7 +143,6 @@ def _next_of(news: queue.Queue[Sequence[Event]]) -> Sequence[Event] | None:
 
 
 def _await_next_life(job: TrainingJob, store: RunStore) -> TrainingJob:
-    """Wait until the job is resumed, and return it following the new attempt."""
     while True:
         time.sleep(LOOK_S)
         with contextlib.suppress(EtrainError):  # the store may be temporarily unreachable

@@ -143,6 +143,7 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
     for command in SUBCOMMANDS:
         if command.name == name:
             return command
+    # A notebook written for a later version should learn that, and not be sent to a similar word.
     if name in LATER:
         raise NotSupportedYetError(f"{prog} {name} comes with a later version")
     known = [*others, *(c.name for c in SUBCOMMANDS)]
@@ -205,7 +206,6 @@ def ls(
 
 
 def _describe_problems(listing: Listing) -> str:
-    """Return lines about the folders with an invalid record."""
     if not listing.problems:
         return ""
     named = [f"  {plain_line(name, 60)}: {why}" for name, why in listing.problems.items()]
@@ -216,8 +216,8 @@ def _describe_problems(listing: Listing) -> str:
 
 
 def _row(store: RunStore, record: JobRecord) -> tuple[str, ...]:
-    """Return a job's line, without asking its cluster."""
     known = store.summarize(record)
+    # The log still has the last world size, but those workers no longer train for the job.
     has_none = known.is_gone or known.status in TERMINAL_STATUSES
     return (
         record.job_id,
@@ -255,6 +255,7 @@ def show(surface: Surface, job: str | None = None, *, out: Variable = None) -> s
     Example:
         show digits
     """
+    # Without a job: reject an invalid variable name before the search for the job.
     surface.bind(out)
     found = surface.find(job)
     surface.bind(out, found)
@@ -288,6 +289,7 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
         print(f"etrain: {job.note}", flush=True)
     status = job.wait(timeout)
     if job.screen is not None:
+        # The last update must belong to this cell; see Dashboard.settle.
         job.screen.settle()
     if status not in TERMINAL_STATUSES:
         raise EtrainError(
@@ -295,6 +297,7 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
             "continues; %etrain wait without --timeout waits for its end."
         )
     job.raise_for_status()
+    # A stopped job is not a failed one, but "Run All" must not continue with half-trained weights.
     if job.was_interrupted or status == "stopped":
         by = "by the interrupt " if job.was_interrupted else ""
         raise EtrainError(
@@ -460,6 +463,7 @@ def preempt(
         preempt --notice 30s
     """
     found = surface.find(job)
+    # The positional argument is a worker here and a job everywhere else, which is easily confused.
     with _job_is_not_a_worker(surface, "preempt", worker):
         return found.preempt(worker, notice_s=notice)
 
@@ -496,6 +500,7 @@ def _job_is_not_a_worker(surface: Surface, command: str, worker: str | None) -> 
         names = {
             name for record in surface.store.records() for name in (record.name, record.job_id)
         }
+        # Not the name of a job either, so there is nothing to add.
         if worker not in names:
             raise
         raise PoolError(f"{exc}. {worker!r} is a job: %etrain {command} --job {worker}") from exc
@@ -587,15 +592,19 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
     record = surface.find(job).record
     try:
         log = LogConfig.model_validate(record.config.get("log") or {})
+    # The record of a job may be older or newer than this version, or written by another user.
     except ValidationError as exc:
         raise EtrainError(
             f"the group 'log' in the configuration of job {record.job_id} is invalid in this "
             f"version: {plain_line(str(exc.errors()[0]['msg']))}. Nothing was opened."
         ) from exc
     folder = log.tensorboard_of(record.job_id, record.folder)
+    # The job writes no files, or (in a bucket) wrote them on another machine: make them from
+    # the log, next to its local copy.
     if folder is None or (record.place and not folder.exists()):
         refresh_log(record)
         folder = record.folder / "tensorboard"
+        # Another user may own the run folder, and a link could point to files of this user.
         if folder.is_symlink():
             raise EtrainError(f"{folder} is a link, which is not followed. Nothing was written.")
         convert(record.log_path, folder)
@@ -687,6 +696,7 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
     return "\n".join(map(str, examine(surface.store, with_ec2=all, region=region)))
 
 
+# In the order of a job's life, then clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
     kill, chaos, cost, audit, logs, tensorboard, template, pools, up, down, reap, doctor,

@@ -16,6 +16,7 @@ MAX_JOBS = 200
 """Maximum number of jobs to offer. IPython itself limits a list to 500."""
 
 _CELL = re.compile(r"\s*%%etrain(?![\w?])")
+# Possessive quantifiers (*+, ++): a long line that is not a magic must not backtrack.
 _LINE = re.compile(r"[ \t]*+(?:[\w.,*()\[\] \t]++=[ \t]*+)?%etrain(?![\w?])")
 
 
@@ -43,6 +44,7 @@ def find_magic(text: str, cursor: int) -> Magic | None:
     is_cell = match is not None
     if match is None:
         match = _LINE.match(text, text.rfind("\n", 0, cursor) + 1)
+    # On the name itself IPython completes magics, and `hints` explains this one.
     if match is None or cursor <= match.end():
         return None
     end = text.find("\n", match.end())
@@ -143,6 +145,7 @@ def find_flag(parser: Parser, word: str) -> argparse.Action | None:
 
 def _free_flags(parser: Parser, given: Sequence[str]) -> list[str]:
     """Return the longest names of the flags that were not given, with ``--help`` last."""
+    # By identity, since "-n" and "--number" are the same argument.
     used = {id(find_flag(parser, word)) for word in given if word.startswith("-")}
     flags = [a for a in parser.arguments if a.option_strings and id(a) not in used]
     names = [max(a.option_strings, key=len) for a in flags]
@@ -155,6 +158,7 @@ def _positional(parser: Parser, given: Sequence[str]) -> list[argparse.Action]:
     is_value = False
     for word in given:
         found = find_flag(parser, word) if word.startswith("-") else None
+        # A word that is neither a flag nor a flag's value takes the next positional argument.
         if found is None and not is_value:
             rest = rest[1:]
         is_value = found is not None and found.nargs != 0 and "=" not in word

@@ -45,12 +45,14 @@ def is_module(value: Any) -> bool:
 def fits(path: KeyPath, value: Any) -> bool:
     """Return True if an object can be a key's value, judged by its type and signature."""
     kind = type(value)
+    # These fit no key, although a str has a length and items, as a data set has.
     if value is None or issubclass(kind, (*_SCALARS, ModuleType)):
         return False
     if path == ("model",):
         return _is_model(kind) or issubclass(kind, (type, *_ROUTINES))
     if path in _DATA:
         return _is_data(value)
+    # A class is judged by its methods, because its instance is the data set.
     if issubclass(kind, type):
         return True
     return callable(value) and _takes(value, _NUM_ARGUMENTS.get(path[0], 1))

@@ -6,6 +6,15 @@ positions: in blocks by indentation, in ``{}`` and ``[]`` by brackets. An open b
 at a line that looks like the next key.
 """
 
+# Positions of the cursor, marked with |, and what the outline reports:
+#
+#   batch:|                 value of batch, lacks_space
+#   batch: {glo|            key in batch
+#   batch: {global: 3|2     value of batch.global, rest "2"
+#     mic|                  key of the group above that this column belongs to
+#   optimizer:| {name: ...  value of optimizer, is_whole: nothing can be inserted
+#   # comm|ent              nothing
+
 from __future__ import annotations
 
 import re
@@ -62,6 +71,7 @@ class _Reader:
     def read(self) -> None:
         """Read the whole body."""
         pos = 0
+        # <= and not <: an empty last line is a line too, on which a key may start.
         while pos <= len(self._text):
             pos = self._read_line(pos)
 
@@ -81,6 +91,7 @@ class _Reader:
         if pos <= self._at < begin:
             self._see_gap(self._at - pos, before=text)
         match = _KEY_LINE.match(self._text, begin, end)
+        # A bracket without a key: the whole body in braces, or a value on the line below its key.
         if match is None and text[0] in "{[":
             self._base = self._blocks[-1].indent if self._blocks else -1
             pos = self._after_flow(self._read_flow(begin, self._last))
