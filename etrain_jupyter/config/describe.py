@@ -95,6 +95,7 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
     if takes_reference(info):
         return "Python expression"
     kinds: list[str] = []
+    # Sorted, because a set has no order and the help must not change from run to run.
     for part in sorted(parts_of(info.annotation), key=str):
         kind = get_origin(part) or part
         if kind is Literal:
@@ -201,6 +202,7 @@ def _shorthand(path: KeyPath) -> str:
 
 def _default(info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True) if not info.is_required() else None
+    # Null and empty groups mean the same as no key, so the help shows no default for them.
     if default is None or default == {} or (isinstance(default, Section) and not _is_every(info)):
         return ""
     if isinstance(default, float):
@@ -213,6 +215,7 @@ def _is_every(info: FieldInfo) -> bool:
 
 
 def _example(path: KeyPath, info: FieldInfo) -> str:
+    # Written by hand where the first example of the schema alone would explain little.
     if len(path) == 1 and path[0] in EXAMPLES:
         return EXAMPLES[path[0]]
     value = info.examples[0] if info.examples else info.get_default(call_default_factory=True)

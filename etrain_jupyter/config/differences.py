@@ -59,6 +59,7 @@ class Difference:
 
 def compare_configs(old: TrainConfig, new: TrainConfig) -> list[Difference]:
     """Return the keys whose values differ, in the order of the schema."""
+    #   a: {b: 1, c: 2}   ->   a.b: 1    a.c: 2
     before, after = (dict(_flat(c.model_dump(mode="json", by_alias=True))) for c in (old, new))
     found = []
     for key in dict.fromkeys([*before, *after]):
@@ -97,6 +98,7 @@ def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     data["workers"] |= {key: given[key] for key in ("min", "max") if key in given}
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
         if key in given and other not in given:
+            # A new length in epochs replaces one in steps, and vice versa.
             data[other] = None
     data |= {key: given[key] for key in ("epochs", "steps", "pool") if key in given}
     return TrainConfig.model_validate(data)

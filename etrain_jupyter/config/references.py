@@ -66,6 +66,8 @@ def free_names(expression: str) -> frozenset[str]:
 
 def _globals_of(table: symtable.SymbolTable, *, top: bool) -> Iterator[str]:
     for symbol in table.get_symbols():
+        # At the top, a name that := assigns is the expression's own. Within a lambda or
+        # comprehension, symtable marks names from outside as global.
         taken = symbol.is_referenced() and not symbol.is_assigned() if top else symbol.is_global()
         if taken:
             yield symbol.get_name()
@@ -106,6 +108,7 @@ def check_references(
         except ConfigError as exc:
             errors.append(exc)
     if errors:
+        # Checked in the order of the schema, but reported in the order of the cell.
         raise min(errors, key=lambda e: (getattr(e, "line", 0), getattr(e, "column", 0)))
 
 
@@ -121,6 +124,11 @@ class _Check:
             self._path = ("optimizer", "reference")
 
     def run(self) -> None:
+        #   package.module:attribute  -> the module exists; its attribute, if it is loaded
+        #   anything else             -> syntax -> names -> attributes of modules
+        #                                -> a plain name or attribute: its type and signature
+        #                                -> a call: the signature of the function
+        #                                -> any other expression: only the rank can tell
         imported = import_path(self.text)
         if imported:
             self._check_import(*imported)
@@ -139,6 +147,7 @@ class _Check:
     ) -> ConfigError:
         inside = None
         if node is not None and "\n" not in self.text:
+            # ast counts columns in bytes of UTF-8, the cell in characters.
             offset = len(self.text.encode()[: node.col_offset].decode())
             inside = (offset, length or (node.end_col_offset or 0) - node.col_offset)
         return self._source.error(self._path, message, hint=hint, inside=inside)
@@ -163,6 +172,7 @@ class _Check:
         nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in missing)
         node = min(nodes, key=lambda n: (n.lineno, n.col_offset))
         known = visible_names(self.namespace)
+        # The name of an optimizer is a likely intention only if it is the whole expression.
         if self.key == "optimizer" and node is tree:
             known = [*known, *DEFAULT_LR]
         hint = did_you_mean(node.id, known, count=3) or "run the cell that defines it first"
@@ -242,6 +252,7 @@ class _Check:
                 f"{self.key}: '{self.text}' is of this notebook", f"write {self.key}: {attribute}"
             )
         try:
+            # A module that is loaded needs no search, and may have no file.
             spec = sys.modules.get(module) or importlib.util.find_spec(module)
         except Exception as exc:  # find_spec imports parent packages, which may raise anything.
             raise self._no_module(module, exc) from exc
@@ -296,6 +307,8 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
         raise fault(
             f"{key}: '{text}' is {_kind(value)} and cannot be called", _WANTED[key.split(".")[0]]
         )
+    # The rank constructs a class without arguments, except these two, which it calls with
+    # arguments.
     called = isinstance(value, type) and key not in ("optimizer", "data.collate")
     if called or (key in ("model", "data.train", "data.eval") and inspect.isfunction(value)):
         problem = _misfit(value, [], {})
@@ -324,6 +337,7 @@ def _check_model(text: str, value: Any, fault: Any) -> None:
 
 
 def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
+    # A class or function builds the data set on the worker, so there is nothing to inspect yet.
     if isinstance(value, type) or (callable(value) and not hasattr(value, "__len__")):
         return
     if hasattr(value, "__iter__") and hasattr(value, "batch_sampler") and hasattr(value, "dataset"):

@@ -83,6 +83,7 @@ class SourceMap:
 
     def without(self, flags: Mapping[str, Any]) -> SourceMap:
         """Drop the positions of values that flags override: errors then point at line 1."""
+        # A flag that sets one key of a group, such as workers.max, keeps the group's positions.
         gone = {(key,) for key, value in flags.items() if not isinstance(value, Mapping)}
         keys = {path: span for path, span in self.keys.items() if path[:1] not in gone}
         values = {path: span for path, span in self.values.items() if path[:1] not in gone}

@@ -120,6 +120,8 @@ _EVAL = "here it is 'data: {eval: eval_set}'"
 _SHUFFLED = "training data are always shuffled anew each epoch, by 'seed': remove the line"
 _PRECISION = "here it is 'precision: bf16' or 'precision: fp16'"
 
+# Keys of Determined, PyTorch Lightning, Hugging Face's Trainer and similar systems. The keys of an
+# entry share its hint.
 _ANSWERS: dict[str, str] = {
     "slots_per_trial slots num_gpus gpus ngpus devices num_devices nproc_per_node num_nodes nodes "
     "world_size "

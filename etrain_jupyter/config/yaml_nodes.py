@@ -57,6 +57,7 @@ class _Resolver(BaseResolver):
     """Scalar resolver for the core schema of YAML 1.2."""
 
 
+# PyYAML tries a pattern only for scalars that start with one of the listed characters.
 for _name, _pattern, _first in (
     ("null", r"^(?:null|Null|NULL|~|)$", ["n", "N", "~", ""]),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
@@ -126,6 +127,8 @@ def _load(
     """Read a text that begins on line ``first_line_number`` of ``lines``."""
     try:
         node = _Loader(body).get_single_node()
+        #   text -> PyYAML's scanner and parser -> nodes with marks -> _NodeReader -> plain data
+        #           MarkedYAMLError: syntax                            CellError: keys, tags, !py
         reader = _NodeReader(body, lines, first_line_number, namespace)
         data = reader.read(node, ()) if node is not None else None
     except ReaderError as exc:
@@ -149,13 +152,13 @@ class _NodeReader:
         first_line_number: int,
         namespace: Mapping[str, Any] | None,
     ) -> None:
-        """Create a reader; ``namespace`` has the names for ``!py``, and None rejects that tag."""
         self._body = body
         self._first = first_line_number
         self._namespace = namespace
         self._num_read = 0
         self._keys: dict[Path, Span] = {}
         self._values: dict[Path, Span] = {}
+        # Nodes that are being read, by identity: an alias to one of them would never end.
         self._open: set[int] = set()
         self.computed: set[Path] = set()
         self.source = SourceMap(lines=lines, keys=self._keys, values=self._values)
@@ -240,6 +243,7 @@ class _NodeReader:
             # names.
             return eval(compile(text.strip(), "<!py>", "eval"), dict(self._namespace))
         except SyntaxError as exc:
+            # Point into the expression: Python's offset counts from 1.
             span = self._inside(node, text, (exc.offset or 1) - 1)
             message = f"!py {text}: this is no Python expression ({exc.msg})"
             raise self.source.error_at(span, message, path=path) from exc
@@ -274,6 +278,7 @@ class _NodeReader:
             length = end.column - start.column
         else:
             text = self.source.text_of(start.line + self._first)
+            # The node continues on later lines: mark the rest of its first line, without a comment.
             length = len(text.split(" #")[0].rstrip()) - start.column
         # PyYAML's marks count from 0.
         return Span(line=start.line + self._first, column=start.column + 1, length=max(1, length))
@@ -309,6 +314,7 @@ def _core_value(kind: str, text: str) -> Any:
         return text.lower() == "true"
     if kind == "float":
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    # Not int(text, 0), which rejects leading zeros: in YAML 1.2, 017 is seventeen.
     base = {"0o": 8, "0x": 16}.get(text[:2], 10)
     return int(text, base)
 
@@ -332,6 +338,7 @@ def _syntax_error(
     problem = exc.problem or exc.context or "this is no YAML"
     described = f"{exc.context}, {problem}" if exc.context and exc.context != problem else problem
     hint = next((advice for sign, advice in _ADVICE if sign in described), "")
+    # Some errors of the composer have no position.
     if mark is None:
         start = Span(line=first_line_number, column=1)
         return SourceMap(lines=lines).error_at(start, problem, hint=hint)
@@ -353,7 +360,7 @@ def _syntax_error(
 
 
 def _lacks_colon(lines: tuple[str, ...], line: int, first: int) -> bool:
-    """Return whether YAML joins a line with the next one, which was meant as a separate key."""
+    # YAML joins two lines of plain text in the same column. Here the second was meant as a key.
     text, following = lines[line - 1], lines[line]
     same_column = len(text) - len(text.lstrip()) == len(following) - len(following.lstrip())
     return line >= first and same_column and bool(text.strip()) and ":" not in text
