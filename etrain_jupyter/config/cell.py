@@ -227,7 +227,7 @@ def _torn_expression(key: Any, group: Mapping[Any, Any]) -> str:
         before.count(a) > before.count(b) for a, b in ("()", "[]", "{}")
     ):
         return (
-            f"put quotes around the expression that begins with '{before}': a comma ends a "
+            f"put quotes around the expression that starts with '{before}': a comma ends a "
             "value here"
         )
     return ""
@@ -240,11 +240,9 @@ def _known_elsewhere(key: str, path: Path) -> str:
 def _other_level(key: str, path: Path, top: type[Section]) -> str:
     for name, group in keys_of(top).items():
         if group not in (None, Interval) and (name,) != path and key in keys_of(group):
-            return f"'{key}' belongs into '{name}': write {name}: {{{key}: ...}}"
+            return f"'{key}' belongs in '{name}': write {name}: {{{key}: ...}}"
     if path and key in keys_of(top):
-        return (
-            f"'{key}' stands at the top, not in '{dotted(path)}': move it out, without indentation"
-        )
+        return f"'{key}' is a top-level key, not a key of '{dotted(path)}': remove its indentation"
     return ""
 
 

@@ -156,13 +156,9 @@ def _describe_field(path: KeyPath) -> KeyHelp | None:
         meaning=_meaning(info) + _shorthand(path),
         default=_default(info),
         is_required=info.is_required(),
-        words=words if not _is_only_boolean(words) else (),
+        words=words if words != BOOLEANS else (),
         example=_example(path, info),
     )
-
-
-def _is_only_boolean(words: tuple[str, ...]) -> bool:
-    return words == BOOLEANS
 
 
 def _describe_option(path: KeyPath, name: str) -> KeyHelp:
@@ -171,7 +167,7 @@ def _describe_option(path: KeyPath, name: str) -> KeyHelp:
     return KeyHelp(
         path=path,
         takes=takes,
-        meaning=f"Keyword of {home}.{name}, which gets it as it is.",
+        meaning=f"Keyword argument of {home}.{name}, passed unchanged.",
         example=f"optimizer: {{name: {name}, {path[-1]}: ...}}",
     )
 
@@ -185,7 +181,7 @@ def describe_optimizer(text: str) -> KeyHelp | None:
     return KeyHelp(
         path=(*OPTIMIZER, "name"),
         takes=f"{home}.{name}",
-        meaning=f"Learning rate without lr: {NAMED_LR[name]:g}. "
+        meaning=f"Default learning rate: {NAMED_LR[name]:g}. "
         f"Options: {', '.join(sorted(OPTIONS[name]))}.",
         example=f"optimizer: {{name: {name}, lr: {NAMED_LR[name]:g}}}",
     )
@@ -243,14 +239,12 @@ def example_body() -> str:
     return "\n".join(key.example for key in found if key is not None) + "\n"
 
 
-def keys_in_words(width: int = 100) -> str:
+def keys_in_words() -> str:
     """Return the description of all keys as text, for ``--help``."""
     blocks = []
     for key in all_keys():
         head = f"  {key.name.ljust(24)} {key.facts}"
-        text = textwrap.fill(
-            key.meaning, width, initial_indent=" " * 27, subsequent_indent=" " * 27
-        )
+        text = textwrap.fill(key.meaning, 100, initial_indent=" " * 27, subsequent_indent=" " * 27)
         blocks.append(f"{head}\n{text}")
     return "\n".join(blocks)
 

@@ -140,7 +140,7 @@ def interval_parts(value: Any) -> dict[str, Any]:
         )
     if match[2].lower() not in _UNITS:
         hint = did_you_mean(match[2], ("steps", "epochs", "seconds", "minutes", "hours"))
-        raise fault(f"'{match[2]}' is no unit", hint=hint or _INTERVAL_HINT)
+        raise fault(f"'{match[2]}' is not a unit", hint=hint or _INTERVAL_HINT)
     unit, factor = _UNITS[match[2].lower()]
     if not 0 < number < float("inf"):
         raise fault(f"{{key}} must be above 0, not '{value}'", hint=_INTERVAL_HINT)

@@ -119,11 +119,8 @@ def _extra(path: KeyPath, key: str, name: str) -> str:
 # ------------------------------------------------------------------------------------ what it takes
 
 
-def accepts(path: KeyPath, value: Any, *, beside: Mapping[str, Any] | None = None) -> bool:
-    """Return whether a key accepts a value, regardless of the keys of other groups.
-
-    ``beside`` holds other keys of the same group that affect the result.
-    """
+def accepts(path: KeyPath, value: Any) -> bool:
+    """Return whether a key accepts a value, regardless of the other keys."""
     if path[1:] == ("every",) and group_at(path[:1]) is Interval:
         path = path[:1]
     group = group_at(path[:-1])
@@ -132,7 +129,7 @@ def accepts(path: KeyPath, value: Any, *, beside: Mapping[str, Any] | None = Non
     try:
         # Ask the schema itself, so that completion never offers a value that a submit rejects.
         # Errors about other keys, such as missing ones, do not count.
-        group.model_validate({**(beside or {}), path[-1]: value})
+        group.model_validate({path[-1]: value})
     except ValidationError as exc:
         return not any(_is_about(error, path[-1]) for error in exc.errors(include_url=False))
     return True

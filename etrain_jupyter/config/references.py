@@ -159,11 +159,11 @@ class _Check:
             inside = (
                 ((exc.offset or 1) - 1, 1) if exc.lineno == 1 and "\n" not in self.text else None
             )
-            message = f"{self.key}: '{self.text}' is no Python expression ({exc.msg})"
+            message = f"{self.key}: '{self.text}' is not a valid Python expression ({exc.msg})"
             hint = "write an expression over this notebook's names, or package.module:attribute"
             raise self._source.error(self._path, message, hint=hint, inside=inside) from exc
         except (ValueError, RecursionError, MemoryError) as exc:
-            raise self._fault(f"{self.key}: this is no Python expression ({exc})") from exc
+            raise self._fault(f"{self.key}: this is not a valid Python expression ({exc})") from exc
 
     def _check_names(self, tree: ast.expr) -> None:
         missing = free_names(self.text) - _BUILTINS - set(self.namespace)
@@ -234,7 +234,7 @@ class _Check:
                 f"write optimizer: {{name: {function.__name__}, lr: 1e-3}}, or a function "
                 "(parameters) that returns one"
             )
-            raise self._fault(f"optimizer: {self.text} is called before there are parameters", hint)
+            raise self._fault(f"optimizer: {self.text} is called before the parameters exist", hint)
         starred = any(isinstance(a, ast.Starred) for a in tree.args) or any(
             k.arg is None for k in tree.keywords
         )
@@ -249,7 +249,8 @@ class _Check:
     def _check_import(self, module: str, attribute: str) -> None:
         if module == "__main__":
             raise self._fault(
-                f"{self.key}: '{self.text}' is of this notebook", f"write {self.key}: {attribute}"
+                f"{self.key}: '{self.text}' is defined in this notebook",
+                f"write {self.key}: {attribute}",
             )
         try:
             # A module that is loaded needs no search, and may have no file.
@@ -271,8 +272,8 @@ class _Check:
             else ""
         )
         return self._fault(
-            f"{self.key}: there is no module '{module}' here{why}",
-            "install it, or put its file beside the notebook",
+            f"{self.key}: module '{module}' was not found{why}",
+            "install it, or put its file next to the notebook",
         )
 
 
@@ -286,9 +287,8 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
         fault: Builds the error from a message and a hint.
     """
     if value is None:
-        what = "holds nothing" if text != "None" else "is nothing"
         raise fault(
-            f"{key} is None: '{text}' {what}",
+            f"{key}: the value of '{text}' is None",
             "run the cell that builds it, or name a class or a function",
         )
     if isinstance(value, str | bytes | int | float | complex | ModuleType):
@@ -302,7 +302,10 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
             f"write optimizer: {{name: {type(value).__name__}, lr: ...}}, or a function "
             "(parameters) that returns one"
         )
-        raise fault(f"optimizer: '{text}' is {_kind(value)} over parameters of this notebook", hint)
+        raise fault(
+            f"optimizer: '{text}' is {_kind(value)}, whose parameters are not those of a worker",
+            hint,
+        )
     elif not callable(value):
         raise fault(
             f"{key}: '{text}' is {_kind(value)} and cannot be called", _WANTED[key.split(".")[0]]
@@ -315,7 +318,7 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
         if problem:
             raise fault(
                 f"{key}: {text}() {problem}",
-                f"write {key}: {text}(...) with what it needs: {_signature(value)}",
+                f"write {key}: {text}(...) with its arguments: {_signature(value)}",
             )
 
 
@@ -333,7 +336,7 @@ _WANTED = {
 def _check_model(text: str, value: Any, fault: Any) -> None:
     is_module = hasattr(value, "state_dict") and hasattr(value, "forward")
     if not is_module and not callable(value):
-        raise fault(f"model: '{text}' is {_kind(value)}, no nn.Module", _WANTED["model"])
+        raise fault(f"model: '{text}' is {_kind(value)}, not an nn.Module", _WANTED["model"])
 
 
 def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
@@ -341,7 +344,7 @@ def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
     if isinstance(value, type) or (callable(value) and not hasattr(value, "__len__")):
         return
     if hasattr(value, "__iter__") and hasattr(value, "batch_sampler") and hasattr(value, "dataset"):
-        hint = f"give what it loads, {key}: {text}.dataset; batches are made on the workers"
+        hint = f"pass its data set, {key}: {text}.dataset; the workers make the batches"
         raise fault(f"{key}: '{text}' is {_kind(value)}", hint)
     lengths = {}
     for name, part in _parts(text, value).items():

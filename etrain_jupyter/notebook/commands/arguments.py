@@ -164,7 +164,7 @@ def distributed_parser() -> Parser:
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """How a parameter is written on the line, in addition to its name and type."""
+    """Spelling of a parameter on the line, in addition to its name and type."""
 
     flags: tuple[str, ...] = ()
     """Other spellings: a short flag such as ``-o``, or an alias such as ``--workers``."""

@@ -54,7 +54,7 @@ from etrain_jupyter.untrusted import plain_line
 MAX_PROBLEMS = 10
 """Maximum number of unreadable folders that ``ls`` names."""
 IN_DOUBT_S = 60.0
-"""Age of the last sign of a job after which ``ls`` shows that age, in seconds."""
+"""Age of a job's last report, in seconds, from which on ``ls`` shows that age."""
 LATER = ("diagnose", "plan")
 """Sub-commands that are planned for a later version."""
 
@@ -94,18 +94,18 @@ class Subcommand:
 
     @property
     def name(self) -> str:
-        """The word that runs it."""
+        """Name of the sub-command on the line."""
         return self.run.__name__
 
     @property
     def summary(self) -> str:
-        """What it does, in one line."""
+        """First line of its docstring, which the help shows."""
         text = read_docstring(self.run).summary
         return text[:1].lower() + text[1:]
 
     @property
     def example(self) -> str:
-        """A valid line, without ``%etrain``; empty if there is none."""
+        """Example line without ``%etrain``; empty if it has none."""
         return read_docstring(self.run).example
 
     def parser(self, prog: str) -> Parser:
@@ -149,7 +149,7 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
     known = [*others, *(c.name for c in SUBCOMMANDS)]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {prog} {near[0]}?" if near else f"{prog} --help lists all sub-commands"
-    raise ConfigError(f"there is no {prog} {name}", hint=hint)
+    raise ConfigError(f"unknown sub-command: {prog} {name}", hint=hint)
 
 
 def overview(prog: str) -> str:
@@ -372,10 +372,10 @@ def checkpoint(surface: Surface, job: str | None = None) -> str:
 
 
 def checkpoints(surface: Surface, job: str | None = None, *, verify: bool = False) -> str:
-    """List a job's checkpoints, and check that they are complete.
+    """List a job's checkpoints and check that they are complete.
 
     Args:
-        verify: Read all of them and compare their SHA-256.
+        verify: Read all data and compare its SHA-256.
 
     Example:
         checkpoints --verify
@@ -442,7 +442,7 @@ def scale(
         raise ConfigError("scale takes N or --max, not both: N is short for --max N")
     most = max if number is None else number
     if most is None and min is None:
-        raise ConfigError("scale to how many workers?", hint="scale N, or --min N and --max N")
+        raise ConfigError("scale needs a number of workers", hint="scale N, or --min N and --max N")
     return surface.find(job).scale(min=min, max=most)
 
 
@@ -516,7 +516,7 @@ def chaos(
     seed: Number = None,
     off: bool = False,
 ) -> str:
-    """Inject random faults, to see that training survives them.
+    """Inject random faults to test that training survives them.
 
     Args:
         mtbf: Mean time between two faults (15s).
@@ -536,7 +536,7 @@ def chaos(
 
 
 def cost(surface: Surface, job: str | None = None) -> str:
-    """Show what a job has cost: spent, saved, wasted by interruptions.
+    """Show the cost of a job: spent, saved, and wasted by interruptions.
 
     Example:
         cost digits
@@ -565,7 +565,7 @@ def logs(
     number: Count = 50,
     follow: Annotated[bool, Spelling(flags=("-f",))] = False,
 ) -> str:
-    """Show what the trainers printed, how they spent their time, and which workers were lost.
+    """Show the output and step times of the trainers, and lost workers.
 
     Args:
         number: At most N lines, 1 or more (50).
@@ -615,7 +615,7 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
 
 
 def template(surface: Surface) -> str:
-    """Print a commented body."""
+    """Print a commented cell body to start from."""
     return make_template()
 
 
@@ -645,7 +645,7 @@ def up(
     *,
     workers: Annotated[int | None, Spelling(flags=("-w",), metavar="N")] = None,
 ) -> str:
-    """Bring a pool up before a job needs it.
+    """Start a pool before a job needs it.
 
     Args:
         pool: Its name; by default local.
@@ -658,10 +658,10 @@ def up(
 
 
 def down(surface: Surface, cluster: str | None = None) -> str:
-    """Shut down clusters that we started.
+    """Shut down your clusters.
 
     Args:
-        cluster: Id of a cluster, or a pool for all of its clusters; by default all of yours.
+        cluster: Id of a cluster, or a pool for all of its clusters; by default all clusters.
 
     Example:
         down
@@ -672,11 +672,11 @@ def down(surface: Surface, cluster: str | None = None) -> str:
 def reap(
     surface: Surface, cluster: str | None = None, *, all: bool = False, region: str | None = None
 ) -> str:
-    """Remove the remains of dead clusters on EC2, by their tags.
+    """Remove leftover resources of dead clusters on EC2, found by their tags.
 
     Args:
-        cluster: Its id; by default all that have expired.
-        all: Also those that have not expired, whose users lose their machines.
+        cluster: Id of a cluster; by default all clusters that have expired.
+        all: Also clusters that have not expired; their users lose the machines.
 
     Example:
         reap --all
@@ -685,7 +685,7 @@ def reap(
 
 
 def doctor(surface: Surface, *, all: bool = False, region: str | None = None) -> str:
-    """Check this installation, and say how to fix it.
+    """Check this installation and suggest fixes.
 
     Args:
         all: Also check the clusters on EC2.

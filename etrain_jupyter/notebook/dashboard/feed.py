@@ -75,7 +75,8 @@ class ViewFeed:
             self._reset(view, "")
             return
         curves = view.series()
-        unsent = {name: self._unsent(name, *curve) for name, curve in curves.items()}
+        starts = {name: self._num_sent.get(name, 0) for name in curves}
+        unsent = {name: (x[starts[name] :], y[starts[name] :]) for name, (x, y) in curves.items()}
         # A kernel that was busy, or a log that was replayed, leaves more points than a chart can
         # show.
         unsent = thin_all(unsent, MAX_RESET_POINTS)
@@ -105,10 +106,6 @@ class ViewFeed:
         snapshot = view.snapshot().to_json()
         self._sent.record_all(snapshot)
         self._post_update(view, {"reset": True, "snapshot": snapshot}, curves, to=to)
-
-    def _unsent(self, name: str, x: Floats, y: SmallFloats) -> tuple[Floats, SmallFloats]:
-        start = self._num_sent.get(name, 0)
-        return x[start:], y[start:]
 
     def _post_update(
         self, view: JobView, content: dict[str, Any], curves: Curves, *, to: str = ""

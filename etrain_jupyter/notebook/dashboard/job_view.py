@@ -103,7 +103,7 @@ class JobView:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         return self.status in TERMINAL_STATUSES
 
     def add(self, events: Iterable[Event]) -> None:

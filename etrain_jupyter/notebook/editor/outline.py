@@ -18,7 +18,6 @@ at a line that looks like the next key.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from etrain_jupyter.config.keys import KeyPath, opens_group
@@ -38,15 +37,14 @@ class _Block:
     path: KeyPath
 
 
-def read_outline(body: str, cursor: int, opens: Callable[[KeyPath], bool] = opens_group) -> Outline:
+def read_outline(body: str, cursor: int) -> Outline:
     """Read a body, which may be incomplete or invalid.
 
     Args:
         body: The cell without its first line.
         cursor: Offset in the body.
-        opens: Returns True if a path may have keys below it.
     """
-    reader = _Reader(body, cursor, opens)
+    reader = _Reader(body, cursor)
     reader.read()
     return reader.outline
 
@@ -54,8 +52,8 @@ def read_outline(body: str, cursor: int, opens: Callable[[KeyPath], bool] = open
 class _Reader:
     """Single-pass reader of a body; the ``_see_...`` methods check each part for the cursor."""
 
-    def __init__(self, text: str, cursor: int, opens: Callable[[KeyPath], bool]) -> None:
-        self._text, self._at, self._opens = text, cursor, opens
+    def __init__(self, text: str, cursor: int) -> None:
+        self._text, self._at = text, cursor
         self._blocks: list[_Block] = []
         self._last: KeyPath = ()
         """The last key at block level."""
@@ -150,7 +148,7 @@ class _Reader:
         if blocks[-1].indent == column:
             return blocks[-1].path
         is_child = len(blocks) == len(self._blocks) and self._last_is_open
-        return self._last if is_child and self._opens(self._last) else None
+        return self._last if is_child and opens_group(self._last) else None
 
     def _skip_text(self, pos: int, indent: int, path: KeyPath) -> int:
         """Skip the lines of a block scalar after ``|`` or ``>``."""
@@ -357,7 +355,7 @@ class _Reader:
             self.outline.place = CursorContext(
                 path=group, is_key=True, start=self._at, word="", rest=before
             )
-        elif column > 0 and self._last_is_open and self._last and not self._opens(self._last):
+        elif column > 0 and self._last_is_open and self._last and not opens_group(self._last):
             self._see_value(self._last, self._at, self._at)
 
     def _see_loose_text(self, begin: int, end: int, group: KeyPath | None) -> None:
