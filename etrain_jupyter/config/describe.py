@@ -134,6 +134,7 @@ def describe(path: KeyPath, *, optimizer: str = "AdamW") -> KeyHelp | None:
 
     ``optimizer`` is the name in the cell; its options are keys as well.
     """
+    # Options of optimizers and names of metrics are not fields of the schema.
     name = find_optimizer(optimizer)
     if path[:-1] == OPTIMIZER and len(path) == 2 and path[-1] in OPTIONS.get(name, ()):
         return _describe_option(path, name)
@@ -215,6 +216,7 @@ def _example(path: KeyPath, info: FieldInfo) -> str:
     if len(path) == 1 and path[0] in EXAMPLES:
         return EXAMPLES[path[0]]
     value = info.examples[0] if info.examples else info.get_default(call_default_factory=True)
+    # Nested groups on one line: `checkpoint: {best: {metric: accuracy}}`.
     line = f"{path[-1]}: {yaml_of(str(value) if isinstance(value, Interval) else value)}"
     for key in reversed(path[:-1]):
         line = f"{key}: {{{line}}}"

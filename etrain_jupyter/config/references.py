@@ -41,6 +41,7 @@ def import_path(expression: str) -> tuple[str, str] | None:
     >>> import_path("nets.small:Net")
     ('nets.small', 'Net')
     """
+    # "lambda:x" matches the pattern too, but is an expression.
     match = _IMPORT_PATH.fullmatch(expression.strip())
     if match is None or any(keyword.iskeyword(part) for part in match[1].split(".")):
         return None
@@ -174,6 +175,7 @@ class _Check:
         known = visible_names(self.namespace)
         # The name of an optimizer is a likely intention only if it is the whole expression.
         if self.key == "optimizer" and node is tree:
+            # The user may have meant a name of torch.optim, for example `optimizer: AdmW`.
             known = [*known, *DEFAULT_LR]
         hint = did_you_mean(node.id, known, count=3) or "run the cell that defines it first"
         raise self._fault(f"{self.key}: '{node.id}' is not defined in this notebook", hint, node)
@@ -235,6 +237,8 @@ class _Check:
                 "(parameters) that returns one"
             )
             raise self._fault(f"optimizer: {self.text} is called before the parameters exist", hint)
+        # With *args or **kwargs the number of arguments is known only when the rank evaluates the
+        # call.
         starred = any(isinstance(a, ast.Starred) for a in tree.args) or any(
             k.arg is None for k in tree.keywords
         )

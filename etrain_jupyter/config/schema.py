@@ -98,16 +98,21 @@ class OptimizerConfig(Section):
     @classmethod
     def _from_cell(cls, data: Any) -> Any:
         if isinstance(data, str):
+            # Not a name of torch.optim, so it is an expression of the notebook, such as
+            # make_optimizer.
             if find_optimizer(data) not in (*NAMED_LR, *REFUSED):
                 return {"name": None, "reference": data}
             data = {"name": _checked_name(data, ("optimizer",))}
         if not isinstance(data, Mapping):
             return data
+        # The cell writes options next to the name: {name: SGD, lr: 0.1, momentum: 0.9}. Collect all
+        # keys that are not fields; _check_options rejects those that the optimizer does not have.
         own = {"name", "lr", "no_decay", "options", "reference"}
         given = {key: value for key, value in data.items() if key in own}
         extra = {key: value for key, value in data.items() if key not in own}
         if extra:
             given["options"] = {**given.get("options", {}), **extra}
+        # As model_dump writes it: {name: null, reference: ...}.
         if given.get("reference") is not None:
             given.setdefault("name", None)
         # model_dump writes name: null with a reference; without one, the cell's name is empty.
@@ -115,6 +120,8 @@ class OptimizerConfig(Section):
             raise fault("optimizer.name is empty", hint="write for example {name: AdamW, lr: 3e-4}")
         if isinstance(given.get("name"), str):
             given["name"] = _checked_name(given["name"], ("optimizer", "name"))
+            # Recorded in the job, so that a later version of torch with another default changes
+            # nothing.
             given.setdefault("lr", NAMED_LR[given["name"]])
         return given
 
@@ -207,6 +214,7 @@ class BatchConfig(Section):
             next((data[key] for key in keys if data.get(key) is not None), None)
             for keys in (("global", "global_batch_size"), ("per_worker", "per_worker_batch_size"))
         ]
+        # Both in the cell. A dump has the other one as null, and is accepted.
         if None not in sizes:
             raise fault(
                 f"batch.global={sizes[0]} and batch.per_worker={sizes[1]} exclude each other",
@@ -215,6 +223,7 @@ class BatchConfig(Section):
                 path=("batch", "per_worker"),
                 at_key=True,
             )
+        # Set explicitly, so that the recorded job does not depend on a default that may change.
         if sizes == [None, None]:
             rest = {key: value for key, value in data.items() if key != "global_batch_size"}
             return {**rest, "global": DEFAULT_BATCH_SIZE}
@@ -222,6 +231,7 @@ class BatchConfig(Section):
 
     @model_validator(mode="after")
     def _fills_every_pass(self) -> Self:
+        # One worker has the largest share: if that is too small for the passes, all are.
         size, passes = self.size(1), self.aggregation_frequency
         if size < passes:
             key = "global" if self.per_worker_batch_size is None else "per_worker"
@@ -245,6 +255,7 @@ class BatchConfig(Section):
     def _number_or_auto(cls, value: Any) -> Any:
         if value is None or value == "auto":
             return value
+        # In Python, True is an int.
         if isinstance(value, bool) or not isinstance(value, int):
             wanted, hint = "a whole number or auto", "write micro: auto"
             raise fault(f"{{key}} must be {wanted}, not {in_words(value)}", hint=hint)
@@ -278,6 +289,7 @@ class ScalingConfig(Section):
     @field_validator("rule", mode="before")
     @classmethod
     def _known_rule(cls, value: Any) -> Any:
+        # None stands for auto here: the optimizer, which decides, is in another group.
         if value in (None, "auto"):
             return None
         return check_word(value, RULES, usual="rule: linear")
@@ -315,6 +327,8 @@ class MetricConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _less_loss(cls, data: Any) -> Any:
+        # A loss is always minimized. For any other metric a wrong guess would keep the worst
+        # weights.
         if not isinstance(data, Mapping) or data.get("mode") is not None:
             return data
         metric = data.get("metric")
@@ -364,6 +378,7 @@ class CheckpointConfig(Section):
     @field_validator("to", mode="before")
     @classmethod
     def _folder(cls, value: Any) -> Any:
+        # From Python or !py, where a Path is natural.
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(value, str) and not value.strip():
             raise fault("{key} is empty", hint="name a folder, or remove the line")
@@ -372,6 +387,7 @@ class CheckpointConfig(Section):
                 split_s3_url(value)
             except ValueError as exc:
                 raise fault(f"{{key}} {exc}", hint="write s3://bucket/prefix") from None
+        # gs:// or abfs:// would otherwise create a folder of that name.
         elif isinstance(value, str) and "://" in value:
             hint = "write a folder on this machine, or s3://bucket/prefix"
             raise fault(f"'{value}' is neither a folder nor an S3 URL", hint=hint)
@@ -391,6 +407,7 @@ class WorkersConfig(Section):
     @field_validator("max")
     @classmethod
     def _not_below_min(cls, value: int | None, info: ValidationInfo) -> int | None:
+        # Missing if min itself is invalid; its own error is reported then.
         least = info.data.get("min")
         if value is not None and least is not None and value < least:
             raise fault(
@@ -432,6 +449,7 @@ class LogConfig(Section):
         """Return the folder of a job's TensorBoard files, or None if they are disabled."""
         if not self.tensorboard:
             return None
+        # A common folder gets a subfolder per job, so that TensorBoard shows each job as a run.
         is_folder = isinstance(self.tensorboard, str)
         return Path(str(self.tensorboard)) / job_id if is_folder else run_dir / "tensorboard"
 
@@ -517,6 +535,7 @@ class TrainConfig(Section):
     @field_validator("eval_every", mode="before")
     @classmethod
     def _eval_group(cls, value: Any) -> Any:
+        # Both spellings: `eval: 1 epoch` and `eval: {every: 1 epoch}`.
         if isinstance(value, Mapping) and set(value) <= {"every"}:
             return value.get("every", "1 epoch")
         return value
@@ -525,6 +544,7 @@ class TrainConfig(Section):
     @classmethod
     def _true_or_shards(cls, value: Any) -> Any:
         if value is None or isinstance(value, bool):
+            # `true` is a group without a number of shards, see num_shards.
             return {} if value else None
         if not isinstance(value, Mapping | ReproducibleConfig):
             raise fault(
@@ -548,6 +568,7 @@ class TrainConfig(Section):
     @field_validator("steps")
     @classmethod
     def _not_both(cls, value: int | None, info: ValidationInfo) -> int | None:
+        # `epochs` precedes `steps` in the schema, so it is validated by now.
         epochs = info.data.get("epochs")
         if value is not None and epochs is not None:
             raise fault(
@@ -564,6 +585,7 @@ class TrainConfig(Section):
     @field_validator("precision", mode="before")
     @classmethod
     def _known_precision(cls, value: Any) -> Any:
+        # Words of other systems first: they are not similar to the right one.
         meant = OTHER_PRECISIONS.get(str(value).lower(), "fp32, bf16 or fp16")
         return check_word(value, PRECISIONS, hint=f"write precision: {meant}")
 
@@ -577,6 +599,7 @@ class TrainConfig(Section):
     @field_validator("backend", mode="before")
     @classmethod
     def _known_backend(cls, value: Any) -> Any:
+        # NCCL is usually written in capitals.
         word = value.lower() if isinstance(value, str) else value
         return check_word(word, BACKENDS, usual="backend: auto")
 
@@ -597,6 +620,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_epoch(cls, data: Any) -> Any:
+        # In the recorded configuration exactly one of the two is set.
         if isinstance(data, Mapping) and data.get("epochs") is None and data.get("steps") is None:
             return {**data, "epochs": 1.0}
         return data
@@ -621,6 +645,13 @@ class TrainConfig(Section):
         self._check_compression()
         return self
 
+    # The options that `reproducible` excludes, and why:
+    #
+    #   batch.per_worker   the samples of a step depend on the number of workers
+    #   batch.micro: auto  the passes depend on the memory of each machine
+    #   compile            the order of sums depends on the machine
+    #   compression        rounding does not commute with a sum whose order varies
+    #
     def _check_compression(self) -> None:
         path = ("compression",)
         if self.reproducible is not None and self.compression != "none":
@@ -729,6 +760,7 @@ class TrainConfig(Section):
         shards = self.reproducible.shards if self.reproducible is not None else None
         if shards is None:
             return
+        # Each shard needs a sample in every step, and each worker a shard.
         size, path = self.batch.size(1), ("reproducible", "shards")
         if shards > size:
             raise fault(
@@ -775,6 +807,7 @@ class TrainConfig(Section):
             return None
         if self.reproducible.shards is not None:
             return self.reproducible.shards
+        # Rounded up to a power of two, because these divide evenly among 1, 2, 4 and 8 workers.
         most = self.workers.max or max(DEFAULT_MAX_WORKERS, self.workers.min)
         return min(1 << (most - 1).bit_length(), self.batch.size(1))
 
@@ -786,6 +819,7 @@ class TrainConfig(Section):
         """
         if cores is None:
             cores = (
+                # The cores that this process may use, which a container may limit.
                 len(os.sched_getaffinity(0))
                 if hasattr(os, "sched_getaffinity")
                 else os.cpu_count() or 1

@@ -127,6 +127,7 @@ def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
         return overview(prog)
     command = find_subcommand(words[0], prog=prog)
     try:
+        # The names of the parser's arguments are those of the function's parameters.
         arguments = vars(command.parser(prog).parse_args(words[1:]))
     except HelpRequested as help_text:
         return str(help_text)
@@ -198,6 +199,7 @@ def ls(
     end = _describe_problems(listing) + machines
     if not listing.jobs:
         return f"No jobs in {surface.store}.{end}"
+    # Only the jobs that are shown are summarized, since each one reads its log.
     table: list[tuple[str, ...]] = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
     table += [_row(surface.store, record) for record in listing.jobs[:number]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -233,6 +235,7 @@ def describe_status(job: JobSummary) -> str:
     if job.is_gone:
         return "failed (its cluster has ended)"
     status = plain_line(job.status, 40)
+    # Set for a job whose coordinator may have died on another machine.
     age_s = 0.0 if job.last_seen_at is None else time.time() - job.last_seen_at
     return f"{status} (last seen {format_age(age_s)} ago)" if age_s > IN_DOUBT_S else status
 

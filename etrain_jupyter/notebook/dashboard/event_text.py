@@ -54,6 +54,7 @@ class Line:
 @singledispatch
 def describe(event: Event) -> Line | None:
     """Return the line of an event; None for an event that the list omits."""
+    # An event of this version without a text of its own: show its name rather than nothing.
     return Line(text=event.kind)
 
 

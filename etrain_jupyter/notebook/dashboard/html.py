@@ -204,6 +204,7 @@ def _since_start(event: EventLine, snapshot: Snapshot) -> str:
 
 
 def _chart_image(snapshot: Snapshot, curves: Curves) -> str:
+    # A curve of one point has no line; the headline has its value.
     loss = curves.get("loss")
     if loss is None or len(loss[0]) < 2:
         return ""

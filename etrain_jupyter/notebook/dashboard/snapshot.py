@@ -236,6 +236,7 @@ class Snapshot:
         Args:
             without: Names of fields to leave out.
         """
+        # Not dataclasses.asdict, which copies deeply: this runs for each message.
         names = (name for name in field_names(Snapshot) if name not in without)
         return {name: to_json(getattr(self, name)) for name in names}
 
@@ -245,6 +246,7 @@ def to_json(value: Any) -> Any:
 
     JSON has no NaN and no infinity. They become strings that JavaScript's ``Number()`` parses.
     """
+    # bool is an int, and JSON has it.
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):

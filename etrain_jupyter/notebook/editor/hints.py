@@ -94,6 +94,7 @@ def _on_line(magic: Magic, cursor: int) -> Hint | None:
         flag = find_flag(parser, word)
         if flag is not None and (word == words[-1] or flag.nargs != 0):
             return _on_flag(parser.prog, flag)
+        # A switch, so the word after it is not its value.
         if word.startswith("-"):
             break
     if words[0] == CELL_COMMAND:
