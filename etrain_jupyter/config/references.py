@@ -114,8 +114,6 @@ def check_references(
 
 
 class _Check:
-    """The checks of one expression."""
-
     def __init__(
         self, key: str, expression: str, namespace: Mapping[str, Any], source: SourceMap
     ) -> None:
@@ -181,10 +179,7 @@ class _Check:
         raise self._fault(f"{self.key}: '{node.id}' is not defined in this notebook", hint, node)
 
     def _check_attributes(self, tree: ast.expr) -> None:
-        """Check the attributes of modules.
-
-        Other objects are skipped, because attribute access may run the user's code.
-        """
+        # Only of modules: for other objects, attribute access may run the user's code.
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
@@ -203,10 +198,8 @@ class _Check:
                 raise self._fault(f"{self.key}: module '{name}' has no '{node.attr}'", hint, node)
 
     def _resolve(self, node: ast.expr) -> tuple[bool, Any]:
-        """Find the object behind a literal, a plain name, or attributes of modules.
-
-        Return whether it was found, and the object.
-        """
+        # Finds the object behind a literal, a plain name, or attributes of modules. The first
+        # result tells an object that is None from no object.
         if isinstance(node, ast.Constant):
             return True, node.value
         if isinstance(node, ast.Name):

@@ -119,6 +119,7 @@ class HelpAction(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Stop parsing."""
+        # argparse prints the help and exits; in a kernel the caller prints it.
         raise HelpRequested(parser.format_help())
 
 

@@ -84,6 +84,7 @@ def examine(store: RunStore, *, with_ec2: bool = False, region: str | None = Non
         "clusters": _check_clusters,
     }
     findings = []
+    # In the order in which problems cause others: a missing package explains a failing pool.
     for topic, check in checks.items():
         try:
             found = check()
@@ -145,6 +146,8 @@ def _check_screen() -> list[Finding]:
         remedy = "pip install a wheel, or build the front end: make lab"
         what = "the widget is not built: notebooks show the job as HTML"
         findings.append(Finding(state="wrong", what=what, remedy=remedy))
+    # The extension must be where JupyterLab runs, which may be another environment than the
+    # kernel's.
     found = find_extension()
     if found is None:
         remedy = "pip install --force-reinstall etrain-jupyter where JupyterLab runs"

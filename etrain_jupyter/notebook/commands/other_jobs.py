@@ -39,8 +39,10 @@ def find_others(store: RunStore, followed: Collection[str]) -> list[dict[str, An
     """Return the jobs of the store that have not ended, newest first."""
     found = []
     for record in itertools.islice(store.records(), MAX_LOOKED_AT):
+        # The panel lists the followed jobs itself, from their dashboards.
         if record.job_id in followed:
             continue
+        # From the log's end and the cluster's files: no request to a scheduler.
         known = store.summarize(record)
         if not known.is_gone and known.status not in TERMINAL_STATUSES:
             found.append(
@@ -63,6 +65,7 @@ def find_pools() -> list[dict[str, Any]]:
 
 
 def _load_of(cluster: ClusterDir) -> dict[str, Any] | None:
+    # The scheduler writes its load to a file, so reading it does not reset its idle timeout.
     record, load = cluster.record(), read_load(cluster)
     if record is None or not record.is_alive or load is None:
         return None  # the cluster is starting or ending; %etrain doctor explains its state

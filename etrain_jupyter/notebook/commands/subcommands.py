@@ -194,6 +194,7 @@ def ls(
     Example:
         ls -n 10
     """
+    # Only on request: this queries EC2, which takes seconds and needs credentials.
     machines = f"\n\n{clusters.describe_aws(region=region)}" if all else ""
     listing = surface.store.scan()
     end = _describe_problems(listing) + machines
@@ -532,6 +533,7 @@ def chaos(
     Example:
         chaos --mtbf 30s --mode kill --duration 5min
     """
+    # The other arguments describe the faults to inject, so they are ignored here.
     if off:
         return surface.find(job).chaos(off=True)
     kind = one_of("--mode", mode, MODES)

@@ -23,6 +23,7 @@ class Entries:
 
     def __init__(self) -> None:
         self._num = 0
+        # Two queues with limits, merged by id when they are shown.
         self._calm: deque[EventLine] = deque(maxlen=MAX_ENTRIES)
         self._alarms: deque[EventLine] = deque(maxlen=MAX_ALARMS)
 

@@ -93,6 +93,7 @@ def _describe_scheduler_restarted(event: SchedulerRestarted) -> Line:
 @describe.register
 def _describe_job_planned(event: JobPlanned) -> Line:
     parameters = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
+    # With batch.per_worker, the number of steps depends on the workers, but the samples do not.
     each = event.per_worker_batch_size
     size = f"{each} per worker and step" if each else f"{event.global_batch_size} per step"
     length = f"{event.total_samples:,} samples" if each else f"{event.total_steps:,} steps"
@@ -330,6 +331,7 @@ def size(value: float) -> str:
     >>> size(812), size(1_500_000)
     ('812 B', '1.5 MB')
     """
+    # Decimal units, as in the prices of storage.
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

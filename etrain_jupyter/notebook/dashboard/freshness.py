@@ -85,6 +85,7 @@ def trouble_of(snapshot: Snapshot, now: float) -> str:
     due = snapshot.checkpoint_due
     if due.failed:
         return "failed"
+    # A paused or waiting job trains nothing that could be lost.
     if snapshot.status != "running" or due.since is None or due.limit_s is None:
         return ""
     return "overdue" if now - due.since > due.limit_s else ""

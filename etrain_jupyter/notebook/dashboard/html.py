@@ -264,8 +264,6 @@ def _range(curves: Sequence[tuple[Floats, SmallFloats]]) -> tuple[float, float]:
 
 
 class _Panel:
-    """One pair of axes of the chart."""
-
     def __init__(self, top: int, height: int, last_step: float, low: float, high: float) -> None:
         self.top, self.height = top, height
         self._last_step, self._low, self._high = last_step, low, high

@@ -59,6 +59,7 @@ def type_of(hint: Any) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in SIMPLE:
         return SIMPLE[hint]
+    # A reference to another interface of the same file.
     if is_own_dataclass(hint):
         return f"I{hint.__name__}"
     if origin is UnionType:

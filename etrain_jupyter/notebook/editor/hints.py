@@ -69,7 +69,6 @@ def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
 
 
 def _on_magic(text: str, cursor: int) -> Hint | None:
-    """Explain the name of the magic itself."""
     # Only the first word of a line is the magic: elsewhere "%etrain" is the user's text.
     line = text[text.rfind("\n", 0, cursor) + 1 :].lstrip()
     word = line.split()[0] if line.split() else ""
@@ -94,7 +93,7 @@ def _on_line(magic: Magic, cursor: int) -> Hint | None:
         flag = find_flag(parser, word)
         if flag is not None and (word == words[-1] or flag.nargs != 0):
             return _on_flag(parser.prog, flag)
-        # A switch, so the word after it is not its value.
+        # A switch or an unknown flag: the word after it is not its value.
         if word.startswith("-"):
             break
     if words[0] == CELL_COMMAND:

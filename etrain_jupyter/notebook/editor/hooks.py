@@ -39,8 +39,6 @@ class _OnlyOurs(list[SimpleCompletion]):
 
 
 class _Hooks:
-    """The matcher and the inspector that are installed in one shell."""
-
     def __init__(self, shell: InteractiveShell) -> None:
         facts = ShellFacts(shell)
         self._matchers: list[Any] = shell.Completer.custom_matchers

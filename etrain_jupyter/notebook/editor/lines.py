@@ -106,17 +106,12 @@ def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
 
 
 def _complete_argument(parser: Parser, place: LinePlace, start: int, facts: Facts) -> Offers:
-    """Return the completions after a sub-command.
-
-    ==========================  =======================================
-    text before the cursor      completions
-    ==========================  =======================================
-    ``--pool lo``               values of the flag before
-    ``--pool=lo``               values of this flag, after the ``=``
-    ``-``                       flags that were not given yet
-    anything else               values of the next positional argument, then flags
-    ==========================  =======================================
-    """
+    # text before the cursor   completions
+    # -----------------------  --------------------------------------------------
+    # --pool lo                values of the previous flag
+    # --pool=lo                values of this flag, after the "="
+    # -                        flags that were not given yet
+    # anything else            values of the next positional argument, then flags
     given = place.words[1:]
     flag, equals, value = place.begun.partition("=")
     # A flag with nargs == 0 is a switch: the word after it is not its value.
@@ -153,7 +148,6 @@ def _free_flags(parser: Parser, given: Sequence[str]) -> list[str]:
 
 
 def _positional(parser: Parser, given: Sequence[str]) -> list[argparse.Action]:
-    """Return the positional arguments that were not given yet."""
     rest = [argument for argument in parser.arguments if not argument.option_strings]
     is_value = False
     for word in given:

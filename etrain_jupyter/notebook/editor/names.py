@@ -121,7 +121,8 @@ def _takes(function: Any, count: int) -> bool:
 
 
 def _rank(path: KeyPath, value: Any) -> int:
-    """Return 0 for a likely value, 1 for a possible value, 2 for a module."""
+    # 0: likely, for example an instance of nn.Module for `model`. 1: possible. 2: a module, whose
+    # attributes may fit.
     if is_module(value):
         return 2
     kind = value if issubclass(type(value), type) else type(value)

@@ -50,7 +50,8 @@ def read_outline(body: str, cursor: int) -> Outline:
 
 
 class _Reader:
-    """Single-pass reader of a body; the ``_see_...`` methods check each part for the cursor."""
+    # Reads the body once. Each _read_... method returns the offset at which the next one continues,
+    # and calls a _see_... method for each part, which stores the part if the cursor is in it.
 
     def __init__(self, text: str, cursor: int) -> None:
         self._text, self._at = text, cursor
@@ -128,10 +129,12 @@ class _Reader:
         return end + 1
 
     def _enter(self, column: int) -> KeyPath | None:
-        """Return the group with keys in this column, and close the groups that are indented more.
-
-        Returns None if no key is valid in this column.
-        """
+        # Returns the group with keys in this column, and closes the groups that are indented more.
+        # None if no key is valid in the column: "b" is in none of the two blocks of
+        #
+        #   batch:
+        #       global: 3
+        #     b|
         while self._blocks and self._blocks[-1].indent > column:
             self._blocks.pop()
         group = self._group_in(column)
@@ -151,7 +154,7 @@ class _Reader:
         return self._last if is_child and opens_group(self._last) else None
 
     def _skip_text(self, pos: int, indent: int, path: KeyPath) -> int:
-        """Skip the lines of a block scalar after ``|`` or ``>``."""
+        # The lines of a block scalar after | or > are indented more than its key, or empty.
         while pos <= len(self._text):
             end = self._end_of_line(pos)
             line = self._text[pos:end]
@@ -166,12 +169,12 @@ class _Reader:
     # -------------------------------------------------------------------------------- in brackets
 
     def _read_flow(self, pos: int, path: KeyPath) -> tuple[int, bool]:
-        """Read from an opening bracket; return the end position, and whether it was closed.
-
-        ``is_torn`` marks a group in which a value has an open parenthesis: commas after it may
-        belong to a Python call, so that the text after it is not treated as keys. ``is_ready`` is
-        True after the bracket and after a comma, where a new item may start.
-        """
+        # Returns the end position, and whether the bracket was closed.
+        #
+        # is_ready: after the bracket and after a comma, where a new item may start.
+        # is_torn:  a value has an open parenthesis, so commas after it may belong to a Python call:
+        #
+        #     {model: Net(3, hid|den=4)}    "hidden" is not offered keys of the group
         is_group, is_torn, is_ready = self._text[pos] == "{", False, True
         pos, is_closed = pos + 1, True
         self._depth += 1
@@ -186,6 +189,7 @@ class _Reader:
                 self._depth -= 1
                 return (pos, False) if is_over else (pos + 1, True)
             is_ready = mark == ","
+            # Too deep: skip the bracket like a comma instead of recursing.
             if is_ready or (mark in "{[" and self._depth > _MAX_DEPTH):
                 pos += 1
             elif mark in "{[":
@@ -216,6 +220,7 @@ class _Reader:
         self.outline.values.setdefault(path, "")
         if at_end:
             return value, not is_over, is_torn
+        # The text of a group is not a value; only its keys are recorded.
         if self._text[value] in "{[" and self._depth <= _MAX_DEPTH:
             pos, is_closed = self._read_flow(value, path)
             return pos, is_closed, is_torn
@@ -228,7 +233,8 @@ class _Reader:
         return self._end_of_line(pos) + 1 if is_closed else pos
 
     def _skip_blank(self, pos: int) -> tuple[int, bool]:
-        """Skip blanks, line breaks and comments; return True as well if the brackets end there."""
+        # Blanks, line breaks and comments. True if the brackets end here although they are open:
+        # at the end of the body, or before a line that looks like the next key of the block.
         while pos < len(self._text):
             mark = self._text[pos]
             if mark == "\n" and self._is_next_key(pos + 1):
@@ -242,7 +248,7 @@ class _Reader:
         return len(self._text) + 1, True
 
     def _is_next_key(self, pos: int) -> bool:
-        """Return True if the line at ``pos`` is a key on the bracket's level or an outer level."""
+        # On the level of the key before the bracket, or on an outer level.
         line = self._text[pos : self._end_of_line(pos)]
         text = line.lstrip(" ")
         return len(line) - len(text) <= self._base and bool(_KEY_LINE.match(text))
@@ -359,7 +365,7 @@ class _Reader:
             self._see_value(self._last, self._at, self._at)
 
     def _see_loose_text(self, begin: int, end: int, group: KeyPath | None) -> None:
-        """Handle a line without a colon: an incomplete key, or the continuation of a value."""
+        # A line without a colon: an incomplete key, or the continuation of a value.
         self._last_is_open = self._last_is_open and group is not None
         stop = self._end_of_scalar(begin, end, is_flow=False)
         stop = begin + len(self._text[begin:stop].rstrip())
