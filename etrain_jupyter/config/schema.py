@@ -167,7 +167,7 @@ class ScheduleConfig(Section):
 
     @field_validator("warmup")
     @classmethod
-    def _not_in_time(cls, value: Interval | None) -> Interval | None:
+    def _reject_time(cls, value: Interval | None) -> Interval | None:
         if value is not None and value.unit == "s":
             raise fault(
                 f"{{key}} is counted in steps or epochs, not in time ('{value}')",
@@ -206,7 +206,7 @@ class BatchConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_of_two(cls, data: Any) -> Any:
+    def _check_sizes(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         sizes = [
@@ -230,7 +230,7 @@ class BatchConfig(Section):
         return data
 
     @model_validator(mode="after")
-    def _fills_every_pass(self) -> Self:
+    def _check_passes(self) -> Self:
         # One worker has the largest share: if that is too small for the passes, all are.
         size, passes = self.size(1), self.aggregation_frequency
         if size < passes:
@@ -252,7 +252,7 @@ class BatchConfig(Section):
 
     @field_validator("micro_batch_size", mode="before")
     @classmethod
-    def _number_or_auto(cls, value: Any) -> Any:
+    def _check_micro(cls, value: Any) -> Any:
         if value is None or value == "auto":
             return value
         # In Python, True is an int.
@@ -296,11 +296,11 @@ class ScalingConfig(Section):
 
     @field_validator("ramp", mode="before")
     @classmethod
-    def _in_steps(cls, value: Any) -> Any:
-        return None if value == "auto" else _steps(value)
+    def _read_steps(cls, value: Any) -> Any:
+        return None if value == "auto" else _parse_steps(value)
 
 
-def _steps(value: Any) -> Any:
+def _parse_steps(value: Any) -> Any:
     """Read '10 steps'; a bare number passes through and means steps, too."""
     if not isinstance(value, str):
         return value
@@ -313,7 +313,7 @@ def _steps(value: Any) -> Any:
 
 
 MODES = ("min", "max")
-NAN_ANSWERS = ("fail", "pause")
+NAN_REACTIONS = ("fail", "pause")
 
 
 class MetricConfig(Section):
@@ -326,7 +326,7 @@ class MetricConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _less_loss(cls, data: Any) -> Any:
+    def _default_mode(cls, data: Any) -> Any:
         # A loss is always minimized. For any other metric a wrong guess would keep the worst
         # weights.
         if not isinstance(data, Mapping) or data.get("mode") is not None:
@@ -372,12 +372,12 @@ class CheckpointConfig(Section):
 
     @field_validator("every", mode="before")
     @classmethod
-    def _auto(cls, value: Any) -> Any:
+    def _read_auto(cls, value: Any) -> Any:
         return None if value == "auto" else value
 
     @field_validator("to", mode="before")
     @classmethod
-    def _folder(cls, value: Any) -> Any:
+    def _check_location(cls, value: Any) -> Any:
         # From Python or !py, where a Path is natural.
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(value, str) and not value.strip():
@@ -406,7 +406,7 @@ class WorkersConfig(Section):
 
     @field_validator("max")
     @classmethod
-    def _not_below_min(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_min(cls, value: int | None, info: ValidationInfo) -> int | None:
         # Missing if min itself is invalid; its own error is reported then.
         least = info.data.get("min")
         if value is not None and least is not None and value < least:
@@ -436,12 +436,12 @@ class LogConfig(Section):
 
     @field_validator("every", mode="before")
     @classmethod
-    def _in_steps(cls, value: Any) -> Any:
-        return _steps(value)
+    def _read_steps(cls, value: Any) -> Any:
+        return _parse_steps(value)
 
     @field_validator("tensorboard")
     @classmethod
-    def _where_it_is(cls, value: bool | str) -> bool | str:
+    def _make_absolute(cls, value: bool | str) -> bool | str:
         # The coordinator may run in a different folder than the notebook.
         return str(Path(value).expanduser().absolute()) if isinstance(value, str) else value
 
@@ -534,7 +534,7 @@ class TrainConfig(Section):
 
     @field_validator("eval_every", mode="before")
     @classmethod
-    def _eval_group(cls, value: Any) -> Any:
+    def _unwrap_every(cls, value: Any) -> Any:
         # Both spellings: `eval: 1 epoch` and `eval: {every: 1 epoch}`.
         if isinstance(value, Mapping) and set(value) <= {"every"}:
             return value.get("every", "1 epoch")
@@ -542,7 +542,7 @@ class TrainConfig(Section):
 
     @field_validator("reproducible", mode="before")
     @classmethod
-    def _true_or_shards(cls, value: Any) -> Any:
+    def _read_true(cls, value: Any) -> Any:
         if value is None or isinstance(value, bool):
             # `true` is a group without a number of shards, see num_shards.
             return {} if value else None
@@ -555,7 +555,7 @@ class TrainConfig(Section):
 
     @field_validator("metrics")
     @classmethod
-    def _metric_names(cls, value: dict[str, str]) -> dict[str, str]:
+    def _check_metric_names(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
             if name in RESERVED_METRICS or not name.strip():
                 hint = f"write for example '{name}_metric: {value[name]}'" if name.strip() else ""
@@ -567,7 +567,7 @@ class TrainConfig(Section):
 
     @field_validator("steps")
     @classmethod
-    def _not_both(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_epochs(cls, value: int | None, info: ValidationInfo) -> int | None:
         # `epochs` precedes `steps` in the schema, so it is validated by now.
         epochs = info.data.get("epochs")
         if value is not None and epochs is not None:
@@ -579,8 +579,8 @@ class TrainConfig(Section):
 
     @field_validator("on_nan_loss", mode="before")
     @classmethod
-    def _known_answer(cls, value: Any) -> Any:
-        return check_word(value, NAN_ANSWERS, usual="on_nan_loss: pause")
+    def _known_reaction(cls, value: Any) -> Any:
+        return check_word(value, NAN_REACTIONS, usual="on_nan_loss: pause")
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -605,28 +605,28 @@ class TrainConfig(Section):
 
     @field_validator("pool")
     @classmethod
-    def _some_pool(cls, value: str) -> str:
+    def _reject_empty_pool(cls, value: str) -> str:
         if not value.strip():
             raise fault("{key} is empty", hint="write pool: local, which is this machine")
         return value
 
     @field_validator("name")
     @classmethod
-    def _some_name(cls, value: str | None) -> str | None:
+    def _reject_empty_name(cls, value: str | None) -> str | None:
         if value is not None and not value.strip():
             raise fault("{key} is empty", hint="write a name, or remove the line")
         return value
 
     @model_validator(mode="before")
     @classmethod
-    def _one_epoch(cls, data: Any) -> Any:
+    def _default_epochs(cls, data: Any) -> Any:
         # In the recorded configuration exactly one of the two is set.
         if isinstance(data, Mapping) and data.get("epochs") is None and data.get("steps") is None:
             return {**data, "epochs": 1.0}
         return data
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         self._check_step()
         self._check_scaling()
         self._check_reproducible()
@@ -669,9 +669,9 @@ class TrainConfig(Section):
                 path=path,
             )
 
-    def _check_metric(self, asked: MetricConfig | None, path: tuple[str, ...]) -> None:
+    def _check_metric(self, wanted: MetricConfig | None, path: tuple[str, ...]) -> None:
         """Reject a metric that no evaluation would ever report."""
-        if asked is None:
+        if wanted is None:
             return
         key = ".".join(path)
         if self.data.eval is None:
@@ -683,10 +683,10 @@ class TrainConfig(Section):
             )
         known = ["loss", *self.metrics]
         # The other metrics that step returns are known only on the worker.
-        if self.step is None and asked.metric not in known:
-            hint = did_you_mean(asked.metric, known)
+        if self.step is None and wanted.metric not in known:
+            hint = did_you_mean(wanted.metric, known)
             raise fault(
-                f"{key} names the metric '{asked.metric}', which is not evaluated",
+                f"{key} names the metric '{wanted.metric}', which is not evaluated",
                 hint=hint or f"known metrics: {', '.join(known)}; define others in metrics",
                 path=(*path, "metric"),
             )
