@@ -49,8 +49,8 @@ def _line_of(event: Event) -> str:
             return f"{clock} error   {', '.join(event.workers)}: {text}"
         case RankTimed():
             return f"{clock} info    {event.worker}: {describe_times(event)}"
-        case WorkerLost() | FaultInjected() if said := describe(event):
-            return f"{clock} {said.level:<7} {said.text}"
+        case WorkerLost() | FaultInjected() if shown := describe(event):
+            return f"{clock} {shown.level:<7} {shown.text}"
     return ""
 
 
@@ -68,15 +68,15 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
     #
     # A new subscription starts with all events so far again; _Follower skips those it has
     # formatted.
-    news: queue.Queue[Sequence[Event]] = queue.Queue()
-    job.subscribe(news.put)
+    batches: queue.Queue[Sequence[Event]] = queue.Queue()
+    job.subscribe(batches.put)
     lines = _Follower()
     # Poll with a short timeout, so that an interrupt is handled while no batch has arrived.
-    while (events := _next_of(news)) is None:
+    while (events := _next_batch(batches)) is None:
         pass
     yield from lines.of(events)[-number:]
     while True:
-        events = _next_of(news)
+        events = _next_batch(batches)
         if events is not None:
             yield from lines.of(events)
         # Checked only when the queue is empty, so no line is lost at the end.
@@ -84,8 +84,8 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
             return
         elif job.lost:
             yield f"{job.id}: {job.lost}. Waiting for %etrain resume {job.id}; interrupt to leave"
-            job = _await_next_life(job, store)
-            job.subscribe(news.put)
+            job = _await_resume(job, store)
+            job.subscribe(batches.put)
 
 
 def _clock_of(event: Event) -> str:
@@ -115,10 +115,10 @@ class _Follower:
                 self._newest, self._step_at = event.last.seq, event.last.time
             elif event.seq > self._newest:
                 self._newest = event.seq
-                lines.append(_line_of(event) or self._line_of_course(event))
+                lines.append(_line_of(event) or self._progress_line(event))
         return [line for line in lines if line]
 
-    def _line_of_course(self, event: Event) -> str:
+    def _progress_line(self, event: Event) -> str:
         """Return a line about the job's progress; empty for events that are not shown."""
         clock = _clock_of(event)
         if isinstance(event, JobResumed):
@@ -135,14 +135,14 @@ class _Follower:
         return ""
 
 
-def _next_of(news: queue.Queue[Sequence[Event]]) -> Sequence[Event] | None:
+def _next_batch(batches: queue.Queue[Sequence[Event]]) -> Sequence[Event] | None:
     try:
-        return news.get(timeout=SLICE_S)
+        return batches.get(timeout=SLICE_S)
     except queue.Empty:
         return None
 
 
-def _await_next_life(job: TrainingJob, store: RunStore) -> TrainingJob:
+def _await_resume(job: TrainingJob, store: RunStore) -> TrainingJob:
     while True:
         time.sleep(LOOK_S)
         with contextlib.suppress(EtrainError):  # the store may be temporarily unreachable

@@ -69,12 +69,12 @@ class SidePanel:
         self._is_due = threading.Event()
         self._jobs: dict[str, Listed] = {}
         self._look: Look | None = None
-        self._questions: dict[str, Callable[[Mapping[str, Any]], str]] = {}
+        self._handlers: dict[str, Callable[[Mapping[str, Any]], str]] = {}
         self._others, self._sent_others = OtherJobs(), OtherJobs()
         # Version of each job's row that was sent. The id of the object distinguishes two dashboards
         # of the same job, whose versions count separately.
         self._sent: dict[str, tuple[int, int]] = {}
-        self._is_whole_due = self._is_asked = False
+        self._is_whole_due = self._is_scan_requested = False
         self._watched_until = self._scanned_at = float("-inf")
         self._threads: dict[str, threading.Thread] = {}
         self.num_errors = 0
@@ -92,7 +92,7 @@ class SidePanel:
         """
         with self._lock:
             self._look = look
-            self._questions = {
+            self._handlers = {
                 "attach": lambda content: attach(str(content.get("job_id", ""))),
                 "template": lambda content: template(),
             }
@@ -132,14 +132,14 @@ class SidePanel:
             self._answer(str(ask), content)
 
     def _answer(self, ask: str, content: Mapping[str, Any]) -> None:
-        question = self._questions.get(ask)
+        handler = self._handlers.get(ask)
         try:
-            if question is None:
+            if handler is None:
                 raise LookupError(
                     f"This kernel does not support the request {ask!r}. Nothing was done. "
                     "Run %load_ext etrain_jupyter in it, then retry."
                 )
-            text, level = question(content), "info"
+            text, level = handler(content), "info"
         except Exception as error:
             text, level = str(error), "error"
         to = str(content.get("view", ""))
@@ -151,7 +151,7 @@ class SidePanel:
             self._watched_until = time.monotonic() + WATCHED_S
             # The front end may have been reloaded since the last `watch`, and then it has no rows.
             self._is_whole_due = True
-            self._is_asked |= is_asked
+            self._is_scan_requested |= is_asked
             self._start("etrain-side-panel", self._run)
         self._is_due.set()
 
@@ -179,7 +179,7 @@ class SidePanel:
                 self.num_errors += 1
             # The sleep limits the rate; the wait ends early if there is a change.
             time.sleep(ROWS_EVERY_S)
-            self._is_due.wait(self._patience_s())
+            self._is_due.wait(self._max_wait_s())
 
     def _is_watched(self) -> bool:
         with self._lock:
@@ -188,7 +188,7 @@ class SidePanel:
                 del self._threads["etrain-side-panel"]  # the next watch starts a new one
             return is_watched
 
-    def _patience_s(self) -> float:
+    def _max_wait_s(self) -> float:
         with self._lock:
             until = min(self._watched_until, self._scanned_at + LOOK_EVERY_S)
         return max(0.0, until - time.monotonic())
@@ -218,13 +218,13 @@ class SidePanel:
 
     def _is_scan_due(self) -> bool:
         is_late = time.monotonic() - self._scanned_at >= LOOK_EVERY_S
-        return self._look is not None and (is_late or self._is_asked)
+        return self._look is not None and (is_late or self._is_scan_requested)
 
     def _scan(self) -> None:
         # A disk or a bucket that does not answer may block this thread; there is never a second.
         with self._lock:
             look, job_ids = self._look, tuple(self._jobs)
-            is_asked, self._is_asked = self._is_asked, False
+            is_asked, self._is_scan_requested = self._is_scan_requested, False
         try:
             if look is not None:
                 found = look(job_ids, is_asked)

@@ -51,8 +51,8 @@ def what_it_waits_for(state: str, note: str, timing: RankTimed | None) -> str:
         return ""
     # A rank that arrives first at the exchange of gradients waits there for the slowest rank, so
     # most of its communication time is waiting.
-    data, others = split.shares["data"], split.shares["communication"]
-    if max(data, others) < MIN_SHARE:
+    data, communication = split.shares["data"], split.shares["communication"]
+    if max(data, communication) < MIN_SHARE:
         return ""
-    what, share = ("data", data) if data >= others else ("other ranks", others)
+    what, share = ("data", data) if data >= communication else ("other ranks", communication)
     return f"{what}, {share * 100:.0f} %"

@@ -202,14 +202,14 @@ class Dashboard:
         """Wait for changes or for the next save; return False if the thread must end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_unsent or self._is_closed, timeout=self._patience_s(saved_at)
+                lambda: self._is_unsent or self._is_closed, timeout=self._max_wait_s(saved_at)
             )
             has_ended = self._view.is_terminal and not self._is_unsent
             if has_ended or self._is_closed:
                 self._thread = None  # from now on, add_events starts a new one
             return self._thread is not None
 
-    def _patience_s(self, saved_at: float) -> float | None:
+    def _max_wait_s(self, saved_at: float) -> float | None:
         if self._view.is_terminal:
             return LINGER_S
         if self._is_unsaved:
