@@ -130,7 +130,7 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
 
 
 def describe(path: KeyPath, *, optimizer: str = "AdamW") -> KeyHelp | None:
-    """Return the description of a key, or None if there is no such key.
+    """Return the description of a key; None if the key is unknown.
 
     ``optimizer`` is the name in the cell; its options are keys as well.
     """

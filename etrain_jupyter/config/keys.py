@@ -127,7 +127,7 @@ def accepts(path: KeyPath, value: Any) -> bool:
     if group is None:
         return path[:-1] == METRICS and isinstance(value, str)
     try:
-        # Ask the schema itself, so that completion never offers a value that a submit rejects.
+        # Use the schema itself, so that completion never offers a value that a submit rejects.
         # Errors about other keys, such as missing ones, do not count.
         group.model_validate({path[-1]: value})
     except ValidationError as exc:

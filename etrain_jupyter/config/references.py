@@ -127,7 +127,7 @@ class _Check:
         #   anything else             -> syntax -> names -> attributes of modules
         #                                -> a plain name or attribute: its type and signature
         #                                -> a call: the signature of the function
-        #                                -> any other expression: only the rank can tell
+        #                                -> any other expression: only the rank evaluates it
         imported = import_path(self.text)
         if imported:
             self._check_import(*imported)
@@ -199,7 +199,7 @@ class _Check:
 
     def _resolve(self, node: ast.expr) -> tuple[bool, Any]:
         # Finds the object behind a literal, a plain name, or attributes of modules. The first
-        # result tells an object that is None from no object.
+        # result distinguishes an object that is None from no object.
         if isinstance(node, ast.Constant):
             return True, node.value
         if isinstance(node, ast.Name):

@@ -115,7 +115,7 @@ REFUSED = [
     Case(
         "unknown option of the optimizer",
         {"optimizer": "{name: SGD, momentun: 0.9}"},
-        ["optimizer SGD takes no 'momentun'", "did you mean 'momentum'?"],
+        ["optimizer SGD has no option 'momentun'", "did you mean 'momentum'?"],
     ),
     Case(
         "bad value of the optimizer",
@@ -175,7 +175,7 @@ generator_loss = make_loss()""",
     Case(
         "model is None",
         {"model": "None"},
-        ["line 2, column 8: model is None", "run the cell that builds it"],
+        ["line 2, column 8: model: the value of '", "is None", "run the cell that builds it"],
     ),
     Case(
         "unknown argument of the model",

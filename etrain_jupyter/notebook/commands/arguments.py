@@ -331,5 +331,5 @@ def _parse_interval(text: str) -> float:
         interval = Interval.parse(text)
     except ValueError:
         return math.nan
-    # An interval of a cell may also count steps or epochs, which are no durations.
+    # An interval of a cell may also count steps or epochs, which are not durations.
     return interval.value if interval.unit == "s" else math.nan

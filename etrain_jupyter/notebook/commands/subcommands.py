@@ -73,7 +73,7 @@ class Surface(Protocol):
         """Return the job with that name or id; by default the latest."""
 
     def show(self, job: TrainingJob) -> str:
-        """Show a job; return what is to be printed."""
+        """Show a job; return the text to print."""
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Assign the job to a variable, if one is given; without a job, only check its name."""
@@ -82,7 +82,7 @@ class Surface(Protocol):
         """Print one line immediately, while the sub-command continues."""
 
     def open_tensorboard(self, folder: Path) -> str:
-        """Open TensorBoard on a folder if possible; return what is to be printed."""
+        """Open TensorBoard on a folder if possible; return the text to print."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Subcommand:
 
 
 def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
-    """Run one line, for example ``["scale", "4"]``, and return what is to be printed.
+    """Run one line, for example ``["scale", "4"]``, and return the text to print.
 
     Raises:
         EtrainError: If the sub-command fails; the message says what to type instead.
@@ -138,7 +138,7 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
     """Return the sub-command with that name; ``others`` are further words for the hint.
 
     Raises:
-        ConfigError: If there is no such sub-command; the message has the nearest word.
+        ConfigError: If the sub-command is unknown; the message has the nearest word.
         NotSupportedYetError: If a later version will have it.
     """
     for command in SUBCOMMANDS:

@@ -60,8 +60,8 @@ class ViewFeed:
 
     def greet(self, view: JobView, to: str) -> None:
         """Answer the hello of the view ``to``."""
-        # The reset marks everything as sent. Views that have not asked for it ignore it, so send
-        # them the changes that it contains first.
+        # The reset marks everything as sent. The other views ignore it, so first send
+        # them the changes that it contains.
         self.flush(view)
         self.is_open = True
         self._reset(view, to)

@@ -76,7 +76,7 @@ class Freshness:
 
 
 def trouble_of(snapshot: Snapshot, now: float) -> str:
-    """Return ``failed``, ``overdue``, or an empty text if there is no problem.
+    """Return ``failed`` or ``overdue``; empty if checkpoints are in order.
 
     Args:
         snapshot: The job.
