@@ -362,7 +362,7 @@ class CheckpointConfig(Section):
     to: Annotated[str | None, Field(examples=["checkpoints"])] = None
     """Folder or s3://bucket/prefix, with a subfolder per job; by default the job's run folder."""
     every: Annotated[Interval | None, Field(examples=["auto"])] = None
-    """Steps, epochs or time; auto weighs the cost of a checkpoint against the risk of a loss."""
+    """Steps, epochs or time; auto weighs the cost of a checkpoint against the work at risk."""
     keep: Annotated[int, Field(ge=1)] = 3
     """Number of newest checkpoints to keep."""
     best: Annotated[
@@ -499,7 +499,7 @@ class TrainConfig(Section):
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """Compression of the exchanged gradients, for slow networks: none, bf16, fp16 or powersgd."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Backend of the gradient exchange: nccl, gloo, or auto (nccl if each worker has a GPU)."""
+    """Gradient exchange backend: nccl, gloo, or auto (nccl if each worker has a GPU, else gloo)."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
     """Maximum norm of the gradient; a larger gradient is scaled down. No limit by default."""
     reproducible: Annotated[ReproducibleConfig | None, Field(examples=[False])] = None
