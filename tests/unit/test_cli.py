@@ -117,7 +117,7 @@ def test_unknown_word_without_a_similar_command_has_no_suggestion(
     assert main(["foo"]) == 2
 
     assert capsys.readouterr().err == (
-        "etrain: there is no etrain foo\n  etrain --help lists all sub-commands\n"
+        "etrain: unknown sub-command: etrain foo\n  etrain --help lists all sub-commands\n"
     )
 
 

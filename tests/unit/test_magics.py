@@ -271,7 +271,7 @@ def test_a_question_mark_shows_every_subcommand_and_an_example(run: Run, line: s
 def test_unknown_subcommand_names_the_nearest_and_fails_the_cell(run: Run) -> None:
     assert run("%etrain stpo") == (
         False,
-        "etrain: there is no %etrain stpo\n  did you mean %etrain stop?\n",
+        "etrain: unknown sub-command: %etrain stpo\n  did you mean %etrain stop?\n",
     )
 
 
@@ -288,13 +288,13 @@ def test_subcommands_of_later_versions_are_refused(run: Run, name: str) -> None:
     [
         ("%etrain scale four", "argument N: invalid int value: 'four'"),
         ("%etrain stop --nwo", "unrecognized arguments: --nwo"),
-        ("%etrain scale", "scale to how many workers?"),
+        ("%etrain scale", "scale needs a number of workers"),
         ("%etrain scale 2 --max 3", "not both"),
         ("%etrain show 'digits", "No closing quotation"),
         ("%etrain distributed", "needs a body"),
         ("%%etrain distributed", "key 'model' is missing"),
         ("%%etrain ls\nmodel: Net\n", "ls takes no body"),
-        ("%%etrain distribute\nmodel: Net\n", "no %%etrain distribute"),
+        ("%%etrain distribute\nmodel: Net\n", "unknown sub-command: %%etrain distribute"),
         ("%%etrain distributed --nmae a\nmodel: Net\n", "did you mean --name?"),
         ("%%etrain distributed -o 2x\nmodel: Net\n", "not a valid variable name"),
     ],

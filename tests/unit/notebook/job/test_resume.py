@@ -200,7 +200,7 @@ def test_other_values_are_listed_with_both_and_why(make: Make, coordinator: Coor
     with pytest.raises(ConfigError) as refused:
         go_on(make(), **cell)
 
-    for line in ("batch.global: 32 -> 8", "seed: 0 -> 3", "the order of the samples"):
+    for line in ("batch.global: 32 -> 8", "seed: 0 -> 3", "the sample order changes"):
         assert line in str(refused.value)
 
 
