@@ -8,7 +8,7 @@ from typing import Any
 from etrain_jupyter.bundle.files import CHUNK_BYTES
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.notebook.job.job_record import RunRecord
-from etrain_jupyter.notebook.job.link import JobLink
+from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError, UnreachableError
 from etrain_jupyter.wire.requests import PutBundle, SubmitJob
 
 SUBMIT_S = 120.0
@@ -32,14 +32,14 @@ def hand_over(link: JobLink, spec: dict[str, Any], bundle: Path) -> None:
 
     Raises:
         PoolError: If the coordinator refuses.
-        JobLostError: If the cluster went away; the job may have started there.
+        JobLostError: If the cluster went away or did not answer; the job may have started there.
     """
     # The coordinator reads the bundle from the job's folder if it can:
     #   submit -> wants_bundle=False   the job has started
     #   submit -> wants_bundle=True    its machine does not have the file: nothing has started
     #             PutBundle, chunk by chunk; the last one makes it check the digest
     #   submit -> wants_bundle=False   the job has started
-    if not link.call(SubmitJob(job=spec), timeout=SUBMIT_S).wants_bundle:
+    if not _submit(link, spec):
         return
     # The first chunk truncates what an interrupted upload has left.
     with bundle.open("rb") as file:
@@ -47,8 +47,23 @@ def hand_over(link: JobLink, spec: dict[str, Any], bundle: Path) -> None:
         while data := file.read(CHUNK_BYTES):
             link.call(PutBundle(job=spec, offset=offset, data=data), timeout=PIECE_S)
             offset += len(data)
-    if link.call(SubmitJob(job=spec), timeout=SUBMIT_S).wants_bundle:
+    if _submit(link, spec):
         raise PoolError(
             f"the scheduler received all {offset / 2**20:.0f} MB of the job's bundle but cannot "
             "read them. Nothing was submitted. Run the cell again."
         )
+
+
+def _submit(link: JobLink, spec: dict[str, Any]) -> bool:
+    """Submit a job; return whether the coordinator needs its bundle first."""
+    try:
+        return link.call(SubmitJob(job=spec), timeout=SUBMIT_S).wants_bundle
+    except NoAnswerError as exc:
+        # A scheduler that was suspended reads the request when it continues, and starts the job.
+        # The callers keep the folder after a JobLostError: without it, that job would train unseen.
+        job_id = spec["job_id"]
+        raise UnreachableError(
+            f"the scheduler did not answer within {SUBMIT_S:g} s, so job {job_id} may or may not "
+            f"have been submitted. Its folder is kept. `%etrain attach {job_id}` shows whether it "
+            f"runs, and `%etrain stop {job_id}` stops it."
+        ) from exc

@@ -49,8 +49,9 @@ def submit_job(
 
     Raises:
         RunStoreError: If the folder cannot be written.
-        PoolError: If the coordinator refuses or times out; a folder without a log is removed.
-        JobLostError: If the cluster went away; the folder is kept, since the job may have started.
+        PoolError: If the coordinator refuses; the folder is removed.
+        JobLostError: If the cluster went away or did not answer; the folder is kept, since the job
+            may have started.
     """
     store = store or open_runs()
     try:
@@ -96,9 +97,8 @@ def submit_job(
     try:
         hand_over(link, spec, record.bundle_path)
     except PoolError:
-        # Refused: the job did not start, and no log exists, so `discard` removes the folder.
-        # Timed out: the job may have started; its coordinator has then created the log, and
-        # `discard` keeps the folder. A JobLostError is not caught, for the same reason.
+        # Refused: the job did not start, so nothing is kept. A JobLostError is not caught, because
+        # the job may have started.
         store.discard(record)
         raise
     note_scheduler(address)

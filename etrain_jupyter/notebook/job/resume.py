@@ -401,7 +401,7 @@ def _submit(
     # The record is written first. The outcomes:
     #   killed before the submit   the record names a cluster without the job, so the job counts as
     #                              lost and can be resumed again
-    #   PoolError                  refused or timed out: the old record is restored
+    #   PoolError                  refused: the old record is restored
     #   JobLostError               the job may have started there: the new record stays
     #   killed after the submit    the record names the cluster that trains the job
     written = store.rewrite(attempt.record, bundle=attempt.bundle)

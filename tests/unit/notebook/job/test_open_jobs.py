@@ -15,6 +15,7 @@ from etrain_jupyter.errors import JobLostError, JobNotFoundError, PoolError, Run
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import JobStatusChanged
 from etrain_jupyter.notebook.job import open_jobs
+from etrain_jupyter.notebook.job.link import NoAnswerError
 from etrain_jupyter.notebook.job.open_jobs import attach, name_of_model, submit_job
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -118,6 +119,16 @@ def test_folder_stays_when_nobody_knows_whether_the_job_began(
         submit(RunStore(tmp_path))
 
     assert len(RunStore(tmp_path).records()) == 1
+
+
+def test_folder_stays_when_the_submit_times_out(tmp_path: Path, orders: list[Any]) -> None:
+    orders.append(NoAnswerError("no answer to SubmitJob within 120 s"))
+
+    with pytest.raises(JobLostError, match="may or may not have been submitted") as caught:
+        submit(RunStore(tmp_path))
+
+    [record] = RunStore(tmp_path).records()
+    assert f"%etrain attach {record.job_id}" in str(caught.value)
 
 
 def test_attach_returns_the_object_that_is_held(
