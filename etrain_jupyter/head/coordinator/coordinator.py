@@ -258,9 +258,15 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._halted = why
         what = "The job saves a checkpoint and stops. To continue from it, use %etrain resume"
         self.warn(f"{why.rstrip('.')}. {what}.")
+        # In recovery the jobs do not know their trainers yet: a stop would end them at once, without
+        # a checkpoint, while the trainers keep training. `_end_recovery` stops them.
+        if self._mode is self._serving:
+            self._stop_all()
+        self._after_change()
+
+    def _stop_all(self) -> None:
         for job in self._active():
             job.handle(s.StopAsked(now=False))
-        self._after_change()
 
     def is_busy(self, worker: str) -> bool:
         """Return whether a job uses this worker; the pool may release the others as surplus."""
@@ -386,6 +392,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             # First the mode: handing over handles reports, which may allocate workers.
             self._mode = self._serving
             recovery.hand_over(self._serving)
+            if self._halted:
+                self._stop_all()
 
     def _reset(self, address: str) -> None:
         """Send a reset to an evicted supervisor. It ignores repeated ones."""
