@@ -258,8 +258,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._halted = why
         what = "The job saves a checkpoint and stops. To continue from it, use %etrain resume"
         self.warn(f"{why.rstrip('.')}. {what}.")
-        # In recovery the jobs do not know their trainers yet: a stop would end them at once, without
-        # a checkpoint, while the trainers keep training. `_end_recovery` stops them.
+        # In recovery the jobs do not know their trainers yet: a stop would end them at once,
+        # without a checkpoint, while the trainers keep training. `_end_recovery` stops them.
         if self._mode is self._serving:
             self._stop_all()
         self._after_change()

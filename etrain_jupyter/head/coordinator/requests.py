@@ -141,7 +141,10 @@ class Requests:
     def _checkpoint(self, job: HostedJob) -> str:
         ranked = job.state.in_phase("ranked")
         if not ranked:
-            raise RequestError("no rank is training now, so there is nothing new to save")
+            raise RequestError(
+                f"the job is {job.state.status} at step {job.state.step}: no rank is training, so "
+                "there is nothing new to save. Retry once %etrain show lists workers that train."
+            )
         for member in ranked:
             job.send(RequestCheckpoint(trainer=member.trainer))
         return "saves at the next step boundary"
