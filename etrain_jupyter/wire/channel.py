@@ -59,6 +59,14 @@ class Channel:
         self._decoder = FrameDecoder()
         self._ready: deque[Any] = deque()
 
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for messages with ``select``."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Close this end."""
+        self._sock.close()
+
     def send(self, message: Message) -> None:
         """Write one message. Raises ``OSError`` once the supervisor is gone."""
         data = frame(message)
