@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -156,6 +157,9 @@ class Forks:
         match Kind(kind):
             case Kind.READY:
                 self.is_ready = True
+            case Kind.FORKED if not fds:
+                os.kill(pid, signal.SIGKILL)  # it cannot be supervised
+                self._fail(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
             case Kind.FORKED:
                 process = self._running[pid] = ForkedProcess(pid, fds[0])
                 request = self._requests.popleft()
@@ -166,7 +170,8 @@ class Forks:
             case Kind.FAILED:
                 self._fail(OSError(code, os.strerror(code)))
             case Kind.EXITED:
-                self._running.pop(pid).end(code)
+                if (ended := self._running.pop(pid, None)) is not None:
+                    ended.end(code)
             case Kind.FORK:
                 raise ValueError("a spare does not request forks")
 

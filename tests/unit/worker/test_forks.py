@@ -184,6 +184,23 @@ async def test_fork_without_an_answer_fails_and_a_late_one_is_killed(monkeypatch
     forks.close()
 
 
+async def test_fork_fails_if_no_descriptor_is_left_to_supervise_the_trainer() -> None:
+    forks = Forks()
+    spare_end = os.dup(forks.spare_fd)
+    forks.begin()
+    request = asyncio.create_task(forks.fork([0, 0]))
+    await asyncio.sleep(0)
+    child = subprocess.Popen(["sleep", "60"])
+    with socket.socket(fileno=spare_end) as spare:
+        spare.send(RECORD.pack(Kind.FORKED, child.pid, 0))  # the kernel has dropped the pidfd
+        with pytest.raises(OSError, match="Too many open files"):
+            await request
+        assert child.wait(60) == -signal.SIGKILL
+        spare.send(RECORD.pack(Kind.EXITED, child.pid, -signal.SIGKILL))
+        await until(lambda: not forks.is_in_use)
+    forks.close()
+
+
 def test_installation_of_a_package_is_noticed(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(installed.site, "getusersitepackages", lambda: str(tmp_path))
     before = installed.read_installed()
