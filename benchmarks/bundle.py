@@ -29,11 +29,12 @@ WIDTH = 1000
 BAR = 1.3
 """Maximum peak of a trainer that passes, as a multiple of the bundle's size."""
 ROLES = {
-    "ranks.main": "trainer",
-    "local_worker": "supervisor",
-    "local_head": "head",
-    "local_keeper": "keeper",
+    "etrain_jupyter.trainer.main": "trainer",
+    "etrain_jupyter.worker.main": "supervisor",
+    "etrain_jupyter.head.main": "head",
+    "etrain_jupyter.head.keeper": "keeper",
 }
+"""Role by module in a process's command line."""
 POLL_S = 0.1
 JOB_S = 600.0
 

@@ -26,9 +26,7 @@ SETTLE_STEPS = 10
 POLL_S = 0.02
 
 
-def measure_peer(
-    system: System, workload: str, world_size: int, num_kills: int, *, with_node: bool = True
-) -> dict[str, Any]:
+def measure_peer(system: System, workload: str, world_size: int, num_kills: int) -> dict[str, Any]:
     """Kill ranks, and for ``torchrun`` whole nodes, in one run."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="etrain-bench-") as parent:
@@ -50,7 +48,7 @@ def measure_peer(
                     ]
                 )
             }
-            if isinstance(run, ElasticRun) and with_node:
+            if isinstance(run, ElasticRun):
                 found["node"] = summary([kill_node(run, head)])
             settle(run)
             gaps = changes(run.history())

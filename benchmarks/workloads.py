@@ -70,11 +70,6 @@ LARGE_MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": build_mlp, "wide": bu
 """Models with a state that is large enough to measure the cost of saving it."""
 
 
-def build_small() -> nn.Module:
-    """Return a model with a negligible step, for benchmarks that do not measure training."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, NUM_CLASSES))
-
-
 def patient_loss(logits_BK: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
     """Sleep for 40 ms without using a CPU, then return the cross entropy."""
     time.sleep(0.04)

@@ -1,4 +1,4 @@
-"""``etrain``: the terminal's twin of ``%etrain``, on the same run store.
+"""Command line ``etrain``: the sub-commands of ``%etrain`` in a terminal, on the same run store.
 
 ::
 
@@ -36,7 +36,7 @@ class Terminal:
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Refuse a variable: a terminal has none."""
         if variable is not None:
-            raise ConfigError(f"-o {variable} works in a notebook", hint="leave out -o")
+            raise ConfigError(f"-o {variable} works only in a notebook", hint="leave out -o")
 
     def show(self, job: TrainingJob) -> str:
         """Return a job's latest values as lines."""
@@ -65,13 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _refuse_notebook_only(words)
         text = run_line(Terminal(root), words, prog="etrain")
+        # Log lines are printed as the workers wrote them, also if they contain "%etrain". An empty
+        # log prints nothing, not even a newline.
         if text or words[:1] != ["logs"]:
             print(plain_text(text if words[:1] == ["logs"] else _in_terminal_words(text)))
     except BrokenPipeError:
-        # `etrain ls | head` closes the pipe early, which is not a failure.
+        # `etrain ls | head` closes the pipe early, which is not a failure. Python flushes stdout
+        # again at exit and would report the closed pipe, so redirect it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        return 130
+        return 130  # 128 + SIGINT, by convention of the shells
     except EtrainError as exc:
         print(plain_text(_in_terminal_words("\n".join(exc.render()))), file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1
@@ -104,4 +107,6 @@ def _refuse_notebook_only(words: list[str]) -> None:
     if words and not words[0].startswith("-") and words[0] != "help":
         command = find_subcommand(words[0], prog="etrain")
         if command.is_for_notebooks_only:
-            raise ConfigError(f"etrain {command.name} works in a notebook", hint="try etrain show")
+            raise ConfigError(
+                f"etrain {command.name} works only in a notebook", hint="try etrain show"
+            )

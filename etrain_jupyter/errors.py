@@ -45,6 +45,7 @@ class EtrainError(Exception):
 def _frames_of_caller(trace: TracebackType | None) -> list[str]:
     """Return a line for each frame down to the caller of this package."""
     lines = []
+    # From the outermost frame inwards: IPython, the cell or the script, then this package.
     for frame in traceback.extract_tb(trace):
         if frame.filename.startswith(_PACKAGE):
             break
@@ -55,8 +56,9 @@ def _frames_of_caller(trace: TracebackType | None) -> list[str]:
 
 def _place_of(filename: str) -> str:
     """Return ``Cell In[3]`` for a cell, the file's name otherwise."""
-    ipython = sys.modules.get("IPython")
+    ipython = sys.modules.get("IPython")  # not imported: a script may run without it
     shell = ipython.get_ipython() if ipython else None
+    # A private dict of IPython: file name of a cell -> execution count.
     numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
     return f"Cell In[{numbers[filename]}]" if filename in numbers else filename
 
@@ -121,7 +123,7 @@ class NotSupportedYetError(ConfigError):
 
 
 class BundleError(EtrainError, ValueError):
-    """An object cannot be sent to the workers: names it and the cell that defines it."""
+    """An object cannot be sent to the workers. The message names it and its cell."""
 
 
 class PoolError(EtrainError, RuntimeError):
@@ -149,6 +151,7 @@ class JobFailedError(EtrainError, RuntimeError):
 
     def render(self) -> list[str]:
         """Return the user's traceback first, then the message."""
+        # The message comes last, where a long traceback does not scroll it out of view.
         head = self.traceback.rstrip().splitlines()
         return [*head, f"etrain: {self}"]
 
@@ -170,7 +173,7 @@ class RunStoreError(EtrainError, RuntimeError):
 
 
 class FencedError(RunStoreError):
-    """Another process writes the log of this job: the receiver must stop writing."""
+    """Another process has taken over this job's log, so this process must stop writing it."""
 
 
 class CheckpointError(EtrainError, RuntimeError):

@@ -34,6 +34,8 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     """Resolve the job's pool and run store, check its references and capture them by value."""
     if parsed.config.log.tensorboard:
         require_tensorboard()
+    # Resolved here and carried by the plan. Both decide where the checkpoints must go: machines of
+    # a cloud pool do not see this machine's folders.
     pool, runs = find_pool(parsed), open_runs()
     config = with_shared_checkpoints(parsed.config, pool, has_bucket=runs.is_remote)
     parsed = dataclasses.replace(parsed, config=config)
@@ -71,6 +73,6 @@ def distributed(body: Mapping[str, Any] | None = None, /, **keys: Any) -> Traini
     caller = sys._getframe(1)  # a decorator around this function would hide the caller's names
     names = {**caller.f_globals, **caller.f_locals}
     job = submit(plan_job(parse_mapping({**(body or {}), **keys}, names), names))
-    if has_front_end():
+    if has_front_end():  # a script has no cell to display the job in
         show(job)
     return job

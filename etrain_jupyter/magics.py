@@ -59,7 +59,8 @@ class EtrainMagics(Magics):
         try:
             text = self._run_line(line) if cell is None else self._run_cell(line, cell)
         except EtrainError as exc:
-            # IPython calls this method of an exception instead of formatting a traceback.
+            # IPython calls this method of an exception instead of formatting a traceback. The
+            # attribute overrides the method of the class, which also prints the caller's frames.
             lines = list(map(plain_text, exc.render()))
             vars(exc)["_render_traceback_"] = lambda: lines
             raise
@@ -97,7 +98,10 @@ class EtrainMagics(Magics):
         magics: dict[str, Any] = self.shell.magics_manager.magics["line"]
         start = magics.get("tensorboard")
         if start is None:
-            raise EtrainError("the extension of tensorboard brings no %tensorboard. Nothing begun.")
+            raise EtrainError(
+                "the tensorboard extension defines no %tensorboard magic, so TensorBoard was not "
+                "started. Upgrade it: pip install --upgrade tensorboard"
+            )
         start(f"--logdir {shlex.quote(str(folder))}")
         return ""
 
@@ -120,24 +124,26 @@ class EtrainMagics(Magics):
             options = distributed_parser().parse_args(words[1:])
         except HelpRequested:
             return help_on_cell()
-        check_variable(options.out)
+        check_variable(options.out)  # before the job exists: afterwards it would have no variable
         for flag in ("force", "trust"):
             if getattr(options, flag) and not options.resume:
-                raise ConfigError(f"--{flag} goes with --resume", hint=f"--resume JOB --{flag}")
+                raise ConfigError(f"--{flag} requires --resume", hint=f"--resume JOB --{flag}")
         given = {"name": options.name, "pool": options.pool}
         flags = {key: value for key, value in given.items() if value is not None}
         plan = launch.plan_cell(body, self._names(), flags, f"%%etrain {line}".rstrip())
+        # `-o net` also names a new job "net". A resumed job keeps its name.
         if options.out and plan.config.name is None and not options.resume:
             named = plan.config.model_copy(update={"name": options.out})
             plan = dataclasses.replace(plan, config=named)
         if options.dry_run:
             return str(plan)
         job = self._resume(plan, options) if options.resume else launch.submit(plan)
+        # Assign the variable first: drawing or waiting may be interrupted, and the job continues.
         self.bind(options.out, job)
         if not options.quiet:
             launch.show(job)
         elif has_front_end():
-            follow(job)
+            follow(job)  # --quiet suppresses the output below the cell, not the side panel
         if options.wait:
             wait_for(job)
         return ""
@@ -156,7 +162,6 @@ class EtrainMagics(Magics):
         raise ConfigError(f"{name} takes no body", hint=f"type %etrain {' '.join(words)}")
 
     def _names(self) -> dict[str, Any]:
-        """Return the notebook's names."""
         assert self.shell is not None, "magics are registered with a shell"
         names: dict[str, Any] = self.shell.user_ns
         return names
@@ -175,6 +180,8 @@ def split_line(line: str) -> list[str]:
     words = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])"""
     code = re.match(rf"(?:\s*(?!#){words}+)*", line)
     rest = line[code.end() :].lstrip() if code else line
+    # The match ends at a comment, at the end of the line, or at a quote that is not closed. In the
+    # last case, pass the whole line on, so that shlex raises.
     try:
         return shlex.split(code[0] if code and rest.startswith("#") else line)
     except ValueError as exc:
@@ -203,6 +210,7 @@ def unload(shell: InteractiveShell) -> None:
     hooks.remove(shell)
     if give_empty_body in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(give_empty_body)
+    # IPython has no method that unregisters a magic.
     magics: dict[str, dict[str, Any]] = shell.magics_manager.magics
     for kind in ("cell", "line"):
         magics[kind].pop("etrain", None)

@@ -2,7 +2,8 @@
 
 Another user may have written the run store, the bucket or the working folder. Reading them must not
 block forever, fill the memory, follow a link out of the folder, or print control sequences that a
-terminal executes. It is on the lowest floor and raises ``OSError`` and ``ValueError`` only.
+terminal executes. The module imports nothing of this package, and raises only ``OSError`` and
+``ValueError``.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def plain_line(text: str, max_length: int = 200) -> str:
     >>> plain_line("a\nb" + "c" * 10, max_length=6)
     'a\\nbcc…'
     """
+    # Cut first: the text may be huge. One character more shows that something was cut off.
     line = plain_text(text[: max_length + 1]).replace("\n", "\\n").replace("\t", " ")
     return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
@@ -87,6 +89,7 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = False) -> io.Bu
             raise OSError(errno.ELOOP, message, str(path)) from exc
         raise
     try:
+        # Check the open file, not the path, which another user may replace in between.
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         return os.fdopen(handle, "rb")
@@ -104,6 +107,7 @@ def read_regular(
         OSError: If it cannot be read or is larger than ``most_bytes``.
     """
     with open_regular(path, follow=follow) as file:
+        # Limit the read instead of checking the size before: the file may be growing.
         data = file.read(-1 if most_bytes is None else most_bytes + 1)
     if most_bytes is not None and len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))

@@ -13,8 +13,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+
+Test = TypeVar("Test", bound=Callable[..., object])
 
 ROOT = Path(__file__).parents[1]
 FRONT_END = ROOT / "labextension"
@@ -111,3 +114,14 @@ def only_in_endurance(variable: str) -> pytest.MarkDecorator:
     """Return a mark that skips a long test unless ``make endurance`` has set its variable."""
     reason = f"endurance: {OTHER_GROUPS['endurance']}"
     return pytest.mark.skipif(variable not in os.environ, reason=reason)
+
+
+LONG = (pytest.mark.slow, only_in_endurance("ETRAIN_LONG"))
+"""Marks of a test that takes long and whose result a cheaper test of the suite shows as well."""
+
+
+def long(test: Test) -> Test:
+    """Mark a test with ``LONG``, so that it runs in ``make endurance`` only."""
+    for mark in LONG:
+        test = mark(test)
+    return test

@@ -112,6 +112,7 @@ def capture_bundle(
         return (where(name) if where is not None else "") or defining_cell(name, value, numbers)
 
     objects = _objects_of(references, namespace)
+    # The digests are computed inside the block, too: their pickles also follow local modules.
     with pickling_local_modules_by_value():
         pickler = BundlePickler(
             stream := PickleStream(max_bytes=MAX_BYTES), stream.keep_out_of_band
@@ -121,7 +122,7 @@ def capture_bundle(
         sizes = {name: stream.sizes[name] + pickler.tensors.sizes[name] for name in objects}
         if sum(sizes.values()) > MAX_BYTES:
             raise _too_large(sizes, objects, cell_of)
-        # Data gets a digest of its own, so that a resumed job notices a changed data set. Names
+        # Data gets a separate digest, so that a resumed job detects a changed data set. Names
         # with code are compared by their source instead: their pickles differ between kernels.
         data_names = _names_of_data(references)
         digests = {n: digest_of_value(objects[n]) for n in without_code if n in data_names}
@@ -144,11 +145,7 @@ def capture_bundle(
 def _pickle_all(
     objects: Mapping[str, Any], pickler: BundlePickler, stream: PickleStream, cell_of: CellOf
 ) -> list[str]:
-    """Pickle all objects into the stream; return the names whose pickles contain no code.
-
-    Stops early if the pickles are too large: the sizes so far exceed the limit then, which the
-    caller reports.
-    """
+    """Pickle all objects into the stream; return the names whose pickles contain no code."""
     without_code = []
     for name, value in objects.items():
         pickler.tensors.owner = stream.owner = name
@@ -156,9 +153,9 @@ def _pickle_all(
         try:
             pickler.dump(value)
         except PayloadTooLargeError:
-            break
+            break  # the sizes so far exceed the limit, which the caller reports
         except Exception as exc:  # An object's own __reduce__ may raise anything.
-            raise _not_shippable(name, value, exc, cell_of) from exc
+            raise _cannot_be_sent(name, value, exc, cell_of) from exc
         # The memo of the pickler writes shared code once: a name whose code belongs to an earlier
         # name counts as data.
         if len(pickler.codes) == num_codes:
@@ -167,6 +164,8 @@ def _pickle_all(
 
 
 def _finish(header: Mapping[str, Any], payload: Payload, sizes: dict[str, int]) -> Bundle:
+    # The digest is computed from the notebook's own memory, and `write_bundle` computes it again:
+    # a difference means that another thread changed an array in between.
     parts = (memoryview(_header_bytes(header)), *payload.parts)
     digest = hashlib.sha256()
     for chunk in chunks_of(parts):
@@ -176,17 +175,16 @@ def _finish(header: Mapping[str, Any], payload: Payload, sizes: dict[str, int]) 
 
 
 def _header_bytes(header: Mapping[str, Any]) -> bytes:
-    """Return the length and the header, padded so that the payload is aligned in the file."""
+    # Padded with spaces, which JSON ignores, so that the payload is aligned in the file. A rank
+    # maps the file, and tensors need aligned memory.
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + HEADER.size) % ALIGNMENT)
     return HEADER.pack(len(text)) + text
 
 
 def _names_of_data(references: Mapping[str, str]) -> set[str]:
-    """Return the names whose values are compared on resume.
-
-    Only data sets: the weights of a model come from the checkpoint, so a model may have changed.
-    """
+    # Names whose values are compared on resume. Only data sets: the weights of a model come from
+    # the checkpoint, so a model object may differ.
     return {
         name
         for key, text in references.items()
@@ -220,7 +218,7 @@ def _imported(key: str, module: str, attribute: str) -> Any:
     return value
 
 
-def _not_shippable(name: str, value: Any, exc: Exception, cell_of: CellOf) -> BundleError:
+def _cannot_be_sent(name: str, value: Any, exc: Exception, cell_of: CellOf) -> BundleError:
     def dump(part: Any, skipped_ids: set[int]) -> None:
         ProbePickler(skipped_ids).dump(part)
 

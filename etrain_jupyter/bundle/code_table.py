@@ -117,7 +117,7 @@ def tabulate(
 def digest_of_function(code: CodeType) -> str:
     """Return the SHA-256 of a function's syntax tree, or of its bytecode if it has no source."""
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
-    if not lines:  # made by exec
+    if not lines:  # compiled by exec() or eval() from a string
         return digest_of_code(code)
     try:
         text = textwrap.dedent("".join(inspect.getblock(lines)))
@@ -154,6 +154,7 @@ def compare_code(
     """
     changes = []
     for name in _in_order(old.functions, new.functions):
+        # None for a function that one of the bundles does not have.
         before, after = old.functions.get(name), new.functions.get(name)
         if before and after and before["digest"] == after["digest"]:
             continue
@@ -193,6 +194,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _values_of(function: FunctionType) -> Iterator[tuple[str, str]]:
     """Yield the plain values of a function's globals, closure variables and defaults."""
+    # co_names also has attribute names. One that equals a global name adds a value that is not
+    # used, which at worst reports a change too many.
     used = {name for code in _nested(function.__code__) for name in code.co_names}
     for name in sorted(used & function.__globals__.keys()):
         if text := _plain_text(function.__globals__[name]):
@@ -213,6 +216,7 @@ def _plain_text(value: Any) -> str:
     """Return the ``repr`` of a plain value, with sets in a fixed order; empty for other types."""
     if isinstance(value, _PLAIN):
         return repr(value)
+    # type() instead of isinstance(): a subclass may have its own meaning, and its own repr.
     if type(value) in (tuple, list, set, frozenset):
         parts = [_plain_text(item) for item in value]
         if type(value) in (set, frozenset):
@@ -242,16 +246,14 @@ def _source(entry: Mapping[str, Any] | None, cells: Mapping[str, CellSource]) ->
 
 
 def _first_difference(old: Sequence[str], new: Sequence[str]) -> tuple[str, str]:
-    """Return the first pair of lines that differ; placeholders if all lines are equal.
-
-    The lines can be equal although the digests differ, for example if another definition with the
-    same qualified name has changed.
-    """
+    """Return the first pair of lines that differ; placeholders if all lines are equal."""
     length = max(len(old), len(new))
     for i in range(length):
         pair = [lines[i] if i < len(lines) else "(no line)" for lines in (old, new)]
         if pair[0] != pair[1]:
             return _short(pair[0]), _short(pair[1])
+    # The digests differ nevertheless, for example because another definition with the same
+    # qualified name has changed.
     return "previous code", "current code"
 
 

@@ -26,6 +26,7 @@ def write_bundle(path: Path, bundle: Bundle | bytes) -> None:
         OSError: If the file cannot be written.
     """
     digest = hashlib.sha256()
+    # O_EXCL and mode 0600: the folder may be shared, and the bundle contains the user's data.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         for chunk in [bundle] if isinstance(bundle, bytes) else bundle.chunks():

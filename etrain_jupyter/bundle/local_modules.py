@@ -27,7 +27,7 @@ _EXCLUDED = ("__builtins__", "__loader__", "__spec__", "__cached__")
 @contextmanager
 def pickling_local_modules_by_value() -> Iterator[None]:
     """Register the loaded local modules with cloudpickle for as long as the context lasts."""
-    # Leave registrations of the user alone: they must still exist afterwards.
+    # The registry is global. Registrations of the user must still exist afterwards.
     known = cloudpickle.list_registry_pickle_by_value()
     local = [m for m in list(sys.modules.values()) if _is_local(m) and m.__name__ not in known]
     for module in local:
@@ -50,10 +50,15 @@ def is_module_by_value(module: ModuleType) -> bool:
 
 
 def reduce_module(module: ModuleType) -> tuple[Any, ...]:
-    """Pickle a module as an empty module that is filled afterwards.
-
-    Two steps, because modules may import each other: a cycle needs an object to refer to.
-    """
+    """Pickle a module as an empty module that is filled afterwards."""
+    # Two steps, because modules may import each other:
+    #
+    #   make_module("a")          -> memo: a, still empty
+    #     state of a refers to b:
+    #     make_module("b")        -> memo: b
+    #       state of b refers to a: from the memo
+    #     fill_module(b, ...)
+    #   fill_module(a, ...)
     state = {name: value for name, value in vars(module).items() if name not in _EXCLUDED}
     return make_module, (module.__name__,), state, None, None, fill_module
 

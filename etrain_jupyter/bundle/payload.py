@@ -36,7 +36,7 @@ class SpooledBytes:
         """Append bytes."""
         is_in_memory = isinstance(self._file, io.BytesIO)
         if is_in_memory and self._file.tell() + memoryview(data).nbytes > _IN_MEMORY_BYTES:
-            file = tempfile.TemporaryFile()  # noqa: SIM115
+            file = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in __del__
             file.write(self._file.getbuffer())
             self._file = file
         return int(self._file.write(data))
@@ -101,6 +101,7 @@ class PickleStream:
     def keep_out_of_band(self, buffer: pickle.PickleBuffer) -> bool:
         """Record a large array's memory; return True if the array should be pickled in band."""
         memory = buffer.raw()
+        # Each array outside of the pickle needs padding and an entry in the table.
         if memory.nbytes < _OUT_OF_BAND_BYTES:
             return True
         self.sizes[self.owner] += memory.nbytes

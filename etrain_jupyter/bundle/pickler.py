@@ -61,7 +61,7 @@ class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _reducers() -> Mapping[type, Any]:
-    """Return the types that have a reducer registered with ``copyreg`` or cloudpickle."""
+    # Reducers that are registered with ``copyreg`` or cloudpickle.
     return cloudpickle.Pickler.dispatch_table  # type: ignore[no-any-return]
 
 
@@ -70,6 +70,8 @@ class DigestPickler(BundlePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Pickle a tensor as the digest of its values."""
+        # BundlePickler writes a reference to the storage, with strides, instead of the values.
+        # Both differ between equal tensors.
         if not (hasattr(type(obj), "__torch_function__") and hasattr(obj, "numpy")):
             return super().reducer_override(obj)
         values: Any
@@ -82,7 +84,10 @@ class DigestPickler(BundlePickler):
 
 
 class ProbePickler(BundlePickler):
-    """Check whether one part of an object can be pickled, skipping the objects that hold it."""
+    """Check whether one part of an object can be pickled, skipping the objects that contain it.
+
+    Its output, out-of-band arrays included, is discarded.
+    """
 
     def __init__(self, skipped_ids: set[int]) -> None:
         super().__init__(CallbackFile(lambda data: None), lambda buffer: False)
@@ -90,7 +95,7 @@ class ProbePickler(BundlePickler):
 
     def persistent_id(self, obj: Any) -> str | None:
         """Replace a skipped object by a placeholder."""
-        return "passed over" if id(obj) in self._skipped_ids else None
+        return "skipped" if id(obj) in self._skipped_ids else None
 
 
 class CallbackFile:
@@ -100,7 +105,7 @@ class CallbackFile:
         self._update = update
 
     def write(self, data: Any) -> int:
-        """Pass the bytes on."""
+        """Call the callback; return the number of bytes."""
         self._update(data)
         return memoryview(data).nbytes
 

@@ -47,14 +47,13 @@ class OpenBundle:
     """
 
     def __init__(self, header: Mapping[str, Any], content: _Content, start: int) -> None:
-        """Set up the references; ``start`` is the position of the payload in the content."""
         self.references: dict[str, str] = header["references"]
         self.packages: dict[str, str] = header["packages"]
         self.cells = _cells_of(header)
         self.code = CodeTable(**header["code"]) if "code" in header else None
         self._order: list[str] = header["names"]
         self._table: int | None = header.get("table")
-        self._content, self._start = content, start
+        self._content, self._start = content, start  # the payload begins at `start`
         self._names: dict[str, Any] | None = None
         self._evaluated: set[str] = set()
 
@@ -75,10 +74,13 @@ class OpenBundle:
             Exception: Any exception that the notebook's code raises.
         """
         expression = self.references[key].strip()
-        # Two references to the same object must get one object, for example an optimizer and a
-        # loss that share a module.
+        # Example of a trainer that evaluates the keys twice, with objects that share a module M:
         #
-        # The second evaluation of a key starts a new set of objects, shared by the keys after it.
+        #   evaluate("model")    loads all objects: M1
+        #   evaluate("loss")     uses the same objects: M1
+        #   (training changes M1)
+        #   evaluate("model")    a second time: loads all objects again: M2, as in the notebook
+        #   evaluate("loss")     was not evaluated since then: M2
         if self._names is None or key in self._evaluated:
             self._names, self._evaluated = self._load(), set()
         self._evaluated.add(key)
@@ -90,6 +92,7 @@ class OpenBundle:
         if path is not None:
             return _import(*path)
         # Any other expression. Register its text, so that a traceback shows the key of the cell.
+        # linecache and `cells` use this name as a key only; it is not a path.
         filename = f"<etrain {key}>"
         self.cells[filename] = CellSource(label=f"{key} of the cell", text=expression)
         namespace = {"__name__": "__main__", **self._names}
@@ -126,7 +129,8 @@ class OpenBundle:
         return names
 
     def _unpickler(self, stream: BinaryIO) -> pickle.Unpickler:
-        """Return an unpickler that creates arrays and tensors on the payload, without a copy."""
+        # Map the payload in each call: a second set of objects must not see the changes that
+        # training made to the memory of the first one.
         assert self._table is not None
         payload = self._content.map()[self._start :]
         table = pickle.loads(payload[self._table :])
@@ -165,8 +169,8 @@ def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
     content = _Content(bundle)
     if digest and (found := digest_of_file(content.open())) != digest:
         raise BundleError(
-            f"{content} is corrupt: its SHA-256 is {found}, expected {digest}. Nothing of it was "
-            "run. Submit the job again."
+            f"{content} is corrupt: its SHA-256 is {found}, expected {digest}. None of its code "
+            "was run. Submit the job again."
         )
     header, start = _read_header(content)
     # Check the versions before anything is unpickled: the errors of a mismatch would be obscure.
@@ -198,8 +202,9 @@ def digest_of_file(file: Any) -> str:
 
 
 class _Content:
-    """The bytes of a bundle: in memory, or in an open file, which may be deleted meanwhile."""
+    """The bytes of a bundle, in memory or in an open file."""
 
+    # The file stays open, so that it may be deleted as soon as the bundle is open.
     def __init__(self, bundle: Readable) -> None:
         self._file: BinaryIO | None = None
         self._path = bundle if isinstance(bundle, Path) else None
@@ -216,11 +221,10 @@ class _Content:
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return len(self._data) if self._file is None else os.fstat(self._file.fileno()).st_size
 
     def open(self) -> BinaryIO:
-        """Return a new file object at the beginning of the bytes."""
+        """Return a new file object, at the beginning of the bytes."""
         if self._file is None:
             return io.BytesIO(self._data)
         return io.BufferedReader(_FromStart(self._file))
@@ -241,24 +245,20 @@ class _FromStart(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position, relative to the beginning or to the current position."""
+        # No caller seeks from the end.
         self._position = offset + (self._position if whence == os.SEEK_CUR else 0)
         return self._position
 
     def tell(self) -> int:
-        """Return the position."""
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer; return the number of bytes."""
         # preadv leaves the shared file offset unchanged.
         count = os.preadv(self._file.fileno(), [buffer], self._position)
         self._position += count
@@ -266,14 +266,13 @@ class _FromStart(io.RawIOBase):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that rebuilds tensors from the bundle's table."""
-
     def __init__(self, stream: BinaryIO, buffers: Any, reader: tensors.TensorReader) -> None:
         super().__init__(stream, buffers=buffers)
         self._reader = reader
 
     def find_class(self, module: str, name: str) -> Any:
-        """Import what a pickle names; replace the tensor placeholder by this bundle's reader."""
+        # Tensors are pickled as calls of a placeholder. Only here is the reader known whose table
+        # and memory belong to this bundle.
         found = super().find_class(module, name)
         return self._reader.rebuild if found is tensors.rebuild_tensor else found
 
@@ -301,6 +300,8 @@ def make_module(name: str) -> ModuleType:
 
     Bundles refer to this function and to ``fill_module`` by name: keep both here.
     """
+    # setdefault: a module of the worker with this name stays importable, and the bundle's objects
+    # still use their own.
     module = ModuleType(name)
     sys.modules.setdefault(name, module)
     return module

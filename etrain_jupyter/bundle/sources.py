@@ -65,8 +65,10 @@ def collect_sources(
     """
     found = {}
     for name in sorted(set(filenames)):
+        # A rank has these files itself.
         if is_library(name) or is_of_this_package(name):
             continue
+        # Empty for code that `exec` or `eval` compiled from a string: its traceback has no lines.
         text = "".join(linecache.getlines(name))
         if text:
             found[name] = CellSource(label=_label_of(name, cell_numbers), text=text)
@@ -95,6 +97,7 @@ def defining_cell(name: str, value: Any, cell_numbers: Mapping[str, int]) -> str
 
 
 def _codes_of(value: Any) -> list[CodeType]:
+    # A class has no code object: take those of its methods.
     held = [value, *vars(value).values()] if isinstance(value, type) else [value]
     codes = (getattr(getattr(item, "__func__", item), "__code__", None) for item in held)
     return [code for code in codes if isinstance(code, CodeType)]
@@ -133,6 +136,7 @@ def format_user_traceback(exc: BaseException, cells: Mapping[str, CellSource]) -
     except those of this package.
     """
     parts: list[str] = []
+    # Python prints the oldest exception first; the chain starts with the newest.
     for link, transition in reversed(list(_chain_of(exc))):
         parts.append(_format_one(link, cells))
         if transition:
@@ -178,6 +182,9 @@ def _shown_frames(trace: TracebackType | None, cells: Mapping[str, CellSource]) 
     user_frames = [i for i, frame in enumerate(frames) if _is_users(frame.filename, cells)]
     if not user_frames:
         return [*frames]
+    # user frame                  shown; beyond MAX_USER_FRAMES, the middle is replaced by a number
+    # library between them        hidden: torch.nn.Module.__call__ and the like
+    # library below the last      the last MAX_LIBRARY_FRAMES, where the exception was raised
     shown: list[Frame] = [frames[i] for i in user_frames]
     if len(shown) > MAX_USER_FRAMES:
         half = MAX_USER_FRAMES // 2

@@ -50,7 +50,6 @@ class _View:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its own elements, in bytes."""
         return math.prod(self.spec[2]) * self.spec[4]
 
     @property
@@ -91,7 +90,8 @@ class TensorRecorder:
         function, args = reduced[:2]
         if function is plain and _is_in_memory(args[0]):
             return rebuild_tensor, self._record(*args)
-        # A subclass of Tensor, or a tensor with extra attributes.
+        # A subclass of Tensor, or a tensor with extra attributes: its reduction contains the plain
+        # one, whose storage is replaced in the same way.
         is_typed = function is torch._tensor._rebuild_from_type_v2
         if is_typed and args[0] is plain and _is_in_memory(args[2][0]):
             return function, (rebuild_tensor, args[1], self._record(*args[2]), *args[3:])
@@ -102,7 +102,8 @@ class TensorRecorder:
     ) -> tuple[Any, ...]:
         dtype, memory = storage.dtype, storage._untyped_storage
         shape, strides = tuple(shape), tuple(strides)
-        # An empty tensor has no elements, and its storage may have no address.
+        # An empty tensor has no elements, and its storage may have no address. Key -1 stands for
+        # an empty storage.
         if not math.prod(shape):
             return dtype, -1, 0, shape, strides, *rest
         # Identify a storage by its memory: ``from_numpy`` creates a new storage on each call.
@@ -150,6 +151,7 @@ class TensorRecorder:
                 pieces.append((position, _range(memory, start, stop)))
                 position += stop - start
                 self._count(group)
+            # `ranges` stays empty if all groups were packed: the reader then never looks it up.
             if ranges:
                 table.ranges[key] = ranges
         return table, pieces
@@ -167,7 +169,10 @@ def align(position: int) -> int:
 
 
 def rebuild_tensor(*_: Any) -> Any:
-    """Placeholder in pickles for ``TensorReader.rebuild``, which the unpickler calls instead."""
+    """Placeholder in pickles for ``TensorReader.rebuild``, which the unpickler calls instead.
+
+    Bundles refer to it by name: keep it here.
+    """
     raise BundleError("a tensor of a bundle can only be read by open_bundle().")
 
 
@@ -183,7 +188,7 @@ class TensorReader:
         self._payload = payload
         self._table = table
         self._starts = {key: [r[0] for r in ranges] for key, ranges in table.ranges.items()}
-        self._made: dict[int, Any] = {}
+        self._memories: dict[int, Any] = {}
         """Storages by position."""
 
     def rebuild(
@@ -210,11 +215,12 @@ class TensorReader:
         return torch._utils._rebuild_tensor_v2(storage, offset_in_range, shape, strides, *rest)
 
     def _storage(self, position: int, num_bytes: int) -> Any:
-        if position not in self._made:
+        # One storage per position: tensors that shared memory in the notebook share it here, too.
+        if position not in self._memories:
             torch = sys.modules["torch"]
             data = self._payload[position : position + num_bytes]
-            self._made[position] = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
-        return self._made[position]
+            self._memories[position] = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+        return self._memories[position]
 
 
 def _is_in_memory(storage: Any) -> bool:
@@ -233,22 +239,21 @@ def _groups(views: list[_View]) -> Iterator[list[_View]]:
             yield group
             group = []
         group.append(view)
+        # With a single view, the group is new, and `stop` still belongs to the previous one.
         stop = max(stop, view.stop) if len(group) > 1 else view.stop
     if group:
         yield group
 
 
 def _are_sparse(group: list[_View], start: int, stop: int) -> bool:
-    """Return True if views use less than half of a range and no two share an element.
-
-    Marks every element in a bit map of the range: if the marked bytes equal the sum of the views'
-    sizes, no element was marked twice.
-    """
+    """Return True if views use at most half of a range and no two share an element."""
     needed = sum(view.num_bytes for view in group)
     # The bit map costs time and memory. Build it only if at least half of the bytes are saved.
     if 2 * needed > stop - start:
         return False
-    # Mark the largest unit that divides all element sizes and positions, not single bytes.
+    # Mark every element in a bit map of the range. If the marked bytes equal the sum of the views'
+    # sizes, no element was marked twice. A bit stands for the largest unit that divides all element
+    # sizes and positions, not for a single byte.
     unit = math.gcd(*(view.spec[4] for view in group), *(view.start for view in group), start)
     torch = sys.modules["torch"]
     marks = torch.zeros((stop - start) // unit, dtype=torch.bool)
@@ -290,6 +295,7 @@ def _dense_strides(shape: Any) -> tuple[int, ...]:
 
 def _cover(covered: list[tuple[int, int]], start: int, stop: int) -> int:
     """Merge a range into sorted disjoint ranges; return the number of bytes that it adds."""
+    # covered[first:last] are the ranges that overlap or touch the new one; they become one range.
     first = bisect.bisect_left(covered, start, key=lambda r: r[1])
     last = bisect.bisect_right(covered, stop, key=lambda r: r[0])
     touched = covered[first:last]

@@ -129,6 +129,8 @@ def find_unpicklable(
             of the object: a reference back to one (``super()`` in a method) would fail as well.
         where: Returns the cell that defines a global name; empty if unknown.
     """
+    # One round per link of the path in the example: `value` is the innermost object so far that
+    # cannot be pickled, and `failure` the exception of pickling it.
     path, used, cell = name, "", ""
     seen = {id(value)}
     for _ in range(MAX_DEPTH):
@@ -141,7 +143,8 @@ def find_unpicklable(
         if link.startswith((".", "[")):
             path += link
         else:
-            # A global or closure variable starts a new path, with a cell of its own.
+            # A global or closure variable starts a new path: the user finds it by its own name,
+            # in the cell that defines it.
             verb = "encloses" if link.startswith(_ENCLOSED) else "uses"
             link = link.removeprefix(_ENCLOSED)
             used = f", which {'it' if path == name else path} {verb},"
@@ -149,9 +152,9 @@ def find_unpicklable(
     refusal = failure.refusal if isinstance(failure, RefusedError) else None
     what = f"is {refusal.what}" if refusal else f"{_kind(value)} ({_reason(failure)})"
     subject = "it" if path == name else f"'{path}'"
-    made = f", made in {cell}" if cell else ""
+    defined = f", defined in {cell}" if cell else ""
     return UnpicklablePart(
-        explanation=f"{subject}{used} {what}{made}",
+        explanation=f"{subject}{used} {what}{defined}",
         remedy=refusal.remedy if refusal else _DEFAULT_REMEDY,
     )
 
@@ -159,6 +162,8 @@ def find_unpicklable(
 def _failing_part(
     value: Any, dump: Callable[[Any, set[int]], object], seen: set[int]
 ) -> tuple[str, Any, Exception] | None:
+    # Try the parts one by one: the first that fails alone is the cause. If all succeed, the object
+    # itself is (for example, its __reduce__ raises).
     for link, held in _parts_of(value):
         # Skip objects already on the path, and constants, which can always be pickled.
         if id(held) in seen or held is None or isinstance(held, str | int | float | bytes):
@@ -172,7 +177,7 @@ def _failing_part(
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object refers to: ``.attribute``, ``[item]``, a global or closure variable."""
-    function = getattr(value, "__func__", value)
+    function = getattr(value, "__func__", value)  # of a bound method
     if isinstance(function, FunctionType):
         yield from _names_of(function)
         if function is not value:

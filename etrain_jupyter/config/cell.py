@@ -88,7 +88,11 @@ def parse_cell(
             f"the body must be lines of 'key: value', not {in_words(data)}",
             hint="%etrain template prints one",
         )
+    #   body -> load_body -> _merged (flags win) -> _check_keys -> LiveObjects.named -> TrainConfig
+    #
+    # The keys are checked before pydantic, which would report an unknown key without a suggestion.
     overrides = overrides or {}
+    # Only values of !py may be objects; a text in the body is always an expression.
     live = LiveObjects(namespace, source.computed)
     return _parse(_merged(data, overrides), source.without(overrides), live)
 
@@ -156,7 +160,7 @@ def keys_of(section: type[Section]) -> dict[str, type[Section] | None]:
 
 
 def _group_of(kind: Any) -> type[Section] | None:
-    """Return the group that a field opens, even if the field is optional; None if it opens none."""
+    # An optional group is a union; Interval is a group for pydantic, but a scalar in the cell.
     if isinstance(kind, type):
         return kind if issubclass(kind, Section) else None
     groups = [part for part in get_args(kind) if part is not Interval and _group_of(part)]
@@ -183,9 +187,11 @@ def _check_keys(
         if key not in known:
             raise _unknown_key(key, data, path, source, top, known=tuple(known))
         group = known[key]
+        # `eval: {every: ...}` is the only interval that can also be written as a group.
         if group is Interval:
             if isinstance(value, Mapping) and (wrong := [k for k in value if k != "every"]):
                 raise _unknown_key(wrong[0], value, inner, source, top, known=("every",))
+        # The keys of an optimizer depend on its name, so its validator checks them.
         elif group is not None and group is not OptimizerConfig and isinstance(value, Mapping):
             _check_keys(value, group, inner, source, top=top)
 
@@ -201,6 +207,8 @@ def _unknown_key(
 ) -> ConfigError:
     where = f" in '{dotted(path)}'" if path else ""
     message = f"unknown key '{key}'{where}"
+    # The most specific hint first: a comma in an expression, a key of another system, a spelling
+    # mistake, the right key in the wrong group.
     hint = _torn_expression(key, group)
     if top is TrainConfig:
         hint = hint or _known_elsewhere(str(key), path)
@@ -211,17 +219,15 @@ def _unknown_key(
 
 
 def _torn_expression(key: Any, group: Mapping[Any, Any]) -> str:
-    """Return a hint if a comma split an unquoted expression in two.
-
-    In a ``{}`` mapping, a comma ends the value, even within the brackets of an expression.
-    """
+    # In a {} mapping, a comma ends the value, even within the brackets of an expression:
+    # {model: Net(1, 2)} has the keys "model" with the value "Net(1" and "2)" without one.
     keys = list(group)
     before = group[keys[keys.index(key) - 1]] if keys.index(key) > 0 else None
     if isinstance(before, str) and any(
         before.count(a) > before.count(b) for a, b in ("()", "[]", "{}")
     ):
         return (
-            f"put quotes around the expression that begins with '{before}': a comma ends a "
+            f"put quotes around the expression that starts with '{before}': a comma ends a "
             "value here"
         )
     return ""
@@ -234,11 +240,9 @@ def _known_elsewhere(key: str, path: Path) -> str:
 def _other_level(key: str, path: Path, top: type[Section]) -> str:
     for name, group in keys_of(top).items():
         if group not in (None, Interval) and (name,) != path and key in keys_of(group):
-            return f"'{key}' belongs into '{name}': write {name}: {{{key}: ...}}"
+            return f"'{key}' belongs in '{name}': write {name}: {{{key}: ...}}"
     if path and key in keys_of(top):
-        return (
-            f"'{key}' stands at the top, not in '{dotted(path)}': move it out, without indentation"
-        )
+        return f"'{key}' is a top-level key, not a key of '{dotted(path)}': remove its indentation"
     return ""
 
 
@@ -258,6 +262,7 @@ def _first_error(exc: ValidationError, source: SourceMap) -> ConfigError:
 
 def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
     path: Path = error["loc"]
+    # A message of our own validators, which is complete except for the key's name.
     if error["type"] == "etrain":
         context = error["ctx"]
         path = tuple(context["path"] or path)
@@ -305,6 +310,7 @@ _WANTED: dict[str, Callable[[dict[str, Any]], str]] = {
 def _value_hint(error: ErrorDetails, path: Path) -> str:
     value = error["input"]
     if error["type"] in ("int_type", "float_type") and isinstance(value, str):
+        # YAML 1.2 reads 1_000 and "1000" as texts.
         bare = value.replace("_", "").replace(",", "")
         try:
             float(bare)
@@ -344,7 +350,7 @@ class LiveObjects:
     """
 
     def __init__(self, namespace: Mapping[str, Any], computed: frozenset[Path]) -> None:
-        """Treat values at and below the paths ``computed`` as objects; ``()`` covers everything."""
+        # Values at and below the paths `computed` are objects; the path () covers everything.
         self._namespace = namespace
         self._computed = computed
         self.extra: dict[str, Any] = {}
@@ -367,6 +373,7 @@ class LiveObjects:
         return plain_value(value)
 
     def _reference(self, value: Any, path: Path) -> Any:
+        # A text is an expression already; a number is an error that pydantic reports.
         if value is None or isinstance(value, str | int | float):
             return value
         if not any(path[: len(start)] == start for start in self._computed):
@@ -374,6 +381,7 @@ class LiveObjects:
         return self._name_for(value, path)
 
     def _name_for(self, value: Any, path: Path) -> str:
+        # Prefer a name of the notebook, which the user recognizes.
         for name, known in {**self._namespace, **self.extra}.items():
             if known is value and not name.startswith("_") and name.isidentifier():
                 return name
@@ -386,6 +394,7 @@ class LiveObjects:
             if base[0].isdigit() or keyword.iskeyword(base) or base == "lambda"
             else base
         )
+        # A new name must not hide a builtin that an expression uses.
         taken = {*self._namespace, *self.extra, *dir(builtins)}
         name = next(n for n in (base, *(f"{base}_{i}" for i in range(2, 10**6))) if n not in taken)
         self.extra[name] = value

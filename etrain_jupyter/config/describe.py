@@ -95,6 +95,7 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
     if takes_reference(info):
         return "Python expression"
     kinds: list[str] = []
+    # Sorted, because a set has no order and the help must not change from run to run.
     for part in sorted(parts_of(info.annotation), key=str):
         kind = get_origin(part) or part
         if kind is Literal:
@@ -129,10 +130,11 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
 
 
 def describe(path: KeyPath, *, optimizer: str = "AdamW") -> KeyHelp | None:
-    """Return the description of a key, or None if there is no such key.
+    """Return the description of a key; None if the key is unknown.
 
     ``optimizer`` is the name in the cell; its options are keys as well.
     """
+    # Options of optimizers and names of metrics are not fields of the schema.
     name = find_optimizer(optimizer)
     if path[:-1] == OPTIMIZER and len(path) == 2 and path[-1] in OPTIONS.get(name, ()):
         return _describe_option(path, name)
@@ -155,13 +157,9 @@ def _describe_field(path: KeyPath) -> KeyHelp | None:
         meaning=_meaning(info) + _shorthand(path),
         default=_default(info),
         is_required=info.is_required(),
-        words=words if not _is_only_boolean(words) else (),
+        words=words if words != BOOLEANS else (),
         example=_example(path, info),
     )
-
-
-def _is_only_boolean(words: tuple[str, ...]) -> bool:
-    return words == BOOLEANS
 
 
 def _describe_option(path: KeyPath, name: str) -> KeyHelp:
@@ -170,7 +168,7 @@ def _describe_option(path: KeyPath, name: str) -> KeyHelp:
     return KeyHelp(
         path=path,
         takes=takes,
-        meaning=f"Keyword of {home}.{name}, which gets it as it is.",
+        meaning=f"Keyword argument of {home}.{name}, passed unchanged.",
         example=f"optimizer: {{name: {name}, {path[-1]}: ...}}",
     )
 
@@ -184,7 +182,7 @@ def describe_optimizer(text: str) -> KeyHelp | None:
     return KeyHelp(
         path=(*OPTIMIZER, "name"),
         takes=f"{home}.{name}",
-        meaning=f"Learning rate without lr: {NAMED_LR[name]:g}. "
+        meaning=f"Default learning rate: {NAMED_LR[name]:g}. "
         f"Options: {', '.join(sorted(OPTIONS[name]))}.",
         example=f"optimizer: {{name: {name}, lr: {NAMED_LR[name]:g}}}",
     )
@@ -201,6 +199,7 @@ def _shorthand(path: KeyPath) -> str:
 
 def _default(info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True) if not info.is_required() else None
+    # Null and empty groups mean the same as no key, so the help shows no default for them.
     if default is None or default == {} or (isinstance(default, Section) and not _is_every(info)):
         return ""
     if isinstance(default, float):
@@ -213,9 +212,11 @@ def _is_every(info: FieldInfo) -> bool:
 
 
 def _example(path: KeyPath, info: FieldInfo) -> str:
+    # Written by hand where the first example of the schema alone would explain little.
     if len(path) == 1 and path[0] in EXAMPLES:
         return EXAMPLES[path[0]]
     value = info.examples[0] if info.examples else info.get_default(call_default_factory=True)
+    # Nested groups on one line: `checkpoint: {best: {metric: accuracy}}`.
     line = f"{path[-1]}: {yaml_of(str(value) if isinstance(value, Interval) else value)}"
     for key in reversed(path[:-1]):
         line = f"{key}: {{{line}}}"
@@ -240,14 +241,12 @@ def example_body() -> str:
     return "\n".join(key.example for key in found if key is not None) + "\n"
 
 
-def keys_in_words(width: int = 100) -> str:
+def keys_in_words() -> str:
     """Return the description of all keys as text, for ``--help``."""
     blocks = []
     for key in all_keys():
         head = f"  {key.name.ljust(24)} {key.facts}"
-        text = textwrap.fill(
-            key.meaning, width, initial_indent=" " * 27, subsequent_indent=" " * 27
-        )
+        text = textwrap.fill(key.meaning, 100, initial_indent=" " * 27, subsequent_indent=" " * 27)
         blocks.append(f"{head}\n{text}")
     return "\n".join(blocks)
 

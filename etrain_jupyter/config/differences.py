@@ -23,22 +23,22 @@ FREE = frozenset(
 """Keys that do not affect the computation of a step, including all keys below them."""
 
 REASONS = {
-    "model": "the weights are those of the model before",
-    "data.train": "the rest of the epoch is the rest of another order",
-    "data.eval": "evaluations before and after do not compare",
-    "loss": "losses before and after do not compare",
-    "step": "losses before and after do not compare",
-    "optimizer.name": "the optimizer begins anew, without what it knows",
-    "optimizer.reference": "the optimizer begins anew, without what it knows",
-    "batch": "the steps after are not those that would have come",
-    "seed": "the order of the samples after is another one: some of this epoch's may be repeated",
-    "reproducible": "the weights will not be those of an undisturbed run",
-    "checkpoint.to": "the checkpoints so far are in the old folder: the job would begin anew",
+    "model": "the saved weights are those of the previous model",
+    "data.train": "the rest of the epoch follows a different sample order",
+    "data.eval": "earlier and later evaluations are not comparable",
+    "loss": "earlier and later losses are not comparable",
+    "step": "earlier and later losses are not comparable",
+    "optimizer.name": "the optimizer loses its state",
+    "optimizer.reference": "the optimizer loses its state",
+    "batch": "the remaining steps differ from those of the original job",
+    "seed": "the sample order changes: this epoch may repeat some samples",
+    "reproducible": "the weights will differ from those of an uninterrupted run",
+    "checkpoint.to": "the checkpoints are in the previous folder: the job would start over",
     "schedule": "the learning rate jumps",
 }
 """Effect of a change; the longest matching key prefix applies."""
 
-OTHERWISE = "the rest of the curve is not that of an undisturbed run"
+OTHERWISE = "the rest of the curve will differ from that of an uninterrupted run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,7 @@ class Difference:
 
 def compare_configs(old: TrainConfig, new: TrainConfig) -> list[Difference]:
     """Return the keys whose values differ, in the order of the schema."""
+    #   a: {b: 1, c: 2}   ->   a.b: 1    a.c: 2
     before, after = (dict(_flat(c.model_dump(mode="json", by_alias=True))) for c in (old, new))
     found = []
     for key in dict.fromkeys([*before, *after]):
@@ -97,6 +98,7 @@ def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     data["workers"] |= {key: given[key] for key in ("min", "max") if key in given}
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
         if key in given and other not in given:
+            # A new length in epochs replaces one in steps, and vice versa.
             data[other] = None
     data |= {key: given[key] for key in ("epochs", "steps", "pool") if key in given}
     return TrainConfig.model_validate(data)

@@ -23,6 +23,7 @@ def fault(
 ) -> PydanticCustomError:
     """Build an error with its final message; ``path``, from the top, points at another key."""
     context = {"message": message, "hint": hint, "path": path, "at_key": at_key}
+    # pydantic formats the template with the context; `cell` reads the context itself.
     return PydanticCustomError("etrain", "{message}", context)
 
 
@@ -88,6 +89,7 @@ class Interval(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, data: Any) -> Any:
+        # The fields themselves, from Python.
         if isinstance(data, Mapping) and set(data) == {"value", "unit"}:
             return data
         return interval_parts(data)
@@ -121,6 +123,7 @@ def interval_words(value: Any) -> re.Match[str] | None:
 
 def interval_parts(value: Any) -> dict[str, Any]:
     """Return ``value`` and ``unit`` of an interval; raise a validation error if it is invalid."""
+    # A bare number is ambiguous: 200 may mean steps or seconds.
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise fault(
             f"the number {value} needs a unit",
@@ -137,7 +140,7 @@ def interval_parts(value: Any) -> dict[str, Any]:
         )
     if match[2].lower() not in _UNITS:
         hint = did_you_mean(match[2], ("steps", "epochs", "seconds", "minutes", "hours"))
-        raise fault(f"'{match[2]}' is no unit", hint=hint or _INTERVAL_HINT)
+        raise fault(f"'{match[2]}' is not a unit", hint=hint or _INTERVAL_HINT)
     unit, factor = _UNITS[match[2].lower()]
     if not 0 < number < float("inf"):
         raise fault(f"{{key}} must be above 0, not '{value}'", hint=_INTERVAL_HINT)

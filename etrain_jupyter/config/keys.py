@@ -110,6 +110,7 @@ def _rivals(path: KeyPath, key: str) -> list[str]:
 
 
 def _extra(path: KeyPath, key: str, name: str) -> str:
+    # The schema declares "instead_of" and "not_with" next to each field.
     info = field_at((*path, key))
     extra = info.json_schema_extra if info else None
     return str(extra.get(name, "")) if isinstance(extra, dict) else ""
@@ -118,18 +119,17 @@ def _extra(path: KeyPath, key: str, name: str) -> str:
 # ------------------------------------------------------------------------------------ what it takes
 
 
-def accepts(path: KeyPath, value: Any, *, beside: Mapping[str, Any] | None = None) -> bool:
-    """Return whether a key accepts a value, regardless of the keys of other groups.
-
-    ``beside`` holds other keys of the same group that affect the result.
-    """
+def accepts(path: KeyPath, value: Any) -> bool:
+    """Return whether a key accepts a value, regardless of the other keys."""
     if path[1:] == ("every",) and group_at(path[:1]) is Interval:
         path = path[:1]
     group = group_at(path[:-1])
     if group is None:
         return path[:-1] == METRICS and isinstance(value, str)
     try:
-        group.model_validate({**(beside or {}), path[-1]: value})
+        # Use the schema itself, so that completion never offers a value that a submit rejects.
+        # Errors about other keys, such as missing ones, do not count.
+        group.model_validate({path[-1]: value})
     except ValidationError as exc:
         return not any(_is_about(error, path[-1]) for error in exc.errors(include_url=False))
     return True
@@ -181,6 +181,7 @@ def words_of(path: KeyPath) -> tuple[str, ...]:
         words += [example for example in examples if isinstance(example, str)]
     if Interval in parts:
         units = {word.split()[-1] for word in words}
+        # Examples of intervals, for units that the schema's own examples do not show.
         words += [word for word in _INTERVALS if word.split()[-1] not in units]
     return tuple(dict.fromkeys(word for word in words if _takes_word(path, word)))
 
@@ -199,6 +200,7 @@ def _takes_word(path: KeyPath, word: str) -> bool:
 
 def parts_of(annotation: Any) -> set[Any]:
     """Return the members of a union without None; for any other type, the type itself."""
+    # get_args of a Literal or a dict are its words or its key type, not members of a union.
     is_plain = isinstance(annotation, type) or get_origin(annotation) in (Literal, dict)
     parts = (annotation,) if is_plain else get_args(annotation)
     return {part for part in parts if part is not NoneType}

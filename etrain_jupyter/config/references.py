@@ -41,6 +41,7 @@ def import_path(expression: str) -> tuple[str, str] | None:
     >>> import_path("nets.small:Net")
     ('nets.small', 'Net')
     """
+    # "lambda:x" matches the pattern too, but is an expression.
     match = _IMPORT_PATH.fullmatch(expression.strip())
     if match is None or any(keyword.iskeyword(part) for part in match[1].split(".")):
         return None
@@ -66,6 +67,8 @@ def free_names(expression: str) -> frozenset[str]:
 
 def _globals_of(table: symtable.SymbolTable, *, top: bool) -> Iterator[str]:
     for symbol in table.get_symbols():
+        # At the top, a name that := assigns is the expression's own. Within a lambda or
+        # comprehension, symtable marks names from outside as global.
         taken = symbol.is_referenced() and not symbol.is_assigned() if top else symbol.is_global()
         if taken:
             yield symbol.get_name()
@@ -106,12 +109,11 @@ def check_references(
         except ConfigError as exc:
             errors.append(exc)
     if errors:
+        # Checked in the order of the schema, but reported in the order of the cell.
         raise min(errors, key=lambda e: (getattr(e, "line", 0), getattr(e, "column", 0)))
 
 
 class _Check:
-    """The checks of one expression."""
-
     def __init__(
         self, key: str, expression: str, namespace: Mapping[str, Any], source: SourceMap
     ) -> None:
@@ -121,6 +123,11 @@ class _Check:
             self._path = ("optimizer", "reference")
 
     def run(self) -> None:
+        #   package.module:attribute  -> the module exists; its attribute, if it is loaded
+        #   anything else             -> syntax -> names -> attributes of modules
+        #                                -> a plain name or attribute: its type and signature
+        #                                -> a call: the signature of the function
+        #                                -> any other expression: only the rank evaluates it
         imported = import_path(self.text)
         if imported:
             self._check_import(*imported)
@@ -139,6 +146,7 @@ class _Check:
     ) -> ConfigError:
         inside = None
         if node is not None and "\n" not in self.text:
+            # ast counts columns in bytes of UTF-8, the cell in characters.
             offset = len(self.text.encode()[: node.col_offset].decode())
             inside = (offset, length or (node.end_col_offset or 0) - node.col_offset)
         return self._source.error(self._path, message, hint=hint, inside=inside)
@@ -150,11 +158,11 @@ class _Check:
             inside = (
                 ((exc.offset or 1) - 1, 1) if exc.lineno == 1 and "\n" not in self.text else None
             )
-            message = f"{self.key}: '{self.text}' is no Python expression ({exc.msg})"
+            message = f"{self.key}: '{self.text}' is not a valid Python expression ({exc.msg})"
             hint = "write an expression over this notebook's names, or package.module:attribute"
             raise self._source.error(self._path, message, hint=hint, inside=inside) from exc
         except (ValueError, RecursionError, MemoryError) as exc:
-            raise self._fault(f"{self.key}: this is no Python expression ({exc})") from exc
+            raise self._fault(f"{self.key}: this is not a valid Python expression ({exc})") from exc
 
     def _check_names(self, tree: ast.expr) -> None:
         missing = free_names(self.text) - _BUILTINS - set(self.namespace)
@@ -163,16 +171,15 @@ class _Check:
         nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in missing)
         node = min(nodes, key=lambda n: (n.lineno, n.col_offset))
         known = visible_names(self.namespace)
+        # The name of an optimizer is a likely intention only if it is the whole expression.
         if self.key == "optimizer" and node is tree:
+            # The user may have meant a name of torch.optim, for example `optimizer: AdmW`.
             known = [*known, *DEFAULT_LR]
         hint = did_you_mean(node.id, known, count=3) or "run the cell that defines it first"
         raise self._fault(f"{self.key}: '{node.id}' is not defined in this notebook", hint, node)
 
     def _check_attributes(self, tree: ast.expr) -> None:
-        """Check the attributes of modules.
-
-        Other objects are skipped, because attribute access may run the user's code.
-        """
+        # Only of modules: for other objects, attribute access may run the user's code.
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
@@ -191,10 +198,8 @@ class _Check:
                 raise self._fault(f"{self.key}: module '{name}' has no '{node.attr}'", hint, node)
 
     def _resolve(self, node: ast.expr) -> tuple[bool, Any]:
-        """Find the object behind a literal, a plain name, or attributes of modules.
-
-        Return whether it was found, and the object.
-        """
+        # Finds the object behind a literal, a plain name, or attributes of modules. The first
+        # result distinguishes an object that is None from no object.
         if isinstance(node, ast.Constant):
             return True, node.value
         if isinstance(node, ast.Name):
@@ -224,7 +229,9 @@ class _Check:
                 f"write optimizer: {{name: {function.__name__}, lr: 1e-3}}, or a function "
                 "(parameters) that returns one"
             )
-            raise self._fault(f"optimizer: {self.text} is called before there are parameters", hint)
+            raise self._fault(f"optimizer: {self.text} is called before the parameters exist", hint)
+        # With *args or **kwargs the number of arguments is known only when the rank evaluates the
+        # call.
         starred = any(isinstance(a, ast.Starred) for a in tree.args) or any(
             k.arg is None for k in tree.keywords
         )
@@ -239,9 +246,11 @@ class _Check:
     def _check_import(self, module: str, attribute: str) -> None:
         if module == "__main__":
             raise self._fault(
-                f"{self.key}: '{self.text}' is of this notebook", f"write {self.key}: {attribute}"
+                f"{self.key}: '{self.text}' is defined in this notebook",
+                f"write {self.key}: {attribute}",
             )
         try:
+            # A module that is loaded needs no search, and may have no file.
             spec = sys.modules.get(module) or importlib.util.find_spec(module)
         except Exception as exc:  # find_spec imports parent packages, which may raise anything.
             raise self._no_module(module, exc) from exc
@@ -260,8 +269,8 @@ class _Check:
             else ""
         )
         return self._fault(
-            f"{self.key}: there is no module '{module}' here{why}",
-            "install it, or put its file beside the notebook",
+            f"{self.key}: module '{module}' was not found{why}",
+            "install it, or put its file next to the notebook",
         )
 
 
@@ -275,9 +284,8 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
         fault: Builds the error from a message and a hint.
     """
     if value is None:
-        what = "holds nothing" if text != "None" else "is nothing"
         raise fault(
-            f"{key} is None: '{text}' {what}",
+            f"{key}: the value of '{text}' is None",
             "run the cell that builds it, or name a class or a function",
         )
     if isinstance(value, str | bytes | int | float | complex | ModuleType):
@@ -291,18 +299,23 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
             f"write optimizer: {{name: {type(value).__name__}, lr: ...}}, or a function "
             "(parameters) that returns one"
         )
-        raise fault(f"optimizer: '{text}' is {_kind(value)} over parameters of this notebook", hint)
+        raise fault(
+            f"optimizer: '{text}' is {_kind(value)}, whose parameters are not those of a worker",
+            hint,
+        )
     elif not callable(value):
         raise fault(
             f"{key}: '{text}' is {_kind(value)} and cannot be called", _WANTED[key.split(".")[0]]
         )
+    # The rank constructs a class without arguments, except these two, which it calls with
+    # arguments.
     called = isinstance(value, type) and key not in ("optimizer", "data.collate")
     if called or (key in ("model", "data.train", "data.eval") and inspect.isfunction(value)):
         problem = _misfit(value, [], {})
         if problem:
             raise fault(
                 f"{key}: {text}() {problem}",
-                f"write {key}: {text}(...) with what it needs: {_signature(value)}",
+                f"write {key}: {text}(...) with its arguments: {_signature(value)}",
             )
 
 
@@ -320,14 +333,15 @@ _WANTED = {
 def _check_model(text: str, value: Any, fault: Any) -> None:
     is_module = hasattr(value, "state_dict") and hasattr(value, "forward")
     if not is_module and not callable(value):
-        raise fault(f"model: '{text}' is {_kind(value)}, no nn.Module", _WANTED["model"])
+        raise fault(f"model: '{text}' is {_kind(value)}, not an nn.Module", _WANTED["model"])
 
 
 def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
+    # A class or function builds the data set on the worker, so there is nothing to inspect yet.
     if isinstance(value, type) or (callable(value) and not hasattr(value, "__len__")):
         return
     if hasattr(value, "__iter__") and hasattr(value, "batch_sampler") and hasattr(value, "dataset"):
-        hint = f"give what it loads, {key}: {text}.dataset; batches are made on the workers"
+        hint = f"pass its data set, {key}: {text}.dataset; the workers make the batches"
         raise fault(f"{key}: '{text}' is {_kind(value)}", hint)
     lengths = {}
     for name, part in _parts(text, value).items():

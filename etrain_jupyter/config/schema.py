@@ -57,7 +57,7 @@ RESERVED_METRICS = frozenset(
         *("time", "data_s", "compute_s", "communication_s", "optimizer_s"),
     )
 )
-"""Columns of every history, which metrics must not use as names."""
+"""Columns of every history. A metric must not have the same name."""
 
 
 DEFAULT_MAX_WORKERS = 4
@@ -73,41 +73,46 @@ class DataConfig(Section):
     train: Annotated[Required, Field(examples=["train_set"])]
     """A data set, a pair of tensors, or a function that builds it on the worker."""
     eval: Annotated[Optional, Field(examples=["eval_set"])] = None
-    """What is evaluated on, each sample once; without it nothing is evaluated."""
+    """Evaluation data, each sample evaluated once; no evaluations by default."""
     collate: Annotated[Optional, Field(examples=["collate"])] = None
-    """Function that makes one batch of a list of samples; without it torch's own."""
+    """Function that makes a batch of a list of samples; torch's default_collate by default."""
     num_workers: Annotated[int, Field(ge=0)] = 0
-    """Processes a rank that load samples; 0 loads in the trainer itself."""
+    """Data-loading processes per rank; 0 loads in the trainer itself."""
 
 
 class OptimizerConfig(Section):
     """Optimizer: a name of torch.optim with its options, or a reference."""
 
     name: Annotated[str | None, Field(examples=["AdamW"])] = "AdamW"
-    """A name of torch.optim in any case, LAMB or LARS; None with ``reference``."""
+    """Optimizer of torch.optim (upper or lower case), LAMB or LARS; null with ``reference``."""
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
-    """Learning rate; if it is left out, torch's default for that optimizer."""
+    """Learning rate; by default torch's default for the optimizer."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The other keywords of that optimizer, for example ``weight_decay`` or ``betas``."""
+    """Other keyword arguments of the optimizer, for example ``weight_decay`` or ``betas``."""
     no_decay: Annotated[Literal["auto"] | None, Field(examples=["auto"])] = None
-    """auto keeps weight_decay off biases and norms: parameters of fewer than two dimensions."""
+    """auto exempts biases and norms (parameters of fewer than 2 dimensions) from weight_decay."""
     reference: Annotated[Optional, Field(examples=["make_optimizer"])] = None
-    """A function ``(parameters) -> Optimizer`` instead of a name."""
+    """Function ``(parameters) -> Optimizer``, instead of a name."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_cell(cls, data: Any) -> Any:
         if isinstance(data, str):
+            # Not a name of torch.optim, so it is an expression of the notebook, such as
+            # make_optimizer.
             if find_optimizer(data) not in (*NAMED_LR, *REFUSED):
                 return {"name": None, "reference": data}
             data = {"name": _checked_name(data, ("optimizer",))}
         if not isinstance(data, Mapping):
             return data
+        # The cell writes options next to the name: {name: SGD, lr: 0.1, momentum: 0.9}. Collect all
+        # keys that are not fields; _check_options rejects those that the optimizer does not have.
         own = {"name", "lr", "no_decay", "options", "reference"}
         given = {key: value for key, value in data.items() if key in own}
         extra = {key: value for key, value in data.items() if key not in own}
         if extra:
             given["options"] = {**given.get("options", {}), **extra}
+        # As model_dump writes it: {name: null, reference: ...}.
         if given.get("reference") is not None:
             given.setdefault("name", None)
         # model_dump writes name: null with a reference; without one, the cell's name is empty.
@@ -115,6 +120,8 @@ class OptimizerConfig(Section):
             raise fault("optimizer.name is empty", hint="write for example {name: AdamW, lr: 3e-4}")
         if isinstance(given.get("name"), str):
             given["name"] = _checked_name(given["name"], ("optimizer", "name"))
+            # Recorded in the job, so that a later version of torch with another default changes
+            # nothing.
             given.setdefault("lr", NAMED_LR[given["name"]])
         return given
 
@@ -124,8 +131,8 @@ class OptimizerConfig(Section):
             check_options(self.name, self.options, fault)
         elif self.no_decay is not None:
             raise fault(
-                "no_decay sorts the parameters of a named optimizer, not those of a function",
-                hint="let the function make its groups, and remove the key",
+                "no_decay applies to a named optimizer only, not to a function",
+                hint="create the parameter groups in the function, and remove the key",
                 path=("optimizer", "no_decay"),
                 at_key=True,
             )
@@ -138,7 +145,7 @@ def _checked_name(text: str, path: tuple[str, ...]) -> str:
         return name
     if name in REFUSED:
         raise fault(
-            f"optimizer {name} cannot train here: {REFUSED[name]}",
+            f"optimizer {name} is not supported: {REFUSED[name]}",
             hint="use for example AdamW",
             path=path,
         )
@@ -154,13 +161,13 @@ class ScheduleConfig(Section):
     """Learning rate schedule, counted in samples."""
 
     warmup: Annotated[Interval | None, Field(examples=["500 steps"])] = None
-    """Steps or epochs over which it grows from nearly 0 to the optimizer's own."""
+    """Steps or epochs in which the learning rate rises from nearly 0 to the optimizer's."""
     decay: Annotated[Literal["none", "linear", "cosine"], Field(examples=["cosine"])] = "none"
-    """linear and cosine go down to 0 at the end of the job; none stays."""
+    """Decay to 0 at the end of the job: linear or cosine; none keeps the learning rate."""
 
     @field_validator("warmup")
     @classmethod
-    def _not_in_time(cls, value: Interval | None) -> Interval | None:
+    def _reject_time(cls, value: Interval | None) -> Interval | None:
         if value is not None and value.unit == "s":
             raise fault(
                 f"{{key}} is counted in steps or epochs, not in time ('{value}')",
@@ -185,21 +192,21 @@ class BatchConfig(Section):
     shorthand = "global"
 
     global_batch_size: Annotated[int | None, Field(alias="global", ge=1, examples=[32])] = None
-    """Samples of one step over all workers, however many there are; 32 if nothing is said."""
+    """Samples per step over all workers, for any number of workers; 32 by default."""
     micro_batch_size: Annotated[
         int | Literal["auto"] | None, Field(alias="micro", examples=["auto"])
     ] = None
-    """Most samples of one forward pass; auto is what fits into memory; null is a worker's share."""
+    """Maximum samples per forward pass; auto uses what fits into memory, null a worker's share."""
     per_worker_batch_size: Annotated[
         int | None, Field(alias="per_worker", ge=1, examples=[32], json_schema_extra=INSTEAD)
     ] = None
-    """Samples of one step on each worker, instead: the batch of a step grows with the workers."""
+    """Samples per step on each worker, instead of global: the batch grows with the workers."""
     aggregation_frequency: Annotated[int, Field(ge=1, examples=[4])] = 1
-    """Passes of a worker between two communications: its share of a step is cut into so many."""
+    """Passes per worker and step, whose gradients are accumulated before they are exchanged."""
 
     @model_validator(mode="before")
     @classmethod
-    def _one_of_two(cls, data: Any) -> Any:
+    def _check_sizes(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         sizes = [
@@ -207,21 +214,24 @@ class BatchConfig(Section):
             next((data[key] for key in keys if data.get(key) is not None), None)
             for keys in (("global", "global_batch_size"), ("per_worker", "per_worker_batch_size"))
         ]
+        # Both in the cell. A dump has the other one as null, and is accepted.
         if None not in sizes:
             raise fault(
-                f"batch.global={sizes[0]} and batch.per_worker={sizes[1]} cannot both hold",
-                hint="keep global for steps that never change, or per_worker for a batch that "
+                f"batch.global={sizes[0]} and batch.per_worker={sizes[1]} exclude each other",
+                hint="keep global for a constant batch, or per_worker for a batch that "
                 "grows with the workers",
                 path=("batch", "per_worker"),
                 at_key=True,
             )
+        # Set explicitly, so that the recorded job does not depend on a default that may change.
         if sizes == [None, None]:
             rest = {key: value for key, value in data.items() if key != "global_batch_size"}
             return {**rest, "global": DEFAULT_BATCH_SIZE}
         return data
 
     @model_validator(mode="after")
-    def _fills_every_pass(self) -> Self:
+    def _check_passes(self) -> Self:
+        # One worker has the largest share: if that is too small for the passes, all are.
         size, passes = self.size(1), self.aggregation_frequency
         if size < passes:
             key = "global" if self.per_worker_batch_size is None else "per_worker"
@@ -242,9 +252,10 @@ class BatchConfig(Section):
 
     @field_validator("micro_batch_size", mode="before")
     @classmethod
-    def _number_or_auto(cls, value: Any) -> Any:
+    def _check_micro(cls, value: Any) -> Any:
         if value is None or value == "auto":
             return value
+        # In Python, True is an int.
         if isinstance(value, bool) or not isinstance(value, int):
             wanted, hint = "a whole number or auto", "write micro: auto"
             raise fault(f"{{key}} must be {wanted}, not {in_words(value)}", hint=hint)
@@ -261,34 +272,35 @@ RULES = ("none", "linear", "sqrt", "adascale")
 
 
 class ScalingConfig(Section):
-    """Scaling of the learning rate with a batch that grows and shrinks with the workers."""
+    """Scaling of the learning rate when the batch grows and shrinks with the workers."""
 
     rule: Annotated[
         Literal["none", "linear", "sqrt", "adascale"] | None, Field(examples=["auto"])
     ] = None
-    """none, linear, sqrt, or adascale, which follows the gradients' noise; auto is linear for SGD,
-    sqrt for Adam and its like, LAMB and LARS."""
+    """none, linear, sqrt, or adascale, which follows the gradient noise; auto is linear for SGD,
+    sqrt for Adam-family optimizers, LAMB and LARS."""
     base_workers: Annotated[int, Field(ge=1)] = 1
-    """Workers that optimizer.lr is meant for."""
+    """Number of workers for which optimizer.lr was chosen."""
     ramp: Annotated[int | None, Field(ge=0, examples=["auto", "10 steps"])] = None
-    """Steps over which a rate grows that has to; auto follows from the momentum."""
+    """Steps over which the learning rate rises when workers join; auto derives it from momentum."""
     max_scale: Annotated[float | None, Field(ge=1, allow_inf_nan=False, examples=[8])] = None
-    """Never multiply the rate by more."""
+    """Maximum factor of the learning rate; no limit by default."""
 
     @field_validator("rule", mode="before")
     @classmethod
     def _known_rule(cls, value: Any) -> Any:
+        # None stands for auto here: the optimizer, which decides, is in another group.
         if value in (None, "auto"):
             return None
         return check_word(value, RULES, usual="rule: linear")
 
     @field_validator("ramp", mode="before")
     @classmethod
-    def _in_steps(cls, value: Any) -> Any:
-        return None if value == "auto" else _steps(value)
+    def _read_steps(cls, value: Any) -> Any:
+        return None if value == "auto" else _parse_steps(value)
 
 
-def _steps(value: Any) -> Any:
+def _parse_steps(value: Any) -> Any:
     """Read '10 steps'; a bare number passes through and means steps, too."""
     if not isinstance(value, str):
         return value
@@ -301,20 +313,22 @@ def _steps(value: Any) -> Any:
 
 
 MODES = ("min", "max")
-NAN_ANSWERS = ("fail", "pause")
+NAN_REACTIONS = ("fail", "pause")
 
 
 class MetricConfig(Section):
     """One number of each evaluation, and whether it is minimized or maximized."""
 
     metric: Annotated[str, Field(examples=["accuracy"])]
-    """loss, or a name of metrics; of the evaluation."""
+    """Metric of the evaluation: loss, or a name in metrics."""
     mode: Annotated[Literal["min", "max"], Field(examples=["max"])]
-    """Whether less (min) or more (max) is better; min for loss if it is left out."""
+    """min if lower values are better, max if higher ones are; min by default for loss."""
 
     @model_validator(mode="before")
     @classmethod
-    def _less_loss(cls, data: Any) -> Any:
+    def _default_mode(cls, data: Any) -> Any:
+        # A loss is always minimized. For any other metric a wrong guess would keep the worst
+        # weights.
         if not isinstance(data, Mapping) or data.get("mode") is not None:
             return data
         metric = data.get("metric")
@@ -322,7 +336,7 @@ class MetricConfig(Section):
             return {**data, "mode": "min"}
         if isinstance(metric, str):
             raise fault(
-                f"nothing says whether more or less {metric} is better",
+                f"mode is missing: is a lower or a higher {metric} better?",
                 hint=f"write {{metric: {metric}, mode: max}}, or mode: min",
             )
         return data
@@ -337,33 +351,34 @@ class EarlyStoppingConfig(MetricConfig):
     """Condition for ending a job early, once its metric no longer improves."""
 
     patience: Annotated[int, Field(ge=1)] = 3
-    """Evaluations in a row without an improvement after which the job ends."""
+    """Consecutive evaluations without an improvement after which the job ends."""
     min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False, examples=[0])] = 0.0
-    """What the metric must change by, and more, to count as an improvement."""
+    """Improvements up to this size do not count."""
 
 
 class CheckpointConfig(Section):
     """Location and frequency of checkpoints."""
 
     to: Annotated[str | None, Field(examples=["checkpoints"])] = None
-    """A folder or s3://bucket/prefix, where the job gets a folder; without it, its run folder."""
+    """Folder or s3://bucket/prefix, with a subfolder per job; by default the job's run folder."""
     every: Annotated[Interval | None, Field(examples=["auto"])] = None
-    """Steps, epochs or time; auto follows what one costs and how often all is lost."""
+    """Steps, epochs or time; auto weighs the cost of a checkpoint against the work at risk."""
     keep: Annotated[int, Field(ge=1)] = 3
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     best: Annotated[
         MetricConfig | None, Field(examples=[{"metric": "accuracy", "mode": "max"}])
     ] = None
-    """What the best evaluation is, whose weights are saved and stay beside the newest ones."""
+    """Metric of the best evaluation, whose checkpoint is kept in addition to the newest ones."""
 
     @field_validator("every", mode="before")
     @classmethod
-    def _auto(cls, value: Any) -> Any:
+    def _read_auto(cls, value: Any) -> Any:
         return None if value == "auto" else value
 
     @field_validator("to", mode="before")
     @classmethod
-    def _folder(cls, value: Any) -> Any:
+    def _check_location(cls, value: Any) -> Any:
+        # From Python or !py, where a Path is natural.
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(value, str) and not value.strip():
             raise fault("{key} is empty", hint="name a folder, or remove the line")
@@ -372,9 +387,10 @@ class CheckpointConfig(Section):
                 split_s3_url(value)
             except ValueError as exc:
                 raise fault(f"{{key}} {exc}", hint="write s3://bucket/prefix") from None
+        # gs:// or abfs:// would otherwise create a folder of that name.
         elif isinstance(value, str) and "://" in value:
-            hint = "name a folder of this machine, or write s3://bucket/prefix"
-            raise fault(f"'{value}' is no folder", hint=hint)
+            hint = "write a folder on this machine, or s3://bucket/prefix"
+            raise fault(f"'{value}' is neither a folder nor an S3 URL", hint=hint)
         return value
 
 
@@ -384,13 +400,14 @@ class WorkersConfig(Section):
     shorthand = "max"
 
     min: Annotated[int, Field(ge=1)] = 1
-    """Fewest workers; with fewer the job waits."""
+    """Minimum number of workers; with fewer, the job waits."""
     max: Annotated[int | None, Field(ge=1, examples=[4])] = None
-    """Most workers; without it what the pool has, at most 4."""
+    """Maximum number of workers; by default the size of the pool, at most 4."""
 
     @field_validator("max")
     @classmethod
-    def _not_below_min(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_min(cls, value: int | None, info: ValidationInfo) -> int | None:
+        # Missing if min itself is invalid; its own error is reported then.
         least = info.data.get("min")
         if value is not None and least is not None and value < least:
             raise fault(
@@ -401,11 +418,11 @@ class WorkersConfig(Section):
 
 
 class ReproducibleConfig(Section):
-    """Results that are bit-for-bit identical, regardless of the workers."""
+    """Weights that are bit-for-bit identical for any number of workers."""
 
     shards: Annotated[int | None, Field(ge=1, examples=[8])] = None
-    """Pieces that every step is cut into; no more workers than that can train. The weights depend
-    on it: write the number to compare jobs with different workers.max."""
+    """Number of pieces of each step, which limits the number of workers. It affects the weights:
+    set it to compare jobs with different workers.max."""
 
 
 class LogConfig(Section):
@@ -414,17 +431,17 @@ class LogConfig(Section):
     every: Annotated[int, Field(ge=1, examples=["1 step"])] = 1
     """Steps between two rows of the history."""
     tensorboard: Annotated[bool | str, Field(examples=[True])] = False
-    """Write TensorBoard's files: true for a folder beside the job's log, or a folder for all jobs,
-    each in its own."""
+    """Write TensorBoard files: true for a folder next to the job's log, or a folder for all jobs,
+    with a subfolder per job."""
 
     @field_validator("every", mode="before")
     @classmethod
-    def _in_steps(cls, value: Any) -> Any:
-        return _steps(value)
+    def _read_steps(cls, value: Any) -> Any:
+        return _parse_steps(value)
 
     @field_validator("tensorboard")
     @classmethod
-    def _where_it_is(cls, value: bool | str) -> bool | str:
+    def _make_absolute(cls, value: bool | str) -> bool | str:
         # The coordinator may run in a different folder than the notebook.
         return str(Path(value).expanduser().absolute()) if isinstance(value, str) else value
 
@@ -432,6 +449,7 @@ class LogConfig(Section):
         """Return the folder of a job's TensorBoard files, or None if they are disabled."""
         if not self.tensorboard:
             return None
+        # A common folder gets a subfolder per job, so that TensorBoard shows each job as a run.
         is_folder = isinstance(self.tensorboard, str)
         return Path(str(self.tensorboard)) / job_id if is_folder else run_dir / "tensorboard"
 
@@ -442,89 +460,91 @@ class TrainConfig(Section):
     model: Annotated[Required, Field(examples=["Net()"])]
     """An nn.Module, its class, or a function that builds it on the worker."""
     data: DataConfig
-    """Where the samples come from."""
+    """Training and evaluation data."""
     loss: Annotated[
         Optional, Field(examples=["F.cross_entropy"], json_schema_extra={"usual": True})
     ] = None
-    """Function (output, target) that returns a mean, or one value a sample; without it, the model's
-    output has .loss."""
+    """Function (output, target) that returns a mean or one value per sample; by default the .loss
+    of the model's output."""
     step: Annotated[
         Optional, Field(examples=["train_step"], json_schema_extra={"instead_of": "loss"})
     ] = None
     """Function (model, batch) that returns the loss, or {"loss": ..., name: ...} with metrics."""
     weight: Annotated[Optional, Field(examples=["num_tokens"])] = None
-    """Function (batch) that returns what the batch counts for in the average, say its tokens;
-    without it, its samples."""
+    """Function (batch) that returns the weight of the batch in the average, such as its number of
+    tokens; by default its number of samples."""
     metrics: dict[str, Required] = Field(
         default_factory=dict,
         examples=[{"accuracy": "accuracy"}],
         json_schema_extra={"not_with": "step"},
     )
-    """Functions (output, target) that return one value a sample, or torchmetrics, by name."""
+    """Functions (output, target) that return one value per sample, or torchmetrics, by name."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """A name of torch.optim with its options, or a function of the parameters."""
     schedule: Annotated[
         ScheduleConfig | None, Field(examples=[{"warmup": "500 steps", "decay": "cosine"}])
     ] = None
-    """How the learning rate changes: {warmup: 500 steps, decay: cosine}; without it, it stays."""
+    """Learning rate schedule, such as {warmup: 500 steps, decay: cosine}; constant by default."""
     batch: BatchConfig = BatchConfig()
-    """How many samples make one step."""
+    """Number of samples per step."""
     scaling: Annotated[
         ScalingConfig | None,
         Field(examples=[{"rule": "linear"}], json_schema_extra={"instead_of": "batch.global"}),
     ] = None
-    """With batch.per_worker: how the learning rate follows the batch as workers come and go."""
+    """With batch.per_worker: scaling of the learning rate with the number of workers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Numbers of the forward pass: fp32, bf16 or fp16; the weights are always fp32."""
+    """Precision of the forward pass: fp32, bf16 or fp16; the weights are always fp32."""
     compile: bool = False
-    """Whether each worker prepares the model by torch.compile before it joins the others."""
+    """Compile the model with torch.compile on each worker before it joins the others."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    """How gradients travel between workers: none, bf16, fp16 or powersgd; for slow networks."""
+    """Compression of the exchanged gradients, for slow networks: none, bf16, fp16 or powersgd."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """What gradients travel by: auto is NCCL where each worker has a GPU, else gloo; nccl, gloo."""
+    """Gradient exchange backend: nccl, gloo, or auto (nccl if each worker has a GPU, else gloo)."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
-    """Largest norm of the gradient; a longer one is scaled down; none by default."""
+    """Maximum norm of the gradient; a larger gradient is scaled down. No limit by default."""
     reproducible: Annotated[ReproducibleConfig | None, Field(examples=[False])] = None
-    """Whether the weights are the same bit for bit whatever the workers do; or {shards: 8}."""
+    """Make the weights bit-for-bit identical for any number of workers: true, or {shards: 8}."""
     epochs: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1])] = None
-    """Times through the training data, 0.5 being half of it."""
+    """Passes over the training data; may be a fraction, such as 0.5."""
     steps: Annotated[
         int | None, Field(ge=1, examples=[1000], json_schema_extra={"instead_of": "epochs"})
     ] = None
     """Optimizer steps, instead of epochs."""
     eval_every: Annotated[Interval, Field(alias="eval")] = Interval(value=1, unit="epochs")
-    """How often data.eval is gone through: steps, epochs or time."""
+    """Interval of evaluations on data.eval: steps, epochs or time."""
     early_stopping: Annotated[
         EarlyStoppingConfig | None,
         Field(examples=[{"metric": "accuracy", "mode": "max", "patience": 3}]),
     ] = None
-    """When to end early: {metric: accuracy, mode: max, patience: 3, min_delta: 0}; never if not."""
+    """Condition for ending early: {metric: accuracy, mode: max, patience: 3}; never by default."""
     on_nan_loss: Literal["fail", "pause"] = "fail"
-    """What follows a loss that is NaN or infinite, whose step is undone: fail, or pause."""
+    """Reaction to a NaN or infinite loss, whose step is undone: fail or pause."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Where and when the weights are kept."""
+    """Location and interval of checkpoints."""
     workers: WorkersConfig = WorkersConfig()
-    """How many workers may train at once."""
+    """Number of workers that may train at the same time."""
     pool: str = "local"
-    """Where workers come from: local (here), a scheduler's address, or a name in pools.yaml."""
+    """Source of workers: local (this machine), a scheduler's address, or a name in pools.yaml."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Where the order of the samples and all chance begin."""
+    """Random seed of the sample order and of all other randomness."""
     log: LogConfig = LogConfig()
-    """What is written down while training."""
+    """Contents of the history and of the TensorBoard files."""
     name: Annotated[str | None, Field(examples=["digits"])] = None
-    """What the job is called; --name on the first line says the same."""
+    """Name of the job; --name on the first line overrides it."""
 
     @field_validator("eval_every", mode="before")
     @classmethod
-    def _eval_group(cls, value: Any) -> Any:
+    def _unwrap_every(cls, value: Any) -> Any:
+        # Both spellings: `eval: 1 epoch` and `eval: {every: 1 epoch}`.
         if isinstance(value, Mapping) and set(value) <= {"every"}:
             return value.get("every", "1 epoch")
         return value
 
     @field_validator("reproducible", mode="before")
     @classmethod
-    def _true_or_shards(cls, value: Any) -> Any:
+    def _read_true(cls, value: Any) -> Any:
         if value is None or isinstance(value, bool):
+            # `true` is a group without a number of shards, see num_shards.
             return {} if value else None
         if not isinstance(value, Mapping | ReproducibleConfig):
             raise fault(
@@ -535,7 +555,7 @@ class TrainConfig(Section):
 
     @field_validator("metrics")
     @classmethod
-    def _metric_names(cls, value: dict[str, str]) -> dict[str, str]:
+    def _check_metric_names(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
             if name in RESERVED_METRICS or not name.strip():
                 hint = f"write for example '{name}_metric: {value[name]}'" if name.strip() else ""
@@ -547,22 +567,25 @@ class TrainConfig(Section):
 
     @field_validator("steps")
     @classmethod
-    def _not_both(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_epochs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        # `epochs` precedes `steps` in the schema, so it is validated by now.
         epochs = info.data.get("epochs")
         if value is not None and epochs is not None:
             raise fault(
-                f"steps={value} and epochs={epochs:g} cannot both hold", hint="keep one of the two"
+                f"steps={value} and epochs={epochs:g} exclude each other",
+                hint="keep one of the two",
             )
         return value
 
     @field_validator("on_nan_loss", mode="before")
     @classmethod
-    def _known_answer(cls, value: Any) -> Any:
-        return check_word(value, NAN_ANSWERS, usual="on_nan_loss: pause")
+    def _known_reaction(cls, value: Any) -> Any:
+        return check_word(value, NAN_REACTIONS, usual="on_nan_loss: pause")
 
     @field_validator("precision", mode="before")
     @classmethod
     def _known_precision(cls, value: Any) -> Any:
+        # Words of other systems first: they are not similar to the right one.
         meant = OTHER_PRECISIONS.get(str(value).lower(), "fp32, bf16 or fp16")
         return check_word(value, PRECISIONS, hint=f"write precision: {meant}")
 
@@ -576,32 +599,34 @@ class TrainConfig(Section):
     @field_validator("backend", mode="before")
     @classmethod
     def _known_backend(cls, value: Any) -> Any:
+        # NCCL is usually written in capitals.
         word = value.lower() if isinstance(value, str) else value
         return check_word(word, BACKENDS, usual="backend: auto")
 
     @field_validator("pool")
     @classmethod
-    def _some_pool(cls, value: str) -> str:
+    def _reject_empty_pool(cls, value: str) -> str:
         if not value.strip():
             raise fault("{key} is empty", hint="write pool: local, which is this machine")
         return value
 
     @field_validator("name")
     @classmethod
-    def _some_name(cls, value: str | None) -> str | None:
+    def _reject_empty_name(cls, value: str | None) -> str | None:
         if value is not None and not value.strip():
             raise fault("{key} is empty", hint="write a name, or remove the line")
         return value
 
     @model_validator(mode="before")
     @classmethod
-    def _one_epoch(cls, data: Any) -> Any:
+    def _default_epochs(cls, data: Any) -> Any:
+        # In the recorded configuration exactly one of the two is set.
         if isinstance(data, Mapping) and data.get("epochs") is None and data.get("steps") is None:
             return {**data, "epochs": 1.0}
         return data
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         self._check_step()
         self._check_scaling()
         self._check_reproducible()
@@ -620,41 +645,49 @@ class TrainConfig(Section):
         self._check_compression()
         return self
 
+    # The options that `reproducible` excludes, and why:
+    #
+    #   batch.per_worker   the samples of a step depend on the number of workers
+    #   batch.micro: auto  the passes depend on the memory of each machine
+    #   compile            the order of sums depends on the machine
+    #   compression        rounding does not commute with a sum whose order varies
+    #
     def _check_compression(self) -> None:
         path = ("compression",)
         if self.reproducible is not None and self.compression != "none":
             raise fault(
-                f"compression: {self.compression} rounds sums whose order depends on the workers, "
-                "so that reproducible cannot hold",
+                f"reproducible cannot be guaranteed with compression: {self.compression}, which "
+                "rounds sums whose order depends on the workers",
                 hint="write compression: none, or reproducible: false",
                 path=path,
             )
         if self.compression == "powersgd" and self.precision == "fp16":
             raise fault(
-                "an overflow in fp16 would stay in what powersgd keeps for the next steps",
+                "compression: powersgd cannot be used with precision: fp16, whose overflows would "
+                "remain in its residual",
                 hint="write precision: bf16, or compression: fp16",
                 path=path,
             )
 
-    def _check_metric(self, asked: MetricConfig | None, path: tuple[str, ...]) -> None:
+    def _check_metric(self, wanted: MetricConfig | None, path: tuple[str, ...]) -> None:
         """Reject a metric that no evaluation would ever report."""
-        if asked is None:
+        if wanted is None:
             return
         key = ".".join(path)
         if self.data.eval is None:
             raise fault(
-                f"{key} looks at evaluations, and there are none without data.eval",
+                f"{key} needs evaluations, but data.eval is not set",
                 hint="write data: {train: ..., eval: eval_set}, or remove the line",
                 path=path,
                 at_key=True,
             )
         known = ["loss", *self.metrics]
         # The other metrics that step returns are known only on the worker.
-        if self.step is None and asked.metric not in known:
-            hint = did_you_mean(asked.metric, known)
+        if self.step is None and wanted.metric not in known:
+            hint = did_you_mean(wanted.metric, known)
             raise fault(
-                f"{key} names the metric '{asked.metric}', which is not evaluated",
-                hint=hint or f"there are: {', '.join(known)}; metrics: defines more",
+                f"{key} names the metric '{wanted.metric}', which is not evaluated",
+                hint=hint or f"known metrics: {', '.join(known)}; define others in metrics",
                 path=(*path, "metric"),
             )
 
@@ -663,14 +696,15 @@ class TrainConfig(Section):
             return
         if self.loss is not None:
             raise fault(
-                "step and loss cannot both be given: step returns the loss",
+                "step and loss exclude each other: step returns the loss",
                 hint="remove one of the two lines",
                 path=("step",),
                 at_key=True,
             )
         if self.metrics:
             raise fault(
-                "metrics are functions (output, target), which step does not give",
+                "metrics cannot be used with step: they need (output, target), which step does not "
+                "return",
                 hint='return them from step: {"loss": loss, "accuracy": accuracy}',
                 path=("metrics",),
                 at_key=True,
@@ -680,22 +714,22 @@ class TrainConfig(Section):
         grows = self.batch.per_worker_batch_size is not None
         if self.scaling is not None and not grows:
             raise fault(
-                "scaling needs a batch that grows with the workers, and batch.global never does",
+                "scaling needs a batch that grows with the workers, but batch.global is constant",
                 hint="write batch: {per_worker: 32}, or remove the line",
                 path=("scaling",),
                 at_key=True,
             )
         if self.weight is not None and self.scaling is not None and self.scaling.rule == "adascale":
             raise fault(
-                "rule: adascale compares the gradients of workers that count the same, and weight "
-                "lets them count differently",
+                "rule: adascale needs workers of equal weight in the average, which weight makes "
+                "unequal",
                 hint="write scaling: {rule: linear} or {rule: sqrt}",
                 path=("scaling", "rule"),
             )
         if grows and self.reproducible is not None:
             raise fault(
-                "with batch.per_worker a step depends on the number of workers, so that "
-                "reproducible cannot hold",
+                "reproducible cannot be guaranteed with batch.per_worker, whose steps depend on "
+                "the number of workers",
                 hint="write batch: {global: 256}, or reproducible: false",
                 path=("reproducible",),
                 at_key=True,
@@ -707,16 +741,16 @@ class TrainConfig(Section):
             return
         if self.batch.micro_batch_size == "auto":
             raise fault(
-                "with batch.micro: auto the passes depend on the memory of each machine, so that "
-                "reproducible cannot hold",
+                "reproducible cannot be guaranteed with batch.micro: auto, whose passes depend on "
+                "the memory of each machine",
                 hint="write batch: {micro: 32}, or reproducible: false",
                 path=("reproducible",),
                 at_key=True,
             )
         if self.compile:
             raise fault(
-                "compiled kernels add in another order from machine to machine and from shape to "
-                "shape, so that reproducible cannot hold",
+                "reproducible cannot be guaranteed with compile: true, whose kernels sum in an "
+                "order that depends on the machine and on the shapes",
                 hint="write compile: false, or reproducible: false",
                 path=("reproducible",),
                 at_key=True,
@@ -726,6 +760,7 @@ class TrainConfig(Section):
         shards = self.reproducible.shards if self.reproducible is not None else None
         if shards is None:
             return
+        # Each shard needs a sample in every step, and each worker a shard.
         size, path = self.batch.size(1), ("reproducible", "shards")
         if shards > size:
             raise fault(
@@ -772,6 +807,7 @@ class TrainConfig(Section):
             return None
         if self.reproducible.shards is not None:
             return self.reproducible.shards
+        # Rounded up to a power of two, because these divide evenly among 1, 2, 4 and 8 workers.
         most = self.workers.max or max(DEFAULT_MAX_WORKERS, self.workers.min)
         return min(1 << (most - 1).bit_length(), self.batch.size(1))
 
@@ -783,6 +819,7 @@ class TrainConfig(Section):
         """
         if cores is None:
             cores = (
+                # The cores that this process may use, which a container may limit.
                 len(os.sched_getaffinity(0))
                 if hasattr(os, "sched_getaffinity")
                 else os.cpu_count() or 1

@@ -83,6 +83,7 @@ class SourceMap:
 
     def without(self, flags: Mapping[str, Any]) -> SourceMap:
         """Drop the positions of values that flags override: errors then point at line 1."""
+        # A flag that sets one key of a group, such as workers.max, keeps the group's positions.
         gone = {(key,) for key, value in flags.items() if not isinstance(value, Mapping)}
         keys = {path: span for path, span in self.keys.items() if path[:1] not in gone}
         values = {path: span for path, span in self.values.items() if path[:1] not in gone}
@@ -101,6 +102,7 @@ class SourceMap:
     def span_of(self, path: Path, *, at_key: bool = False) -> Span:
         """Return the position of ``path``, or of the nearest enclosing group in the cell."""
         first, second = (self.keys, self.values) if at_key else (self.values, self.keys)
+        # An error about a missing key has no position: point at the group that lacks it.
         span = first.get(path) or second.get(path)
         for depth in range(len(path) - 1, 0, -1):
             if span is not None:
@@ -140,6 +142,7 @@ def nearest(word: str, names: Iterable[str], *, count: int = 1) -> list[str]:
     >>> nearest("optimiser", ["epochs", "optimizer"])
     ['optimizer']
     """
+    # Compare without case, but return the name as it is spelled.
     by_folded: dict[str, str] = {}
     for name in names:
         by_folded.setdefault(name.casefold(), name)

@@ -22,6 +22,7 @@ def split_s3_url(url: str) -> tuple[str, str]:
     """
     bucket, _, prefix = url.removeprefix(S3).partition("/")
     prefix = prefix.strip("/")
+    # As in s3://KEY:SECRET@bucket. Do not repeat the text in the message.
     if "@" in bucket:
         raise ValueError("has credentials in it; they come from AWS_PROFILE or ~/.aws")
     if not bucket:

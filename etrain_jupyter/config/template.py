@@ -50,6 +50,7 @@ def _section(section: type[Section], *, indent: str = "", off: bool = False) -> 
 
 def _mark(info: FieldInfo) -> str:
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    # As comments, because only one of the two keys may be given.
     if "instead_of" in extra:
         return "# or "
     return "" if info.is_required() or "usual" in extra else "# "

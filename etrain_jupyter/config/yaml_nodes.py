@@ -37,18 +37,18 @@ _CORE = "tag:yaml.org,2002:"
 _ADVICE = (
     (
         "mapping values are not allowed",
-        "put quotes around a value that holds ': '; else check the indentation",
+        "put quotes around a value that contains ': ', or check the indentation",
     ),
     ("could not find expected ':'", "write 'key: value', with a space after the colon"),
-    ("found character '\\t'", "indent with spaces, YAML takes no tabs"),
-    ("cannot start any token", "put quotes around a value that begins with this character"),
+    ("found character '\\t'", "indent with spaces; YAML does not allow tabs"),
+    ("cannot start any token", "put quotes around a value that starts with this character"),
     (
         "expected ',' or",
-        "close the bracket, and put quotes around an expression in it that holds , : { or [",
+        "close the bracket, and put quotes around an expression in it that contains , : { or [",
     ),
-    ("expected <block end>", "keys of one group begin in the same column"),
-    ("found undefined alias", "put quotes around a value that begins with *"),
-    ("but found another document", "a cell holds one job: remove the line '---'"),
+    ("expected <block end>", "the keys of a group must start in the same column"),
+    ("found undefined alias", "put quotes around a value that starts with *"),
+    ("but found another document", "a cell describes one job: remove the line '---'"),
     ("while scanning a quoted scalar", "close the quotes"),
 )
 
@@ -57,6 +57,7 @@ class _Resolver(BaseResolver):
     """Scalar resolver for the core schema of YAML 1.2."""
 
 
+# PyYAML tries a pattern only for scalars that start with one of the listed characters.
 for _name, _pattern, _first in (
     ("null", r"^(?:null|Null|NULL|~|)$", ["n", "N", "~", ""]),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
@@ -126,6 +127,8 @@ def _load(
     """Read a text that begins on line ``first_line_number`` of ``lines``."""
     try:
         node = _Loader(body).get_single_node()
+        #   text -> PyYAML's scanner and parser -> nodes with marks -> _NodeReader -> plain data
+        #           MarkedYAMLError: syntax                            CellError: keys, tags, !py
         reader = _NodeReader(body, lines, first_line_number, namespace)
         data = reader.read(node, ()) if node is not None else None
     except ReaderError as exc:
@@ -149,13 +152,13 @@ class _NodeReader:
         first_line_number: int,
         namespace: Mapping[str, Any] | None,
     ) -> None:
-        """Create a reader; ``namespace`` has the names for ``!py``, and None rejects that tag."""
         self._body = body
         self._first = first_line_number
         self._namespace = namespace
         self._num_read = 0
         self._keys: dict[Path, Span] = {}
         self._values: dict[Path, Span] = {}
+        # Nodes that are being read, by identity: an alias to one of them would never end.
         self._open: set[int] = set()
         self.computed: set[Path] = set()
         self.source = SourceMap(lines=lines, keys=self._keys, values=self._values)
@@ -166,9 +169,9 @@ class _NodeReader:
         self._num_read += 1
         if self._num_read > MOST_VALUES:
             # A few hundred bytes of nested aliases can expand to more values than fit into memory.
-            raise self._error(node, f"the text holds more than {MOST_VALUES:,} values", path)
+            raise self._error(node, f"the text contains more than {MOST_VALUES:,} values", path)
         if id(node) in self._open:
-            raise self._error(node, "this alias stands inside the value that it repeats", path)
+            raise self._error(node, "this alias is inside the value that it refers to", path)
         self._open.add(id(node))
         try:
             return self._value(node, path)
@@ -201,9 +204,9 @@ class _NodeReader:
             if key in result:
                 raise self._error(
                     key_node,
-                    f"key '{key}' is given twice",
+                    f"duplicate key '{key}'",
                     inner,
-                    f"it stands on line {self._keys[inner].line} already: keep one of the two",
+                    f"it is already on line {self._keys[inner].line}: keep one of the two",
                 )
             self._keys[inner] = self._span(key_node)
             result[key] = self.read(value_node, inner)
@@ -213,7 +216,7 @@ class _NodeReader:
         if isinstance(node, yaml.ScalarNode) and node.tag == _CORE + "str":
             return str(node.value)
         what = f"'{node.value}'" if isinstance(node, yaml.ScalarNode) else "a group or a list"
-        raise self._error(node, f"a key is a word, not {what}", path)
+        raise self._error(node, f"a key must be a word, not {what}", path)
 
     def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
         text: str = node.value
@@ -240,8 +243,9 @@ class _NodeReader:
             # names.
             return eval(compile(text.strip(), "<!py>", "eval"), dict(self._namespace))
         except SyntaxError as exc:
+            # Point into the expression: Python's offset counts from 1.
             span = self._inside(node, text, (exc.offset or 1) - 1)
-            message = f"!py {text}: this is no Python expression ({exc.msg})"
+            message = f"!py {text}: this is not a valid Python expression ({exc.msg})"
             raise self.source.error_at(span, message, path=path) from exc
         except NameError as exc:
             unknown = exc.name or str(exc)
@@ -255,14 +259,14 @@ class _NodeReader:
             raise self._error(node, message, path) from exc
 
     def _py_in_file(self, node: yaml.Node, path: Path) -> CellError:
-        message = "!py is not evaluated in a file: a file holds values only"
+        message = "!py is not evaluated in a file, which may contain plain values only"
         return self._error(node, message, path, "write the value itself; !py works in cells only")
 
     def _unknown_tag(self, node: yaml.Node, path: Path) -> CellError:
         tag = node.tag.replace(_CORE, "!!")
-        hint = "the one tag here is !py; put quotes around a text that begins with '!'"
+        hint = "the only tag here is !py; put quotes around a text that starts with '!'"
         if self._namespace is None:
-            hint = "a file takes no tags; put quotes around a text that begins with '!'"
+            hint = "tags are not allowed in a file; put quotes around a text that starts with '!'"
         return self._error(node, f"unknown tag '{tag}'", path, hint)
 
     def _error(self, node: yaml.Node, message: str, path: Path, hint: str = "") -> CellError:
@@ -274,6 +278,7 @@ class _NodeReader:
             length = end.column - start.column
         else:
             text = self.source.text_of(start.line + self._first)
+            # The node continues on later lines: mark the rest of its first line, without a comment.
             length = len(text.split(" #")[0].rstrip()) - start.column
         # PyYAML's marks count from 0.
         return Span(line=start.line + self._first, column=start.column + 1, length=max(1, length))
@@ -309,6 +314,7 @@ def _core_value(kind: str, text: str) -> Any:
         return text.lower() == "true"
     if kind == "float":
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    # Not int(text, 0), which rejects leading zeros: in YAML 1.2, 017 is seventeen.
     base = {"0o": 8, "0x": 16}.get(text[:2], 10)
     return int(text, base)
 
@@ -319,7 +325,7 @@ def _unreadable(
     before = LINE_BREAK.split(body[: exc.position])
     span = Span(line=len(before) - 1 + first_line_number, column=len(before[-1]) + 1)
     code = exc.character if isinstance(exc.character, int) else ord(exc.character)
-    message = f"the character U+{code:04X} may not stand in a cell"
+    message = f"the character U+{code:04X} is not allowed in a cell"
     return SourceMap(lines=lines).error_at(
         span, message, hint="remove it: it came with pasted text"
     )
@@ -329,9 +335,10 @@ def _syntax_error(
     exc: yaml.MarkedYAMLError, lines: tuple[str, ...], first_line_number: int
 ) -> CellError:
     mark = exc.problem_mark or exc.context_mark
-    problem = exc.problem or exc.context or "this is no YAML"
+    problem = exc.problem or exc.context or "this is not valid YAML"
     described = f"{exc.context}, {problem}" if exc.context and exc.context != problem else problem
     hint = next((advice for sign, advice in _ADVICE if sign in described), "")
+    # Some errors of the composer have no position.
     if mark is None:
         start = Span(line=first_line_number, column=1)
         return SourceMap(lines=lines).error_at(start, problem, hint=hint)
@@ -348,12 +355,12 @@ def _syntax_error(
         line, column, problem = line - 1, 1, "this line has no ':'"
         hint = "write 'key: value', with a space after the colon"
     return SourceMap(lines=lines).error_at(
-        Span(line=line, column=column), f"this is no YAML: {problem}", hint=hint
+        Span(line=line, column=column), f"this is not valid YAML: {problem}", hint=hint
     )
 
 
 def _lacks_colon(lines: tuple[str, ...], line: int, first: int) -> bool:
-    """Return whether YAML joins a line with the next one, which was meant as a separate key."""
+    # YAML joins two lines of plain text in the same column. Here the second was meant as a key.
     text, following = lines[line - 1], lines[line]
     same_column = len(text) - len(text.lstrip()) == len(following) - len(following.lstrip())
     return line >= first and same_column and bool(text.strip()) and ":" not in text

@@ -32,7 +32,7 @@ logger = logging.getLogger("etrain.keeper")
 
 MAX_DEATHS = 5
 WITHIN_S = 60.0
-"""``MAX_DEATHS`` deaths within this many seconds: give up, the next scheduler would die as well."""
+"""After ``MAX_DEATHS`` deaths within this many seconds, give up: the next one would die as well."""
 
 FIRST_BACK_OFF_S = 0.5
 STOP_TIMEOUT_S = 12.0
@@ -69,6 +69,8 @@ class ChildWatch:
     """
 
     def __init__(self) -> None:
+        # Not ``os.waitpid(pid, 0)``: it would neither reap the adopted orphans meanwhile nor return
+        # after a SIGTERM, because Python retries interrupted system calls.
         self._wake_read, wake_write = os.pipe()
         for end in (self._wake_read, wake_write):
             os.set_blocking(end, False)
@@ -101,16 +103,18 @@ class ChildWatch:
             self._wait_for_signal(left)
 
     def _wait_for_signal(self, timeout_s: float | None) -> None:
+        # A signal between the check of the caller and this call has already written its byte, so
+        # select returns immediately: no wake-up is lost.
         select.select([self._wake_read], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
     def _reap(self, pid: int) -> int | None:
-        """Reap all exited children, including adopted orphans; return the exit code of ``pid``."""
+        # All exited children, including adopted orphans; the result is the exit code of ``pid``.
         found = None
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == pid:
+                if ended[0] == pid:  # others are workers of a dead scheduler, or their children
                     found = os.waitstatus_to_exitcode(ended[1])
         return found
 
@@ -153,7 +157,8 @@ class Keeper:
         runs when SIGTERM arrives            stops it and returns True
         ===================================  =====================================================
         """
-        # A folder that is taken over continues the count of its previous keeper.
+        # A folder that is taken over continues the count of its previous keeper: workers connect
+        # only to a scheduler with a higher number than their last one.
         died_at, incarnation = self._cluster.last_life()
         first = incarnation + 1
         while not self._children.is_stop_requested:
@@ -175,7 +180,7 @@ class Keeper:
             if code == START_FAILED and incarnation == first:
                 return False  # it has notified the launcher, which cleans up
             if not self._cluster.is_published():
-                return True  # it was already shutting down
+                return True  # it was already shutting down; stopping the workers is up to us now
             died_at = time.time()
             delay_s = self._restarts.after_death(time.monotonic())
             if delay_s is None:
@@ -192,7 +197,7 @@ class Keeper:
         return True
 
     def _may_retry(self, exc: OSError) -> bool:
-        """Wait for the back-off after a failed fork; return False after too many failures."""
+        # The fork failed: no memory, or no process. Wait as after a death, or give up.
         logger.error("the scheduler could not be restarted: %s", exc)
         delay_s = self._restarts.after_death(time.monotonic())
         if delay_s is None:
@@ -202,7 +207,8 @@ class Keeper:
         return True
 
     def _stop_scheduler(self, pid: int) -> None:
-        """Send SIGTERM to the scheduler and wait: it stops its workers first."""
+        # It stops its workers first, which takes seconds. ``main`` then kills what is left of the
+        # cluster, including a scheduler that hangs.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         if self._children.wait_for_stopped(pid, timeout_s=STOP_TIMEOUT_S) is None:
@@ -236,7 +242,8 @@ def shut_down_cluster(cluster: ClusterDir) -> None:
         except TimeoutError:
             logger.warning("another cluster is starting; shutting down alongside it")
         cluster.retract()
-        # Trainers exit with their workers, but processes that user code started may not.
+        # Trainers exit with their workers, but processes that user code started may not. They have
+        # the cluster's marker in their environment.
         kill_processes_of(cluster.cluster_id)
         logger.info("cluster %s has shut down", cluster.cluster_id)
         cluster.remove()
@@ -254,15 +261,16 @@ class SchedulerStarter:
     def __init__(self, cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
         self._cluster = cluster
         self._for_first = [lock_fd, ready_fd]
-        # Only this process has the write end, so the pipe closes when the keeper dies. Workers
-        # read from it and exit then, however the keeper died.
+        # Only this process has the write end, so the kernel closes the pipe when the keeper dies,
+        # even by SIGKILL. The scheduler and the workers read from it and exit then.
         self._parent_pipe, self._kept_open = os.pipe()
 
     def __call__(self, incarnation: int, died_at: float) -> int:
         """Start a scheduler process and return its id."""
         flags = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *flags, "-m", "etrain_jupyter.head.main"]
-        # A restarted scheduler has neither a lock to release nor a launcher to notify.
+        # A restarted scheduler has neither a lock to release nor a launcher to notify. An inherited
+        # lock would also keep the next cluster from starting for as long as it runs.
         fds, self._for_first = self._for_first, []
         options = {
             **dict(zip(("lock-fd", "ready-fd"), map(str, fds), strict=False)),
@@ -278,14 +286,14 @@ class SchedulerStarter:
         )
         for fd in fds:
             os.close(fd)
-        # ``ChildWatch`` reaps the process. With a return code set, Popen neither waits for it nor
-        # warns that it still runs.
+        # ``ChildWatch`` reaps the process. With a return code set, the destructor of Popen neither
+        # reaps it first, which would lose the exit code, nor warns that it still runs.
         process.returncode = 0
         return process.pid
 
 
 def detach() -> None:
-    """Continue in a child of init: the kernel need not reap it, and its exit does not affect it."""
+    """Continue in a child of init, which the notebook kernel need not reap."""
     if os.fork():
         os._exit(0)
     # The launcher started a new session, so SIGHUP and SIGINT can only arrive by mistake. Install

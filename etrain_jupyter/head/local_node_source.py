@@ -34,7 +34,8 @@ class LocalHeadNodes(LocalNodes):
             linger_s=facts.settings.linger_s,
             on_end=self._records.remove,
         )
-        # The records on disk outlive the scheduler; the processes themselves belong to the keeper.
+        # The processes belong to the keeper, and their records on disk outlive the scheduler. Adopt
+        # them before anything is started: a slot of a survivor must not get a second worker.
         self.adopt(
             self._records.survivors(),
             num_named=self._records.num_named(),
@@ -56,6 +57,7 @@ class LocalHeadNodes(LocalNodes):
 
     def _spawn_worker(self, name: str, slot: Slot) -> subprocess.Popen[bytes]:
         cluster = self._facts.cluster
+        # As in this process: a file in the notebook's folder must not shadow a module.
         flags = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *flags, "-m", "etrain_jupyter.worker.main"]
         options = {

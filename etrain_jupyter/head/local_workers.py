@@ -52,7 +52,7 @@ class LocalNodes:
         slots: Capacity for workers.
         spawn: Starts a worker with a name in a slot.
         is_connected: Returns True if the scheduler is connected to a worker.
-        is_busy: Returns True if a job uses a worker; None if that is unknown.
+        is_busy: Returns True if a job may be using a worker.
         linger_s: Seconds for which surplus workers are kept.
         on_end: Called with the name of a worker that has exited.
     """
@@ -65,7 +65,7 @@ class LocalNodes:
         spawn: Callable[[str, Slot], subprocess.Popen[bytes]],
         *,
         is_connected: Callable[[str], bool],
-        is_busy: Callable[[str], bool] | None = None,
+        is_busy: Callable[[str], bool],
         linger_s: float = 60.0,
         on_end: Callable[[str], None] = lambda name: None,
     ) -> None:
@@ -105,7 +105,7 @@ class LocalNodes:
                     started_at=time.monotonic(),
                 )
                 logger.info("adopted worker %s, process %d", survivor.name, survivor.pid)
-        # Keep all of them until the restored jobs report how many they want.
+        # Keep all of them until the restored jobs have requested their number: they are training.
         self._wanted = len(self._processes)
 
     def want(self, count: int, *, reason: str) -> None:
@@ -148,6 +148,7 @@ class LocalNodes:
         if process is None or process.is_draining:
             return
         process.is_draining = process.is_end_wanted = True
+        # SIGTERM starts an orderly end: the worker closes its connection, and kills its trainers.
         _signal(process.popen, signal.SIGTERM)
         self._call_later(f"kill {worker}", drain_s, lambda: self.kill(worker))
         self._reconcile()
@@ -180,12 +181,12 @@ class LocalNodes:
             self._timers.pop(name).cancel()
         for process in self._processes.values():
             _signal(process.popen, signal.SIGTERM)
-        if not await self._are_all_gone(grace_s):
+        if not await self._wait_until_gone(grace_s):
             for name in list(self._processes):
                 self.kill(name)
-            await self._are_all_gone(2.0)
+            await self._wait_until_gone(2.0)
 
-    async def _are_all_gone(self, timeout_s: float) -> bool:
+    async def _wait_until_gone(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
             # Poll as well: a SIGCHLD may arrive before the event loop handles signals.
@@ -206,7 +207,8 @@ class LocalNodes:
         if self._is_closing:
             return
         target = min(max(self._wanted, self._held), len(self._slots))
-        # A draining worker counts as gone: its replacement starts now if a slot is free.
+        # A draining worker counts as gone: its replacement starts now if a slot is free, and else
+        # when its process has exited (reap).
         num_kept = sum(not process.is_draining for process in self._processes.values())
         # Surplus workers stay for linger_s, because the next job often starts right after one
         # ended and a warm worker saves seconds. Any demand in the meantime cancels the release.
@@ -219,7 +221,7 @@ class LocalNodes:
 
     def _start(self, count: int) -> None:
         wait_s = self._retry_at - time.monotonic()
-        if wait_s > 0:
+        if wait_s > 0:  # workers have died early: see back_off_s
             self._call_later("retry", wait_s, self._reconcile)
             return
         # The slot of a draining worker stays taken until its process has exited.
@@ -247,18 +249,21 @@ class LocalNodes:
         """Release surplus workers, newest first, except those that a job may be using."""
         target = min(max(self._wanted, self._held), len(self._slots))
         kept = [process for process in self._processes.values() if not process.is_draining]
-        idle = [process for process in kept if not self._may_be_busy(process.name)]
+        idle = [process for process in kept if not self._is_busy(process.name)]
         for process in idle[::-1][: len(kept) - target]:
             self.release(process.name, drain_s=10.0)
 
-    def _may_be_busy(self, worker: str) -> bool:
-        return self._is_busy(worker) if self._is_busy is not None else self._wanted > 0
-
     def _forget(self, process: WorkerProcess) -> None:
         """Remove an exited worker, kill its leftover children, and set the back-off."""
+        #     a worker died after    the next one starts
+        #     0.4 s                  immediately: one early death may have been an accident
+        #     0.4 s again            after 0.5 s; then 1, 2, 4 ... 30 s: it would die as well
+        #     5.0 s                  immediately: workers can start, so the count begins again
         del self._processes[process.name]
         self._on_end(process.name)
         self._cancel(f"kill {process.name}")
+        # The worker led its group. A pid that is in use as a group's number is not reused, so while
+        # the worker's children are left, the signal reaches only them.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.popen.pid, signal.SIGKILL)
         if process.popen.stdin is not None:
@@ -278,17 +283,15 @@ class LocalNodes:
         )
 
     def _back_off(self, lived_s: float) -> float:
-        """Count a failure; return the delay before the next start, in seconds."""
         # A worker that ran for a while proves that workers can start: its death counts as the
-        # first failure, which is retried immediately.
+        # first failure, which is retried immediately, see back_off_s.
         self._num_failures = 1 if lived_s >= HEALTHY_S else self._num_failures + 1
         delay_s = back_off_s(self._num_failures)
         self._retry_at = time.monotonic() + delay_s
         return delay_s
 
     def _call_later(self, name: str, delay_s: float, do: Callable[[], None]) -> None:
-        """Call ``do`` after a delay; replaces the timer that already has this name."""
-
+        # Replaces the timer of the same name.
         def run() -> None:
             self._timers.pop(name, None)
             do()

@@ -79,7 +79,7 @@ class Head:
         self._settings = cluster.settings()
         self._stop = asyncio.Event()
         self._touched_at = time.monotonic()
-        self._load: Load | None = None
+        self._load: Load | None = None  # as last written
         self._tasks: set[asyncio.Task[Any]] = set()
         # Nodes, coordinator and scheduler need each other. The lambdas look up the coordinator and
         # the scheduler when they are called, which is after this constructor has returned.
@@ -108,7 +108,7 @@ class Head:
         loop.add_signal_handler(signal.SIGCHLD, self.nodes.reap)
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         # Restore the jobs before the scheduler listens. Otherwise a kernel that reconnects early
-        # would get the answer that its job is unknown.
+        # would be refused because its job is unknown.
         self.coordinator.register(self.scheduler)
         self.coordinator.recall(self._cluster.jobs, died_at=self._incarnation.died_at)
         handlers: dict[type[q.Request[Any]], Any] = {
@@ -123,7 +123,7 @@ class Head:
             self.scheduler.handlers[request.op] = q.handler_of(request, handler)
         await self.scheduler
         await self.nodes.start(self.scheduler.address)
-        # Report costs once before any job runs: what was spent so far belongs to no job.
+        # Report costs once before any job runs: the costs up to now belong to no job.
         self._report_costs()
         self._cluster.publish(
             self.scheduler.address,
@@ -146,8 +146,9 @@ class Head:
                     logger.exception("%s failed", task.__name__)
 
     def _write_load(self) -> None:
-        """Write the cluster's number of workers and idle time to its folder, if they changed."""
         idle_s = self.coordinator.idle_s()
+        # ``idle_s`` is measured on the monotonic clock, whose difference to the wall clock jitters.
+        # Without the comparison below, the file would be written every second.
         since = time.time() - idle_s if idle_s > 0 else None
         load = Load(workers=len(self.nodes.nodes()), idle_since=since)
         previous = self._load
@@ -164,14 +165,13 @@ class Head:
         return not self.nodes.replaces_early
 
     def _report_costs(self) -> None:
-        """Pass the nodes' costs to the coordinator, which adds them to the jobs' logs."""
         self.coordinator.take_costs(self.nodes.costs())
 
     def _remove_worker(self, worker: str, why: str) -> None:
-        """Remove a worker whose machine is gone: its connection may stay open for a minute."""
+        # A machine that vanishes closes no connection: Dask would notice only when TCP gives up.
         address = self.scheduler.aliases.get(worker)
         if address is None:
-            return
+            return  # not connected yet, or no longer
         logger.info("removing worker %s: %s", worker, why)
         removal = self.scheduler.remove_worker(
             address, stimulus_id=f"etrain-gone-{time.time()}", expected=True, close=False
@@ -183,7 +183,8 @@ class Head:
 
     async def close(self) -> None:
         """Stop the workers, then the scheduler."""
-        # First remove the address, so that no kernel connects to a cluster that shuts down.
+        # First remove the address, so that no kernel connects to a cluster that shuts down. If this
+        # process dies from here on, the keeper does not restart it, and workers do not wait for it.
         self._cluster.retract()
         await self.nodes.close(grace_s=WORKERS_END_S)
         with contextlib.suppress(TimeoutError):
@@ -204,17 +205,16 @@ class Head:
         )
 
     def _port(self) -> int:
-        """Return the previous scheduler's port if it is free, else 0 for any port.
-
-        Kernels and workers also find a new address, but they reconnect faster to the same one.
-        """
+        # The previous scheduler's port if it is free, otherwise any (0). Kernels and workers also
+        # find a new address, but they reconnect faster to the same one.
         record = self._cluster.record()
         port = self._settings.port
-        if record is not None:
+        if record is not None:  # of the previous scheduler: this one has not published its own yet
             port = int(record.address.rpartition(":")[2])
         if not port:
             return 0
         with socket.socket() as probe:
+            # As Dask's server does: connections of the dead scheduler may be in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((self._settings.host, port))
@@ -223,17 +223,18 @@ class Head:
         return port
 
     def _is_closed(self) -> bool:
-        """Return True if the scheduler was closed through Dask, not through us."""
+        # A client may close it through Dask, without a request to us.
         return self.scheduler.status.name in ("closing", "closed", "failed")
 
     def _is_idle(self) -> bool:
         idle_s = self.coordinator.idle_s()
+        # Not while a job is active: it can still finish.
         if idle_s > 0 and not self._cluster.is_published():
             logger.info(
                 "cluster.json was removed, so no kernel can find this cluster: shutting down"
             )
             return True
-        # A kernel that has just connected is about to submit a job.
+        # A kernel sends TouchCluster when it connects, and is about to submit a job.
         idle_s = min(idle_s, time.monotonic() - self._touched_at)
         if idle_s < self._settings.idle_s:
             return False
@@ -272,6 +273,14 @@ async def run_head(
 
     The keeper removes the cluster's folder afterwards.
     """
+    # The first scheduler of a cluster, and one that the keeper has restarted:
+    #
+    #     incarnation     1                               2, 3 ...
+    #     certificates    minted                          those of incarnation 1
+    #     jobs            none                            restored from their records
+    #     workers         started on request              adopted; they reconnect within seconds
+    #     launcher        releases the start lock, then   none: lock_fd and ready_fd are -1
+    #                     notifies it
     ensure_certificates(cluster)
     head = Head(cluster, incarnation)
     try:
@@ -289,8 +298,8 @@ async def run_head(
                     stack.enter_context(start_lock(root, cluster.lock_key, timeout_s=1.0))
             await head.close()
     except BaseException:
-        # The next scheduler of a published cluster adopts the workers. Without a record there is
-        # no next scheduler.
+        # The keeper restarts the scheduler of a published cluster, and the next one adopts the
+        # workers. Without a record there is no next scheduler, so stop them here.
         if not cluster.is_published():
             await head.nodes.close(grace_s=0)
         raise
@@ -304,10 +313,8 @@ def notify_launcher(ready_fd: int, line: bytes) -> None:
 
 
 def describe_cause(error: BaseException) -> str:
-    """Return the root cause of an error in one line: Dask wraps what a plugin raises.
-
-    A ``PoolError`` is returned as it is, because its message already names cause and remedy.
-    """
+    """Return the root cause of an error in one line."""
+    # Dask wraps what a plugin raises. Stop at a PoolError: it already names cause and remedy.
     while (cause := error.__cause__ or error.__context__) is not None:
         if isinstance(error, PoolError):
             break
@@ -329,6 +336,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def ensure_certificates(cluster: ClusterDir) -> None:
     """Create the cluster's certificates, unless a previous scheduler did."""
+    # A new authority would lock out the surviving workers, which have the previous certificates.
     if not cluster.tls.exists():
         write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
 
@@ -338,7 +346,7 @@ def main() -> None:
     arguments = parse_arguments()
     cluster = ClusterDir(arguments.state_dir)
     parent_pipe = die_with_parent(arguments.keeper)
-    # The keeper handles signals to its process group; see ``keeper.detach``.
+    # Both can only arrive by mistake, see ``keeper.detach``, whose handlers are lost in exec.
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     log_to_stderr()

@@ -1,9 +1,9 @@
-"""Steps as columns: the form in which a log of a million steps is kept, written and folded.
+"""Steps as columns, for logs of a million steps: in memory, in segments, and in folds.
 
 A step takes about 90 bytes here, and more than 1,000 as an object. A ``Block`` is a part of a log
 without gaps: its steps as columns, and the other events between them as JSON lines. It reproduces
-exactly the events that went in: a step that does not fit its columns (a number that is too large, a
-value of another type) stays a line too.
+its events exactly: a step that does not fit the columns (a number that is too large, a value of
+another type) stays a line, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import bisect
 import dataclasses
 import functools
 import json
+import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from etrain_jupyter.log.events import Event, StepCompleted, event_from_dict
 
 Column: TypeAlias = NDArray[Any]
 
-_APART = frozenset({"job_id", "seq", "metrics"})
-"""Fields of a step that are not columns: the block has one job, places and metric columns."""
+# Fields of a step that are not columns: the block has one job, places and metric columns.
+_NOT_COLUMNS = frozenset({"job_id", "seq", "metrics"})
 
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "bool": np.bool_}
 _INT_TYPES = (np.int8, np.int16, np.int32, np.int64)
@@ -33,11 +34,8 @@ FORGOTTEN = "..."
 """Text of a log line whose text is not kept in memory; the job's log has it."""
 
 _LOG_LINE = b'{"event":"LogLine"'
-_FORGOTTEN_BEGIN = b"{ "
-"""Start of a line whose text was dropped: it does not count as a log line again."""
-
-_FEW_ROWS = 8
-"""A shorter run of rows is cheaper as events than as columns."""
+_FORGOTTEN_BEGIN = b"{ "  # of a line without its text, which must not count as a log line again
+_FEW_ROWS = 8  # a shorter run of rows is cheaper as events than as columns
 
 encode_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -47,7 +45,7 @@ def step_columns() -> dict[str, type]:
     """Return the fields of a step that are columns, with their types."""
     types = {"int": int, "float": float, "bool": bool}
     fields = dataclasses.fields(StepCompleted)
-    return {f.name: types[str(f.type)] for f in fields if f.name not in _APART}
+    return {f.name: types[str(f.type)] for f in fields if f.name not in _NOT_COLUMNS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +82,7 @@ class Block:
         """Return the block without the texts of its log lines, which take most of its memory."""
         if not self.num_lines:
             return self
+        # All lines share one object. It has no sequence number: ``_other`` derives it.
         first = next(line for line in self.others if _is_log_line(line))
         values = json.loads(first) | {"worker": "", "text": FORGOTTEN, "seq": 0}
         stub = _FORGOTTEN_BEGIN + encode_json(values)[1:].encode("utf-8", "surrogatepass")
@@ -92,6 +91,8 @@ class Block:
 
     def events(self, start: int = 0, stop: int | None = None) -> Iterator[Event]:
         """Rebuild the events from position ``start`` to before ``stop``."""
+        # place   0      1     2     3      4        places = [1, 2, 4]
+        #         other  step  step  other  step     at place 3 two steps precede: others[3 - 2]
         stop = self.num_events if stop is None else min(stop, self.num_events)
         row, end = (int(found) for found in np.searchsorted(self.places, (start, stop)))
         steps = self._steps(row, end)
@@ -129,12 +130,13 @@ class Block:
             yield StepRun(block=self, start=start, end=end)
 
     def _run_ends(self) -> list[int]:
-        """Return the rows at which a new run starts."""
+        # A run ends where a fold that skips its inner steps would miss something: at another event,
+        # a step that is trained again, or a value that a panel or an audit looks for.
         if len(self.places) < 2:
             return []
         columns = self.columns
         is_end = np.diff(self.places) != 1
-        is_end |= np.diff(columns["step"].astype(np.int64)) <= 0
+        is_end |= np.diff(columns["step"].astype(np.int64)) <= 0  # int8 would overflow
         for name in ("generation", "world_size", "ranks_agree", "skipped"):
             is_end |= columns[name][1:] != columns[name][:-1]
         is_end |= self.metric_set[1:] != self.metric_set[:-1]
@@ -142,6 +144,7 @@ class Block:
         return ends
 
     def _steps(self, start: int, end: int) -> Iterator[StepCompleted]:
+        # ``tolist`` gives Python's own numbers, and is faster than element access.
         names = list(self.columns)
         rows = zip(*(self.columns[name][start:end].tolist() for name in names), strict=True)
         places = self.places[start:end].tolist()
@@ -237,7 +240,9 @@ def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> B
             places.append(place)
             steps.append(vars(event))
         else:
+            # In memory a text may have surrogates, which the log file has only escaped.
             others.append(encode_json(event.to_json_dict()).encode("utf-8", "surrogatepass"))
+    # Most steps measure the same metrics: each combination is stored once, and steps refer to it.
     sets: dict[tuple[str, ...], int] = {}
     metric_set = [sets.setdefault(tuple(step["metrics"]), len(sets)) for step in steps]
     return Block(
@@ -268,13 +273,12 @@ def _is_log_line(line: bytes) -> bool:
 
 
 def _fits(event: StepCompleted) -> bool:
-    """Return whether columns reproduce this step exactly."""
     values = vars(event)
     for name, kind in step_columns().items():
         value = values[name]
-        if type(value) is not kind:
+        if type(value) is not kind:  # a loss of 1 would come back as 1.0
             return False
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:  # the bounds of int64
             return False
     return all(type(v) is float and type(k) is str for k, v in event.metrics.items())
 
@@ -285,7 +289,7 @@ def _column(values: list[Any]) -> Column:
 
 
 def _narrow(column: Column) -> Column:
-    """Return integers in the smallest type that can hold them."""
+    # The smallest integer type that holds all values.
     if not len(column):
         return column.astype(np.int8)
     low, high = int(column.min()), int(column.max())
@@ -306,13 +310,12 @@ class Events(Sequence[Event]):
     """Number of consecutive events that are packed into a block; fewer stay as objects."""
 
     def __init__(self, events: Sequence[Event] = ()) -> None:
+        # Tuples, replaced as a whole: readers and copies may keep the ones they have.
         self._blocks: tuple[Block, ...] = ()
-        self._starts: tuple[int, ...] = ()
-        """Number of events before each block."""
-        self._num_packed = 0
-        self._tail: list[Event] = []
-        self._num_searched = 0
-        """Blocks that ``forget_lines`` has searched."""
+        self._starts: tuple[int, ...] = ()  # number of events before each block
+        self._num_packed = 0  # events in blocks
+        self._tail: list[Event] = []  # the newest events
+        self._num_searched = 0  # blocks that ``forget_lines`` has searched
         self._lock = threading.Lock()
         self.extend(events)
 
@@ -332,6 +335,7 @@ class Events(Sequence[Event]):
             events = events._tail
         with self._lock:
             self._tail.extend(events)
+            # At least PACK_AT events stay as objects: the newest are read most often.
             while len(self._tail) >= 2 * self.PACK_AT and _is_dense(self._tail[: self.PACK_AT]):
                 self._push(pack(self._tail[: self.PACK_AT]))
                 del self._tail[: self.PACK_AT]
@@ -339,6 +343,7 @@ class Events(Sequence[Event]):
     def add_block(self, block: Block) -> None:
         """Append a block."""
         with self._lock:
+            # A block has no gaps, so a tail with gaps cannot become one; keep the order.
             if self._tail and not _is_dense(self._tail):
                 self._tail.extend(block.events())
                 return
@@ -354,7 +359,7 @@ class Events(Sequence[Event]):
         """
         with self._lock:
             if len(self._blocks) == self._num_searched:
-                return
+                return  # no new block since the last search
             blocks, num_lines = list(self._blocks), 0
             for number in reversed(range(len(blocks))):
                 if num_lines >= keep:
@@ -427,9 +432,9 @@ class Events(Sequence[Event]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str | bytes):
             return NotImplemented
-        return len(self) == len(other) and all(map(_equal, self, other))
+        return len(self) == len(other) and all(map(operator.eq, self, other))
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # it grows
 
 
 def runs_of(events: Any) -> Iterator[Event | StepRun]:
@@ -440,7 +445,3 @@ def runs_of(events: Any) -> Iterator[Event | StepRun]:
 def _is_dense(events: Sequence[Event]) -> bool:
     first = events[0].seq
     return first > 0 and all(event.seq == first + i for i, event in enumerate(events))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(one == other)

@@ -1,8 +1,7 @@
 """Write segments of a log: ``python -m etrain_jupyter.log.compaction LOG``, and its starter.
 
-Compaction runs in a separate process, because the coordinator's scheduler must stay responsive. It
-needs only the log, may be killed at any time, and is started again when the log has grown by
-another segment.
+Compaction runs in a separate process, because the coordinator's scheduler must stay responsive. The
+process may be killed at any time: the next one starts when the log has grown by another segment.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ class Compactor:
 
     def look(self, last_seq: int) -> None:
         """Start writing if the log is long enough."""
+        # Called for each batch of events: most calls end here.
         if last_seq < self._due or (self._thread is not None and self._thread.is_alive()):
             return
+        # Advance now, not when the process has ended: one that fails is not repeated at once.
         self._due = (last_seq // EVENTS_PER_SEGMENT + 1) * EVENTS_PER_SEGMENT
         name = f"etrain-compact-{self._log_path.parent.name}"
         self._thread = threading.Thread(

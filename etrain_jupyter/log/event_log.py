@@ -1,9 +1,9 @@
 """The durable log of a job: one event per line, as JSON, in the order in which they happened.
 
 There is one writer, the coordinator, and any number of readers, which need nothing but the file.
-The event with ``seq`` n is line n, without gaps, so that a reader can request what it missed.
-Floats that are not finite are written as ``NaN`` and ``Infinity``, which Python reads and strict
-JSON does not have: a diverged loss must not look like a missing one.
+The event with ``seq`` n is line n, without gaps, so that a reader can request the events that it
+has missed. Floats that are not finite are written as ``NaN`` and ``Infinity``, an extension of JSON
+that Python reads: a diverged loss must not look like a missing one.
 
 Durability: every event survives the exit of any process once ``append`` has returned. Events that
 others act on (``DURABLE``) then also survive a crash of the machine; steps and messages are synced
@@ -58,20 +58,20 @@ DURABLE = (
 )
 """Events that readers act on: synced to disk before any reader receives them."""
 
+# Lines parsed with one call: faster than one at a time, and faster than all at once, which makes
+# the garbage collector visit hundreds of thousands of dicts repeatedly.
 _PARSE_LINES = 1000
-"""Lines parsed with one call: faster than one at a time, and faster than all at once, which makes
-the garbage collector visit hundreds of thousands of dicts repeatedly."""
 
 _READ_BYTES = 1024 * 1024
 
+# Maximum length of a line. Without it, a file without line ends would be read into memory.
 _LONGEST_LINE = 64 * 1024 * 1024
-"""Maximum length of a line. Without it, a file without line ends would be read into memory."""
 
+# A symbolic link or a named pipe in place of the log is rejected, never written to.
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""A symbolic link or a named pipe in place of the log is rejected, never written to."""
 
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""Exceptions of parsing something that is not an event."""
+# Exceptions of parsing something that is not an event.
+_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -82,9 +82,8 @@ class EventLog:
     Args:
         path: The file; created with its folder if it does not exist.
         fsync_every_s: Maximum seconds, while events arrive, for which a step or a message is only
-            in the machine's page cache: it survives a crash of any process at once, and a crash of
-            the machine after this time. 0 syncs every batch; None syncs only events in ``DURABLE``
-            and on close.
+            in the machine's page cache, where a crash of the machine loses it. 0 syncs every
+            batch; None syncs only events in ``DURABLE`` and on close.
         clock: Monotonic clock in seconds.
 
     Raises:
@@ -106,14 +105,15 @@ class EventLog:
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise EtrainError(f"{self.path} is not a regular file. Nothing was written to it.")
+            # Lock before the repair: the torn line of a writer that still runs is not torn.
             _lock(self._file, self.path)
             self._size, self._last_seq = _cut_torn_tail(self._file, self.path)
             _fsync_folder(self.path.parent)
         except BaseException:
             os.close(self._file)
             raise
+        # True if bytes may follow the last whole line, because truncating the file failed.
         self._is_torn = False
-        """True if bytes may follow the last whole line, because truncating the file failed."""
         self._synced_at = clock()
         self._is_synced = True
 
@@ -130,12 +130,16 @@ class EventLog:
         Raises:
             OSError: If the disk rejected them; then the log is unchanged.
         """
+        # number -> encode -> write -> fsync, if due -> return -> readers get them
+        #                       |        |
+        #                       +--------+-- OSError: truncate to ``size``, keep ``last_seq``;
+        #                                    the caller may append the same events again
         numbered = [event.with_seq(self._last_seq + i) for i, event in enumerate(events, start=1)]
         if not numbered:
             return []
         try:
             data = _lines_of(numbered)
-        except UnicodeEncodeError:
+        except UnicodeEncodeError:  # rare, so only then is each text checked
             numbered = [event_from_dict(readable(event.to_json_dict())) for event in numbered]
             data = _lines_of(numbered)
         size = self._size
@@ -145,7 +149,7 @@ class EventLog:
                 self.sync()
         except OSError:
             # Half a line would corrupt the next one, and lines whose sync failed are not durable.
-            self._cut(size)
+            self._truncate(size)
             raise
         self._last_seq += len(numbered)
         return numbered
@@ -167,16 +171,16 @@ class EventLog:
             self._file = -1
 
     def _write(self, data: bytes) -> None:
-        if self._is_torn:
+        if self._is_torn:  # raises if it still cannot be truncated: then nothing may be appended
             os.ftruncate(self._file, self._size)
             self._is_torn = False
         written = 0
-        while written < len(data):
+        while written < len(data):  # a disk that is nearly full accepts a part
             written += os.write(self._file, data[written:])
         self._size += len(data)
         self._is_synced = False
 
-    def _cut(self, size: int) -> None:
+    def _truncate(self, size: int) -> None:
         self._size, self._is_torn = size, True
         with contextlib.suppress(OSError):  # the next write retries
             os.ftruncate(self._file, size)
@@ -253,8 +257,9 @@ class LogReader:
                 data = _read_lines(file, math.inf if limit is None else limit, self.path)
         except FileNotFoundError:
             return []
+        # Drop what follows the last newline: the writer may be in the middle of that line.
         lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1][:limit]
-        self._offset += sum(map(len, lines)) + len(lines)
+        self._offset += sum(map(len, lines)) + len(lines)  # with their newlines
         self._lines += len(lines)
         return lines
 
@@ -271,9 +276,11 @@ def _read_lines(file: BinaryIO, limit: float, path: Path) -> bytes:
         pieces.append(piece)
         num_lines = piece.count(b"\n")
         limit -= num_lines
-        length = length + len(piece) if not num_lines else 0
+        length = length + len(piece) if not num_lines else 0  # bytes since the last piece with one
         if length > _LONGEST_LINE:
-            raise EtrainError(f"{path} is not the log of a job: it has a line without an end.")
+            raise EtrainError(
+                f"{path} is not the log of a job: it has a line of over {_LONGEST_LINE >> 20} MiB."
+            )
     return b"".join(pieces)
 
 
@@ -308,9 +315,9 @@ def parse_lines(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
 def _parse_chunk(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
     try:
         dicts = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(dicts) == len(lines):
+        if len(dicts) == len(lines):  # a damaged line may parse as two items
             return [event_from_dict(data) for data in dicts]
-    except _DAMAGE:
+    except _PARSE_ERRORS:
         pass  # Something in it is damaged: parse line by line to find it.
     return [_parse_line(line, path, n) for n, line in enumerate(lines, start=first_line)]
 
@@ -318,15 +325,16 @@ def _parse_chunk(lines: list[bytes], path: Path, first_line: int) -> list[Event]
 def _parse_line(line: bytes, path: Path, number: int) -> Event:
     try:
         return event_from_dict(json.loads(line))
-    except _DAMAGE as exc:
+    except _PARSE_ERRORS as exc:
         raise EtrainError(
             f"Line {number} of {path} is not an event: {line[:80]!r} ({exc}). "
-            f"The {number - 1} before it are whole; remove the rest of the file to read them."
+            f"The {number - 1} lines before it are intact. To read them, remove the rest of it."
         ) from exc
 
 
 def _lock(file: int, path: Path) -> None:
-    """Reject a second writer, for example while a coordinator that was declared dead still runs."""
+    # A second writer is for example a coordinator that was declared dead and still runs. The kernel
+    # releases the lock when a process ends, however it ends.
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
@@ -334,7 +342,7 @@ def _lock(file: int, path: Path) -> None:
             return  # A file system without locks; the generation numbers still fence.
         raise EtrainError(
             f"{path} is being written by another process: the job's coordinator still runs. "
-            "Nothing was written. Look for it with %etrain ls."
+            "Nothing was written. Run %etrain ls to find its cluster."
         ) from exc
 
 
@@ -347,6 +355,9 @@ def _cut_torn_tail(file: int, path: Path) -> tuple[int, int]:
     size = os.fstat(file).st_size
     if size == 0:
         return 0, 0
+    # {"event": ..., "seq": 7}\n      whole: the log continues after this line
+    # \0\0\0\0\0\n                    whole, but no event: a crash of the machine may leave blocks
+    # {"event": ..., "se              torn
     with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
         end, seq = data.rfind(b"\n") + 1, 0
         has_lines = end > 0
@@ -362,15 +373,14 @@ def _cut_torn_tail(file: int, path: Path) -> tuple[int, int]:
 
 
 def _seq_of(line: bytes) -> int:
-    """Return the sequence number in a line; 0 if it is not an event."""
     try:
         return event_from_dict(json.loads(line)).seq
-    except _DAMAGE:
-        return 0
+    except _PARSE_ERRORS:
+        return 0  # not an event
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make a new file's name durable; without its name, its bytes would be lost."""
+    # Make a new file's name durable: without its name, its bytes would be lost.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -138,8 +138,10 @@ class JobPlanned(Event):
         """Return the total steps of the job if its number of workers stays that of ``step``."""
         if not self.per_worker_batch_size:
             return self.total_steps
+        # | epoch 0       | epoch 1       | epoch 2       | ep 3   each part needs its own steps,
+        #                 | done  | here  | epochs = 1    | rest   the last of them a smaller one
         size, length = self.batch_size_of(step.world_size), self.num_train_samples
-        done = step.first + step.samples
+        done = step.first + step.samples  # in its epoch
         left = self.total_samples - step.epoch * length - done
         here = min(length - done, left)  # no step crosses the end of an epoch
         epochs, rest = divmod(left - here, length)
@@ -537,7 +539,7 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
         check_types("UnknownEvent", {"name": name, **common})
         return UnknownEvent(name=name, data=values, **common)
     known = _field_names(name)
-    if values.keys() == known:
+    if values.keys() == known:  # nearly always: only older and newer versions differ
         check_types(name, values)
         # Three times as fast as ``__init__``: a log may have 200,000 lines.
         event: Event = object.__new__(kind)
@@ -565,10 +567,9 @@ def check_types(kind: str, values: Mapping[str, Any]) -> None:
 def _fields_with_items(
     kind: str, names: tuple[str, ...], types: tuple[type, ...]
 ) -> tuple[tuple[str, tuple[type, ...]], ...]:
-    """Check the types of the values themselves; return the fields whose items must be checked.
-
-    Nearly all events of a kind have the same types, so this runs only a few times per log.
-    """
+    # Checks the types of the values themselves, and returns the fields whose items must be checked.
+    # Nearly all events of a kind have the same types, so with the cache this runs a few times per
+    # log.
     annotations = {f.name: str(f.type) for f in dataclasses.fields(Event.kinds[kind])}
     found = []
     for name, kind_of_value in zip(names, types, strict=True):
@@ -580,6 +581,8 @@ def _fields_with_items(
     return tuple(found)
 
 
+# By annotation of a field: the allowed types of a value, and of its items. Numbers are
+# interchangeable: JSON may have 1 for 1.0, and a bool is an int.
 _NUMBER: tuple[type, ...] = (int, float)
 _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "int": (_NUMBER, ()),
@@ -593,10 +596,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "dict[str, float]": ((dict,), _NUMBER),
     "dict[str, Any]": ((dict,), ()),
 }
-"""By annotation of a field: the allowed types of a value, and of its items."""
 
 
 @functools.cache
 def _field_names(kind: str) -> frozenset[str]:
-    """Return the names of a kind's fields. Cached, because it is called once per line."""
     return frozenset(f.name for f in dataclasses.fields(Event.kinds[kind]))

@@ -155,13 +155,11 @@ class JobRecord:
     num_lost: int = 0
     """Workers that were lost without a notice."""
 
-    _starts: dict[int, int] = field(default_factory=dict)
-    """Step at which each generation began, where that is known."""
-    _planned_start: int = 0
-    """Where the newest generation was meant to begin."""
+    _starts: dict[int, int] = field(default_factory=dict)  # step by generation, where known
+    _planned_start: int = 0  # where the newest generation was meant to begin
+    # Ranks of the newest generation that have neither left nor been lost; None if its beginning is
+    # not in the log, or the job was resumed since.
     _present: frozenset[str] | None = None
-    """Ranks of the newest generation that have neither left nor been lost; None if its beginning
-    is not in the log, or the job was resumed since."""
 
     # --- derived values ---
 
@@ -205,6 +203,8 @@ class JobRecord:
         match event:
             case StepCompleted():
                 self._apply_step(event)
+            # Any report from inside: the generation began where it was meant to, or ``JobRestored``
+            # would precede it.
             case GenerationReady() | WeightsHashed() | RankTimed():
                 if isinstance(event, GenerationReady):
                     self.is_ready = self.has_trained = True
@@ -218,7 +218,7 @@ class JobRecord:
                 self.saved_step = event.step
                 self.saved_steps = tuple(sorted({*self.saved_steps, event.step})[-KEEP_SAVED:])
                 self.stalls[event.step] = event.stall_s
-            case BestReached():
+            case BestReached():  # a new rank 0 may repeat it: the newest report of a step counts
                 self.best = [*(b for b in self.best if b.step != event.step), event]
                 self.best_told = event
             case CostUpdated():
@@ -230,6 +230,7 @@ class JobRecord:
             case JobStatusChanged():
                 self._apply_status(event)
             case WorkerJoined():
+                # The same names as ``rules.membership.turn.Turn.start`` gives.
                 self.num_started += 1
                 self.trainers[event.worker] = f"{event.job_id}/{event.worker}/{self.num_started}"
             case WorkerLost() | WorkerLeft():
@@ -311,7 +312,7 @@ class JobRecord:
         self._begin(event.generation, event.step)
         self.restored_in = event.generation
         self._drop_saved_after(event.step)
-        self.step = event.step
+        self.step = event.step  # a checkpoint may be ahead of the log
         self.logged_step = min(self.logged_step, event.step)
         self.evaluated_step = -1 if self.evaluated_step > event.step else self.evaluated_step
         self.best = [best for best in self.best if best.step <= event.step]
@@ -321,7 +322,7 @@ class JobRecord:
     def _apply_status(self, event: JobStatusChanged) -> None:
         self.status, self.reason = event.status, event.reason
         if event.status == "waiting":
-            self.world_size = 0
+            self.world_size = 0  # idle trainers do not count as ranks, except in a pause
         if event.status == "finished" and self.step:
             self.total_steps = self.step  # early stopping may have ended it before its last step
         self._count_if_paused()
@@ -349,7 +350,7 @@ class JobRecord:
             self.world_size = len(self._present)
 
     def _begin(self, generation: int, step: int) -> None:
-        """Record where a generation began; only the newest one's start may be unknown."""
+        # Only the newest generation's start may be unknown.
         if generation == self.generation:
             self._starts.setdefault(generation, step)
 

@@ -1,8 +1,8 @@
 """Break down the workers' time from the events: the numbers of ``job.phases()``.
 
-A worker's efficiency is the ratio of its samples per second while it steps to those of a single
-worker. The latter is what the job measured while it had one worker; if it never had, it is the
-worker's samples divided by its own time, without waiting for others.
+A worker's efficiency is the ratio of its samples per second to those of a single worker. The latter
+was measured while the job had one worker; if it never had, the worker's own times without
+communication stand in for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Spent:
 
     @property
     def own_samples_per_s(self) -> float:
-        """Samples per second if it never waited for others."""
+        # As if it never waited for others.
         return _rate(self.samples, self.seconds["elapsed_s"] - self.seconds["communication_s"])
 
 
@@ -55,8 +55,8 @@ def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
     ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
     """
     workers: dict[str, _Spent] = {}
-    alone = _Spent()
-    for event in runs_of(events):
+    alone = _Spent()  # all times of the job with one worker, whichever it was
+    for event in runs_of(events):  # steps come as runs, and are skipped
         if isinstance(event, RankTimed):
             workers.setdefault(event.worker, _Spent()).add(event)
             if event.world_size == 1:

@@ -6,10 +6,9 @@
     events.segments/000000000001-000000020000.npz  lines 1 to 20,000 as columns
                     000000020001-000000040000.npz  ...
 
-A segment is a copy that may be deleted at any time. It is written once, under another name, synced,
-read back, compared with the lines, and only then renamed. After that it never changes, so it could
-also be an object in a store without appending. It records the position of its lines in the log and
-a checksum of the last one: if these do not match, the lines are read instead.
+A segment is a copy that may be deleted at any time. It is written once and never changes. It
+records the position of its lines in the log and a checksum of the last one: if these do not match,
+the lines are read instead.
 """
 
 from __future__ import annotations
@@ -37,13 +36,14 @@ EVENTS_PER_SEGMENT = 20_000
 """The end of a log without a segment is shorter than this: a few tenths of a second to read."""
 FORMAT = 1
 _READ_EVENTS = 5_000
-_LEFT_AFTER_S = 3600.0
-"""Age in seconds at which an unfinished segment is abandoned: writing one takes a second."""
+_ABANDONED_AFTER_S = (
+    3600.0  # an unfinished segment of this age is abandoned: writing one takes a second
+)
+# Exceptions of opening and reading a damaged segment.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, IndexError),
     *(MemoryError, OverflowError, RecursionError, zipfile.BadZipFile, zlib.error),
 )
-"""Exceptions of opening and reading a damaged segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,8 @@ def read_log(path: str | os.PathLike[str], *, since: int = 0) -> Events:
         EtrainError: If a whole line without a segment is not an event: the file is damaged.
     """
     log_path, events = Path(path), Events()
+    # lines 1 to 20,000    20,001 to 40,000    40,001 ...          since=25,000:
+    #       skipped        from its segment    read as lines       ``after`` drops 20,001 to 25,000
     offset = num_lines = 0
     for block, place in finished_segments(log_path, since=since):
         if block is not None:
@@ -92,9 +94,10 @@ def finished_segments(
     """
     end = first = 0
     while True:
+        # By name, without listing the folder: later segments are of no use after a missing one.
         path = segments_of(log_path) / _name_of(first + 1)
         try:
-            with _opened(path) as file:
+            with _open_segment(path) as file:
                 place = _place_in(file, first + 1)
                 if place.begin != end or not _is_in_log(place, log_path):
                     return
@@ -115,10 +118,11 @@ def compact(log_path: Path) -> int:
         EtrainError: If a line is not an event, or if a segment does not reproduce its lines.
     """
     num_done = num_new = end = 0
-    for _, place in finished_segments(log_path, since=1 << 62):
+    for _, place in finished_segments(log_path, since=1 << 62):  # the positions, without blocks
         num_done, end = num_done + 1, place.end
     while True:
         reader = LogReader(log_path, offset=end, lines=(num_done + num_new) * EVENTS_PER_SEGMENT)
+        # A durable segment of lines that a crash of the machine removes would be wrong.
         _sync(log_path)
         begin, first = reader.position[0], reader.position[1] + 1
         lines = reader.read_lines(EVENTS_PER_SEGMENT)
@@ -133,7 +137,7 @@ def compact(log_path: Path) -> int:
 
 
 def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
-    """Return, by position, the lines of other events, and steps with fields of a newer version."""
+    # Other events, and steps with fields of a newer version: columns would drop these fields.
     known = {"event", "job_id", "seq", "metrics", *step_columns()}
     return {
         place: line
@@ -143,18 +147,21 @@ def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
 
 
 def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]) -> None:
-    """Write a segment, check that it reproduces its lines, and only then publish it."""
+    # write under a hidden name -> fsync -> read back and compare -> rename -> fsync the folder
+    #
+    # Killed before the rename: the hidden file stays until ``_remove_abandoned``. Two processes at
+    # once write the same events, so it does not matter whose rename is last.
     path.parent.mkdir(exist_ok=True)
-    _tidy(path.parent)
+    _remove_abandoned(path.parent)
     hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
     try:
         with hidden.open("wb") as file:
             np.savez(file, **_arrays_of(block, place))
             file.flush()
             os.fsync(file.fileno())
-        with _opened(hidden) as written:
+        with _open_segment(hidden) as written:
             is_same = _place_in(written, block.first_seq) == place
-            if not is_same or not _holds(_block_in(written), events):
+            if not is_same or not _reproduces(_block_in(written), events):
                 raise EtrainError(
                     f"{path} would not reproduce its lines, so it was not written. "
                     "The log is complete without it."
@@ -165,17 +172,18 @@ def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]
         hidden.unlink(missing_ok=True)
 
 
-def _tidy(folder: Path) -> None:
-    """Remove old files of writers that were killed; young ones may belong to a running process."""
+def _remove_abandoned(folder: Path) -> None:
+    # Files of writers that were killed. Young ones may belong to a running process.
     for left in folder.glob(".*.tmp"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - left.stat().st_mtime > _LEFT_AFTER_S:
+        with contextlib.suppress(FileNotFoundError):  # another process tidies, too
+            if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
                 left.unlink()
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a segment, and close it even if it is invalid: numpy would leave it open."""
+def _open_segment(path: Path) -> Iterator[Any]:
+    # Opened here, because numpy would leave an invalid file open. Never unpickle: a log may come
+    # from any user.
     with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
         # Our segments are never compressed; a compressed file may expand to any size.
         if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
@@ -183,11 +191,8 @@ def _opened(path: Path) -> Iterator[Any]:
         yield arrays
 
 
-def _holds(block: Block, events: list[Event]) -> bool:
-    """Return whether a block reproduces these events.
-
-    They are compared by ``repr``, because NaN is not equal to itself.
-    """
+def _reproduces(block: Block, events: list[Event]) -> bool:
+    # Compared by ``repr``, because NaN is not equal to itself.
     pairs = zip(block.events(), events, strict=True)
     return block.num_events == len(events) and all(repr(one) == repr(two) for one, two in pairs)
 
@@ -244,9 +249,9 @@ def _block_in(file: Any) -> Block:
 
 
 def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
-    """Return whether a log has these lines, according to the last one."""
+    # The last line stands for all of them, because the log is only ever appended to.
     with open_regular(log_path) as file:
-        start = max(0, place.begin, place.end - _LONGEST_LOOK)
+        start = max(0, place.begin, place.end - _MAX_TAIL_BYTES)
         file.seek(start)
         data = file.read(place.end - start)
     if len(data) < place.end - start or not data.endswith(b"\n"):
@@ -255,9 +260,8 @@ def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
     return zlib.crc32(last) == place.last_line
 
 
-_LONGEST_LOOK = 4 * 1024 * 1024
-"""Bytes to search for the last line. If it is longer, for example a traceback, the lines are
-read."""
+# Bytes to search for the last line. If it is longer, for example a traceback, the lines are read.
+_MAX_TAIL_BYTES = 4 * 1024 * 1024
 
 
 def _name_of(first_seq: int) -> str:
@@ -269,7 +273,7 @@ def _as_bytes(data: bytes) -> Any:
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable; a missing one needs nothing."""
+    # Makes a file, or the names in a folder, durable; a missing one needs nothing.
     try:
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

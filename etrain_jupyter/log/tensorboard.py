@@ -1,10 +1,9 @@
 """Write a job's log as TensorBoard event files: ``python -m etrain_jupyter.log.tensorboard``.
 
 The files are written from the durable log and not by a rank: rank 0 may die or change, and the job
-may undo a step that rank 0 would already have written. The log has each step once and records when
-the job went back; a ``START`` record makes TensorBoard drop the steps from there on. The files
-depend on the log only: if a writer is killed, its successor writes a new file that first makes
-TensorBoard drop everything from step 0.
+may undo a step that rank 0 would already have written. The log records when the job goes back to an
+older step; a ``START`` record then makes TensorBoard drop the steps from there on. If a writer is
+killed, its successor writes a new file, which first makes TensorBoard drop everything from step 0.
 
 The writer is a separate process next to the coordinator, which must stay responsive. It does not
 load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the package tensorboard.
@@ -36,9 +35,10 @@ from etrain_jupyter.log.events import (
 SUFFIX = ".etrain"
 """Suffix of the files of this package; other files in the folder are not touched."""
 POLL_S = 1.0
+"""Interval in seconds for reading new events."""
 LINGER_S = 2.0
 """Seconds to wait after the job's end for late messages of its workers."""
-_PIECE = 5_000
+_READ_EVENTS = 5_000
 PHASES = ("data_s", "compute_s", "communication_s", "optimizer_s")
 
 
@@ -78,24 +78,25 @@ class TensorBoardFiles:
     """
 
     def __init__(self, folder: Path) -> None:
+        # Imported here, because the package is optional.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        _make_room(folder)
+        _remove_old_files(folder)
         self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
-        self._step = 0
+        self._step = 0  # the newest step in this file
         # A TensorBoard that is open now must also forget what the previous writer wrote.
-        self._forget_from(0, time.time())
+        self._drop_from(0, time.time())
 
     def add(self, events: Iterable[Event]) -> None:
         """Write the scalars of events."""
         for event in events:
             if isinstance(event, JobRestored):
-                self._forget_from(event.step + 1, event.time)
+                self._drop_from(event.step + 1, event.time)
                 self._step = event.step
             elif isinstance(event, StepCompleted):
-                if event.step <= self._step:
-                    self._forget_from(event.step, event.time)
+                if event.step <= self._step:  # the log goes back without a restore
+                    self._drop_from(event.step, event.time)
                 self._step = event.step
                 self._write(event)
             elif isinstance(event, EvalCompleted):
@@ -115,7 +116,7 @@ class TensorBoardFiles:
         values = [Summary.Value(tag=t, simple_value=v) for t, v in scalars_of(event).items()]
         self._add(event.step, event.time, summary=Summary(value=values))
 
-    def _forget_from(self, step: int, at: float) -> None:
+    def _drop_from(self, step: int, at: float) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._add(step, at, session_log=SessionLog(status=SessionLog.START))
@@ -126,16 +127,14 @@ class TensorBoardFiles:
         self._writer.add_event(Record(step=step, wall_time=at, **content))
 
 
-def _make_room(folder: Path) -> None:
-    """Remove the files of previous writers except the newest; return when ours will be newer.
-
-    TensorBoard reads files in the order of their names, which begin with the second of their
-    creation, and does not continue if the file that it is reading is gone.
-    """
+def _remove_old_files(folder: Path) -> None:
+    # TensorBoard reads files in the order of their names, which begin with the second of their
+    # creation. It stops if the file that it is reading is gone, so the newest one stays; and our
+    # file must be of a later second.
     ours = sorted(folder.glob(f"events.out.tfevents.*{SUFFIX}"))
     for old in ours[:-1]:
         old.unlink(missing_ok=True)
-    waits_until = time.monotonic() + 2.0
+    waits_until = time.monotonic() + 2.0  # not longer: the clock may have been set back
     while ours and time.monotonic() < waits_until and int(time.time()) <= _second_of(ours[-1]):
         time.sleep(0.05)
 
@@ -153,7 +152,7 @@ def convert(log_path: Path, folder: Path) -> None:
     """Write the event files of a log in its current state."""
     files = TensorBoardFiles(folder)
     reader = LogReader(log_path)
-    while news := reader.read(_PIECE):
+    while news := reader.read(_READ_EVENTS):
         files.add(news)
     files.close()
 
@@ -164,8 +163,9 @@ def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
     reader = LogReader(log_path)
     ends_at = float("inf")
     while True:
+        # Decided before the read, so that what was written before the end is read once more.
         is_last = not is_wanted() or time.monotonic() > ends_at
-        while news := reader.read(_PIECE):
+        while news := reader.read(_READ_EVENTS):
             files.add(news)
             ends_at = _when_to_end(news, ends_at)
         files.flush()
@@ -179,6 +179,7 @@ def _when_to_end(news: list[Event], ends_at: float) -> float:
     statuses = [event.status for event in news if isinstance(event, JobStatusChanged)]
     if not statuses:
         return ends_at
+    # A job that has ended may be resumed while this process lingers.
     is_ended = statuses[-1] in TERMINAL_STATUSES
     return time.monotonic() + LINGER_S if is_ended else float("inf")
 
@@ -212,7 +213,7 @@ def follow_elsewhere(
             return
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
-            on_failure(last[0] if last else f"it ended with status {done.returncode}")
+            on_failure(last[0] if last else f"its process exited with code {done.returncode}")
 
     name = f"etrain-tensorboard-{log_path.parent.name}"
     thread = threading.Thread(target=wait, name=name, daemon=True)
@@ -224,6 +225,8 @@ def main() -> None:
     """Follow the log given on the command line while the given parent process lives."""
     os.nice(10)
     log_path, folder, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    # Linux gives an orphan another parent: then the coordinator is dead, and its successor starts
+    # another writer.
     follow(log_path, folder, lambda: os.getppid() == parent)
 
 

@@ -24,7 +24,7 @@ def show(job: TrainingJob) -> None:
 def follow(job: TrainingJob) -> Screen:
     """List a job in JupyterLab's side panel, displayed or not, and return its dashboard."""
     if job.screen is None:
-        screen = Dashboard(job_id=job.id, on_request=job.obey)
+        screen = Dashboard(job_id=job.id, on_request=job.handle_request)
         # The first picture should include the history, but must not wait for a slow disk.
         job.subscribe(screen.add_events).wait(HISTORY_S)
         screen.follow()
@@ -38,7 +38,8 @@ def open_panel() -> None:
         return
 
     def attach_quietly(job_id: str) -> str:
-        # Not `attach`: a click in the panel must not change the job that `%etrain stop` stops.
+        # Not `attach`: a click in the panel must not change the most recently used job, which is
+        # the one that `%etrain stop` without a name stops.
         follow(hold(open_runs().find(job_id)))
         return ""
 

@@ -59,6 +59,7 @@ class PoolsFileError(CellError):
 
     def render(self) -> list[str]:
         """Return the message with the file name, the marked line, and the hint."""
+        # The cell's own errors name a line without a file; only the first line has that prefix.
         first, *others = super().render()
         return [first.replace("etrain: line", f"etrain: {self.file}, line", 1), *others]
 
@@ -93,6 +94,7 @@ class PoolEntry:
 
 def files() -> list[Path]:
     """Return the files that may define pools, in order of precedence."""
+    # With the variable, the file in the working folder is not read.
     if os.environ.get(FILE_VARIABLE):
         return [own_file()]
     return [Path.cwd() / FILE, own_file()]
@@ -161,6 +163,8 @@ def _entry(name: str, value: Any, source: SourceMap, file: Path) -> PoolEntry:
     if "://" in name or name == "local":
         message = f"a pool cannot be called '{name}': this name is reserved"
         raise _at_place(source, (), message, "choose another name", file)
+    # Only the kind is checked here: the class of the pool validates the other keys when it is used,
+    # so that an error in one entry does not disable the other pools.
     if "kind" not in value:
         message = f"pool '{name}' has no kind"
         raise _at_place(source, (), message, "add 'kind: aws-spot' or 'kind: address'", file)

@@ -33,7 +33,7 @@ def describe_pools() -> str:
     """Return the pools and their running clusters, for ``%etrain pools``."""
     pools = {"local": "processes on this machine"}
     for entry in read_catalog().values():
-        pools[entry.name] = f"{entry.kind}{_place_of(entry)} ({entry.file})"
+        pools[entry.name] = f"{entry.kind}{_location_of(entry)} ({entry.file})"
     clusters: dict[str, list[str]] = {}
     for cluster in cluster_dirs():
         record = cluster.record()
@@ -43,12 +43,16 @@ def describe_pools() -> str:
             state = f"at {record.address}: {_state_of(cluster, record)}"
         elif record.is_here and cluster.cluster_id.startswith("aws-"):
             # Unlike local workers, EC2 machines survive the keeper and keep costing money.
-            state = "scheduler died: the pool's next job takes the machines over; or %etrain down"
+            state = (
+                "scheduler has died. The pool's next job takes over its machines; `%etrain down` "
+                "terminates them"
+            )
         else:
             continue
         clusters.setdefault(cluster.settings().pool, []).append(f"  {cluster.cluster_id} {state}")
     lines = []
     # A running cluster may belong to a pools.yaml that is not visible from this folder.
+    # Configured pools first, in the order of the files.
     for name in [*pools, *(name for name in clusters if name not in pools)]:
         lines.append(f"{name}: {pools.get(name, 'defined by a pools.yaml in another folder')}")
         lines += clusters.get(name, ["  no cluster is up"])
@@ -61,11 +65,13 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     """Return a cluster's load, and its cost if it has machines that cost money."""
     address = cluster.address(record)
     try:
+        # Short timeouts: one cluster that hangs must not hide the list of the others.
         state = describe_load(ask(address, DescribeCluster(), timeout_s=3.0))
         costs = ask(address, ListCosts(), timeout_s=3.0).costs
         nodes = ask(address, ListNodes(), timeout_s=3.0).nodes
     except PoolError as exc:
         return str(exc)
+    # Local workers have no costs, so their line stays short.
     if not costs:
         return state
     rate = sum(node.get("price_usd_per_h", 0.0) for node in nodes)
@@ -73,7 +79,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     return f"{state}; {len(nodes)} EC2 machines for ${rate:.3g} per hour, ${spent:.3g} spent"
 
 
-def _place_of(entry: PoolEntry) -> str:
+def _location_of(entry: PoolEntry) -> str:
     """Return the address or region of a pool's entry, which is not validated here."""
     place = entry.values.get("address") or entry.values.get("region")
     return f", {place}" if isinstance(place, str) else ""
@@ -94,8 +100,10 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     Raises:
         PoolError: If there is no cluster with this id, or if processes or files remain.
     """
+    # A pool's own `down` also finds clusters that other machines started, by their tags.
     if cluster is not None and ("://" in cluster or cluster in pool_names()):
         return _report({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
+    # Includes clusters that are starting or dead: `down` must clean up after those, too.
     ids = list_cluster_ids()
     if cluster is not None and cluster not in ids:
         raise PoolError(
@@ -109,32 +117,31 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     for cluster_id in ids if cluster is None else [cluster]:
         pool = _pool_of(here[cluster_id])
         is_local = isinstance(pool, LocalPool)
+        # The default of a few seconds is for processes; machines need minutes.
         limit_s = timeout_s if is_local else max(AWS_DOWN_S, timeout_s)
         leftovers[cluster_id] = pool.down(timeout_s=limit_s)
     unreachable = []
     for address in noted_schedulers() if cluster is None else []:
         try:
-            end = _leave(address, timeout_s=timeout_s)
+            end = _uninstall_from(address, timeout_s=timeout_s)
         except PoolError as exc:
             # It may have been shut down for good: not an error of this command.
             unreachable.append(f"{address.address} was not changed: {exc}")
         else:
+            # None means that nothing of ours was installed, so there is nothing to report.
             if end is not None:
-                leftovers[f"our part of {address.address}"] = end
+                leftovers[f"etrain on {address.address}"] = end
     text = _report(leftovers, "" if unreachable else "No cluster is up.")
     return "\n".join([text] * bool(text) + unreachable)
 
 
-def _leave(address: SchedulerAddress, *, timeout_s: float) -> Leftovers | None:
-    """Remove our part from a Dask scheduler; None if there is none.
-
-    Raises:
-        PoolError: If the scheduler cannot be reached.
-    """
+def _uninstall_from(address: SchedulerAddress, *, timeout_s: float) -> Leftovers | None:
+    """Remove our part from a Dask scheduler; None if there is none."""
     from etrain_jupyter.pools.external.pool import AddressPool
 
     pool = AddressPool.at(address)
     end = pool.down(timeout_s=timeout_s) if pool.is_installed() else None
+    # Forget it only if nothing remains there; else the next `down` retries.
     if not end:
         forget_scheduler(address.address)
     return end
@@ -149,11 +156,7 @@ def _pool_of(cluster: ClusterDir) -> Pool:
 
 
 def _report(leftovers: dict[str, Leftovers], if_none: str) -> str:
-    """Return one line per cluster that has ended, or ``if_none``.
-
-    Raises:
-        PoolError: If processes or files of a cluster remain.
-    """
+    """Return one line per cluster, or ``if_none``; raise ``PoolError`` if anything remains."""
     remaining = {cluster_id: left for cluster_id, left in leftovers.items() if left}
     if remaining:
         raise PoolError(
@@ -169,11 +172,7 @@ def _report(leftovers: dict[str, Leftovers], if_none: str) -> str:
 
 
 def describe_aws(*, region: str | None = None) -> str:
-    """Return all EC2 resources of etrain clusters, one per line with age and price.
-
-    Args:
-        region: Region to search in addition to those of ``pools.yaml``.
-    """
+    """Return all EC2 resources of etrain clusters, one per line with age and price."""
     specs = aws_specs(region)
     if not specs:
         return "No pool of kind aws-spot is configured. Use --region NAME to search a region."
@@ -198,6 +197,7 @@ def _find(spec: AwsSpotSpec) -> list[Tagged]:
 
 
 def _line_of(tagged: Tagged) -> str:
+    # Security groups have no creation time.
     age_h = (time.time() - tagged.since) / 3600 if tagged.since else 0.0
     price = "" if tagged.usd_per_h is None else f", ${tagged.usd_per_h:.4g}/h"
     facts = "".join(f" {fact}" for fact in (tagged.type, tagged.lifecycle, tagged.state) if fact)
@@ -229,22 +229,24 @@ def reap(
         ConfigError: If no region is configured.
         PoolError: If resources remain, or if AWS does not answer.
     """
-    from etrain_jupyter.pools.ec2.reaping import by_cluster, is_meant, remove_found
+    from etrain_jupyter.pools.ec2.reaping import by_cluster, remove_found, should_remove
 
     specs = aws_specs(region)
     if not specs:
         raise ConfigError(
             "no pool of kind aws-spot is configured, so no region is known. Nothing was removed",
-            hint="run reap in the folder of a pools.yaml, or write reap --region us-east-1",
+            hint="run reap in the folder of a pools.yaml, or name a region: --region us-east-1",
         )
     leftovers: dict[str, Leftovers] = {}
     kept: set[str] = set()
     for spec in specs:
+        # Two specs may have the same region with different credentials; each sees its own account.
         for cluster_id, own in by_cluster(_find(spec)).items():
-            if is_meant(own, cluster_id=cluster or "", all_clusters=all_clusters):
+            if should_remove(own, cluster_id=cluster or "", all_clusters=all_clusters):
                 leftovers[cluster_id] = remove_found(spec, own, timeout_s=timeout_s)
             else:
                 kept.add(cluster_id)
+    # A cluster id that does not exist is an error: a typo must not look like success.
     if cluster is not None and not leftovers:
         known = ", ".join(sorted(kept)) or "none"
         raise PoolError(
@@ -258,11 +260,7 @@ def reap(
 
 
 def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
-    """Return one spec per region and profile, from ``pools.yaml`` and running clusters.
-
-    Args:
-        region: An additional region, with the credentials of the environment.
-    """
+    """Return one spec per region and profile, from ``pools.yaml`` and running clusters."""
     from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
     found: dict[tuple[str, str | None, str | None], AwsSpotSpec] = {}

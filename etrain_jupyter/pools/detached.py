@@ -1,8 +1,15 @@
 """Base class of pools whose scheduler runs on this machine, detached from the kernel.
 
 ``up()`` finds the cluster of a pool and Python environment, or starts it. This code runs in the
-kernel or in any other process and owns no resources: the keeper process owns the cluster
-(``head.keeper``) and runs the scheduler process (``head.main``).
+kernel or in any other process and owns no resources: the keeper process owns the cluster and runs
+the scheduler process (``etrain_jupyter.head.keeper`` and ``etrain_jupyter.head.main``)::
+
+    kernel                     keeper                        scheduler process
+    holds the start lock  -->  inherits lock and pipe  -->   inherits lock and pipe
+    waits on the pipe          waits for the scheduler       restores jobs, listens, publishes
+                                                             closes its lock descriptor
+    reads "ready"  <--------------------------------------   writes "ready" to the pipe
+    releases the lock                                        serves
 """
 
 from __future__ import annotations
@@ -122,9 +129,6 @@ class DetachedPool:
     def prepare_start(self, root: Path) -> ClusterDir | None:
         """Clean up after dead clusters, under the start lock.
 
-        Args:
-            root: The state directory.
-
         Returns:
             The folder of a cluster without a keeper that should be taken over, if any.
         """
@@ -136,7 +140,6 @@ class DetachedPool:
         return cluster.prefix == self._prefix
 
     def _address(self) -> SchedulerAddress:
-        """Return the address of the running cluster, without connecting to it."""
         for cluster in filter(self._is_ours, cluster_dirs()):
             record = _serving_record(cluster)
             if record is not None and record.is_alive:
@@ -147,6 +150,7 @@ class DetachedPool:
         )
 
     def _find(self) -> SchedulerAddress | None:
+        # Newest first: of several clusters, the last one started.
         for cluster in filter(self._is_ours, cluster_dirs()):
             record = _serving_record(cluster)
             if record is not None and record.is_alive and _answers(cluster, record):
@@ -162,6 +166,8 @@ class DetachedPool:
                 address = self._find()
                 if address is not None:
                     return address
+                # Under the lock, so that no head can start while dead ones are removed or taken
+                # over.
                 orphan = self.prepare_start(root)
                 return start_cluster(root, settings, lock_fd, orphan)
         except TimeoutError as exc:
@@ -178,17 +184,16 @@ def _serving_record(cluster: ClusterDir) -> ClusterRecord | None:
         record = cluster.record()
         return record is None or record.is_serving or not record.is_alive
 
+    # The keeper restarts a dead scheduler within seconds, usually at the same address.
     wait_until(is_complete, timeout_s=ANSWER_S)
     return cluster.record()
 
 
 def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
-    """Return True if a cluster's scheduler answers. The request also restarts its idle time.
-
-    Raises:
-        PoolError: If the scheduler process runs but does not answer.
-    """
+    """Return True if a cluster's scheduler answers; raise ``PoolError`` if it runs but does not."""
     try:
+        # Restarting the idle time matters: the cluster must not end between `up` and the job's
+        # submission.
         ask(cluster.address(record), TouchCluster(), timeout_s=ANSWER_S)
         return True
     except PoolError:
@@ -203,22 +208,24 @@ def start_cluster(
 ) -> SchedulerAddress:
     """Start a keeper and wait until its scheduler listens; clean up if it does not.
 
-    Args:
-        root: The state directory.
-        settings: Settings of the cluster.
-        lock_fd: The start lock; the scheduler process releases it.
-        orphan: A cluster without a keeper, whose machines are taken over.
+    The scheduler process releases ``lock_fd``, the start lock. ``orphan`` is a cluster without a
+    keeper, whose machines are taken over.
     """
+    # An orphan keeps its own settings, and its jobs and machines with them.
     cluster = orphan or ClusterDir.create(root, settings)
     read_fd, write_fd = os.pipe()
     try:
         with os.fdopen(read_fd, "rb", buffering=0) as pipe:
+            # Close our write end once the keeper has it: if keeper and scheduler die, the pipe
+            # ends.
             with os.fdopen(write_fd, "wb", buffering=0):
                 _spawn_keeper(cluster, lock_fd, write_fd)
             # The next request needs it. Import it now, while the scheduler process imports it too.
             import distributed  # noqa: F401
 
             _await_ready(cluster, pipe)
+        # The scheduler may already have shut down again, for example by `%etrain down` in a
+        # terminal.
         record = cluster.record()
         if record is None:
             raise PoolError(
@@ -227,6 +234,7 @@ def start_cluster(
         return cluster.address(record)
     except PoolError:
         kill_processes_of(cluster.cluster_id)
+        # An orphan's folder stays: it knows the machines, and the next attempt takes them over.
         if orphan is None:
             cluster.remove()
         raise
@@ -250,6 +258,7 @@ def _spawn_keeper(cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
         )
     finally:
         os.close(log)
+    # The process forks and exits at once; the keeper is its child, see `keeper.detach`.
     launched.wait(START_S)
 
 
@@ -269,11 +278,7 @@ def _head_environment(cluster_id: str) -> dict[str, str]:
 
 
 def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
-    """Wait until the scheduler process reports that it listens, or why it failed.
-
-    Raises:
-        PoolError: If it fails, dies or does not report in time.
-    """
+    """Wait until the scheduler process reports that it listens; raise ``PoolError`` if not."""
     deadline = time.monotonic() + START_S
     line = b""
     while not line.endswith(b"\n"):
@@ -284,6 +289,7 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
                 f"Run the cell again. End of its log:\n{cluster.log_tail()}"
             )
         chunk = pipe.read(4096)
+        # An empty read is the end of the pipe: all holders of the write end have exited.
         line += chunk or b"its process died\n"
     if line != READY:
         cause = line.decode(errors="replace").strip()
@@ -298,7 +304,7 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
 def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
     """Shut down a cluster of this machine: by request, then by SIGTERM, then by SIGKILL.
 
-    ``timeout_s`` is divided among these steps. SIGKILL goes to every process that carries the
+    The steps get 0.6, 0.2 and 0.2 of ``timeout_s``. SIGKILL goes to every process that carries the
     cluster's marker in its environment.
     """
     record = cluster.record()

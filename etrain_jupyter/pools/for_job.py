@@ -18,7 +18,7 @@ def find_pool(parsed: ParsedJob) -> Pool:
     """
     name, known = parsed.config.pool, pool_names()
     if name not in known and "://" not in name:
-        message = f"there is no pool '{name}'; known are {', '.join(known)}"
+        message = f"there is no pool '{name}'. Known pools: {', '.join(known)}"
         raise parsed.source.error(("pool",), message, hint=advice_on(name, known))
     return get_pool(name)
 
@@ -26,12 +26,10 @@ def find_pool(parsed: ParsedJob) -> Pool:
 def with_shared_checkpoints(config: TrainConfig, pool: Pool, *, has_bucket: bool) -> TrainConfig:
     """Store checkpoints where all workers of the pool reach them, unless the cell names a place.
 
-    Args:
-        config: The job's configuration.
-        pool: Its pool.
-        has_bucket: Whether the run store is in a bucket, which every machine reaches.
+    ``has_bucket``: the run store is in a bucket, which every machine reaches.
     """
     place = pool.shared_place()
+    # With the run in a bucket, checkpoints go there by default, too.
     if not place or has_bucket or config.checkpoint.to is not None:
         return config
     checkpoint = config.checkpoint.model_copy(update={"to": place})

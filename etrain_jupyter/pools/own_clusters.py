@@ -55,10 +55,11 @@ def find_cluster_dir(cluster_id: str) -> ClusterDir | None:
 def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
     """Return the address of a cluster's scheduler; None while it starts or after it has ended.
 
-    The scheduler may run on an EC2 machine of its own, which has no record here.
+    The scheduler may run on its own EC2 machine, which has no record here.
     """
     record = cluster.record()
     if record is not None:
+        # A record of another machine cannot be checked from here: a connection will show.
         return None if record.is_here and not record.is_alive else cluster.address(record)
     from etrain_jupyter.pools.ec2.client.head_link import head_address_of
 
@@ -74,11 +75,11 @@ def is_out_of_reach(cluster: ClusterDir) -> bool:
 def find_scheduler(cluster_id: str, address: str) -> SchedulerAddress | None:
     """Return the trusted address of an existing scheduler; None if this user does not know it.
 
-    Args:
-        cluster_id: The scheduler's id.
-        address: Untrusted address from a job's record. It selects an entry of the user's own
-            ``pools.yaml``; no connection is made to it otherwise.
+    ``address`` comes from a job's record and is untrusted. It selects an entry of the user's own
+    ``pools.yaml``; no connection is made to it otherwise.
     """
+    # Notes first: they name this very scheduler. An entry of pools.yaml names whatever answers
+    # there.
     return _noted(cluster_id) or _in_own_pools(address)
 
 
@@ -134,6 +135,7 @@ def forget_scheduler(address: str) -> None:
 def is_private_folder(path: Path) -> bool:
     """Return True if this user owns the folder and no other user can write to it."""
     try:
+        # lstat: a symbolic link could point to a folder that another user prepared.
         status = path.lstat()
     except OSError:
         return False
@@ -146,6 +148,7 @@ def _noted(cluster_id: str) -> SchedulerAddress | None:
     if not is_private_folder(path.parent):
         return None
     known = _read_note(path)
+    # The file's name is only a hash: compare the id itself.
     return known if known is not None and known.cluster_id == cluster_id else None
 
 

@@ -51,6 +51,7 @@ def get_pool(name: str) -> Pool:
     """
     if name == "local":
         return LocalPool()
+    # An address needs no entry, but then it has no certificates either.
     if "://" in name:
         return _class_of("address").from_entry(_entry_of_address(name))
     catalog = read_catalog()
@@ -69,6 +70,7 @@ def make_pool(entry: PoolEntry) -> Pool:
     Raises:
         ConfigError: If the entry is invalid, with its position in the file.
     """
+    # The local pool has no keys, so a file cannot define another one.
     known = [kind for kind in KINDS if kind != "local"]
     if entry.kind not in known:
         hint = did_you_mean(entry.kind, known) or f"write kind: {' or kind: '.join(known)}"
@@ -78,6 +80,7 @@ def make_pool(entry: PoolEntry) -> Pool:
 
 def _class_of(kind: str) -> PoolClass:
     module, _, name = KINDS[kind].partition(":")
+    # Imported only now: a kind may need boto3 or other packages that are not installed.
     found: PoolClass = getattr(importlib.import_module(module), name)
     return found
 

@@ -37,13 +37,13 @@ def ask(address: SchedulerAddress, request: Request[R], *, timeout_s: float = AN
     except (OSError, TimeoutError) as exc:
         raise PoolError(
             f"the scheduler of cluster {address.cluster_id} at {address.address} did not answer "
-            f"{request.op} within {timeout_s:g} s ({exc or type(exc).__name__}). Nothing was "
-            "changed. Try again; `%etrain doctor` says more, and `%etrain down` ends the cluster."
+            f"{request.op} within {timeout_s:g} s ({exc or type(exc).__name__}). Retry; `%etrain "
+            "doctor` shows the cause, and `%etrain down` shuts the cluster down."
         ) from exc
     except NotOursError as exc:
         raise PoolError(
-            f"the scheduler at {address.address} runs no etrain coordinator, or no longer. Nothing "
-            "was changed. A cell with %%etrain distributed puts one there."
+            f"the scheduler at {address.address} runs no etrain coordinator. Nothing was changed. "
+            "Run a cell with %%etrain distributed to install it."
         ) from exc
     except RefusedRequestError as exc:
         raise PoolError(str(exc)) from exc
@@ -55,7 +55,9 @@ async def _exchange(address: SchedulerAddress, request: Request[R], timeout_s: f
     from etrain_jupyter.process.peers import plain_values_only
 
     rpc: Any = core.rpc
+    # A scheduler's reply is untrusted: accept plain values, unpickle nothing.
     with plain_values_only():
+        # Over everything: Dask's own timeout covers the connection, not the wait for the reply.
         async with asyncio.timeout(timeout_s):
             scheduler = rpc(
                 address.address, timeout=timeout_s, connection_args=address.connection_args()

@@ -30,8 +30,8 @@ class SchedulerAddress:
     tls_min_version: str = ""
     """Minimum TLS version of a foreign scheduler, ``1.2`` or ``1.3``; empty for Dask's default."""
 
-    def security(self, role: str = "client") -> Any:
-        """Return the ``distributed.Security`` of a role: ``scheduler``, ``worker`` or ``client``.
+    def security(self) -> Any:
+        """Return the ``distributed.Security`` of a client.
 
         Raises:
             FileNotFoundError: If the certificates were deleted, as they are when the cluster ends.
@@ -41,9 +41,9 @@ class SchedulerAddress:
         if self.tls_ca:
             files = (self.tls_ca, self.tls_cert, self.tls_key)
             return read_foreign_security(*files, min_version=self.tls_min_version)
-        return read_security(self.tls_dir, role)
+        return read_security(self.tls_dir, "client")
 
-    def connection_args(self, role: str = "client") -> dict[str, Any]:
+    def connection_args(self) -> dict[str, Any]:
         """Return the keyword arguments for ``distributed.core.rpc(address, connection_args=...)``.
 
         Raises:
@@ -53,7 +53,8 @@ class SchedulerAddress:
             return {}
         from etrain_jupyter.process.peers import pinned_to_scheduler
 
-        args: dict[str, Any] = self.security(role).get_connection_args(role)
+        args: dict[str, Any] = self.security().get_connection_args("client")
+        # Only our own certificates name a role; a foreign scheduler's may have any name.
         return pinned_to_scheduler(args) if self.tls_dir else args
 
     def to_dict(self) -> dict[str, str]:

@@ -42,9 +42,7 @@ from etrain_jupyter.process.start_lock import lock_key_of
 from etrain_jupyter.process.state_root import local_prefix, package_version, state_root
 
 READY = b"ready\n"
-"""What a head writes to its launcher once it serves; any other text is the reason why not."""
-
-
+"""Line that a head writes to its launcher once it serves. Any other line is a start-up error."""
 START_FAILED = 3
 """Exit code of a head that never served."""
 
@@ -91,7 +89,13 @@ class ClusterRecord:
 
 @dataclass(frozen=True)
 class ClusterDir:
-    """Folder of one cluster."""
+    """Folder of one cluster.
+
+    ``cluster.json`` exists exactly while the cluster can be found::
+
+        start lock held ──┐  scheduler listens   scheduler dies       idle, or %etrain down
+        make ─────────────┴─ publish ─────────── publish (next one) ─ retract ── remove
+    """
 
     path: Path
 
@@ -154,6 +158,8 @@ class ClusterDir:
         try:
             return ClusterRecord(**json.loads((self.path / "cluster.json").read_text()))
         except (OSError, ValueError, TypeError):
+            # Files are replaced atomically, so this is not a record that is being written: it is
+            # missing, or another version wrote it with other fields (TypeError).
             return None
 
     def publish(self, address: str, *, keeper: int | None = None, num_lives: int = 1) -> None:
@@ -169,7 +175,7 @@ class ClusterDir:
             cluster_id=self.cluster_id,
             address=address,
             pid=keeper,
-            stamp=stamp_of(keeper) or "",
+            stamp=stamp_of(keeper) or "",  # "" matches no process: such a record counts as dead
             scheduler_pid=os.getpid(),
             scheduler_stamp=stamp_of(os.getpid()) or "",
             num_lives=num_lives,
@@ -197,7 +203,8 @@ class ClusterDir:
         record = self.record()
         if record is None:
             return 0.0, 0
-        # The scheduler writes these files whenever its workers report.
+        # Nothing records the death of a keeper. The scheduler wrote these files whenever it had
+        # logged a report, so the newest one is from shortly before it died.
         signs = [path.stat().st_mtime for path in self.jobs.rglob("*") if path.is_file()]
         return max(signs, default=record.started_at), record.num_lives
 
@@ -228,7 +235,8 @@ def cluster_dirs(root: Path | None = None) -> list[ClusterDir]:
     root = root or state_root()
     found = []
     for path in itertools.chain.from_iterable(root.glob(f"{kind}-*-*") for kind in KINDS):
-        # A folder may vanish at any time; one of another user in a shared place may be a trap.
+        # A folder may vanish at any time. ETRAIN_STATE may be in a shared place, where a folder or
+        # a symbolic link of another user could lead us to connect to that user's scheduler.
         with contextlib.suppress(OSError):
             status = path.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
@@ -245,13 +253,16 @@ def remove_stale(root: Path) -> None:
     own = f"{local_prefix()}-"
     for cluster in cluster_dirs(root):
         if not cluster.cluster_id.startswith("local-"):
-            continue  # it has machines elsewhere, and a new head may take it over
+            continue  # it has machines elsewhere, which a new head can take over
         record = cluster.record()
+        # With a home folder on NFS, the record of another host proves nothing: only that host can
+        # check whether the keeper's process exists.
         is_stale = (
             record.is_here and not record.is_alive
             if record is not None
             else cluster.cluster_id.startswith(own)
         )
         if is_stale:
+            # Processes that user code started may have outlived their trainers.
             kill_processes_of(cluster.cluster_id)
             cluster.remove()

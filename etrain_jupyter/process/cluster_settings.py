@@ -62,7 +62,7 @@ def _parse_idle_s(text: str) -> float:
         idle_s = float(text)
     except ValueError:
         idle_s = 0.0
-    if not idle_s > 0:
+    if not idle_s > 0:  # also refuses NaN
         raise PoolError(
             f"ETRAIN_IDLE_S={text!r} is not a positive number of seconds. No cluster was started. "
             "Set it to 900, for example, or to inf for a cluster that only `%etrain down` ends."

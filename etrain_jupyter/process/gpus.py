@@ -41,7 +41,7 @@ def finish_gpu_query(
     except subprocess.TimeoutExpired:
         logger.warning("nvidia-smi did not answer within %g s: using CPU slots", timeout_s)
         query.kill()
-        query.communicate()
+        query.communicate()  # reap it, and close its pipe
         return []
     return visible_gpus(parse_gpu_list(text), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -55,6 +55,9 @@ def parse_gpu_list(text: str) -> list[tuple[str, str]]:
     >>> parse_gpu_list("GPU 0: NVIDIA H200 (UUID: GPU-1f)")
     [('GPU-1f', 'NVIDIA H200')]
     """
+    #     GPU 0: NVIDIA H200 (UUID: GPU-1f...)
+    #       MIG 1g.18gb     Device  0: (UUID: MIG-2e...)
+    #
     # One group per physical GPU: the GPU itself, followed by its MIG devices.
     groups: list[list[tuple[str, str]]] = []
     for line in text.splitlines():
@@ -79,7 +82,7 @@ def visible_gpus(gpus: Sequence[tuple[str, str]], visible: str | None) -> list[t
         if item.isdigit():
             matches = list(gpus[int(item) : int(item) + 1])
         else:
-            # CUDA accepts a unique prefix of an identifier.
+            # CUDA accepts a prefix of an identifier if only one GPU has it.
             matches = [gpu for gpu in gpus if gpu[0].startswith(item)]
         if len(matches) != 1:
             # Like CUDA: the first invalid entry hides itself and all entries after it.
@@ -99,5 +102,5 @@ def torch_has_cuda() -> bool:
     try:
         text = (Path(spec.origin).parent / "version.py").read_text()
     except OSError:
-        return True
+        return True  # unknown: let nvidia-smi decide
     return re.search(r"^cuda\b.*=\s*None\s*$", text, re.MULTILINE) is None

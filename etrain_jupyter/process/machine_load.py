@@ -1,7 +1,7 @@
-"""Load of a cluster as its scheduler records it, readable without contacting the scheduler.
+"""Number of workers and idle time of a cluster, readable without contacting its scheduler.
 
-Contacting it requires Dask, whose first import fails in a background thread of a kernel if a cell
-imports it at the same moment: its modules import each other in a circle.
+Contacting it requires Dask, whose modules import each other in a circle. Its first import in a
+background thread of the kernel fails if a cell imports Dask at the same moment.
 """
 
 from __future__ import annotations

@@ -20,14 +20,14 @@ PR_SET_CHILD_SUBREAPER = 36
 def die_with_parent(parent: int) -> int:
     """Make this process exit when the process that started it exits, for whatever reason.
 
-    On Linux the kernel enforces this, even if no thread of this process can run any more.
-
     Returns:
         File descriptor of the pipe, to pass on to children.
     """
     if sys.platform == "linux":
+        # The kernel enforces this even if no thread of this process can run any more. It counts as
+        # the parent's death when the thread that forked ends; the keeper forks on its main thread.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the line above.
+    # The parent may have died before the line above: then no signal comes.
     if os.getppid() != parent:
         os._exit(1)
     return die_with_keeper()
@@ -39,7 +39,8 @@ def die_with_keeper() -> int:
     Returns:
         File descriptor of the pipe, to pass on to children that shall do the same.
     """
-    # Other children must neither read from the pipe nor keep it open.
+    # Standard input becomes /dev/null, so that children started without an explicit stdin neither
+    # inherit the pipe nor keep it open. ``dup`` makes the new descriptor non-inheritable.
     pipe = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -55,14 +56,17 @@ def adopt_orphans() -> None:
 
     On other systems init adopts and reaps them.
     """
+    # Workers outlive the scheduler that started them. Without this, the init of a container, which
+    # often reaps nothing, would keep them as zombies.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _await_end_of(pipe: int) -> None:
-    """Block until the pipe's write end is closed, then kill this process and its group."""
-    while os.read(pipe, 1):
+    while os.read(pipe, 1):  # nothing is ever written: this returns at end-of-file
         pass
+    # A worker leads a group of its own, with its leftover children. The scheduler is in the
+    # keeper's group and must kill only itself.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

@@ -7,14 +7,14 @@ the notebook's user, who runs the scheduler. Three rules prevent that:
 
 * **Plain values.** Messages are decoded as msgpack and nothing else. A pickle is refused, and an
   object that Dask has serialized stays opaque. Our processes exchange no objects.
-* **Roles.** The certificate that the peer shows says what it is. A worker may register, send
-  heartbeats and report; it may not call what the kernel calls. Workers talk to the scheduler only,
-  so a worker accepts no connection from another one.
+* **Roles.** The peer's certificate names its role. A worker may register, send heartbeats and
+  report; it may not send the kernel's requests. Workers communicate with the scheduler only, so a
+  worker accepts no connection from another worker.
 * **Names.** The kernel accepts a scheduler's certificate only from the server that it connects to,
   see ``pinned_to_scheduler``.
 
 A foreign scheduler (pool kind ``address``) is Dask's own and cannot be restricted. The kernel
-decodes only plain values in what such a scheduler answers, too.
+decodes only plain values in the replies of such a scheduler, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORKER_REQUESTS = frozenset(
         "etrain_report",
     }
 )
-"""What a peer with a worker's certificate may send to the scheduler."""
+"""Requests and messages that a peer with a worker's certificate may send to the scheduler."""
 
 _plain_only: contextvars.ContextVar[bool] = contextvars.ContextVar("plain_only", default=False)
 _is_process_plain = False
@@ -52,7 +52,7 @@ _dask_loads: Callable[..., Any] | None = None
 
 
 class RefusedMessageError(ConnectionError):
-    """A peer sent what it may not; the connection is closed."""
+    """A peer sent something that its role forbids; the connection is closed."""
 
 
 class Opaque:
@@ -81,7 +81,7 @@ def plain_values_only() -> Iterator[None]:
 
 
 def _install() -> None:
-    """Put our decoder in front of Dask's, once; Dask has no setting for it."""
+    # Dask has no setting for this: its ``comm`` calls ``distributed.protocol.loads`` directly.
     global _dask_loads
     if _dask_loads is None:
         import distributed.protocol
@@ -109,6 +109,7 @@ def decode_plain(frames: Any) -> Any:
     import distributed.protocol.core
 
     core: Any = distributed.protocol.core
+    # The options are those of Dask's own ``loads``; frames[1:] would be the serialized objects.
     return core.msgpack.loads(
         frames[0], object_hook=_decode_object, use_list=False, **core.msgpack_opts
     )
@@ -139,8 +140,11 @@ def restricted(server: type[Any], *, worker_may: frozenset[str] = frozenset()) -
     read_plain_values_only()
 
     def handle_comm(self: Any, comm: Any) -> Any:
+        # Dask dispatches requests in ``handle_comm`` and, on the same connection after a worker has
+        # registered, stream messages in ``handle_stream``. Both read through ``comm.read``.
         role = role_of(comm)
         if role not in ("scheduler", "client"):
+            # A peer with any other role, or without a certificate, may send nothing.
             _limit(comm, role, worker_may if role == "worker" else frozenset())
         return server.handle_comm(self, comm)
 
@@ -159,11 +163,12 @@ def role_of(comm: Any) -> str:
 
 
 def _limit(comm: Any, role: str, allowed: frozenset[str]) -> None:
-    """Let a connection deliver these requests only; any other one closes it."""
     read = comm.read
 
     async def read_allowed(deserializers: Any = None) -> Any:
         message = await read(deserializers)
+        # A stream delivers batches of messages, a request arrives alone. One that is not allowed
+        # closes the connection: a peer that sends it is broken or hostile.
         for part in message if isinstance(message, list | tuple) else (message,):
             operation = part.get("op") if isinstance(part, dict) else None
             # Dask adds the sender's address to a report, unless the report already has one: with
@@ -181,13 +186,12 @@ def _limit(comm: Any, role: str, allowed: frozenset[str]) -> None:
 
 
 def pinned_to_scheduler(connection_args: dict[str, Any]) -> dict[str, Any]:
-    """Return connection arguments by which TLS accepts only a scheduler's certificate.
-
-    All certificates of a cluster have one authority. Without this, a machine with a worker's
-    certificate could answer in the scheduler's place.
+    """Return connection arguments with which TLS accepts only a scheduler's certificate.
 
     Args:
-        connection_args: Those of a cluster that we made; its certificates name their role.
+        connection_args: Arguments for a cluster of ours, whose certificates name their role.
     """
+    # One authority signs all certificates of a cluster. Without the check of the name, a machine
+    # with a worker's certificate could impersonate the scheduler.
     connection_args["ssl_context"].check_hostname = True
     return connection_args | {"server_hostname": "scheduler"}

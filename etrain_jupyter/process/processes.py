@@ -41,6 +41,7 @@ def stamp_of(pid: int) -> str | None:
 
 def processes_of(cluster_id: str) -> list[psutil.Process]:
     """Return a cluster's head and all of its descendants, including reparented ones."""
+    # By the inherited environment: an orphan has another parent, and may have its own session.
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -63,7 +64,7 @@ def kill_processes_of(cluster_id: str, *, timeout_s: float = 2.0) -> list[psutil
                 process.kill()
         return not left
 
-    left: list[psutil.Process] = []
+    left: list[psutil.Process] = []  # the result of the newest scan
     wait_until(kill_again, timeout_s=timeout_s)
     return left
 

@@ -19,9 +19,13 @@ def lock_key_of(prefix: str) -> str:
 def start_lock(root: Path, key: str, *, timeout_s: float) -> Iterator[int]:
     """Hold the start lock.
 
-    The lock belongs to the open file description, so a child that inherits the descriptor keeps
-    holding it: if a launcher is killed, no other launcher can start a second head next to the one
-    it has just started.
+    The lock belongs to the open file description, so a child that inherits the descriptor also
+    holds it. If a launcher is killed, no other launcher can start a second head next to the one
+    that is starting::
+
+        launcher    lock ── starts keeper ──────── (killed)
+        keeper                └─ starts scheduler, closes its descriptor
+        scheduler                  └─────────────────── listens, publishes, closes: unlocked
 
     Args:
         root: The state directory.
@@ -52,11 +56,14 @@ def remove_start_lock(root: Path, key: str) -> None:
 
 
 def _try_lock(path: Path) -> int | None:
-    """Return a descriptor that holds the lock, or None if another process holds it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The previous holder may have deleted the file between our open and our lock.
+        # The previous holder may have deleted the file between our open and our lock. Then others
+        # lock a new file of this name, and ours excludes no process:
+        #
+        #     holder   locked ────────────── unlinks, closes
+        #     this       opens the file ───────────────────── locks the deleted file: not the same
         if os.path.samestat(os.fstat(fd), os.stat(path)):
             return fd
     os.close(fd)

@@ -19,7 +19,7 @@ def open_state_root() -> Path:
         PoolError: If it belongs to another user or is writable by others.
     """
     root = state_root()
-    # Parents get the user's default mode; only the last folder is private.
+    # Parents may be shared with other programs, so they get the user's default mode.
     root.parent.mkdir(parents=True, exist_ok=True)
     root.mkdir(mode=0o700, exist_ok=True)
     status = root.stat()
@@ -51,6 +51,7 @@ def local_prefix() -> str:
 
 def environment_key() -> str:
     """Return a short fingerprint of this Python environment; clusters are shared within one."""
+    # Kernels of another environment may have other versions of packages than a cluster's workers.
     text = f"{sys.executable}\n{package_version()}"
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 

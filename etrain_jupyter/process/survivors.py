@@ -1,7 +1,7 @@
 """Worker processes that outlive the scheduler that started them, for the next one to adopt.
 
 Each worker process has a file in the cluster's folder with its pid and slot. The file is written
-as soon as the process exists and deleted once its end was seen.
+as soon as the process exists, and deleted when its exit is detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etrain_jupyter.process.processes import stamp_of
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """Worker process that a previous scheduler started."""
+    """Worker process that a previous scheduler started and that is still running."""
 
     name: str
     slot: int
@@ -49,6 +49,8 @@ class AdoptedProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended and its pid may have been reused."""
+        # The process is not our child, so the keeper may reap it, and its pid may be reused, at any
+        # time. The check narrows the window.
         if self.poll() is None:
             os.kill(self.pid, signal.Signals(number))
 
@@ -75,6 +77,7 @@ class WorkerRecords:
         """Return the recorded processes that are still running, in the order of their start."""
         found = []
         for path in self._folder.glob("w*.json"):
+            # A file may vanish, or have another version's fields; then its worker is not adopted.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 survivor = Survivor(name=path.stem, **json.loads(path.read_text()))
                 if stamp_of(survivor.pid) == survivor.stamp:
@@ -85,6 +88,7 @@ class WorkerRecords:
 
     def num_named(self) -> int:
         """Return the highest number in any worker's name so far; names are never reused."""
+        # Not from the records, which are deleted at the end of a process: its log stays.
         numbers = [_number_of(path.stem) for path in self._logs.glob("w*.log")]
         return max(numbers, default=0)
 

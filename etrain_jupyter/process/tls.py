@@ -31,6 +31,7 @@ def mint_certificates(cluster_id: str) -> dict[str, str]:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    # The authority's key exists only in this call: it is not among the returned files.
     authority_key = ec.generate_private_key(ec.SECP256R1())
     pem = serialization.Encoding.PEM
     authority = _sign(cluster_id, "ca", authority_key.public_key(), authority_key)
@@ -47,7 +48,6 @@ def mint_certificates(cluster_id: str) -> dict[str, str]:
 
 
 def _sign(cluster_id: str, name: str, public_key: Any, authority_key: Any) -> Any:
-    """Return the certificate for ``name``; ``ca`` is self-signed."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
 
@@ -73,6 +73,7 @@ def _distinguished_name(cluster_id: str, name: str) -> Any:
 
     return x509.Name(
         [
+            # X.509 limits this name to 64 characters.
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, f"etrain-{cluster_id}"[:64]),
             x509.NameAttribute(NameOID.COMMON_NAME, name),
         ]
@@ -84,12 +85,14 @@ def _extensions(name: str, public_key: Any, authority_key: Any) -> list[tuple[An
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     is_authority = name == "ca"
+    # path_length=0: the authority may sign leaf certificates, but no further authority.
     extensions: list[tuple[Any, bool]] = [
         (x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True),
         (x509.SubjectKeyIdentifier.from_public_key(public_key), False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key), False),
     ]
     if is_authority:
+        # Only key_cert_sign and crl_sign.
         usage = (False, False, False, False, False, True, True, False, False)
         return [*extensions, (x509.KeyUsage(*usage), True)]
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -99,6 +102,7 @@ def _extensions(name: str, public_key: Any, authority_key: Any) -> list[tuple[An
     return [
         *extensions,
         (x509.ExtendedKeyUsage(usages), False),
+        # The role as host name, see ``peers.pinned_to_scheduler``.
         (x509.SubjectAlternativeName([x509.DNSName(name)]), False),
     ]
 
@@ -162,6 +166,7 @@ def read_foreign_security(ca: str, cert: str, key: str, *, min_version: str = ""
     return secure(
         require_encryption=True,
         tls_ca_file=ca,
+        # There is one client certificate. Dask looks it up by role, so every role gets it.
         **({"tls_min_version": oldest} if oldest else {}),
         **{
             f"tls_{role}_{kind}": path
@@ -190,7 +195,8 @@ def check_listen(host: str, security: Any) -> None:
     if not is_loopback:
         raise PoolError(
             f"a scheduler on {host!r} without TLS would let every client that can reach it run "
-            "code as you. It was not started. Listen on 127.0.0.1, or configure certificates."
+            "code under your account. It was not started. Listen on 127.0.0.1, or configure "
+            "certificates."
         )
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_MADE = ("aws:RequestTag/", "aws:TagKeys")
-_THERE = ("aws:ResourceTag/",)
+# Keys that several actions share: tags in the request, tags of an existing resource, and so on.
+_REQUEST_TAGS = ("aws:RequestTag/", "aws:TagKeys")
+_RESOURCE_TAGS = ("aws:ResourceTag/",)
 _BY_TEMPLATE = ("ec2:IsLaunchTemplateResource", "ec2:LaunchTemplate")
 _INSTANCE = ("ec2:AvailabilityZone", "ec2:InstanceProfile", "ec2:InstanceType", "ec2:Tenancy")
 _METADATA = (
@@ -23,51 +24,54 @@ _METADATA = (
     "ec2:MetadataHttpPutResponseHopLimit",
     "ec2:MetadataHttpTokens",
 )
-_IMAGE = (*_THERE, "ec2:ImageID", "ec2:ImageType", "ec2:Owner", "ec2:Public")
-_SUBNET = (*_THERE, "ec2:AvailabilityZone", "ec2:SubnetID", "ec2:Vpc")
+_IMAGE = (*_RESOURCE_TAGS, "ec2:ImageID", "ec2:ImageType", "ec2:Owner", "ec2:Public")
+_SUBNET = (*_RESOURCE_TAGS, "ec2:AvailabilityZone", "ec2:SubnetID", "ec2:Vpc")
 _VOLUME = ("ec2:AvailabilityZone", "ec2:Encrypted", "ec2:VolumeSize", "ec2:VolumeType")
-_GROUP = (*_THERE, "ec2:SecurityGroupID", "ec2:Vpc")
-_TAGGING = (*_MADE, *_THERE, "ec2:CreateAction")
+_GROUP = (*_RESOURCE_TAGS, "ec2:SecurityGroupID", "ec2:Vpc")
+_TAGGING = (*_REQUEST_TAGS, *_RESOURCE_TAGS, "ec2:CreateAction")
 
 SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ec2:RunInstances": {
-        "instance": (*_MADE, *_INSTANCE, *_METADATA, *_BY_TEMPLATE),
-        "volume": (*_MADE, *_VOLUME, *_BY_TEMPLATE),
-        "network-interface": (*_MADE, "ec2:Subnet", "ec2:Vpc", *_BY_TEMPLATE),
+        "instance": (*_REQUEST_TAGS, *_INSTANCE, *_METADATA, *_BY_TEMPLATE),
+        "volume": (*_REQUEST_TAGS, *_VOLUME, *_BY_TEMPLATE),
+        "network-interface": (*_REQUEST_TAGS, "ec2:Subnet", "ec2:Vpc", *_BY_TEMPLATE),
         "image": (*_IMAGE, *_BY_TEMPLATE),
         "security-group": (*_GROUP, *_BY_TEMPLATE),
         "subnet": (*_SUBNET, *_BY_TEMPLATE),
-        "launch-template": (*_THERE, *_BY_TEMPLATE),
-        "snapshot": (*_THERE, "ec2:Owner", *_BY_TEMPLATE),
+        "launch-template": (*_RESOURCE_TAGS, *_BY_TEMPLATE),
+        "snapshot": (*_RESOURCE_TAGS, "ec2:Owner", *_BY_TEMPLATE),
         # Not in the reference's table; "Example policies", "Use RunInstances to create Spot
         # Instance requests" requires it.
         "spot-instances-request": (),
     },
     "ec2:CreateFleet": {
-        "fleet": _MADE,
-        "instance": (*_MADE, *_INSTANCE),
-        "volume": (*_MADE, *_VOLUME),
+        "fleet": _REQUEST_TAGS,
+        "instance": (*_REQUEST_TAGS, *_INSTANCE),
+        "volume": (*_REQUEST_TAGS, *_VOLUME),
         "image": _IMAGE,
         "subnet": _SUBNET,
-        "launch-template": _THERE,
+        "launch-template": _RESOURCE_TAGS,
     },
     "ec2:CreateTags": dict.fromkeys(
         ("instance", "volume", "fleet", "launch-template", "security-group"), _TAGGING
     ),
-    "ec2:CreateLaunchTemplate": {"launch-template": _MADE},
-    "ec2:CreateSecurityGroup": {"security-group": _MADE, "vpc": (*_THERE, "ec2:VpcID")},
-    "ec2:TerminateInstances": {"instance": (*_THERE, *_INSTANCE, *_METADATA)},
-    "ec2:GetConsoleOutput": {"instance": (*_THERE, *_INSTANCE, *_METADATA)},
-    "ec2:DeleteLaunchTemplate": {"launch-template": _THERE},
-    "ec2:DeleteVolume": {"volume": (*_THERE, *_VOLUME)},
+    "ec2:CreateLaunchTemplate": {"launch-template": _REQUEST_TAGS},
+    "ec2:CreateSecurityGroup": {
+        "security-group": _REQUEST_TAGS,
+        "vpc": (*_RESOURCE_TAGS, "ec2:VpcID"),
+    },
+    "ec2:TerminateInstances": {"instance": (*_RESOURCE_TAGS, *_INSTANCE, *_METADATA)},
+    "ec2:GetConsoleOutput": {"instance": (*_RESOURCE_TAGS, *_INSTANCE, *_METADATA)},
+    "ec2:DeleteLaunchTemplate": {"launch-template": _RESOURCE_TAGS},
+    "ec2:DeleteVolume": {"volume": (*_RESOURCE_TAGS, *_VOLUME)},
     "ec2:DeleteSecurityGroup": {"security-group": _GROUP},
     "ec2:AuthorizeSecurityGroupIngress": {"security-group": _GROUP},
     "iam:PassRole": {"role": ("iam:AssociatedResourceArn", "iam:PassedToService")},
     "iam:CreateServiceLinkedRole": {"role": ("iam:AWSServiceName",)},
-    "ssm:GetParameter": {"parameter": _THERE},
+    "ssm:GetParameter": {"parameter": _RESOURCE_TAGS},
     "ssm:StartSession": {
-        "instance": (*_THERE, "ssm:resourceTag/", "ssm:SessionDocumentAccessCheck"),
-        "document": (*_THERE, "ssm:resourceTag/", "ssm:SessionDocumentAccessCheck"),
+        "instance": (*_RESOURCE_TAGS, "ssm:resourceTag/", "ssm:SessionDocumentAccessCheck"),
+        "document": (*_RESOURCE_TAGS, "ssm:resourceTag/", "ssm:SessionDocumentAccessCheck"),
     },
     "ssm:TerminateSession": {"session": ("ssm:resourceTag/",)},
     "s3:ListBucket": {"bucket": ("s3:delimiter", "s3:max-keys", "s3:prefix")},
@@ -97,6 +101,7 @@ def kind_of(arn: str) -> str:
     """
     if arn == "*":
         return ""
+    # arn:partition:service:region:account:resource; the resource may contain colons.
     service, own = arn.split(":", 5)[2], arn.split(":", 5)[5]
     if service == "s3":
         return "object" if "/" in own else "bucket"

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval", "evaluated")
-"""Where a trainer may be when the fault happens. In a step: before the forward pass, during the
-all-reduce, before the update. Between generations: while one forms, while the state is copied.
-Before the first step: at the end of the warm-up, where ``rank`` counts the job's trainers from 0.
-And within an evaluation, and after it, before its result is reported or the weights are saved."""
+"""Places in the trainer where a fault happens:
+
+- In a step: ``forward`` (before the forward pass), ``all_reduce``, ``commit`` (before the update).
+- Between generations: ``form`` (while one forms), ``sync`` (while the state is copied).
+- Before the first step: ``warm`` (end of the warm-up; ``rank`` counts the job's trainers from 0).
+- ``eval`` (in an evaluation), ``evaluated`` (before its result is reported or the weights saved).
+"""
 
 AT_A_PLACE = ("kill", "segfault", "exit", "error", "stop", "hold_gil", "hang", "disconnect")
 """Faults in the trainer process."""
@@ -52,14 +55,14 @@ class PlannedFault:
     """Time between a notice and the end of the machine, in seconds."""
 
     def __post_init__(self) -> None:
-        _check_word("kind of fault", self.kind, KINDS)
+        _check_word("kind", self.kind, KINDS)
         _check_word("place", self.at, PLACES)
         if self.rank is not None and self.rank < 0:
-            raise ValueError(f"{self.kind}: rank={self.rank} must not be below 0")
+            raise ValueError(f"{self.kind}: rank={self.rank} must be at least 0")
         if self.step < 0:
-            raise ValueError(f"{self.kind}: step={self.step} must not be below 0")
+            raise ValueError(f"{self.kind}: step={self.step} must be at least 0")
         if self.notice_s < 0:
-            raise ValueError(f"{self.kind}: notice_s={self.notice_s:g} must not be below 0")
+            raise ValueError(f"{self.kind}: notice_s={self.notice_s:g} must be at least 0")
 
     def to_code(self) -> str:
         """Return the call that adds it to a plan."""
@@ -78,7 +81,7 @@ class FaultPlan:
     faults: tuple[PlannedFault, ...] = ()
 
     def kill(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Kill the trainer with SIGKILL."""
+        """Kill the rank's trainer with SIGKILL."""
         return self.add("kill", rank=rank, step=step, at=at)
 
     def segfault(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
@@ -94,7 +97,7 @@ class FaultPlan:
         return self.add("error", rank=rank, step=step, at=at)
 
     def stop(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Stop it with SIGSTOP: no thread runs, and its connections stay open."""
+        """Suspend it with SIGSTOP: no thread runs, and its connections stay open."""
         return self.add("stop", rank=rank, step=step, at=at)
 
     def hold_gil(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
@@ -142,7 +145,7 @@ class FaultPlan:
         return FaultPlan((*self.faults, PlannedFault(kind=kind, **values)))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return the wire format: plain dicts, numbered."""
+        """Return the faults as dictionaries for the coordinator; ``id`` counts from 1."""
         return [
             {"id": number, "kind": f.kind, "rank": f.rank, "step": f.step, "at": f.at}
             | ({"notice_s": f.notice_s} if f.kind == "notice" else {})
@@ -181,22 +184,24 @@ class FaultPlan:
             kinds: Kinds to choose from.
             places: Places to choose from.
         """
-        chance = random.Random(f"fault plan {seed}")
+        rng = random.Random(f"fault plan {seed}")
         plan = cls()
-        for _ in range(chance.randint(min(2, max_faults), max_faults)):
-            kind = chance.choice(list(kinds))
-            step = chance.randint(1, num_steps)
+        # The order of the draws is part of the plan: a change gives every seed another plan.
+        for _ in range(rng.randint(min(2, max_faults), max_faults)):
+            kind = rng.choice(list(kinds))
+            step = rng.randint(1, num_steps)
             if kind in AT_A_PLACE:
-                place = chance.choice(list(places))
-                # Faults between steps need some steps after them.
+                place = rng.choice(list(places))
+                # "warm" is before the first step. "form" and "sync" need a generation that forms
+                # at or after `step`, often because of another fault: choose an earlier step.
                 step = {"warm": 0, "form": step // 2, "sync": step // 2}.get(place, step)
-                plan = plan.add(kind, rank=chance.randrange(num_ranks), step=step, at=place)
+                plan = plan.add(kind, rank=rng.randrange(num_ranks), step=step, at=place)
             elif kind == "notice":
                 # Some machines end before the notice is over.
-                notice_s = chance.choice([0.0, 0.2, 120.0])
-                plan = plan.notice(rank=chance.randrange(num_ranks), step=step, notice_s=notice_s)
+                notice_s = rng.choice([0.0, 0.2, 120.0])
+                plan = plan.notice(rank=rng.randrange(num_ranks), step=step, notice_s=notice_s)
             else:
-                plan = plan.add(kind, rank=chance.randrange(num_ranks), step=step)
+                plan = plan.add(kind, rank=rng.randrange(num_ranks), step=step)
         return plan
 
 
@@ -214,11 +219,13 @@ def submit_with_faults(
     from etrain_jupyter.config import parse_mapping
     from etrain_jupyter.notebook.job.open_jobs import submit_job
 
+    # As in a cell: expressions of the body may use the names of the calling function.
     if names is None:
         caller = sys._getframe(1)
         names = {**caller.f_globals, **caller.f_locals}
     job = launch.plan_job(parse_mapping(dict(body), names), names)
     job.print_warnings()
+    # What %%distributed does after planning, with the faults in addition.
     return submit_job(
         job.config,
         job.bundle,
@@ -232,5 +239,5 @@ def submit_with_faults(
 def _check_word(what: str, word: str, known: Sequence[str]) -> None:
     if word not in known:
         near = difflib.get_close_matches(word, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"no {what} {word!r}; {hint}")
+        hint = f"Did you mean {near[0]!r}?" if near else f"Use one of: {', '.join(known)}."
+        raise ValueError(f"The fault's {what} {word!r} is unknown. {hint}")

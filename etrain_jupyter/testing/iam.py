@@ -90,6 +90,11 @@ def _holds(condition: Mapping[str, Mapping[str, Any]], context: Mapping[str, Con
 
 def _operator_holds(operator: str, wanted: list[str], values: list[str]) -> bool:
     """Evaluate an operator such as ``StringEquals`` for one key; ``values`` is empty if absent."""
+    # A key that the request lacks, by operator:
+    #
+    #   StringEquals, ForAnyValue:...    does not match
+    #   ...IfExists, ForAllValues:...    matches
+    #   Null                             matches "true"
     quantifier, _, name = operator.rpartition(":")
     if name == "Null":
         return any((word == "true") == (not values) for word in wanted)
@@ -101,6 +106,7 @@ def _operator_holds(operator: str, wanted: list[str], values: list[str]) -> bool
     hits = [any(test(word, value) for word in wanted) for value in values]
     if quantifier == "ForAllValues":
         return all(hits)
+    # A key with several values needs one of the two quantifiers.
     if not quantifier and len(values) > 1:
         raise ValueError(f"{operator} applies to keys with one value, not to {values}")
     return any(hits)
@@ -122,6 +128,7 @@ def arn_matches(pattern: str, arn: str) -> bool:
     """
     if pattern == "*":
         return True
+    # Six parts; the last one is the resource, which may contain further colons.
     parts, found = pattern.split(":", 5), arn.split(":", 5)
     return len(parts) == len(found) and all(map(matches, parts, found))
 

@@ -24,14 +24,14 @@ def assert_invariants(log: Iterable[Event]) -> None:
 
 
 def _assert_survivors_kept_their_process(events: list[Event]) -> None:
-    """I4: a worker in two consecutive generations that was not lost keeps its trainer process."""
+    # I4: a worker in two consecutive generations that was not lost keeps its trainer process.
     lost: set[str] = set()
     before: dict[str, int] = {}
     for event in events:
         if isinstance(event, WorkerLost | WorkerLeft):
             lost.add(event.worker)
         elif isinstance(event, JobResumed):
-            before = {}
+            before = {}  # a resumed job has new processes
         elif isinstance(event, GenerationFormed):
             now = dict(zip(event.ranks, event.trainer_pids, strict=True))
             for worker in now.keys() & before.keys() - lost:

@@ -30,17 +30,17 @@ class PoolContract:
     """The suite."""
 
     patience_s = 60.0
-    """Timeout for a node to come or go, in seconds."""
+    """Timeout for a node to appear or disappear, in seconds."""
 
     starts_nodes = True
-    """The pool starts nodes itself; False if something else does."""
+    """Whether the pool starts nodes itself. False: the user or another system starts them."""
 
     owns_cluster = True
-    """``down`` ends the cluster; False if the cluster existed before ``up``."""
+    """Whether ``down`` ends the cluster. False: the cluster existed before ``up``."""
 
     @pytest.fixture
     def make_pool(self) -> Callable[[], Pool]:
-        """Return the factory of pool objects; to override."""
+        """Return the factory of pool objects. Override it."""
         raise NotImplementedError("override the fixture make_pool")
 
     @pytest.fixture
@@ -49,10 +49,11 @@ class PoolContract:
         pool = make_pool()
         pool.up()
         yield pool
+        # `down` returns what it could not end or delete.
         assert not pool.down(timeout_s=self.patience_s)
 
     def bring_nodes(self, pool: Pool, count: int) -> None:
-        """Make that many nodes come; to override if ``starts_nodes`` is False."""
+        """Start ``count`` nodes. Override it if ``starts_nodes`` is False."""
         assert self.starts_nodes, "override bring_nodes"
         pool.want(count, reason="contract")
 
@@ -62,7 +63,7 @@ class PoolContract:
         """A kernel that starts later joins the cluster."""
         assert pool.up() == make_pool().up()
 
-    def test_two_that_start_at_once_get_the_same_cluster(
+    def test_two_processes_that_start_at_once_get_the_same_cluster(
         self, make_pool: Callable[[], Pool]
     ) -> None:
         """Two kernels whose first cells run at the same time share one cluster."""
@@ -74,10 +75,8 @@ class PoolContract:
         finally:
             assert not pools[0].down(timeout_s=self.patience_s)
 
-    def test_nodes_come_and_a_released_one_leaves_and_is_replaced_by_whom_starts_them(
-        self, pool: Pool
-    ) -> None:
-        """Requested nodes come, with ids that are never reused."""
+    def test_released_node_leaves_and_is_replaced_under_a_new_id(self, pool: Pool) -> None:
+        """A pool that starts nodes replaces a released one; ids are never reused."""
         self.bring_nodes(pool, 2)
         first, second = self.await_nodes(pool, lambda nodes: _num_running(nodes) == 2)
 
@@ -93,39 +92,41 @@ class PoolContract:
             self.bring_nodes(pool, 1)
             after = self.await_nodes(pool, lambda nodes: _num_running(nodes) == 2)
 
+        # The other node stayed, and the new one has a new id.
         assert second.id in {node.id for node in after}
         assert {first.id, second.id} < {first.id, *(node.id for node in after)}
 
     def test_want_does_not_wait_for_the_nodes(self, pool: Pool) -> None:
-        """A request does not block."""
+        """``want`` returns at once; nodes appear later."""
         begin = time.monotonic()
         pool.want(1, reason="contract")
 
+        # Far less than a machine needs to boot. A local pool may have started the node already.
         assert time.monotonic() - begin < 2.0
         assert len(pool.nodes()) <= 1
 
     def test_release_of_an_unknown_node_changes_nothing(self, pool: Pool) -> None:
-        """The node may have ended a moment ago."""
+        """The node may have ended just before the call."""
         pool.release("no-such-node", drain_s=0.0)
 
         assert pool.nodes() == []
 
-    def test_price_is_said_before_anything_is_started(self, pool: Pool) -> None:
-        """Asking for the price starts nothing."""
+    def test_price_is_known_before_anything_is_started(self, pool: Pool) -> None:
+        """``price`` starts no node."""
         assert pool.price(2).strip()
         assert pool.nodes() == []
 
-    def test_cost_of_nothing_is_nothing(self, pool: Pool) -> None:
+    def test_cost_without_nodes_is_zero(self, pool: Pool) -> None:
         """Without nodes there are no costs."""
         cost = pool.cost()
 
         assert cost.spent_usd == 0.0
         assert cost.on_demand_usd == 0.0
 
-    def test_down_from_elsewhere_ends_what_is_the_pools_and_up_starts_afresh(
+    def test_down_in_another_process_ends_the_cluster_and_up_starts_a_new_one(
         self, pool: Pool, make_pool: Callable[[], Pool]
     ) -> None:
-        """Anyone who knows the cluster can end it, at any time, and twice."""
+        """Another process of the user can end the cluster, at any time and repeatedly."""
         old = pool.up()
         self.bring_nodes(pool, 1)
 
@@ -133,13 +134,14 @@ class PoolContract:
         assert make_pool().down(timeout_s=self.patience_s) == Leftovers()
         again = pool.up()
         assert (again.cluster_id != old.cluster_id) == self.owns_cluster
+        # A cluster that the pool does not own keeps its nodes, which must appear again.
         if not self.owns_cluster:
             self.await_nodes(pool, lambda nodes: _num_running(nodes) == 1)
 
-    def await_nodes(self, pool: Pool, is_so: Callable[[list[Node]], bool]) -> list[Node]:
+    def await_nodes(self, pool: Pool, condition: Callable[[list[Node]], bool]) -> list[Node]:
         """Wait for a condition on the nodes and return them; fail on timeout."""
         deadline = time.monotonic() + self.patience_s
-        while not is_so(nodes := pool.nodes()):
+        while not condition(nodes := pool.nodes()):
             assert time.monotonic() < deadline, f"still {nodes} after {self.patience_s:g} s"
             time.sleep(0.05)
         return nodes

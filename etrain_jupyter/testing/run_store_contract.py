@@ -23,7 +23,7 @@ import pytest
 
 from etrain_jupyter.errors import EtrainError, JobNotFoundError
 from etrain_jupyter.log.events import Event, JobPlanned, JobStatusChanged, JobSubmitted
-from etrain_jupyter.notebook.job.job_record import RECORD_FILE, JobRecord
+from etrain_jupyter.notebook.job.job_record import RECORD_FILE, RunRecord
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
@@ -47,15 +47,19 @@ class RunPlace(Protocol):
         """Create or replace the data at a key."""
         ...
 
-    def take(self, record: JobRecord, end: int) -> None:
-        """Become the only writer of a job's log, whose last event was ``end`` when it was checked.
+    def take(self, record: RunRecord, end: int) -> None:
+        """Become the only writer of a job's log.
+
+        Args:
+            record: The job.
+            end: The last event when the caller found the log without a writer.
 
         Raises:
             EtrainError: If another process is the writer.
         """
         ...
 
-    def log(self, record: JobRecord, events: Sequence[Event]) -> None:
+    def log(self, record: RunRecord, events: Sequence[Event]) -> None:
         """Append to a job's log like its coordinator."""
         ...
 
@@ -76,13 +80,13 @@ class RunStoreContract:
         with pytest.raises(JobNotFoundError, match=r"no job 'digits' in .* \(0 jobs there\)"):
             store.find("digits")
 
-    def test_store_that_can_be_written_says_so(self, store: RunStore) -> None:
+    def test_writable_store_passes_the_check(self, store: RunStore) -> None:
         """The check before each submit can be repeated, and creates no job."""
         store.check_writable()
         store.check_writable()
         assert store.records() == []
 
-    def test_job_is_seen_elsewhere(self, store: RunStore, place: RunPlace) -> None:
+    def test_job_is_visible_on_another_machine(self, store: RunStore, place: RunPlace) -> None:
         """A job created by one process is found by another one, with all its data."""
         made = create(store)
         found = place.open("there").find("digits-1")
@@ -99,17 +103,17 @@ class RunStoreContract:
         with pytest.raises(JobNotFoundError, match="3 jobs begin with 'digi'"):
             store.find("digi")
 
-    def test_id_is_given_to_one_job_only(self, store: RunStore, place: RunPlace) -> None:
+    def test_job_id_is_used_only_once(self, store: RunStore, place: RunPlace) -> None:
         """The second job is refused, and the first one is unchanged."""
         create(store)
-        with pytest.raises(FileExistsError, match="there is a job digits-1"):
+        with pytest.raises(FileExistsError, match="job digits-1 already exists"):
             create(place.open("there"), created=7.0)
         assert store.find("digits-1").created == 1.0
 
-    def test_another_bundle_is_written_beside_the_old_one(
+    def test_new_bundle_is_written_next_to_the_old_one(
         self, store: RunStore, place: RunPlace
     ) -> None:
-        """A refused resume can be undone; an accepted one deletes the old bundle."""
+        """A resume that is refused can be undone; one that is accepted deletes the old bundle."""
         made = create(store)
         later = replace(made, bundle_digest=hashlib.sha256(b"new").hexdigest(), pool="other")
         written = store.rewrite(later, bundle=b"new")
@@ -121,8 +125,11 @@ class RunStoreContract:
         assert "digits-1/bundle" not in place.list_keys()
         assert f"digits-1/{written.bundle_file}" in place.list_keys()
 
-    def test_job_that_no_cluster_took_is_removed(self, store: RunStore, place: RunPlace) -> None:
-        """Nothing of the job stays; but a job with a log is kept."""
+    def test_job_that_no_cluster_accepted_is_removed(
+        self, store: RunStore, place: RunPlace
+    ) -> None:
+        """All data of the job are deleted, unless it has a log."""
+        # A log proves that a cluster has accepted the job, even if its response was lost.
         made, taken = create(store), create(store, "digits-2")
         place.log(taken, [JobSubmitted(**_COMMON, name="digits", min_workers=1, max_workers=2)])
         store.discard(made)
@@ -131,19 +138,17 @@ class RunStoreContract:
         assert not [key for key in place.list_keys() if key.startswith("digits-1/")]
 
     @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"name": 1}', b"\xff\xfe"])
-    def test_what_is_no_job_is_passed_over(
+    def test_entries_that_are_not_jobs_are_skipped(
         self, store: RunStore, place: RunPlace, data: bytes
     ) -> None:
-        """Truncated records and foreign files hide no job."""
+        """Truncated records and other files do not hide valid jobs."""
         create(store)
         place.write(f"digits-2/{RECORD_FILE}", data)
         place.write("notes/readme", b"something else")
         place.write("stray", b"something else")
         assert [job.job_id for job in store.records()] == ["digits-1"]
 
-    def test_log_is_read_elsewhere_as_it_was_written(
-        self, store: RunStore, place: RunPlace
-    ) -> None:
+    def test_log_is_the_same_on_another_machine(self, store: RunStore, place: RunPlace) -> None:
         """History, status and list agree with the log on every machine."""
         made = create(store)
         events = story()
@@ -153,14 +158,16 @@ class RunStoreContract:
         assert [event.kind for event in job.events()] == [event.kind for event in events]
         assert [event.seq for event in job.events()] == [1, 2, 3]
         assert job.status == "finished"
-        standing = there.summarize(there.find("digits-1"))
-        assert (standing.status, standing.total_steps, standing.is_gone) == ("finished", 6, False)
+        summary = there.summarize(there.find("digits-1"))
+        assert (summary.status, summary.total_steps, summary.is_gone) == ("finished", 6, False)
+        # The other machine may keep a copy of the log: it must also get later events.
         place.log(made, [JobStatusChanged(**_COMMON, status="running")])
         again = TrainingJob(place.open("there").find("digits-1"), None)
         assert len(again.events()) == 4
 
     def test_log_has_one_writer(self, store: RunStore, place: RunPlace) -> None:
-        """Of several processes that want to write a job's log, only one can."""
+        """Of several processes that claim a job's log at the same time, only one succeeds."""
+        # All claim the log after the same last event, 3: the first claim changes it.
         made = create(store)
         place.log(made, story())
         outcomes: list[str] = []
@@ -171,17 +178,17 @@ class RunStoreContract:
             except EtrainError:
                 outcomes.append("refused")
             else:
-                outcomes.append("taken")
+                outcomes.append("succeeded")
 
-        takers = [threading.Thread(target=take) for _ in range(4)]
-        for taker in takers:
-            taker.start()
-        for taker in takers:
-            taker.join()
-        assert sorted(outcomes) == ["refused", "refused", "refused", "taken"]
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(outcomes) == ["refused", "refused", "refused", "succeeded"]
 
 
-def create(store: RunStore, job_id: str = "digits-1", *, created: float = 1.0) -> JobRecord:
+def create(store: RunStore, job_id: str = "digits-1", *, created: float = 1.0) -> RunRecord:
     """Create a job with fixed data."""
     values = {
         "name": "digits",

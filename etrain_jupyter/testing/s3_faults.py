@@ -43,7 +43,7 @@ OWNED = "expected owner"
 AROUND = "X-Etrain-Around"
 """Requests with this header bypass all faults."""
 
-_REFUSALS: dict[str, tuple[str, str]] = {
+_ERRORS: dict[str, tuple[str, str]] = {
     "slow_down": ("503 Slow Down", "SlowDown"),
     "internal_error": ("500 Internal Server Error", "InternalError"),
     "deny": ("403 Forbidden", "AccessDenied"),
@@ -52,7 +52,7 @@ _REFUSALS: dict[str, tuple[str, str]] = {
 }
 
 Environ = dict[str, Any]
-Answer = tuple[str, list[tuple[str, str]], bytes]
+Response = tuple[str, list[tuple[str, str]], bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,15 @@ class S3Fault:
         return asdict(self)
 
 
+# Order in which the faults of one request apply:
+#
+#   slow                        delay, then the others
+#   reset                       not executed; the connection is reset
+#   _ERRORS                     not executed; an error response
+#   spoil_upload                the body is changed, so that its checksum does not match
+#   ignore_conditions           executed without If-None-Match
+#   lose_answer                 executed; the connection is reset instead of the response
+#   spoil_answer, truncate      executed; the response's body is changed or cut off
 class FaultyS3:
     """WSGI middleware: injects faults before and after the inner application.
 
@@ -88,11 +97,11 @@ class FaultyS3:
         self._faults: list[S3Fault] = []
         self._seen: Counter[S3Fault] = Counter()
         self._counts: Counter[str] = Counter()
-        self._turn = threading.Lock()
-        """Serializes requests, so that conditions are atomic."""
+        self._serial = threading.Lock()
+        """Serializes requests: moto checks If-None-Match and writes without a lock."""
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Process one request."""
+        """Execute a request with the faults that apply to it."""
         length = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(length)
         if environ["PATH_INFO"].startswith(CONTROL):
@@ -109,41 +118,44 @@ class FaultyS3:
                 time.sleep(seconds)
         if "reset" in kinds:
             return reset_connection(environ)
-        status, headers, data = self._answer(environ, body, kinds)
+        status, headers, data = self._execute(environ, body, kinds)
         if "lose_answer" in kinds:
             return reset_connection(environ)
         if "spoil_answer" in kinds and status.startswith("2") and data:
-            data = _spoiled(data)
+            data = _corrupted(data)
         start_response(status, headers)
+        # The headers keep the full Content-Length, as with a connection that breaks.
         if "truncate" in kinds and len(data) > 1:
-            return _cut_short(environ, data)
+            return _truncated(environ, data)
         return [data]
 
-    def _answer(self, environ: Environ, body: bytes, kinds: dict[str, float]) -> Answer:
-        for kind, (status, code) in _REFUSALS.items():
+    def _execute(self, environ: Environ, body: bytes, kinds: dict[str, float]) -> Response:
+        for kind, (status, code) in _ERRORS.items():
             if kind in kinds:
-                return _refusal(environ, status, code)
+                return _error_response(environ, status, code)
         if "spoil_upload" in kinds and body:
-            body = _spoiled(body)
+            body = _corrupted(body)
         if environ.get("HTTP_X_AMZ_EXPECTED_BUCKET_OWNER", OWNER) != OWNER:
-            return _refusal(environ, "403 Forbidden", "AccessDenied")
+            return _error_response(environ, "403 Forbidden", "AccessDenied")
         given = environ.get("HTTP_X_AMZ_CHECKSUM_SHA256")
         if given and given != base64.b64encode(hashlib.sha256(body).digest()).decode():
-            return _refusal(environ, "400 Bad Request", "BadDigest")
+            return _error_response(environ, "400 Bad Request", "BadDigest")
         if "ignore_conditions" in kinds:
             environ.pop("HTTP_IF_NONE_MATCH", None)
         environ["wsgi.input"] = io.BytesIO(body)
-        answer: dict[str, Any] = {}
+        response: dict[str, Any] = {}
 
         def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> None:
-            answer.update(status=status, headers=headers)
+            response.update(status=status, headers=headers)
 
-        with self._turn:
+        with self._serial:
             data = b"".join(self._app(environ, start))
-        return answer["status"], answer["headers"], data
+        return response["status"], response["headers"], data
 
     def _choose(self, line: str, operation: str, has_owner: bool) -> dict[str, float]:
         """Count a request and return the faults that affect it."""
+        # `every` and `count` refer to the requests that match this fault, not to all requests:
+        # with every=3 and count=2, the third and the sixth matching request are affected.
         with self._lock:
             self._counts[operation] += 1
             if has_owner:
@@ -167,9 +179,9 @@ class FaultyS3:
                 self._faults = [S3Fault(**fault) for fault in json.loads(body)]
                 self._seen.clear()
                 self._counts.clear()
-            answer = json.dumps(self._counts).encode()
-        start_response("200 OK", [("Content-Length", str(len(answer)))])
-        return [answer]
+            response = json.dumps(self._counts).encode()
+        start_response("200 OK", [("Content-Length", str(len(response)))])
+        return [response]
 
 
 def operation_of(method: str, query: str) -> str:
@@ -183,8 +195,9 @@ def operation_of(method: str, query: str) -> str:
     return " ".join([method, *known])
 
 
-def _refusal(environ: Environ, status: str, code: str) -> Answer:
-    text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>on purpose</Message></Error>"
+def _error_response(environ: Environ, status: str, code: str) -> Response:
+    # S3 never sends a body in the response to HEAD, not even for errors.
+    text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>"
     data = b"" if environ["REQUEST_METHOD"] == "HEAD" else text.encode()
     return (
         status,
@@ -193,12 +206,12 @@ def _refusal(environ: Environ, status: str, code: str) -> Answer:
     )
 
 
-def _spoiled(data: bytes) -> bytes:
+def _corrupted(data: bytes) -> bytes:
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 0x80]) + data[middle + 1 :]
 
 
-def _cut_short(environ: Environ, data: bytes) -> Iterator[bytes]:
+def _truncated(environ: Environ, data: bytes) -> Iterator[bytes]:
     yield data[: len(data) // 2]
     with suppress(OSError):
         environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
@@ -206,10 +219,11 @@ def _cut_short(environ: Environ, data: bytes) -> Iterator[bytes]:
 
 def reset_connection(environ: Environ) -> Iterable[bytes]:
     """Close the connection with a reset, like a router that has lost its state."""
+    # With SO_LINGER and a timeout of 0, closing sends RST instead of FIN.
     connection: socket.socket = environ["werkzeug.socket"]
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     # The server holds two more references to the socket; this closes it now.
     connection.close()
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    raise ConnectionResetError("on purpose")
+    raise ConnectionResetError("injected fault")

@@ -53,44 +53,44 @@ class S3Endpoint:
 
     def make_bucket(self, name: str) -> None:
         """Create a bucket."""
-        self._ask("PUT", f"/{name}")
+        self._send("PUT", f"/{name}")
 
     def set_faults(self, *faults: S3Fault) -> None:
         """Replace all faults and reset the counters."""
         payload = json.dumps([fault.to_dict() for fault in faults])
-        self._ask("POST", f"{CONTROL}faults", payload.encode())
+        self._send("POST", f"{CONTROL}faults", payload.encode())
 
     def counts(self) -> dict[str, int]:
         """Return the number of requests by operation and of faults by kind."""
-        counted: dict[str, int] = json.loads(self._ask("GET", f"{CONTROL}counts"))
+        counted: dict[str, int] = json.loads(self._send("GET", f"{CONTROL}counts"))
         return counted
 
     def list_keys(self, bucket: str, prefix: str = "") -> list[str]:
         """Return up to 1,000 keys below a prefix. Direct access like the next three: no faults."""
         query = urllib.parse.urlencode({"list-type": 2, "prefix": prefix})
-        listed = self._ask("GET", f"/{bucket}?{query}").decode()
+        listed = self._send("GET", f"/{bucket}?{query}").decode()
         return [html.unescape(key) for key in re.findall("<Key>(.*?)</Key>", listed)]
 
     def read(self, bucket: str, key: str) -> bytes:
         """Return an object."""
-        return self._ask("GET", _path_of(bucket, key))
+        return self._send("GET", _path_of(bucket, key))
 
     def write(self, bucket: str, key: str, data: bytes) -> None:
         """Create or replace an object."""
-        self._ask("PUT", _path_of(bucket, key), data)
+        self._send("PUT", _path_of(bucket, key), data)
 
     def remove(self, bucket: str, key: str) -> None:
         """Delete an object."""
-        self._ask("DELETE", _path_of(bucket, key))
+        self._send("DELETE", _path_of(bucket, key))
 
-    def _ask(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        # moto finds the service in the signature's scope; it does not verify the signature.
+    def _send(self, method: str, path: str, data: bytes | None = None) -> bytes:
+        # moto reads the service from the signature's scope, and does not verify the signature.
         scope = f"AWS4-HMAC-SHA256 Credential=testing/20260101/{REGION}/s3/aws4_request"
         binary = "application/octet-stream"  # moto parses other types as a form
         headers = {"Authorization": scope, AROUND: "1", "Content-Type": binary}
         request = urllib.request.Request(self.url + path, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return bytes(answer.read())
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return bytes(response.read())
 
 
 class S3Server(S3Endpoint, Closing):
@@ -99,16 +99,18 @@ class S3Server(S3Endpoint, Closing):
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
+            # The server ends when this pipe closes, also if this process is killed.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=without_clusters(),
         )
+        # Blocks until the server listens, or returns nothing if it has failed.
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self.close()
-            raise RuntimeError("the S3 server did not start; its output above says why")
+            raise RuntimeError("The S3 server did not start. See its output above for the reason.")
         super().__init__(f"http://127.0.0.1:{json.loads(line)['port']}")
 
     @property
@@ -137,7 +139,7 @@ def main() -> None:
     serve_in_thread(server, "serve")
     print(json.dumps({"port": server.server_port}), flush=True)
     sys.stdin.read()
-    os._exit(0)
+    os._exit(0)  # do not wait for threads with open connections
 
 
 if __name__ == "__main__":

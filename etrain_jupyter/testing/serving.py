@@ -15,7 +15,6 @@ class Closing:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(
@@ -24,7 +23,6 @@ class Closing:
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
         self.close()
 
 
@@ -38,6 +36,7 @@ class Server(Protocol):
 
 def serve_in_thread(server: Server, name: str) -> threading.Thread:
     """Serve on a daemon thread; return the thread."""
+    # 0.05 s is the interval at which the server checks whether it is to shut down.
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)
     thread.start()
     return thread
@@ -63,7 +62,7 @@ def make_wsgi_server(
             """Print nothing."""
 
         def send_response(self, code: int, message: str | None = None) -> None:
-            """Start a response, with or without a date."""
+            # The base method adds this machine's time. The simulated cloud has its own clock.
             if dated:
                 super().send_response(code, message)
             else:

@@ -106,6 +106,7 @@ class StoreContract:
 
     def test_keys_are_never_used_twice(self, store: CheckpointStore, place: StorePlace) -> None:
         """A second attempt at a step uses another folder, and a part is written once."""
+        # The writer of the first attempt may be alive: an evicted rank that has not noticed yet.
         folder = store.begin(100)
         store.put_part(folder, "model.safetensors", b"first")
         other = place.open().begin(100)
@@ -119,6 +120,7 @@ class StoreContract:
     def test_one_of_many_writers_commits(self, place: StorePlace) -> None:
         """Of several writers of a step only one gets True, and readers get its bytes."""
 
+        # Each writer has its own store object and its own data, as in another process.
         def write(writer: int) -> tuple[int, bool]:
             store = place.open()
             return writer, store.commit(save(store, 100, model=bytes([writer]) * 1000))
@@ -130,7 +132,7 @@ class StoreContract:
         model = open_newest(place.open()).files["model.safetensors"].read_bytes()
         assert model == bytes(winners * 1000)
 
-    def test_commit_can_be_asked_again(self, store: CheckpointStore, place: StorePlace) -> None:
+    def test_commit_can_be_repeated(self, store: CheckpointStore, place: StorePlace) -> None:
         """A writer that does not know whether it committed can repeat the call."""
         mine, other = save(store, 100), save(place.open(), 100, model=b"other")
         assert store.commit(mine)
@@ -182,7 +184,7 @@ class StoreContract:
         assert len(skipped) == 1
         assert "its manifest" in skipped[0]
 
-    def test_foreign_job_is_refused(self, store: CheckpointStore) -> None:
+    def test_checkpoint_of_another_job_is_refused(self, store: CheckpointStore) -> None:
         """A checkpoint of another job is not loaded by mistake."""
         store.commit(save(store, 100))
         store.commit(save(store, 200, job_id="stranger"))
@@ -190,7 +192,7 @@ class StoreContract:
         assert found.step == 100
         assert skipped == ["step_00000200: it belongs to job stranger, not to job"]
 
-    def test_nothing_valid_names_every_refusal(
+    def test_error_without_valid_checkpoint_lists_all_reasons(
         self, store: CheckpointStore, place: StorePlace
     ) -> None:
         """Without a valid checkpoint, the error lists all of them."""
@@ -205,10 +207,12 @@ class StoreContract:
         "key",
         ["../secret", "/etc/passwd", "checkpoints/../../secret", "manifests/x/y", "checkpoints/a"],
     )
-    def test_keys_outside_are_refused(
+    def test_keys_outside_of_the_store_are_refused(
         self, store: CheckpointStore, place: StorePlace, key: str
     ) -> None:
         """A manifest cannot make a reader open another file, regardless of its writer."""
+        # The manifest is valid except for the key: `to_json` computes its digest, as an attacker
+        # with access to the folder could.
         part = Part(key=key, sha256="0" * 64, size=1)
         with pytest.raises(CheckpointError, match="refused"):
             store.get_part(part)
@@ -220,7 +224,7 @@ class StoreContract:
         with pytest.raises(CheckpointError, match="refused"):
             store.put_part("checkpoints/..", "secret", b"x")
 
-    def test_prune_keeps_what_it_is_told(self, store: CheckpointStore, place: StorePlace) -> None:
+    def test_prune_keeps_the_given_steps(self, store: CheckpointStore, place: StorePlace) -> None:
         """Other checkpoints are deleted, manifest and parts; the kept ones are valid."""
         for step in (100, 200, 300):
             store.commit(save(store, step))
@@ -230,14 +234,14 @@ class StoreContract:
         assert not any("step_00000100" in key for key in place.list_keys())
         assert newest_valid(store)[1] == []
 
-    def test_prune_clears_what_a_crash_left(
+    def test_prune_deletes_leftovers_of_crashed_writers(
         self, store: CheckpointStore, place: StorePlace
     ) -> None:
         """Parts without a manifest are deleted once a newer checkpoint exists, but not before."""
-        save(store, 100)
-        save(store, 200)
+        save(store, 100)  # older than the newest checkpoint: its writer has crashed
+        save(store, 200)  # another attempt at the same step may still be running
         store.commit(save(store, 200))
-        save(store, 300)
+        save(store, 300)  # newer: it may still be written
         removed = store.prune([200])
         assert removed == ["checkpoints/step_00000100"]
         store.commit(save(store, 300))
@@ -291,6 +295,7 @@ def _damage(place: StorePlace, key: str, fault: str) -> None:
         middle = len(data) // 2
         place.write(key, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
     elif fault == "pickle":
+        # A valid pickle of the right size: only the digest shows that it is another file.
         place.write(key, b"\x80\x04N.".ljust(len(data), b"\0"))
     else:
         place.write(key, {"empty": b"", "list": b"[1, 2]"}[fault])

@@ -28,10 +28,6 @@ class BoundaryHooks(Protocol):
         """Return True if rank 0 wants all ranks to write a checkpoint of the state after a step.
 
         Called on rank 0, within the step. Has no effect.
-
-        Args:
-            before: The boundary before the step.
-            after: The boundary that the step leads to.
         """
         ...
 

@@ -46,6 +46,8 @@ def freeze_compiled() -> None:
 @contextlib.contextmanager
 def heartbeats(beat: Callable[[], None]) -> Iterator[None]:
     """Send heartbeats from a thread while the main thread is in one long call of torch."""
+    # A compilation may take minutes, in which no pass sends a heartbeat. The limit keeps a compiler
+    # that hangs from looking alive forever.
     is_over = threading.Event()
     until = time.monotonic() + COMPILE_TIMEOUT_S
 
@@ -69,12 +71,7 @@ def undo_compile(model: nn.Module) -> None:
 
 
 def mark_batch(batch: Any, count: int) -> None:
-    """Mark a batch's first dimension as dynamic, so that one compilation serves all batch sizes.
-
-    Args:
-        batch: Nested tensors, on the model's device.
-        count: Number of samples in the batch.
-    """
+    """Mark a batch's first dimension as dynamic, so that one compilation serves all batch sizes."""
     for tensor in _tensors_in(batch):
         if tensor.ndim and tensor.shape[0] == count:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)

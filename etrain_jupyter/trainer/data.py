@@ -71,8 +71,10 @@ def open_samples(
     Raises:
         DataError: If ``data`` is none of these, or is empty.
     """
+    # A data set may be callable itself; with ``__getitem__`` it is taken as the data.
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
+    # The notebook's ``collate`` expects a list of samples.
     columns = _columns_of(data) if collate is None else None
     source: SampleSource
     if columns is not None:
@@ -85,12 +87,13 @@ def open_samples(
             "a pair of tensors, or a function that returns one."
         )
     if len(source) == 0:
-        raise DataError(f"{name} is empty (0 samples). Check what fills it in the notebook.")
+        raise DataError(f"{name} is empty (0 samples). Check the code that builds it.")
     return source
 
 
 def _columns_of(data: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
-    """Return tensors that are indexed by batch, or None if samples are fetched one by one."""
+    # Tensors that are indexed by batch; None if samples must be fetched one by one. Not isinstance:
+    # a subclass may override ``__getitem__``.
     if type(data) is TensorDataset:
         return tuple(data.tensors)
     if isinstance(data, Mapping) and data and all(_is_array(v) for v in data.values()):
@@ -113,7 +116,10 @@ class ColumnSource:
         values = list(columns.values()) if isinstance(columns, dict) else list(columns)
         lengths = sorted({len(v) for v in values})
         if len(lengths) > 1:
-            raise DataError(f"{name} has tensors of different lengths {lengths}; they must agree.")
+            raise DataError(
+                f"{name} has tensors of different lengths {lengths}. Give each column one row per "
+                "sample."
+            )
         self._columns = columns
         self._length = lengths[0]
 
@@ -175,8 +181,8 @@ class ItemSource:
 
 
 class _Shares:
-    """Batch sampler of a loader that outlives a generation: it reads the current feed."""
-
+    # The batch sampler of a loader that outlives a generation. Iterating over the loader again
+    # resets its processes, drops what they had prefetched, and reads the new feed.
     def __init__(self) -> None:
         self.feed: Iterable[Share] = ()
 
@@ -185,8 +191,7 @@ class _Shares:
 
 
 class _Order(NamedTuple):
-    """A share as it is sent to a loader process."""
-
+    # A share as it is sent to a loader process, with plain integers, which any data set accepts.
     indices: list[int]
     seed: int
 
@@ -196,11 +201,10 @@ def _order_of(share: Share) -> _Order:
 
 
 class _Fetcher:
-    """Fetch and collate samples, here or in a loader process, and return their indices, too.
-
-    It is pickled by value: plain pickle would look for the notebook's classes in a module.
-    """
-
+    # Fetches and collates samples, here or in a loader process, and returns their indices, too: the
+    # step header counts the samples that were delivered, not those that were planned.
+    #
+    # Pickled by value: plain pickle would look for the notebook's classes in a module.
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._data = data
         self._collate = collate
@@ -212,7 +216,7 @@ class _Fetcher:
         return len(self._data)
 
     def __getitems__(self, order: _Order) -> tuple[list[int], Any]:
-        # The name that a loader process calls.
+        # torch's fetcher calls this name if it exists, with what the batch sampler yields.
         with seeded(order.seed):
             return self._fetch(order.indices)
 

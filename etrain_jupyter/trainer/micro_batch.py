@@ -35,7 +35,6 @@ class MicroBatch:
     """The size of this rank's micro-batches.
 
     Args:
-        batch: The cell's batch config.
         most: Samples in the largest pass that this rank can ever make (``largest_pass``).
     """
 
@@ -49,10 +48,6 @@ class MicroBatch:
 
     def find(self, fits: Callable[[int], bool], describe: Callable[[], str]) -> int:
         """Find the size by trial; return the number of trials.
-
-        Args:
-            fits: Returns True if a pass of N samples fits; see ``largest_fit``.
-            describe: Returns the memory figures, for an error message.
 
         Raises:
             WorkloadError: If not even one sample fits.
@@ -68,11 +63,10 @@ class MicroBatch:
             raise does_not_fit(describe())
         return len(tries)
 
-    def give_way(self, exc: BaseException) -> bool:
-        """Halve the size if ``exc`` is an out-of-memory error; return False if it cannot shrink.
-
-        The number of retries is bounded, because the size cannot go below one sample.
-        """
+    def shrink(self, exc: BaseException) -> bool:
+        """Halve the size if ``exc`` is an out-of-memory error; return False if it cannot shrink."""
+        # Later passes may need more memory than the trial: longer texts, or another process on the
+        # GPU. The retries are bounded, because the size cannot go below one sample.
         if not self.is_auto or not is_out_of_memory(exc) or self.size in (None, 1):
             return False
         assert self.size is not None
@@ -80,12 +74,12 @@ class MicroBatch:
         self._has_shrunk = True
         return True
 
-    def never_above(self, earlier: MicroBatch) -> None:
+    def limit_to(self, earlier: MicroBatch) -> None:
         """Start at the size that an ``earlier`` instance in this process was reduced to."""
         if self.is_auto and earlier.size is not None:
             self.size = self.most = min(self.most, earlier.size)
 
-    def tidy_up(self) -> None:
+    def free_failed_pass(self) -> None:
         """Free the memory of a pass that failed, once nothing refers to its exception."""
         if self._has_shrunk:
             self._has_shrunk = False
@@ -93,12 +87,8 @@ class MicroBatch:
 
 
 def largest_pass(batch: BatchConfig, num_samples: int) -> int:
-    """Return the samples in the largest pass of a single rank, which has the largest share.
-
-    Args:
-        batch: The cell's batch config.
-        num_samples: Samples of the first step.
-    """
+    """Return the samples in the largest pass of a single rank, which has the largest share."""
+    # A single rank, whatever the current number is: the job may shrink to one rank later.
     count = min(batch.size(1), num_samples)
     plan = plan_step(
         count=count,
@@ -150,7 +140,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
     return is_cpu and any(text in str(exc) for text in ("allocate memory", "enough memory"))
 
 
-def lack_of_memory_in(exc: BaseException) -> BaseException | None:
+def out_of_memory_in(exc: BaseException) -> BaseException | None:
     """Return the out-of-memory error, of the host or a device, behind an exception; else None."""
     for link in (exc, exc.__cause__):
         if link is not None and (isinstance(link, MemoryError) or is_out_of_memory(link)):
@@ -162,6 +152,7 @@ def hint_for_memory(config: TrainConfig) -> str:
     """Return the remedy for an out-of-memory error that no smaller micro-batch can fix."""
     if config.batch.micro_batch_size == "auto":
         return "not even one sample fits: use a smaller model, or workers with more memory"
+    # ``auto`` would give ranks different sizes, and so different sums.
     if config.reproducible is not None:
         return "write batch: {micro: N}, with an N that fits on the smallest worker"
     return "write batch: {micro: auto}, which finds the largest micro-batch that fits"
@@ -177,6 +168,7 @@ def does_not_fit(figures: str) -> WorkloadError:
 
 def free_memory() -> None:
     """Free unused memory, including tensors that only a reference cycle holds."""
+    # An exception and its frames form such cycles.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -243,11 +235,9 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 
 def _state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the size in bytes of each state tensor that the optimizer will allocate.
-
-    A copy of the optimizer makes a step on tiny parameters, one for each real parameter: a state
-    tensor as large as the tiny parameter will be as large as the real one.
-    """
+    # Sizes in bytes. A copy of the optimizer makes a step on tiny parameters, one for each real
+    # parameter: a state tensor as large as the tiny parameter will be as large as the real one. A
+    # step on the real parameters would need the memory that is being measured.
     parameters = [p for p in _parameters_of(optimizer) if p.requires_grad]
     tiny = [torch.zeros([min(2, n) for n in p.shape]).to(p) for p in parameters]
     try:

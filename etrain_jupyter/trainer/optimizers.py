@@ -71,9 +71,9 @@ def _find(name: str) -> tuple[Optimizers, dict[str, Any]]:
 
 
 def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[Any]:
-    """Return the parameters, or two groups of them for ``no_decay``, without empty groups."""
     if config.no_decay is None:
         return parameters
+    # Weight decay for matrices only: biases and the scales of normalization layers are vectors.
     decayed = [p for p in parameters if p.ndim >= 2]
     others = [p for p in parameters if p.ndim < 2]
     groups: list[dict[str, Any]] = [

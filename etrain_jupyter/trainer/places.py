@@ -7,12 +7,7 @@ from etrain_jupyter.wire.progress_page import ProgressPage
 
 
 class Places:
-    """Report where the main thread is.
-
-    Args:
-        faults: The faults to inject.
-        page: Progress page that the supervisor reads; None without a supervisor.
-    """
+    """Report where the main thread is."""
 
     def __init__(self, faults: Faults = NO_FAULTS, page: ProgressPage | None = None) -> None:
         self.faults = faults

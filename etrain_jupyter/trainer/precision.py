@@ -28,7 +28,6 @@ class Precision:
 
     Args:
         name: ``fp32``, ``bf16`` or ``fp16``.
-        device: The model's device.
     """
 
     def __init__(self, name: str = "fp32", device: torch.device | str = "cpu") -> None:
@@ -90,10 +89,8 @@ class Precision:
         return self._scaler.get_scale() >= before
 
     def undo(self) -> None:
-        """Reset the scaler after a step that is undone; keep the loss scale.
-
-        Otherwise the scaler, which only ``update`` resets, refuses to unscale the next step.
-        """
+        """Reset the scaler after a step that is undone; keep the loss scale."""
+        # Only ``update`` resets it otherwise, and without a reset it refuses to unscale again.
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()
 

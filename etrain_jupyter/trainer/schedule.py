@@ -88,11 +88,6 @@ class Every:
     """Schedule of something that repeats every N steps, epochs or seconds.
 
     Queries have no effect. The time is an argument, on the scale of ``time.monotonic``.
-
-    Args:
-        interval: The interval from the config.
-        plan: The job's work plan, for the length of an epoch.
-        now: The current time; an interval in seconds starts here.
     """
 
     def __init__(self, interval: Interval, plan: WorkPlan, *, now: float) -> None:
@@ -107,6 +102,7 @@ class Every:
 
     def is_passed(self, before: Mark, after: Mark) -> bool:
         """Return True if the step reached a multiple of the interval in steps or epochs."""
+        # Compared by count and not by remainder: one step may pass a multiple without hitting it.
         return self._num_until(after) > self._num_until(before)
 
     def _num_until(self, mark: Mark) -> int:

@@ -42,7 +42,7 @@ from etrain_jupyter.trainer.micro_batch import (
     free_memory,
     hint_for_memory,
     is_out_of_memory,
-    lack_of_memory_in,
+    out_of_memory_in,
 )
 from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import put_state, take_state
@@ -78,12 +78,12 @@ from etrain_jupyter.wire.progress_page import ProgressPage
 DISCONNECTED = "disconnected on purpose"
 """Why a generation failed whose connections an injected fault has closed."""
 
-# The first optimizer would import it, which takes seconds. A spare imports it while it is idle.
+# Constructing the first optimizer imports it, which takes seconds. A spare does so while idle.
 importlib.import_module("torch._dynamo")
 
 
 class BrokenDeviceError(Exception):
-    """CUDA is unusable in this process. The coordinator knows why; the process must end."""
+    """CUDA is unusable in this process. The cause has been reported; the process must end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,49 +123,49 @@ class Trainer:
         self._loop: TrainLoop | None = None
         self._checkpointer: Checkpointer | None = None
         self._config: TrainConfig
-        self._faults = Faults(launch.faults, self._tell)
+        self._faults = Faults(launch.faults, self._send)
         self._has_state = False
         self._is_fresh = True
-        """Whether the weights are still those that the notebook's code gave the model."""
+        """True while the model has the initial weights that the notebook's code built."""
         self._is_forming = False
-        """Whether it connects, receives or restores, so that no step runs."""
-        self._num_lacks = 0
-        """How often in a row memory ran out during that."""
+        """True while this rank connects, receives or restores, so that no step runs."""
+        self._num_out_of_memory = 0
+        """Out-of-memory errors in a row while forming."""
         self._is_busy = True
-        """Whether the main thread runs user code; False before it reports that it is done."""
+        """True while the main thread runs user code; False before it reports that it is done."""
 
     # --- control thread ---
 
     def read_commands(self) -> None:
-        """Read the channel until the supervisor is gone, then end the process.
-
-        The process also ends if a message cannot be handled: a trainer that receives nothing would
-        hang forever.
-        """
+        """Read the channel until the supervisor is gone, then end the process."""
         try:
             for message in self._channel.messages():
-                self._take(message)
+                self._handle(message)
         except BaseException:
+            # Without this thread, no abort and no shutdown would ever arrive: the trainer would
+            # hang inside the first collective whose peer is lost.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
+        # The supervisor is gone. Not sys.exit: the main thread may be stuck in gloo or user code.
         os._exit(0)
 
-    def _take(self, message: ToTrainer) -> None:
-        """Handle one message in the control thread.
-
-        What the main thread must do goes to its inbox. What must interrupt or accompany a running
-        step is done here.
-        """
+    def _handle(self, message: ToTrainer) -> None:
+        # The main thread does not return to its inbox within a generation. So only work between
+        # generations goes to the inbox; anything that must reach a running step happens here.
         generation = self._group.generation if self._group is not None else 0
+        # A message about an earlier generation may arrive late: an abort of generation 4 must not
+        # break generation 5.
         if not is_current(message, generation=generation):
             return
         match message:
             case JoinGeneration():
-                self._inbox.put((message, self._prepare(message)))
+                self._inbox.put((message, self._create_group(message)))
             case ShutDownTrainer():
+                # Released while user code runs: the job was stopped without waiting for this step,
+                # and the main thread would read its inbox only after the generation.
                 if self._is_busy:
-                    os._exit(0)  # the job was stopped at once, without the end of this step
+                    os._exit(0)
                 self._inbox.put(message)
             case SaveState():
                 self._inbox.put(message)
@@ -191,19 +191,19 @@ class Trainer:
             case _:
                 assert_never(message)
 
-    def _prepare(self, message: JoinGeneration) -> RankGroup:
-        """Create the generation's store and group in the control thread.
-
-        ::
-
-            control   JoinGeneration   StoreEntry        the entry finds its store, although the
-            main          (building the loop) ─── form   main thread has not begun the generation
-        """
+    def _create_group(self, message: JoinGeneration) -> RankGroup:
+        # In the control thread, because a faster rank may publish its address before this rank's
+        # main thread has read its inbox. The entry must find a store, or it is lost:
+        #
+        #     control   JoinGeneration   StoreEntry
+        #     main          (leaving the previous generation) ─── form
         generation = message.generation
 
         def publish(key: str, value: bytes) -> None:
             self._channel.send(StoreEntry(generation=generation, key=key, value=value))
 
+        # Cleared before this rank reports that it has joined: from then on the next change may be
+        # announced at any time, even before the loop runs.
         if self._loop is not None:
             self._loop.change_pending.clear()
         self._store = BroadcastStore(publish)
@@ -232,9 +232,12 @@ class Trainer:
             self._warm_up()
         except BaseException as exc:
             self._end_if_device_broke(exc)
+            # A defect of this package ends the process, and another trainer is started. An error
+            # of the notebook is reported, and may fail the job.
             if is_our_defect(exc):
                 raise
-            self._tell_user_error(exc, generation=0)
+            self._report_user_error(exc, generation=0)
+            # Never ready, but alive: the coordinator will release it.
         while True:
             todo = self._inbox.get()
             match todo:
@@ -243,9 +246,10 @@ class Trainer:
                 case SaveState():
                     self._save(todo)
                 case (message, group):
-                    self._live(message, group)
+                    self._run_generation(message, group)
                 case _:
                     assert_never(todo)
+        # Released: first the checkpoint in flight, which may be the only copy of the last steps.
         if self._checkpointer is not None:
             self._checkpointer.close()
         if self._loop is not None:
@@ -255,7 +259,7 @@ class Trainer:
     def _warm_up(self) -> None:
         started = time.monotonic()
         self._config = TrainConfig.model_validate(self._launch.config)
-        self._enter_folder()
+        self._change_folder()
         bundle = self._launch.bundle
         self._bundle = open_bundle(Path(bundle.path), digest=bundle.digest)
         self._bundle.install_sources()
@@ -264,10 +268,10 @@ class Trainer:
         number = int(self._name.rpartition("/")[2]) - 1
         self._faults.at("warm", rank=number, step=0)
         self._beat()
-        self._tell_hello(time.monotonic() - started)
+        self._send_hello(time.monotonic() - started)
 
     def _build(self) -> None:
-        """Build the notebook's objects, with the weights that its code gives, and try them."""
+        # Also called by ``_restore``, when training starts again from the initial weights.
         assert self._bundle is not None
         workload = build_workload(self._config, self._bundle, choose_device())
         plan = WorkPlan.of(self._config, workload)
@@ -277,15 +281,18 @@ class Trainer:
             self._reporter.send,
             faults=self._faults,
             page=self._page,
-            # The control thread may have set it already.
+            # The control thread may have set the event of the loop that this one replaces.
             change_pending=self._loop.change_pending if self._loop is not None else None,
         )
+        # A size that has run out of memory once is not tried again.
         if self._loop is not None:
-            loop.micro.never_above(self._loop.micro)
+            loop.micro.limit_to(self._loop.micro)
         self._loop = loop
         self._beat()
         loop.warm_up()
-        self._take_state()  # refuse now what cannot be sent or saved, not at the first join
+        # Refuse state that cannot be sent or saved now: later it would fail the first join or
+        # checkpoint, perhaps after hours of training.
+        self._take_state()
         starts = self._checkpointer.starts if self._checkpointer is not None else []
         self._checkpointer = Checkpointer(
             store=open_store(self._launch.checkpoints),
@@ -299,14 +306,15 @@ class Trainer:
         )
         self._is_fresh = True
 
-    def _enter_folder(self) -> None:
-        """Change to the notebook's folder if it exists here, so that relative paths are valid."""
+    def _change_folder(self) -> None:
+        # So that relative paths and local modules work as in the notebook, where this machine has
+        # its folder: on the same machine, or with a shared file system.
         folder = self._launch.cwd
         if folder and Path(folder).is_dir():
             os.chdir(folder)
             sys.path.insert(0, folder)
 
-    def _tell_hello(self, warm_s: float) -> None:
+    def _send_hello(self, warm_s: float) -> None:
         assert self._loop is not None
         plan = self._loop.state.plan
         model = self._loop.workload.model
@@ -332,40 +340,42 @@ class Trainer:
             )
         )
 
-    def _live(self, message: JoinGeneration, group: RankGroup) -> None:
-        """Take part in one generation, and report how this rank left it.
-
-        ::
-
-            how it ends            report                     state of this rank
-            planned, done, nan     GenerationLeft             kept
-            a peer is lost         GenerationLeft(failed)     kept; dropped if the update is torn
-            the user's code        UserCodeFailed             kept; dropped if the update is torn
-            a defect of ours       none: the process ends     lost
-        """
+    def _run_generation(self, message: JoinGeneration, group: RankGroup) -> None:
+        # Every rank reports exactly once how it left, or its process ends. The coordinator forms
+        # the next generation only after that, so no rank is in two generations:
+        #
+        #     cause                  report                     state of this rank
+        #     planned, done, nan     GenerationLeft             kept
+        #     a peer is lost         GenerationLeft(failed)     kept; dropped if the update is torn
+        #     the user's code        UserCodeFailed             kept; dropped if the update is torn
+        #     a defect of ours       none: the process ends     lost
         assert self._loop is not None
         self._loop.in_step = False
         self._is_busy = self._is_forming = True
         failure: Failure | None = None
         try:
-            why = self._step_through(message, group)
+            why = self._form_and_train(message, group)
         except CommunicationError as exc:
             self._end_if_device_broke(exc, group)
-            failure = self._make_room(exc, message, group) or failure_of(group, exc)
+            failure = self._handle_lack_of_memory(exc, message, group) or failure_of(group, exc)
+            # The only rank has torn its weights: end the process, and the job recovers as from any
+            # lost trainer. Before the first step nothing is lost: the initial weights can be built
+            # again.
             if self._loop.update.is_torn and self._loop.step and group.world_size == 1:
-                raise  # no rank has the weights any more: as if this process had died
+                raise
             why = "failed"
-            self._let_go_of_torn_state()
+            self._drop_torn_state()
         except BaseException as exc:
             self._end_if_device_broke(exc, group)
-            failure = self._make_room(exc, message, group)
-            # A collective that breaks inside the backward pass can come out as any exception.
+            failure = self._handle_lack_of_memory(exc, message, group)
+            # A collective that breaks inside the backward pass can surface as any exception, so
+            # the group decides: after an abort no exception counts as the notebook's.
             if not group.failure and not is_broken_exchange(exc):
                 if is_our_defect(exc):
                     raise  # not the user's error: this process ends, and the others continue
                 self._close(group)
-                self._let_go_of_torn_state()
-                self._tell_user_error(exc, generation=group.generation)
+                self._drop_torn_state()
+                self._report_user_error(exc, generation=group.generation)
                 return
             why, failure = "failed", failure or failure_of(group, exc)
         self._close(group)
@@ -374,7 +384,7 @@ class Trainer:
         self._beat(phase="idle")
         failure = failure or Failure()
         nan = self._loop.undone_loss if why == "nan" else None
-        self._tell(
+        self._send(
             GenerationLeft(
                 generation=group.generation,
                 progress=self._progress(),
@@ -390,35 +400,31 @@ class Trainer:
         )
 
     def _end_if_device_broke(self, exc: BaseException, group: RankGroup | None = None) -> None:
-        """Report a CUDA error and end the process, in which no call of CUDA succeeds any more.
-
-        So nothing is undone, saved or closed, and this rank has no state. The report comes first:
-        the end of the process breaks the collectives of the others.
+        """Report a CUDA error and end the process.
 
         Raises:
-            BrokenDeviceError: The notebook's code broke it. The job fails with that error.
-            BaseException: The machine broke it: ``exc``. The others go on without this trainer.
+            BrokenDeviceError: The notebook's code caused it. The job fails with that error.
+            BaseException: The machine caused it: ``exc``. The others continue without this trainer.
         """
         error = device_error_in(exc)
         if error is None:
             return
+        # No CUDA call succeeds in this process any more, so nothing is undone, saved or closed.
+        # The report comes before the exit, which breaks the collectives of the other ranks: the
+        # coordinator must know the cause before it sees their failures.
         self._has_state = False
         has_peers = group is not None and group.world_size > 1
         if is_of_machine(error, has_peers=has_peers):
-            text = f"the GPU failed, and this trainer ends: {str(error).partition(chr(10))[0]}"
-            self._tell(TextLogged(level="error", text=text))
+            text = f"the GPU failed, so this trainer exits: {str(error).partition(chr(10))[0]}"
+            self._send(TextLogged(level="error", text=text))
             raise exc
-        self._tell_user_error(error, generation=group.generation if group is not None else 0)
+        self._report_user_error(error, generation=group.generation if group is not None else 0)
         raise BrokenDeviceError from None
 
-    def _make_room(
+    def _handle_lack_of_memory(
         self, exc: BaseException, message: JoinGeneration, group: RankGroup
     ) -> Failure | None:
-        """Handle a lack of memory while a generation formed: break it, and drop an old state.
-
-        The notebook's code did not run, so that this is not its error. A rank that is behind
-        becomes a newcomer, to which the next generation sends the state. If even that does not
-        fit, its process ends, and the others continue without it.
+        """Handle an out-of-memory error while a generation formed: abort it, drop an old state.
 
         Returns:
             The failure to report; None if something else happened.
@@ -426,22 +432,29 @@ class Trainer:
         Raises:
             BaseException: ``exc``, if memory ran out here twice in a row.
         """
-        lack = lack_of_memory_in(exc)
-        if not self._is_forming or lack is None:
+        cause = out_of_memory_in(exc)
+        # Within a step it is the notebook's error, or ``batch.micro: auto`` handles it.
+        if not self._is_forming or cause is None:
             return None
         assert self._loop is not None
-        error = f"{text_of(lack)}; {hint_for_memory(self._config)}"
+        error = f"{text_of(cause)}; {hint_for_memory(self._config)}"
         group.abort(error)  # the others wait for this rank
         if group.rank not in message.behind and not message.restore:
             return Failure(error=error)  # it holds the newest state, and keeps it
-        self._num_lacks += 1
-        if self._num_lacks > 1:
-            text = "memory ran out again while the state was received, and this trainer ends"
-            self._tell(TextLogged(level="error", text=f"{text}: {error}"))
+        # The first failure drops the old state and the optimizer's tensors, to make room for the
+        # next attempt; the second one ends the process:
+        #
+        #     generation 4   behind, out of memory ── drop the state, GenerationLeft(excused)
+        #     generation 5   joins without a state ── out of memory again ── the process ends
+        #     generation 6   the others continue without it
+        self._num_out_of_memory += 1
+        if self._num_out_of_memory > 1:
+            text = "out of memory again while receiving the state, so this trainer exits"
+            self._send(TextLogged(level="error", text=f"{text}: {error}"))
             raise exc
-        text = "memory ran out while the state was received; it is received again from the start"
-        self._tell(TextLogged(level="warning", text=f"{text}: {error}"))
-        self._let_go_of_state()
+        text = "out of memory while receiving the state; retrying with the old state dropped"
+        self._send(TextLogged(level="warning", text=f"{text}: {error}"))
+        self._drop_state()
         self._loop.workload.optimizer.state.clear()
         return Failure(error=error, is_excused=True)
 
@@ -450,28 +463,35 @@ class Trainer:
         if self._checkpointer is not None:
             self._checkpointer.leave()
 
-    def _let_go_of_state(self) -> None:
-        """Drop the state, and with it the weights that the notebook's code gave."""
+    def _drop_state(self) -> None:
+        # The tensors are about to be overwritten, including initial weights.
         self._has_state = self._is_fresh = False
 
-    def _let_go_of_torn_state(self) -> None:
-        """Drop the state if the optimizer raised midway: some weights have moved, others not."""
+    def _drop_torn_state(self) -> None:
+        # The optimizer raised midway: some weights have moved and others have not, and there is no
+        # copy of the old ones. The next generation sends the state to this rank.
         assert self._loop is not None
         if self._loop.update.is_torn:
             self._has_state = self._loop.in_step = self._loop.update.is_torn = False
 
-    def _step_through(self, message: JoinGeneration, group: RankGroup) -> Why:
+    def _form_and_train(self, message: JoinGeneration, group: RankGroup) -> Why:
         assert self._loop is not None
-        if self._num_lacks:
-            free_memory()  # nothing refers to the exception any more
+        # The order of this method, on rank 0, a rank that is behind, and another rank:
+        #
+        #     rank 0   form   (restore)   send state   wrap   GenerationJoined   step ...
+        #     behind   form               receive      wrap   GenerationJoined   step ...
+        #     other    form                            wrap   GenerationJoined   (waits in step 1)
+        if self._num_out_of_memory:
+            free_memory()  # only now: while the exception was handled, its frames held tensors
         if self._page is not None:
             self._page.begin(group.generation)
         self._faults.renew(message.faults)
         self._faults.disconnect = lambda: group.abort(DISCONNECTED)
         clock = [time.monotonic()]
-        # A newcomer has made no step: a plan means the one that the generation goes on from.
+        # A newcomer is at step 0; planned faults refer to the step from which the job continues.
         step = max(self._loop.step, message.logged_step)
         self._faults.at("form", rank=group.rank, step=step)
+        # After the fault: a rank that hangs there must be the one with the fewest collectives.
         self._count_collective()
         group.form()
         clock.append(time.monotonic())
@@ -482,28 +502,33 @@ class Trainer:
             self._restore(group, message.log_end)
         moved = self._share_state(group, message, step)
         self._has_state = True
+        # ``message.starts`` ends with the previous generation. This one begins where rank 0's
+        # checkpoint or state is, which the coordinator learns from ``GenerationJoined``.
         self._checkpointer.starts.append(self._loop.step)
         clock.append(time.monotonic())
         gradients = self._loop.wrap(group)
         clock.append(time.monotonic())
         spans = [after - before for before, after in itertools.pairwise(clock)]
-        self._tell_formed(group, spans, moved)
+        self._report_joined(group, spans, moved)
         assert self._store is not None
         if message.pace is not None:
             self._checkpointer.pace.adopt(message.pace, now=time.monotonic())
         self._checkpointer.begin(group, self._store)
-        # After that: the log learns first at which step the generation begins.
+        # After ``GenerationJoined``, which tells the log at which step the generation begins: rank
+        # 0 now sends the steps that the log lacks, and may not send steps that were undone.
         self._reporter.begin(
             generation=group.generation, rank=group.rank, logged_step=message.logged_step
         )
         self._is_fresh = self._is_forming = False
-        self._num_lacks = 0
+        self._num_out_of_memory = 0
         return self._loop.run(group, gradients, self._checkpointer)
 
-    def _tell_formed(self, group: RankGroup, spans: list[float], moved: Transferred | None) -> None:
+    def _report_joined(
+        self, group: RankGroup, spans: list[float], moved: Transferred | None
+    ) -> None:
         assert self._loop is not None
         connect_s, sync_s, wrap_s = spans
-        self._tell(
+        self._send(
             GenerationJoined(
                 generation=group.generation,
                 step=self._loop.step,
@@ -514,12 +539,11 @@ class Trainer:
             )
         )
         if moved is not None and group.rank == 0:
-            self._tell(TextLogged(level="info", text=f"state sent: {moved}"))
+            self._send(TextLogged(level="info", text=f"state sent: {moved}"))
 
     def _share_state(
         self, group: RankGroup, message: JoinGeneration, step: int
     ) -> Transferred | None:
-        """Send rank 0's state to the ranks that are behind; the others take no part."""
         assert self._loop is not None
         behind = list(message.behind)
         if not behind:
@@ -527,12 +551,14 @@ class Trainer:
         takes_part = group.rank in (0, *behind)
         if takes_part:
             self._faults.at("sync", rank=group.rank, step=step)
+        # Counted by every rank, or those that do not take part would look like stragglers.
         self._count_collective()
         if not takes_part:
             return None
         workload = self._loop.workload
         if group.rank == 0:
             header, tensors = self._take_state()
+            # Rank 0 may die before it has sent these to the log. Any receiver can then send them.
             header["records"] = self._reporter.records_after(message.logged_step)
             return send_state(group, header, tensors, behind)
         header, tensors, moved = receive_state(
@@ -540,9 +566,10 @@ class Trainer:
             workload.model,
             behind,
             optimizer=workload.optimizer,
-            # If the sender dies, the state of a rank behind may be the newest that is left.
+            # If every other rank is behind, the sender has the only copy of the newest state. If
+            # it dies, the state of a rank behind is the newest that is left.
             keep=self._has_state and group.world_size == 1 + len(behind),
-            on_overwrite=self._let_go_of_state,
+            on_overwrite=self._drop_state,
         )
         put_state(workload.model, workload.optimizer, header, tensors, workload.extras)
         self._loop.state.set_counters(header["counters"])
@@ -556,15 +583,16 @@ class Trainer:
         return {"counters": self._loop.state.counters(), **header}, tensors
 
     def _restore(self, group: RankGroup, log_end: int) -> None:
-        """Load the newest checkpoint on rank 0, because no trainer holds the state any more."""
+        # No trainer holds the state. Rank 0 loads it, and ``_share_state`` sends it to the others,
+        # so the store is read only once.
         assert self._loop is not None
         assert self._checkpointer is not None
         records: list[dict[str, Any]] | None = []
         if group.rank == 0:
             records = self._checkpointer.restore_newest(logged_step=log_end)
         if records is None and not self._is_fresh:
-            # Half of a state was received, and its sender is dead. No trainer has the state any
-            # more, so that training starts from the beginning, as in a new trainer.
+            # There is no checkpoint, and this rank's weights are not the initial ones, for example
+            # because the sender of a state died halfway. Training starts from the beginning.
             self._loop.workload.close()
             self._build()
         self._reporter.adopt(records or [])
@@ -573,7 +601,8 @@ class Trainer:
         assert self._checkpointer is not None
         self._beat(phase="saving")
         generation = message.generation
-        # Perhaps the rank 0 that had not sent these steps yet is dead: send them from here.
+        # This trainer may have had another rank, and its rank 0 may have died before it sent the
+        # last steps: act as rank 0 and send those that the log lacks, before their checkpoint.
         self._reporter.begin(generation=generation, rank=0, logged_step=message.logged_step)
         if self._loop is not None:
             self._loop.report_evaluations(generation)
@@ -582,26 +611,30 @@ class Trainer:
         self._beat(phase="idle")
 
     def _count_collective(self) -> None:
-        """Count a collective, on all ranks alike: the coordinator compares the counts."""
+        # All ranks must count the same: the coordinator takes the one with the fewest collectives
+        # for the straggler when the generation stalls.
         if self._page is not None:
             self._page.count_collective()
 
     def _beat(self, phase: str | None = None) -> None:
-        """Send the supervisor a heartbeat."""
         if self._page is not None:
             self._page.beat(phase=phase)
 
     def _progress(self) -> tuple[int, int]:
+        # The coordinator makes the rank with the highest progress the next rank 0, which sends its
+        # state to the others. Without a state, progress must not count.
         return self._loop.progress if self._loop is not None and self._has_state else NO_PROGRESS
 
-    def _tell(self, report: TrainerReport) -> None:
-        with contextlib.suppress(OSError):  # the supervisor is gone: the control thread ends us
+    def _send(self, report: TrainerReport) -> None:
+        # The supervisor is gone: the control thread reads the end of the channel and exits.
+        with contextlib.suppress(OSError):
             self._reporter.send(report)
 
-    def _tell_user_error(self, exc: BaseException, *, generation: int) -> None:
+    def _report_user_error(self, exc: BaseException, *, generation: int) -> None:
         self._is_busy = False
+        # An error that this package raises on purpose says what to change: no traceback.
         if type(exc).__module__.startswith(f"{__package__.partition('.')[0]}."):
-            summary, text = str(exc), ""  # an error of ours, whose message needs no traceback
+            summary, text = str(exc), ""
         else:
             summary = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")
             if is_out_of_memory(exc):
@@ -609,15 +642,16 @@ class Trainer:
             text = self._bundle.format_user_traceback(exc) if self._bundle is not None else ""
             if device_error_in(exc) is not None:
                 summary += f". {hint_for_device(exc)}"
-                text = f"{text}\n\n{self._where_device_broke()}".strip()
-        self._tell(
+                text = f"{text}\n\n{self._describe_gpu_code()}".strip()
+        self._send(
             UserCodeFailed(
                 generation=generation, progress=self._progress(), error=summary, traceback=text
             )
         )
 
-    def _where_device_broke(self) -> str:
-        """Return the code that was running on the GPU, as far as it is known."""
+    def _describe_gpu_code(self) -> str:
+        # The traceback ends where the host synchronized. The failed kernel was queued earlier, by
+        # these functions.
         if self._loop is None or self._bundle is None:
             return ""
         workload = self._loop.workload
@@ -628,8 +662,11 @@ class Trainer:
 
 def failure_of(group: RankGroup, exc: BaseException) -> Failure:
     """Return the failure that broke a generation, as this rank reports it."""
+    # This rank broke the generation itself, and not because the ranks cannot connect: it must not
+    # count towards the budget of failed generations.
     if group.failure in (OUT_OF_MEMORY, DISCONNECTED):
         return Failure(error=group.failure, is_excused=True)
+    # The coordinator aborted it, and knows the cause.
     if group.failure == ABORTED:
         return Failure()
     error = group.failure or text_of(exc)

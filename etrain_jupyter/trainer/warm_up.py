@@ -57,13 +57,8 @@ class WarmUp:
     """The warm-up of one workload.
 
     Args:
-        workload: The workload to try.
-        config: The cell's config.
-        plan: The job's work plan.
         micro: The micro-batch size; determined here for ``auto``.
         order: Order of the samples in the first epoch, shape ``(num_train,)``.
-        send: Sends a message to the coordinator.
-        beat: Sends a heartbeat.
     """
 
     def __init__(
@@ -113,7 +108,7 @@ class WarmUp:
     # --- passes ---
 
     def _first_pass(self) -> int:
-        """Run a pass of a few samples; return their number."""
+        # Returns the number of samples.
         if self._micro.is_auto:
             # The size is determined later, after the model is compiled.
             few = min(2, self._micro.most)
@@ -122,12 +117,13 @@ class WarmUp:
             return count
         size = self._plan.global_batch_size
         first = self._plan.span(0, size).samples
+        # At least two samples if possible, because BatchNorm refuses one.
         count = min(self._micro.size or size, self._plan.num_train, max(2, first))
         self._pass(self._order[:count])
         return count
 
     def _pass(self, indices: Indices, *, marks: bool = False) -> None:
-        """Run a forward and backward pass of real samples; keep the gradients."""
+        # Keeps the gradients: ``run`` looks at them after the first pass.
         count = len(indices)
         batch = self._fetch(self._workload.train, indices, marks=marks)
         with self._workload.precision.explained():
@@ -147,7 +143,6 @@ class WarmUp:
         return batch
 
     def _fits(self, count: int) -> bool:
-        """Return True if a pass of ``count`` samples fits; its gradients are kept then."""
         self._undo()
         try:
             self._pass(self._order[:count])
@@ -179,7 +174,7 @@ class WarmUp:
     # --- batch.micro: auto ---
 
     def _find_micro_batch(self) -> None:
-        """Run trial passes with everything else that training needs in memory."""
+        # Trial passes, with blocks of memory in place of everything else that training needs.
         device = self._workload.device
         reserve = Reserve(self._workload.optimizer, device)
         peak = 0
@@ -189,7 +184,7 @@ class WarmUp:
             self._beat()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            is_fitting = self._fits_beside(reserve, count)
+            is_fitting = self._fits_next_to(reserve, count)
             if is_fitting and device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(device)
             return is_fitting
@@ -205,7 +200,7 @@ class WarmUp:
             f"{in_gib(reserve.num_bytes)} of it reserved for training; {self._describe()})",
         )
 
-    def _fits_beside(self, reserve: Reserve, count: int) -> bool:
+    def _fits_next_to(self, reserve: Reserve, count: int) -> bool:
         try:
             with reserve.held():
                 return self._fits(count)
@@ -221,7 +216,7 @@ class WarmUp:
     # --- compile: true ---
 
     def _compile(self, count: int) -> None:
-        """Compile everything that training and evaluation call; use eager mode on errors."""
+        # An error of the compiler must not fail the job: the model then runs in eager mode.
         model = self._workload.model
         started = time.monotonic()
         try:
@@ -242,11 +237,8 @@ class WarmUp:
         self._log("warning", f"compile: true: the model trains in eager mode, because {reason}")
 
     def _call_all(self, count: int) -> None:
-        """Call the model in each mode with batches of two sizes.
-
-        Dimensions that differ become dynamic. The second batch has other samples, which may be
-        longer or shorter.
-        """
+        # In each mode, with batches of two sizes: dimensions that differ become dynamic. The second
+        # batch has other samples, which may be longer or shorter.
         for indices in _two_batches(self._order, count):
             self._pass(indices, marks=True)
             self._undo()

@@ -80,6 +80,7 @@ class Workload:
         portion = Portion(count, num_samples, weight)
         with self.precision.autocast():
             passed = module(to_device(batch, self.device))
+        # A collate function that drops samples would change the mean without an error.
         _check_count(passed.target, count)
         loss = share_of_loss(passed.loss, portion, source=self.loss_source)
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -114,7 +115,7 @@ def build_workload(config: TrainConfig, references: References, device: torch.de
     """
     if config.reproducible is not None:
         compute_deterministically(device)
-    # Every rank builds the same initial weights.
+    # Every trainer builds the same initial weights, whatever its rank will be.
     seed_all(config.seed, step=0, rank=0)
     model = _build_model(references.evaluate("model")).to(device)
     collate = references.evaluate("data.collate") if config.data.collate else None
@@ -159,7 +160,7 @@ def _build_objective(config: TrainConfig, references: References) -> Objective:
 def _build_metrics(
     config: TrainConfig, references: References
 ) -> tuple[dict[str, Callable[[Any, Any], Any]], dict[str, WholeSetMetric]]:
-    """Return the metrics of single batches, and those that need the whole evaluation set."""
+    # The metrics of single batches, and those that need the whole evaluation set.
     functions: dict[str, Callable[[Any, Any], Any]] = {}
     whole_set: dict[str, WholeSetMetric] = {}
     for name in config.metrics:
@@ -192,6 +193,7 @@ def _build_model(value: Any) -> nn.Module:
 
 
 def _callable(value: Any, what: str) -> Callable[..., Any]:
+    # loss: nn.CrossEntropyLoss, without parentheses.
     if isinstance(value, type) and issubclass(value, nn.Module):
         value = value()
     if not callable(value):

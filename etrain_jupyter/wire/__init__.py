@@ -1,4 +1,4 @@
 """The interface between processes: messages, their channel, the shared progress page, and versions.
 
-Every process imports this package; it imports no process.
+Every process imports this package; it imports no other process's code.
 """

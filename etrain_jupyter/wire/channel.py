@@ -21,11 +21,9 @@ _LENGTH = struct.Struct("!I")
 
 
 def frame(message: Message) -> bytes:
-    """Return one frame: four bytes of length, then the message in msgpack.
-
-    A user's text may contain what UTF-8 cannot encode, such as a file name with a lone surrogate.
-    That is escaped.
-    """
+    """Return one frame: the length in four bytes, big-endian, then the message in msgpack."""
+    # Text of the user may not be valid UTF-8, for example a file name with a lone surrogate. Escape
+    # it: an exception here would lose the message, which may be the report of an error.
     data = codec.encode(message)
     body: bytes = msgpack.packb(data, use_bin_type=True, unicode_errors="backslashreplace")
     return _LENGTH.pack(len(body)) + body
@@ -38,7 +36,7 @@ class FrameDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that are complete now, to be decoded by a ``Vocabulary``."""
+        """Yield the messages that are complete now; a ``Vocabulary`` decodes them."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -55,8 +53,12 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        # ``sendall`` may write a large frame in several parts. Another thread's frame in between
+        # would make the rest of the stream unreadable.
         self._lock = threading.Lock()
         self._decoder = FrameDecoder()
+        # Outlives one call of ``messages``: the process's start-up reads until LaunchTrainer, the
+        # trainer's control thread reads the rest, and one ``recv`` may have returned both.
         self._ready: deque[Any] = deque()
 
     def fileno(self) -> int:
@@ -77,14 +79,14 @@ class Channel:
         """Yield messages until the supervisor closes its end or dies. One reader at a time.
 
         Raises:
-            MalformedMessageError: If the supervisor sends anything else.
+            MalformedMessageError: If the supervisor sends something that is not such a message.
         """
         while True:
             while self._ready:
                 yield TO_TRAINER.decode(self._ready.popleft())
             try:
                 data = self._sock.recv(1 << 20)
-            except OSError:
+            except OSError:  # a reset: the supervisor died before it had read all our messages
                 return
             if not data:
                 return

@@ -2,7 +2,7 @@
 
 A message on the wire is one dict of plain values, ``{"kind": "JoinGeneration", ...}``, because our
 processes exchange msgpack and nothing else (see ``process.peers``). What a peer sends is checked
-here, once: every later reader trusts the types of the dataclass.
+here, once: after that, the types of the dataclass can be trusted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OLDEST_TYPED = 3
 """The first wire version with typed messages. Earlier ones have the key ``op`` and no version."""
 
 MAX_KNOWN = 16
-"""Orders of names that are remembered as valid, for each kind of record."""
+"""Maximum number of field-name sequences that are cached as valid, for each kind of record."""
 
 Decode = Callable[[Any, str], Any]
 """Returns a checked value. The second argument is the value's path, for the error."""
@@ -36,21 +36,21 @@ M = TypeVar("M")
 
 
 class MalformedMessageError(ValueError):
-    """What a peer sent is not one of our messages."""
+    """A peer sent data that is not one of our messages."""
 
 
 class WireVersionError(MalformedMessageError):
-    """A peer speaks another version of the wire.
+    """A peer uses another wire version.
 
     Attributes:
-        theirs: The peer's version; None for a peer from before versions were sent.
+        theirs: The peer's version; None for a peer that sends none, because it is too old.
         ours: The version of this process.
     """
 
     def __init__(self, theirs: int | None, ours: int) -> None:
         self.theirs, self.ours = theirs, ours
         version = f"{theirs}" if theirs is not None else f"{OLDEST_TYPED - 1} or older"
-        super().__init__(f"it speaks wire version {version}, and this process version {ours}")
+        super().__init__(f"it uses wire version {version}, and this process version {ours}")
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class EventFields:
 
     Args:
         event: The event.
-        without: Fields that the receiver fills in.
-        has_time: Whether the dict must say when it happened; else the receiver fills that in.
+        without: Fields that the receiver sets.
+        has_time: True if the dict must have the event's time; otherwise the receiver sets it.
     """
 
     event: type[events.Event]
@@ -70,6 +70,7 @@ class EventFields:
     @functools.cached_property
     def allowed(self) -> frozenset[str]:
         """Names of the fields that the dict may have."""
+        # The coordinator sets both: a peer must not log for another job, or choose a position.
         excluded = {"job_id", "seq", *self.without}
         return frozenset(f.name for f in dataclasses.fields(self.event)) - excluded
 
@@ -97,7 +98,7 @@ class Vocabulary(Generic[M]):
         """Return the message in a dict.
 
         Raises:
-            WireVersionError: If the peer speaks another version.
+            WireVersionError: If the peer uses another version.
             MalformedMessageError: If it is not a message of this vocabulary.
         """
         if not isinstance(data, dict):
@@ -105,11 +106,14 @@ class Vocabulary(Generic[M]):
         kind = data.get(KIND)
         cls = self._by_kind.get(kind) if isinstance(kind, str) else None
         if cls is None:
+            # Up to wire version 2, messages had the key "op" instead of "kind", and no version.
             if kind is None and isinstance(data.get("op"), str):
                 raise WireVersionError(None, self._version)
             raise MalformedMessageError(
-                f"there is no message {str(kind)[:80]!r}; there are {', '.join(self._by_kind)}"
+                f"unknown message {str(kind)[:80]!r}; known: {', '.join(self._by_kind)}"
             )
+        # Check the version before the fields: a hello of another version may have other fields, and
+        # "has no field x" would not lead to the cause.
         if VERSION in _shape_of(cls).decoders:
             check_version(data.get(VERSION), self._version)
         message: M = decode_fields(cls, data, ignore=KIND)
@@ -117,12 +121,13 @@ class Vocabulary(Generic[M]):
 
 
 def check_version(theirs: Any, ours: int) -> None:
-    """Refuse a peer that speaks another version than this process.
+    """Refuse a peer that uses another wire version than this process.
 
     Raises:
         WireVersionError: With both versions.
     """
     if theirs != ours:
+        # Anything but an integer counts as unknown: the value is from an untrusted peer.
         known = isinstance(theirs, int) and not isinstance(theirs, bool)
         raise WireVersionError(theirs if known else None, ours)
 
@@ -134,6 +139,8 @@ def encode(message: Any) -> dict[str, Any]:
 
 def encode_fields(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as a dict of plain values."""
+    # Not dataclasses.asdict, which copies every list and dict: a job with fast steps sends
+    # thousands of step records per second.
     nested = _shape_of(type(value)).nested
     fields = vars(value)
     if not nested:
@@ -147,6 +154,8 @@ def decode_fields(cls: type[Any], data: Mapping[str, Any], *, ignore: str = "") 
     Raises:
         MalformedMessageError: If a field is missing, unknown or has another type.
     """
+    # Unknown fields are an error, not ignored: within one wire version both ends have the same
+    # classes, so a field that is not known is a defect or an attack.
     shape = _shape_of(cls)
     values = {}
     for name, item in data.items():
@@ -167,7 +176,7 @@ def decode_fields(cls: type[Any], data: Mapping[str, Any], *, ignore: str = "") 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """What encoding and decoding need to know of a class."""
+    """Decoders and kinds of fields of one class."""
 
     decoders: dict[str, Decode]
     """By field."""
@@ -177,6 +186,7 @@ class _Shape:
     """Fields that may hold dataclasses of ours."""
 
 
+# ``get_type_hints`` evaluates the annotations as text, so do that once per class.
 _shapes: dict[type[Any], _Shape] = {}
 
 
@@ -216,7 +226,8 @@ def _encode_nested(value: Any) -> Any:
 
 
 def _decoder_of(hint: Any) -> Decode:
-    """Return the function that checks values of a type."""
+    # Called once per field, when a class is first used: an unsupported type fails in any test that
+    # decodes the message, not on the wire.
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value, path: _with_lists(value)
@@ -239,14 +250,14 @@ def _decoder_of(hint: Any) -> Decode:
     raise TypeError(f"a message cannot have a field of type {hint}")
 
 
+# Exact types: ``isinstance`` would accept True for an int, because bool is a subclass.
 _SCALARS: dict[Any, tuple[type, ...]] = {
     str: (str,),
     bool: (bool,),
     int: (int,),
-    float: (float, int),
+    float: (float, int),  # an int where a float is meant, such as 0, loses nothing
     bytes: (bytes, bytearray, memoryview),
 }
-"""Type of a field: the exact types that a value may have. A bool is not a number here."""
 
 
 def _scalar(fitting: tuple[type, ...], name: str) -> Decode:
@@ -268,7 +279,7 @@ def _literal(allowed: tuple[Any, ...]) -> Decode:
 
 
 def _union(args: tuple[Any, ...]) -> Decode:
-    """Decode ``X | None``, or one of several messages by their kind."""
+    # ``X | None``, or one of several messages, which their kind tells apart.
     others = [arg for arg in args if arg is not type(None)]
     has_none = len(others) < len(args)
     if len(others) == 1:
@@ -291,6 +302,7 @@ def _sequence(inner: Decode) -> Decode:
     def decode(value: Any, path: str) -> Any:
         if type(value) not in (list, tuple):
             raise MalformedMessageError(f"{path} is {_name_of(value)} instead of a list")
+        # A list comprehension is faster than a generator, and one report may have 100s of steps.
         return tuple([inner(item, path) for item in value])
 
     return decode
@@ -308,7 +320,7 @@ def _fixed_tuple(inner: list[Decode]) -> Decode:
 def _mapping(inner: Decode) -> Decode:
     def decode(value: Any, path: str) -> Any:
         if type(value) is not dict or not all(type(key) is str for key in value):
-            raise MalformedMessageError(f"{path} is not a mapping from names")
+            raise MalformedMessageError(f"{path} is not a mapping with text keys")
         return {key: inner(item, path) for key, item in value.items()}
 
     return decode
@@ -324,7 +336,8 @@ def _dataclass(cls: Any) -> Decode:
 
 
 def _event_fields(mark: EventFields) -> Decode:
-    """Check a dict against an event's fields. The dict itself is passed on: steps are many."""
+    # Step records are most of the traffic, so this path is short: the dict is passed on as it is,
+    # and its names are compared once. A peer chooses the names, so the cache is bounded.
     known: set[tuple[str, ...]] = set()
 
     def decode(value: Any, path: str) -> Any:
@@ -336,7 +349,8 @@ def _event_fields(mark: EventFields) -> Decode:
             if not mark.required <= names <= mark.allowed:
                 wrong = sorted(map(str, (mark.required - names) | (names - mark.allowed)))
                 raise MalformedMessageError(
-                    f"{path} has other fields than {mark.event.__name__}: {str(wrong)[:200]}"
+                    f"{path} has missing or unknown fields of {mark.event.__name__}: "
+                    f"{str(wrong)[:200]}"
                 )
             if len(known) < MAX_KNOWN:
                 known.add(order)
@@ -350,7 +364,7 @@ def _event_fields(mark: EventFields) -> Decode:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return plain values with lists for tuples: Dask decodes arrays as tuples."""
+    # Dask decodes msgpack arrays as tuples (``use_list=False``), our channel as lists.
     if isinstance(value, dict):
         return {key: _with_lists(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -5,12 +5,13 @@
     coordinator ── ToSupervisor, ToTrainer ──▶ supervisor ── ToTrainer ────▶ trainer
                 ◀─ FromSupervisor, FromTrainer ──         ◀─ FromTrainer ──
 
-The coordinator sends a message for a trainer to the trainer's supervisor, which passes it on. A
-supervisor puts the trainer's name and a number on each report of a trainer, and keeps the report
-until the coordinator acknowledges the number. ``wire.requests`` has what a kernel may ask.
+The coordinator sends a message for a trainer to the trainer's supervisor, which forwards it. The
+supervisor adds the trainer's name and a sequence number to each report of a trainer, and keeps the
+report until the coordinator acknowledges the number. The requests of kernels are in
+``wire.requests``.
 
-The encoded form is ``wire.codec``'s. A receiver dispatches with ``match`` and ``assert_never``, so
-that mypy names each place that must handle a new message.
+``wire.codec`` defines the encoding. A receiver dispatches with ``match`` and ``assert_never``, so
+mypy names each place that must handle a new message.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ Fault = dict[str, Any]
 """A planned fault: ``id``, ``kind``, ``rank``, ``step``, ``at``; see ``testing.FaultPlan``."""
 
 StepRecord = Annotated[dict[str, Any], EventFields(events.StepCompleted, has_time=True)]
-"""The fields of one ``StepCompleted``. A plain dict, because a fast job has thousands a second."""
+"""The fields of one ``StepCompleted``; a plain dict, as fast jobs have thousands per second."""
 
 Why = Literal["planned", "done", "failed", "nan"]
-"""Why a rank left its generation: its members change, all steps are trained, a collective broke, or
-the mean loss is not finite."""
+"""Why a rank left its generation: a planned change of its members, the last step is trained, a
+collective failed, or the mean loss is not finite."""
 
 Progress = tuple[int, int]
 """Committed steps and evaluations of the state that a trainer holds; (-1, 0) without a state."""
 
 
 class Fence(enum.Enum):
-    """Until when a message about a trainer counts."""
+    """Condition under which a message about a trainer is accepted."""
 
     GENERATION = "generation"
-    """While its generation is the current one: a rank speaks for its generation only."""
+    """Its generation is the current one."""
     GENERATION_IF_ANY = "generation_if_any"
     """As ``GENERATION``; with generation 0, which is outside of any generation, as ``MEMBER``."""
     MEMBER = "member"
-    """While the trainer is a member of its job."""
+    """The trainer is a member of its job."""
     NEVER = "never"
-    """Always: a checkpoint is durable, even if its writer was released meanwhile."""
+    """None: a checkpoint is durable even if its writer has been released."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,8 @@ class TrainerMessage(Message):
     """Base of the messages to and from a trainer."""
 
     trainer: str = ""
-    """Name of the trainer, ``JOB/WORKER/NUMBER``. Empty on the channel between a trainer and its
-    supervisor, which is the trainer's own."""
+    """Name of the trainer, ``JOB/WORKER/NUMBER``. Empty in the reports of a trainer: its supervisor
+    fills it in, so no trainer can report under another one's name."""
     generation: int = 0
     """The generation that the message belongs to; 0 outside of any."""
 
@@ -69,32 +70,34 @@ class TrainerMessage(Message):
 
     @property
     def job_id(self) -> str:
-        """The job of the trainer: part of its name, so that the two cannot disagree."""
+        """The job of the trainer."""
+        # Derived from the name instead of sent, so that the two cannot disagree.
         return self.trainer.partition("/")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerReport(TrainerMessage):
-    """Base of what a supervisor keeps until the coordinator acknowledges it."""
+    """Base of the reports, which a supervisor keeps until the coordinator acknowledges them."""
 
     number: int = 0
-    """Sequence number of the supervisor, from 1; 0 before the supervisor has numbered it."""
+    """Sequence number among the supervisor's reports, from 1; 0 until the supervisor sets it."""
 
 
 def is_current(message: TrainerMessage, *, generation: int, is_member: bool = True) -> bool:
-    """Return whether a message still counts: THE fence of all messages about trainers.
+    """Return whether to accept a message: the one fence of all messages about trainers.
 
     ::
 
-        generation 3 ──── broken ──── generation 4
+        generation 3 ──── aborted ─── generation 4
         rank 1: steps 7, 8 ─ ─ ─ ─ ─ ─ ─▶ arrive here: dropped, generation 4 trains them again
-        rank 1: checkpoint of 6 ─ ─ ─ ─ ▶ arrives here: counts, since it is durable
+        rank 1: checkpoint of 6 ─ ─ ─ ─ ▶ arrives here: accepted, because it is durable
 
     Args:
         message: The message.
         generation: The current generation of the receiver.
         is_member: Whether the trainer is still a member of its job.
     """
+    # Both ends use it: the coordinator for the reports of trainers, a trainer for its messages.
     match message.fence:
         case Fence.NEVER:
             return True
@@ -107,18 +110,24 @@ def is_current(message: TrainerMessage, *, generation: int, is_member: bool = Tr
 
 
 # --- coordinator to supervisor ---
+#
+# A supervisor that was evicted may still run, with trainers inside an old generation. Only its next
+# incarnation, which has killed them, is accepted again:
+#
+#     supervisor     (unreachable for 10 s)   heartbeat ──▶            kills trainers, hello 1 ──▶
+#     coordinator      evicts incarnation 0     ResetSupervisor(0) ──▶                  accepts it
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcknowledgeReports(Message):
-    """The facts of all reports up to this number are in the logs of their jobs."""
+    """All reports up to this number are handled, and their events are in the jobs' logs."""
 
     number: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class WakeSupervisor(Message):
-    """A job is about to start: send heartbeats and keep a spare trainer."""
+    """A job is about to start: send heartbeats and keep a spare trainer warm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,34 +137,34 @@ class RestSupervisor(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class ResetSupervisor(Message):
-    """The coordinator declared this worker dead: kill all trainers and register again."""
+    """The coordinator evicted this worker: kill all trainers and register again."""
 
     incarnation: int
-    """The incarnation that was declared dead. A later one ignores the message."""
+    """The evicted incarnation. A later one ignores the message, which may arrive several times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveBundle(Message):
-    """No job uses this bundle any more."""
+    """Release a bundle that no job uses any more."""
 
     digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class BundleRef(Message):
-    """Where a trainer finds the notebook's objects."""
+    """Reference to the file with the notebook's objects."""
 
     digest: str
     """SHA-256, hexadecimal."""
     size: int
     """In bytes."""
     path: str
-    """In the job's folder, or the supervisor's own copy on the machine."""
+    """The file in the job's folder; for the trainer, perhaps the machine's own copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchTrainer(TrainerMessage):
-    """Start a trainer. The supervisor passes it on with ``host`` and its own bundle path."""
+    """Start a trainer. The supervisor forwards it with ``host`` and the bundle's local path."""
 
     config: dict[str, Any]
     """The JSON form of the TrainConfig."""
@@ -166,7 +175,7 @@ class LaunchTrainer(TrainerMessage):
     """Folder or URL of the job's checkpoints."""
     faults: tuple[Fault, ...] = ()
     host: str = ""
-    """Address at which other ranks reach this machine."""
+    """Address of this machine for the other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,31 +184,46 @@ class TerminateTrainer(TrainerMessage):
 
     why: str
     dumps_stacks: bool = False
-    """Log first what each of its threads is doing."""
+    """True to log the stacks of its threads first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogStacks(TrainerMessage):
-    """Log what each thread of a trainer is doing."""
+    """Log the stack of each thread of a trainer."""
 
 
-# --- coordinator to trainer, passed on by the supervisor ---
+# --- coordinator to trainer, forwarded by the supervisor ---
+#
+# A planned change, here w3 joins w1 and w2, loses no step:
+#
+#     coordinator   LeaveGeneration 3 ──▶ w1, w2            JoinGeneration 4 ──▶ w1, w2, w3
+#     w1, w2          leave after the same step ── GenerationLeft(planned) ──▶
+#     w1, w2, w3                    StoreEntry to each other, connect, GenerationJoined ──▶
+#     w1, rank 0                    sends its state to w3, which is ``behind``; then StepsTrained
+#
+# A lost rank, here w2 dies in step 8; w1 holds the state of step 7 and undoes its part of step 8:
+#
+#     w2's supervisor   TrainerExited ──▶
+#     coordinator         BreakGeneration 3 ──▶ w1                         JoinGeneration 4 ──▶
+#     w1                    GenerationLeft(failed, progress=(7, 0), undone) ──▶
+#
+# w1 may report first, if its collective fails before the coordinator learns of the death.
 
 
 @dataclass(frozen=True, kw_only=True)
 class InjectFault(TrainerMessage):
-    """Commit a fault now. The supervisor commits those kinds that need no help of the trainer."""
+    """Inject a fault now. The supervisor injects the kinds that need no code in the trainer."""
 
     kind_of_fault: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaceUpdate(Message):
-    """When ``checkpoint.every: auto`` is due."""
+    """Checkpoint interval of ``checkpoint.every: auto``."""
 
     interval_s: float
     age_s: float | None = None
-    """Age of the newest checkpoint; None if the trainer knows better."""
+    """Age of the newest checkpoint in seconds; None to keep the trainer's own value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,41 +233,46 @@ class JoinGeneration(TrainerMessage):
     rank: int
     world_size: int
     is_guarded: bool = False
-    """Whether ranks admit only announced connections, which takes longer."""
+    """True if ranks accept only announced connections, which takes a few milliseconds longer."""
     behind: tuple[int, ...]
     """Ranks that receive rank 0's state before the first step."""
     restore: bool
-    """Whether rank 0 loads the newest checkpoint first, because no trainer holds the state."""
+    """True if rank 0 loads the newest checkpoint first, because no trainer holds the state."""
     logged_step: int
-    """Newest step that the log has, up to the one where the generation begins."""
+    """Newest step in the log, but at most the one where the generation begins. Rank 0 sends its
+    step records after it, which the previous rank 0 may not have sent."""
     log_end: int
-    """Newest step that the log has."""
+    """Newest step in the log. With ``restore``, the checkpoint may be of an earlier step."""
     backend: str
     """``nccl`` or ``gloo``."""
     faults: tuple[Fault, ...] = ()
     starts: tuple[int, ...] = ()
     """The step at which each earlier generation began, see ``rules.membership.lineage``."""
     pace: PaceUpdate | None = None
-    """None if the cell says how often to save, or no checkpoint has shown its cost yet."""
+    """None if the cell sets the interval, or before the first checkpoint has shown its cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveGeneration(TrainerMessage):
-    """All ranks leave the generation after the same step, because its members change."""
+    """Leave the generation after the step that all ranks agree on: its members change."""
 
     fence: ClassVar[Fence] = Fence.GENERATION
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakGeneration(TrainerMessage):
-    """Abort the collectives: a rank is lost, and the step in flight cannot complete."""
+    """Abort the collectives: a rank is lost, so the current step cannot complete."""
 
     fence: ClassVar[Fence] = Fence.GENERATION
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveState(TrainerMessage):
-    """Save the state that this trainer holds; it was the generation's last."""
+    """Save the state that this trainer holds, between or after generations, and report.
+
+    One trainer at a time gets it: before the last holder of the newest state leaves, or at the end
+    of the job.
+    """
 
     logged_step: int
     starts: tuple[int, ...]
@@ -251,24 +280,24 @@ class SaveState(TrainerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestCheckpoint(TrainerMessage):
-    """Save in the background at the next step boundary."""
+    """Save a checkpoint in the background at the next step boundary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetPace(TrainerMessage):
-    """Save that often from now on."""
+    """Change the checkpoint interval."""
 
     pace: PaceUpdate
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShutDownTrainer(TrainerMessage):
-    """End by itself, after the checkpoint in flight."""
+    """Exit, after the checkpoint that is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreEntry(TrainerReport):
-    """A key of the generation's rendezvous store. Relayed to all other ranks."""
+    """A key of the generation's rendezvous store. The coordinator relays it to the other ranks."""
 
     key: str
     value: bytes
@@ -276,12 +305,15 @@ class StoreEntry(TrainerReport):
     fence: ClassVar[Fence] = Fence.GENERATION
 
 
-# --- trainer to supervisor, passed on to the coordinator ---
+# --- trainer to supervisor, forwarded to the coordinator ---
+#
+# Rank 0 alone reports steps and evaluations. If it dies, the next rank 0 sends those that the log
+# does not have, so the log may receive a record twice; the coordinator keeps the first.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpareReady(Message):
-    """Hello of a trainer process to its supervisor: it has imported everything."""
+    """Hello of a trainer process to its supervisor: all imports are done."""
 
     wire_version: int = WIRE_VERSION
     pid: int
@@ -289,7 +321,7 @@ class SpareReady(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerHello(TrainerReport):
-    """The trainer is warm: model and data are built, and one pass was tried."""
+    """The trainer is warm: model and data are built, and one pass has succeeded."""
 
     pid: int
     warm_s: float
@@ -305,7 +337,7 @@ class GenerationJoined(TrainerReport):
     """The rank is connected and holds the state."""
 
     step: int = 0
-    """The step that its state has."""
+    """Step of that state. After a restore, the first report defines the generation's start."""
     connect_s: float = 0.0
     sync_s: float = 0.0
     wrap_s: float = 0.0
@@ -321,12 +353,12 @@ class GenerationLeft(TrainerReport):
     progress: Progress
     why: Why
     undone: bool
-    """Whether a step in flight was undone."""
+    """True if a step was in progress, and was undone."""
     error: str = ""
     backend: str = ""
     """The backend that failed; empty if none did."""
     is_excused: bool = False
-    """Whether the failure counts against no rank."""
+    """True if the failure has another cause than the connections, and does not count as theirs."""
     ended_early: (
         Annotated[dict[str, Any], EventFields(events.EarlyStopped, without=("time", "generation"))]
         | None
@@ -334,14 +366,14 @@ class GenerationLeft(TrainerReport):
     loss: float | None = None
     """The mean loss that was not finite; None unless ``why`` is ``nan``."""
     is_source: bool = False
-    """Whether this rank's own share of that loss was not finite."""
+    """True if this rank's own share of that loss was not finite."""
 
     fence: ClassVar[Fence] = Fence.GENERATION
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepsTrained(TrainerReport):
-    """Rank 0 has committed steps; one message has all of some 50 ms."""
+    """Rank 0 has committed steps: all those of about 50 ms in one message."""
 
     records: tuple[StepRecord, ...]
 
@@ -379,7 +411,7 @@ class WeightsFingerprinted(TrainerReport):
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimesMeasured(TrainerReport):
-    """A rank reports how long its steps took."""
+    """A rank reports the durations of its steps."""
 
     record: Annotated[dict[str, Any], EventFields(events.RankTimed, without=("worker",))]
 
@@ -416,20 +448,20 @@ class UserCodeFailed(TrainerReport):
 
 @dataclass(frozen=True, kw_only=True)
 class TextLogged(TrainerReport):
-    """A line for the log: printed by the notebook's code, or a remark of the trainer."""
+    """A line for the log: printed by the notebook's code, or a message of the trainer."""
 
     level: str
     """``info``, ``warning`` or ``error``."""
     text: str
     is_printed: bool = False
-    """Whether the code printed it; the job's log takes a bounded number of these."""
+    """True if the notebook's code printed it; the number of these lines in the log is limited."""
 
     fence: ClassVar[Fence] = Fence.NEVER
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultFired(TrainerReport):
-    """A planned fault is about to happen here."""
+    """A planned fault is about to happen in this trainer."""
 
     fault_id: int
 
@@ -439,7 +471,7 @@ class FaultFired(TrainerReport):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerStarted(TrainerReport):
-    """A trainer got its job."""
+    """A trainer process has received its job."""
 
     pid: int
 
@@ -453,21 +485,21 @@ class TrainerExited(TrainerReport):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSummary(Message):
-    """What a restarted coordinator must know of a trainer."""
+    """State of a trainer, from which a restarted coordinator adopts it."""
 
     started_at: float
-    """In seconds since the epoch: another process reads it."""
+    """In seconds since the epoch, because monotonic clocks of two machines differ."""
     pid: int = 0
     generation: int = 0
-    """The newest generation that it was told to join; 0 if none."""
+    """The newest generation in a ``JoinGeneration`` to it; 0 if none."""
     hello: TrainerHello | None = None
     """None until it is warm."""
     left: GenerationLeft | UserCodeFailed | None = None
     """How it left that generation; None while it is inside."""
     progress: Progress = (-1, 0)
-    """As reported then."""
+    """Progress in that report."""
     ended_with: int = 0
-    """Number of the report of its end; 0 while its process runs."""
+    """Number of its ``TrainerExited``; 0 while its process runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,10 +508,10 @@ class SupervisorHello(Message):
 
     wire_version: int = WIRE_VERSION
     device: str
-    """Where its trainers compute, as torch names it."""
+    """Torch device of its trainers."""
     pid: int
     incarnation: int = 0
-    """How often it was reset; see ``ResetSupervisor``."""
+    """Number of resets so far, see ``ResetSupervisor``."""
     fingerprint: dict[str, str] | None = None
     """Installed versions, see ``wire.versions``; None if unknown."""
     trainers: dict[str, TrainerSummary] | None = None
@@ -497,17 +529,17 @@ class PageCopy(Message):
     phase: str
     alive_age_s: float
     process: str = ""
-    """The system's view of the process, if it looks stopped: ``running``, ``stopped`` ..."""
+    """Process state from the operating system, such as ``stopped``; empty while it pulses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Message):
-    """The supervisor is alive, and so far are its trainers."""
+    """The supervisor is alive; with the progress of its trainers."""
 
     trainers: dict[str, PageCopy]
     """By name."""
     is_stuck: bool = False
-    """Whether its outbox is full, so that its trainers wait."""
+    """True if its outbox is full, so that its trainers wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -515,9 +547,9 @@ class MachineNotice(Message):
     """The worker's machine will be reclaimed, or may be."""
 
     notice: str
-    """A kind of ``wire.notices``."""
+    """One of the kinds in ``wire.notices``."""
     left_s: float
-    """Seconds until the machine is reclaimed. Not an instant: clocks of machines differ."""
+    """Seconds until the machine is reclaimed. Not an instant, because clocks of machines differ."""
 
 
 ToTrainer = (
@@ -580,7 +612,7 @@ AnyReport = (
 """The reports of a trainer and its supervisor that the coordinator acknowledges."""
 
 AboutTrainer = ToTrainer | TerminateTrainer | LogStacks
-"""What the coordinator sends about one trainer."""
+"""Messages of the coordinator about one trainer."""
 
 TO_TRAINER = Vocabulary[ToTrainer](ToTrainer, version=WIRE_VERSION)
 FROM_TRAINER = Vocabulary[FromTrainer](FromTrainer, version=WIRE_VERSION)

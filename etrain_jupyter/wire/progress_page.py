@@ -19,7 +19,8 @@ PULSE_S = 0.25
 
 PHASES = ("idle", "forming", "syncing", "computing", "evaluating", "saving")
 
-# Slots of the page, 8 bytes each, so that every read and write is atomic.
+# Slots of the page: aligned and 8 bytes each, so that every read and write is atomic, and the
+# reader needs no lock. A lock could be held by a trainer that was stopped.
 _GENERATION, _STEP, _COLLECTIVES, _BEATS, _PHASE, _ALIVE_AT = range(6)
 _SIZE = mmap.PAGESIZE
 
@@ -82,7 +83,12 @@ class ProgressPage:
     def begin(self, generation: int) -> None:
         """Enter a generation and reset its count of collectives."""
         with self._lock:
-            # With this order, a concurrent reader sees too few collectives, never too many.
+            # With this order, a concurrent reader sees too few collectives, never too many:
+            #
+            #     trainer      collectives = 0              generation = 4
+            #     supervisor                    reads (3, 0)
+            #
+            # The other order could show (4, 812), which makes all other ranks look like stragglers.
             self._slots[_COLLECTIVES] = 0
             self._slots[_GENERATION] = generation
         self.beat(phase="forming")
@@ -108,13 +114,13 @@ class ProgressPage:
 
     def pulse(self) -> None:
         """Record that Python code of this process is running."""
-        # The monotonic clock is the same for all processes of a machine.
+        # On one machine the monotonic clock is the same for all processes.
         self._slots[_ALIVE_AT] = time.monotonic_ns()
 
     # --- the supervisor reads ---
 
     def has_pulsed(self) -> bool:
-        """Return whether the trainer has pulsed. From then on, it can be asked for its stacks."""
+        """Return whether the trainer has pulsed. From then on it handles SIGUSR1 (log stacks)."""
         return bool(self._slots[_ALIVE_AT])
 
     def read(self) -> TrainerProgress:

@@ -1,8 +1,8 @@
 """Every request to a scheduler, with its reply: from a kernel, and one from supervisors.
 
-A request is a call of a Dask RPC handler. The handler's name says what a peer with a given
-certificate may call (``process.peers``); the arguments are the fields of the request and the wire
-version. Each reply has the version too, so that both ends notice a peer of another version::
+A request is a call of a Dask RPC handler. ``process.peers`` decides by the handler's name whether a
+peer may call it. The arguments are the fields of the request and the wire version. Each reply has
+the version too, so that both ends detect a peer of another version::
 
     kernel 3 ── etrain_describe(wire_version=3) ──▶ cluster 3     the reply has wire_version=3
     kernel 2 ── etrain_describe() ────────────────▶ cluster 3     refused, with what to do
@@ -37,7 +37,7 @@ class RefusedRequestError(Exception):
     """A scheduler refused a request.
 
     Attributes:
-        kind: Which kind of refusal it is; see ``UNKNOWN_JOB``.
+        kind: Kind of refusal, for example ``UNKNOWN_JOB``.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -46,14 +46,14 @@ class RefusedRequestError(Exception):
 
 
 class NotOursError(Exception):
-    """A scheduler replied that runs no coordinator of ours."""
+    """The scheduler that replied does not run our coordinator."""
 
 
 UNKNOWN_JOB = "JobNotFoundError"
 """Kind of refusal: the scheduler does not have the job."""
 
 OTHER_VERSION = "WireVersionError"
-"""Kind of refusal: kernel and cluster speak different versions of the wire."""
+"""Kind of refusal: kernel and cluster use different wire versions."""
 
 
 # --- replies ---
@@ -70,15 +70,15 @@ class Submitted:
 
     job_id: str = ""
     wants_bundle: bool = False
-    """Whether the scheduler does not see the bundle: send it with ``PutBundle``, then try again."""
+    """True if the scheduler cannot read the bundle: send it with ``PutBundle``, then retry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BundlePiece:
-    """Some bytes of a bundle."""
+    """A piece of a bundle."""
 
     data: bytes
-    """Empty at its end."""
+    """Empty at the end of the bundle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class EventBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What follows from a request, as one sentence for the user."""
+    """Effect of a request, as one sentence for the user."""
 
     message: str = ""
 
@@ -120,29 +120,29 @@ class ClusterFacts:
     cluster_id: str
     pid: int
     workers: int = 0
-    """How many are connected."""
+    """Number of connected workers."""
     jobs: int = 0
-    """How many are active."""
+    """Number of active jobs."""
     idle_s: float = 0.0
     """Seconds since the last job ended; 0.0 while one is active."""
     version: str = ""
-    """Of etrain-jupyter, in a scheduler that others run; empty elsewhere."""
+    """Version of etrain-jupyter in a foreign scheduler; empty in a cluster of ours."""
     unfit: dict[str, str] | None = None
-    """Why workers take no part, by name."""
+    """Why workers cannot be used, by worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShuttingDown:
-    """The cluster is going down."""
+    """The cluster is shutting down."""
 
     message: str = ""
     stopped: tuple[str, ...] = ()
-    """Jobs that were stopped for it."""
+    """Jobs that this stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterIdentity:
-    """Which cluster replied."""
+    """Identity of the cluster that replied."""
 
     cluster_id: str
     pid: int
@@ -157,14 +157,14 @@ class NodeList:
 
 @dataclass(frozen=True, kw_only=True)
 class CostList:
-    """What the nodes of a pool have cost."""
+    """Cost of each node of a pool."""
 
     costs: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersPresent:
-    """How many workers there are now."""
+    """Current number of workers."""
 
     num_present: int = 0
 
@@ -183,7 +183,7 @@ class Request(Generic[R]):
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitJob(Request[Submitted]):
-    """Run a job."""
+    """Submit a job."""
 
     op: ClassVar[str] = "etrain_submit"
     reply: ClassVar[type[Any]] = Submitted
@@ -205,7 +205,7 @@ class PutBundle(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchBundle(Request[BundlePiece]):
-    """Return the next piece of an active job's bundle. Supervisors call it."""
+    """Return the next piece of an active job's bundle. Sent by supervisors."""
 
     op: ClassVar[str] = "etrain_bundle"
     reply: ClassVar[type[Any]] = BundlePiece
@@ -224,7 +224,7 @@ class ListJobs(Request[JobList]):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchEvents(Request[EventBatch]):
-    """Return the events of a job after ``since``, as soon as there are any."""
+    """Return the events of a job after ``since``; wait until there is one."""
 
     op: ClassVar[str] = "etrain_events"
     reply: ClassVar[type[Any]] = EventBatch
@@ -232,13 +232,13 @@ class FetchEvents(Request[EventBatch]):
     job_id: str
     since: int = 0
     wait_s: float = 10.0
-    """Maximum wait; 0.0 returns at once."""
+    """Maximum wait in seconds; 0.0 returns immediately."""
     limit: int = 5000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlJob(Request[Outcome]):
-    """Do what a user requests of an active job: stop, pause, scale ..."""
+    """Control an active job: stop, pause, scale ..."""
 
     op: ClassVar[str] = "etrain_request"
     reply: ClassVar[type[Any]] = Outcome
@@ -268,25 +268,25 @@ class DescribeCluster(Request[ClusterFacts]):
 
 @dataclass(frozen=True, kw_only=True)
 class ShutDownCluster(Request[ShuttingDown]):
-    """Stop all jobs. A cluster of ours ends; in a scheduler that others run, only our jobs do."""
+    """Stop all jobs, and shut down the cluster unless its scheduler is a foreign one."""
 
     op: ClassVar[str] = "etrain_down"
     reply: ClassVar[type[Any]] = ShuttingDown
 
     drain_s: float | None = None
-    """Maximum wait for checkpoints; None for the scheduler's own."""
+    """Maximum wait for checkpoints in seconds; None for the scheduler's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveCoordinator(Request[Done]):
-    """Remove our coordinator from a scheduler that others run."""
+    """Remove our coordinator from a foreign scheduler."""
 
     op: ClassVar[str] = "etrain_forget"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TouchCluster(Request[ClusterIdentity]):
-    """Keep the cluster for its idle time: a job is about to come."""
+    """Restart the cluster's idle time, because a job is about to be submitted."""
 
     op: ClassVar[str] = "etrain_pool_touch"
     reply: ClassVar[type[Any]] = ClusterIdentity
@@ -294,7 +294,7 @@ class TouchCluster(Request[ClusterIdentity]):
 
 @dataclass(frozen=True, kw_only=True)
 class WantWorkers(Request[WorkersPresent]):
-    """Have at least that many workers."""
+    """Keep at least ``count`` workers, even if the jobs need fewer."""
 
     op: ClassVar[str] = "etrain_pool_want"
     reply: ClassVar[type[Any]] = WorkersPresent
@@ -313,7 +313,7 @@ class ListNodes(Request[NodeList]):
 
 @dataclass(frozen=True, kw_only=True)
 class ListCosts(Request[CostList]):
-    """Return what the nodes have cost so far."""
+    """Return the cost of each node so far."""
 
     op: ClassVar[str] = "etrain_pool_costs"
     reply: ClassVar[type[Any]] = CostList
@@ -321,13 +321,13 @@ class ListCosts(Request[CostList]):
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseWorker(Request[Done]):
-    """End a worker gently."""
+    """Stop a worker gracefully."""
 
     op: ClassVar[str] = "etrain_pool_release"
 
     worker: str
     drain_s: float
-    """After it, the worker is killed."""
+    """Seconds after which the worker is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,19 +351,20 @@ def decode_reply(request: Request[R], reply: Any) -> R:
     """Return the reply to a request.
 
     Raises:
-        RefusedRequestError: If the scheduler refused it, or speaks another version of the wire.
-        NotOursError: If the scheduler runs no coordinator of ours.
+        RefusedRequestError: If the scheduler refused it, or has another wire version.
+        NotOursError: If the scheduler does not run our coordinator.
     """
     if not isinstance(reply, dict):
         raise NotOursError(
-            f"the scheduler answered {request.op} with {type(reply).__name__}: it runs no etrain "
+            f"the scheduler replied to {request.op} with {type(reply).__name__}: it runs no etrain "
             "coordinator, or no longer"
         )
     values = dict(reply)
+    # The version first, then the error: a refusal by another version may have other keys.
     try:
         check_version(values.pop(VERSION, None), WIRE_VERSION)
     except WireVersionError as exc:
-        raise RefusedRequestError(OTHER_VERSION, _words_of_cluster(exc)) from None
+        raise RefusedRequestError(OTHER_VERSION, _explain_cluster_version(exc)) from None
     if "error" in values:
         raise RefusedRequestError(
             str(values["error"]), str(values.get("message") or values["error"])
@@ -381,17 +382,17 @@ async def call_scheduler(rpc: Any, request: Request[R]) -> R:
 
     Raises:
         RefusedRequestError: If it refuses.
-        NotOursError: If it runs no coordinator of ours.
+        NotOursError: If it does not run our coordinator.
         OSError: If it cannot be reached.
     """
     return decode_reply(request, await exchange(rpc, request))
 
 
 async def exchange(rpc: Any, request: Request[Any]) -> Any:
-    """Call a scheduler through Dask's ``rpc``, and return what it replies, still encoded.
+    """Call a scheduler through Dask's ``rpc``, and return its reply, still encoded.
 
     Raises:
-        RefusedRequestError: If it is older than wire versions.
+        RefusedRequestError: If it is from before wire versions existed.
         OSError: If it cannot be reached.
         UnicodeEncodeError: If the request has text that cannot be encoded.
     """
@@ -400,20 +401,20 @@ async def exchange(rpc: Any, request: Request[Any]) -> Any:
     except (OSError, UnicodeEncodeError):
         raise
     except Exception as exc:
-        # A handler of ours replies to every exception. A raw handler of an older cluster raised,
-        # because it does not know the argument: Dask then sends a pickled exception, which is not
-        # unpickled, and fails itself with an AssertionError.
+        # Our handlers reply to every exception, so this is a cluster from before wire versions. Its
+        # handler does not know the argument ``wire_version`` and raises. Dask sends the exception
+        # as a pickle; ``process.peers`` does not unpickle it, and Dask raises an AssertionError.
         older = WireVersionError(None, WIRE_VERSION)
-        raise RefusedRequestError(OTHER_VERSION, _words_of_cluster(older)) from exc
+        raise RefusedRequestError(OTHER_VERSION, _explain_cluster_version(older)) from exc
 
 
-def _words_of_cluster(exc: WireVersionError) -> str:
+def _explain_cluster_version(exc: WireVersionError) -> str:
     theirs = exc.theirs if exc.theirs is not None else f"{WIRE_VERSION - 1} or older"
     return (
-        f"the cluster speaks wire version {theirs}, and this kernel version {exc.ours} "
+        f"the cluster uses wire version {theirs}, and this kernel version {exc.ours} "
         f"(etrain-jupyter {__version__}). Nothing was done, and its jobs keep training. Restart "
-        "the kernel with the version of etrain-jupyter that started the cluster, or end the "
-        "cluster with %etrain down and run the cell again."
+        "the kernel with the version of etrain-jupyter that started the cluster, or shut down "
+        "the cluster with %etrain down and run the cell again."
     )
 
 
@@ -427,8 +428,7 @@ def handler_of(
 ) -> Callable[..., Awaitable[dict[str, Any]]]:
     """Return a Dask handler that checks version and arguments, and replies with plain values.
 
-    An exception becomes a reply as well. Dask would send a pickled traceback, which no kernel
-    unpickles.
+    An exception becomes a reply too: Dask would send it as a pickle, which no kernel unpickles.
     """
 
     async def answer(**arguments: Any) -> dict[str, Any]:
@@ -437,10 +437,12 @@ def handler_of(
             request = decode_fields(request_type, arguments)
             reply = encode_fields(await handle(request))
         except WireVersionError as exc:
-            reply = {"error": OTHER_VERSION, "message": _words_of_kernel(exc)}
+            reply = {"error": OTHER_VERSION, "message": _explain_kernel_version(exc)}
         except RefusedRequestError as exc:
             reply = {"error": exc.kind, "message": str(exc)}
         except Exception as exc:
+            # A malformed request is the kernel's defect; anything else is one of ours, or a disk
+            # error. Either way the kernel gets the text.
             if not isinstance(exc, MalformedMessageError):
                 logger.exception("a request failed")
             reply = {"error": type(exc).__name__, "message": str(exc)}
@@ -449,10 +451,10 @@ def handler_of(
     return answer
 
 
-def _words_of_kernel(exc: WireVersionError) -> str:
+def _explain_kernel_version(exc: WireVersionError) -> str:
     theirs = exc.theirs if exc.theirs is not None else f"{WIRE_VERSION - 1} or older"
     return (
-        f"this kernel speaks wire version {theirs}, and the cluster version {exc.ours} "
+        f"this kernel uses wire version {theirs}, and the cluster version {exc.ours} "
         f"(etrain-jupyter {__version__}). Nothing was done, and the cluster's jobs keep training. "
         f"Install etrain-jupyter {__version__} for the kernel and restart it."
     )

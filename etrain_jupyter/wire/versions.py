@@ -76,16 +76,17 @@ def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Co
     wrong, notes, remedies = [], [], []
     for key, name in NAMES.items():
         one, other = theirs.get(key), ours.get(key)
+        # None: an older peer does not report this package. "": it is not installed there.
         if one is None or not other or _release(one) == _release(other):
             continue
-        words = f"{name} {one} on {at}, {other} in {here}"
+        difference = f"{name} {one} on {at}, {other} in {here}"
         if not one:
-            words = f"no {name} on {at}, {other} in {here}"
+            difference = f"no {name} on {at}, {other} in {here}"
         if key in MUST_FIT and _minor(one) != _minor(other):
-            wrong.append(words)
+            wrong.append(difference)
             remedies.append(_remedy(key, other))
         else:
-            notes.append(words)
+            notes.append(difference)
     return Comparison(wrong=tuple(wrong), notes=tuple(notes), remedies=tuple(remedies))
 
 
@@ -98,7 +99,7 @@ def _remedy(key: str, version: str) -> str:
 
 
 def _release(version: str) -> str:
-    """Return a version without its build tag: CPU and GPU builds of torch are compatible."""
+    # "2.6.0+cu124" and "2.6.0+cpu" are compatible: drop the build tag.
     return version.partition("+")[0]
 
 

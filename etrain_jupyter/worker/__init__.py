@@ -1,5 +1,5 @@
-"""What runs on a node beside a worker: where it is, what will become of it, what is installed.
+"""Worker process: it connects to a scheduler, and its supervisor runs the trainers.
 
-Read ``imds`` (the instance metadata service of EC2), then ``notices`` (the machine will be taken),
-then ``fingerprint`` (which versions are here, and whether they fit the notebook's).
+Start with ``lifecycle`` (connect, reconnect, shut down), then read ``supervisor`` (messages of the
+coordinator) and ``trainer_process`` (one trainer). ``notices`` watches for interruptions.
 """

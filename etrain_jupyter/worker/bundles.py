@@ -1,8 +1,8 @@
 """Cache of bundles on a worker's machine: one file each, shared by all supervisors and trainers.
 
-If a supervisor can read the job's folder, its trainers use the file there. Otherwise it fetches the
-file from the scheduler. Its users hold a shared lock on ``DIGEST.lock`` next to the file; writing
-or removing the file requires the exclusive lock::
+If a supervisor can read the job's folder, its trainers use the file there, and nothing is cached.
+Otherwise it fetches the file from the scheduler. The users of a file hold a shared lock on
+``DIGEST.lock`` next to it; writing or removing the file requires the exclusive lock::
 
     etrain-bundles-1000/         0700, in Dask's folder for temporary files
     ├── 0f3a....lock             locked by each supervisor that uses the file
@@ -52,12 +52,10 @@ class MachineBundles:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
         self._folder = Path()
-        self._locks: dict[str, int] = {}
-        """Open lock files, by digest."""
-        self._getting = asyncio.Lock()
-        """Held while a bundle is fetched or waited for."""
+        self._locks: dict[str, int] = {}  # open lock files, by digest
+        self._getting = asyncio.Lock()  # held while a bundle is fetched or waited for
+        # Digest of the bundle that is being fetched; empty if it was released meanwhile.
         self._coming = ""
-        """Digest of the bundle that is being fetched; empty if it was released meanwhile."""
 
     def begin(self, folder: Path) -> None:
         """Set the folder, and remove its unused bundles, whose users were killed."""
@@ -65,7 +63,7 @@ class MachineBundles:
             return
         self._folder = folder
         for lock in folder.glob("*.lock"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # removed by another supervisor meanwhile
                 _remove_unused(lock, os.open(lock, os.O_RDWR))
 
     async def get(self, bundle: BundleRef) -> Path:
@@ -80,14 +78,14 @@ class MachineBundles:
         shared, digest = Path(bundle.path), bundle.digest
         if _size_of(shared) == bundle.size:
             return shared  # the trainer checks the digest when it opens the file
-        if not _DIGEST.fullmatch(digest):
-            raise BundleFetchError(f"{digest!r} is no SHA-256")
+        if not _DIGEST.fullmatch(digest):  # it becomes a file name
+            raise BundleFetchError(f"{digest!r} is not a SHA-256 digest")
         path = self._folder / digest
         async with self._getting:
             if digest not in self._locks:
                 self._coming = digest
                 self._locks[digest] = await self._get(path, bundle.size)
-                if not self._coming:
+                if not self._coming:  # ``release`` was called during the await
                     self.release(digest)
                     raise BundleFetchError("its job has ended")
         return path
@@ -116,9 +114,9 @@ class MachineBundles:
             except OSError as exc:
                 raise self._not_stored(size, exc) from exc
             try:
-                # Three cases: the exclusive lock is free (no user: fetch the file if it is
-                # missing), only a shared lock is (in use: share it), or none is (being fetched:
-                # wait).
+                # exclusive lock is free     no user: fetch the file if it is missing, then share
+                # only a shared lock is      in use: share it
+                # none is                    being fetched or removed: wait and look again
                 is_kept = False
                 if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
                     if not path.exists():
@@ -131,7 +129,7 @@ class MachineBundles:
                 is_kept = is_kept and path.exists() and _is_file_of(lock, descriptor)
                 if is_kept:
                     return descriptor
-            except BaseException:
+            except BaseException:  # also a cancellation: leave no file that nothing uses
                 _remove_unused(lock, descriptor)
                 raise
             os.close(descriptor)
@@ -145,15 +143,18 @@ class MachineBundles:
             file.write(data)
 
         try:
+            # Truncate: a supervisor that was killed may have left a part.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
                 offset = 0
                 while offset < size and (data := await self._fetch(path.name, offset)):
+                    # In a thread: a slow disk must not delay the heartbeats.
                     await asyncio.to_thread(put, file, data)
                     offset += len(data)
             if digest.hexdigest() != path.name:
                 raise BundleFetchError(
-                    f"the {offset} bytes that came of bundle {path.name[:12]} are not its {size}"
+                    f"bundle {path.name[:12]} does not match its digest: "
+                    f"received {offset} of {size} bytes"
                 )
             draft.replace(path)
         except OSError as exc:
@@ -164,19 +165,19 @@ class MachineBundles:
     def _not_stored(self, size: int, exc: OSError) -> BundleFetchError:
         return BundleFetchError(
             f"the job's bundle ({size / 2**20:.0f} MB) cannot be stored in {self._folder}: "
-            f"{exc.strerror or exc}. Make room there, or name a function that loads the data on "
+            f"{exc.strerror or exc}. Free space there, or pass a function that loads the data on "
             "the workers"
         )
 
 
 def _remove_unused(lock: Path, descriptor: int) -> None:
-    """Remove a bundle and its lock file if it is unused; close the lock file."""
     try:
         if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
+            # The lock file last: as long as it exists, no other supervisor can create the files.
             for name in (lock.with_suffix(""), lock.with_suffix(".part"), lock):
                 name.unlink(missing_ok=True)
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # which releases the lock
 
 
 def _is_locked(descriptor: int, kind: int) -> bool:
@@ -188,7 +189,11 @@ def _is_locked(descriptor: int, kind: int) -> bool:
 
 
 def _is_file_of(path: Path, descriptor: int) -> bool:
-    """Return whether a path still refers to an open file, not removed by another supervisor."""
+    # A lock on a file that another supervisor has removed protects nothing:
+    #
+    #   A: open lock       ............ flock: succeeds, but on the removed file
+    #   B:           flock, unlink, close
+    #   C:                              creates another lock file under the same name
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:

@@ -43,7 +43,7 @@ def run_worker(
         tls: Folder with the certificates.
         scratch: Folder for Dask.
         host: Address of this machine to listen on.
-        on_serving: Called each time that the worker has connected to a scheduler.
+        on_serving: Called after each connection to a scheduler.
     """
     options = WorkerOptions(
         name=arguments.name,

@@ -22,8 +22,9 @@ DEFAULT_ENDPOINT = "http://169.254.169.254"
 TOKEN_S = 21_600
 """Lifetime of a token in seconds: the maximum that the service allows."""
 RENEW_S = 60.0
-"""Time between the renewal of a token and its expiry, in seconds."""
+"""Seconds before the expiry of a token at which it is renewed."""
 MOST_BYTES = 65_536
+"""Maximum size of a response: whatever answers at the endpoint, it must not fill the memory."""
 VENDOR_FILE = Path("/sys/class/dmi/id/sys_vendor")
 
 
@@ -70,9 +71,9 @@ class Imds:
         self._timeout_s = timeout_s
         # A proxy would return the metadata of its own machine, and see the tokens.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # one thread renews the token, the others wait for it
         self._token = ""
-        self._renew_at = 0.0
+        self._renew_at = 0.0  # by the monotonic clock
 
     def get(self, path: str) -> str | None:
         """Return the value at ``path`` below ``/latest/``; None if there is none.
@@ -84,7 +85,7 @@ class Imds:
         return None if answer is None else answer.text
 
     def ask(self, path: str) -> ImdsResponse | None:
-        """Do the same as ``get``, and include the time of the response."""
+        """Return the response for ``path`` with its time; see ``get``."""
         # A 401 means that the token has expired or been revoked: retry once with a new one.
         for is_last in (False, True):
             token = self._current_token(is_new=is_last)
@@ -94,11 +95,11 @@ class Imds:
             try:
                 return self._read(request)
             except urllib.error.HTTPError as exc:
-                exc.close()
+                exc.close()  # it holds the connection
                 if exc.code == 404:
-                    return None
+                    return None  # for example: no notice has been issued
                 if exc.code != 401 or is_last:
-                    raise ImdsError(f"{self._base}/latest/{path} answered {exc.code}") from exc
+                    raise ImdsError(f"{self._base}/latest/{path} returned {exc.code}") from exc
             except (OSError, ValueError) as exc:
                 raise ImdsError(f"{self._base}/latest/{path}: {exc or type(exc).__name__}") from exc
         raise AssertionError("unreachable")
@@ -116,7 +117,7 @@ class Imds:
                 except (OSError, ValueError) as exc:
                     if isinstance(exc, urllib.error.HTTPError):
                         exc.close()
-                    raise ImdsError(f"no token of {self._base}: {exc}") from exc
+                    raise ImdsError(f"no session token from {self._base}: {exc}") from exc
                 self._renew_at = time.monotonic() + TOKEN_S - RENEW_S
             return self._token
 
@@ -133,7 +134,7 @@ class Imds:
         """
         answer = self.ask("dynamic/instance-identity/document")
         if answer is None:
-            raise ImdsError(f"{self._base} has no identity document: this is no EC2 instance")
+            raise ImdsError(f"{self._base} has no identity document: this is not an EC2 instance")
         lifecycle = self.get("meta-data/instance-life-cycle")
         try:
             known: dict[str, Any] = json.loads(answer.text)
@@ -158,6 +159,7 @@ def is_ec2() -> bool:
         return True
     if (wished := os.environ.get("ETRAIN_NOTICES")) is not None:
         return wished == "imds"
+    # Elsewhere a request to the link-local address may hang until its timeout.
     try:
         return VENDOR_FILE.read_text().strip() == "Amazon EC2"
     except OSError:
@@ -180,5 +182,5 @@ def instant_of_iso(text: str) -> float:
 def _instant_of(header: str | None) -> float:
     try:
         return email.utils.parsedate_to_datetime(header or "").timestamp()
-    except ValueError:
+    except ValueError:  # no date, or not a valid one
         return time.time()

@@ -49,6 +49,7 @@ DISMISSED_S = 2.0
 this worker. A scheduler that dies closes its connections just before its process ends."""
 
 LOOK_EVERY_S = 0.05
+"""Interval in seconds for looking up the next scheduler."""
 
 DISMISSALS = frozenset({"scheduler-remove-worker", "scheduler-close-worker"})
 """Dask's reasons for closing a worker on request, as opposed to a lost connection."""
@@ -130,13 +131,16 @@ class WorkerLifecycle:
         # The supervisor keeps its trainers when a connection ends, until this is reset.
         self._supervisor.outlives_scheduler = True
         self._address = options.scheduler
-        self._num_lives = options.num_lives
-        """Incarnation number of the current scheduler, starting at 1."""
+        self._num_lives = options.num_lives  # incarnation of the current scheduler, from 1
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until shutdown is requested or no next scheduler is found in time."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        # scheduler 1      serves ......... dies
+        # this process     worker A ......... closed | look up, reconnect | worker B ....
+        # supervisor       the same one all the time: ``teardown`` by A keeps the trainers
+        # trainers         train ...................................................
         worker = await self._connect_first()
         if worker is None:
             return
@@ -146,10 +150,11 @@ class WorkerLifecycle:
                 break
             worker = next_one
         self._supervisor.outlives_scheduler = False
+        # Dask has closed this worker already, and its teardown kept the trainers: repeat it.
         if worker.status.name in ("closing", "closed", "failed"):
             await worker.finished()
             await self._supervisor.teardown(worker)
-        await worker.close(timeout=CLOSE_S, executor_wait=False, reason="asked to end")
+        await worker.close(timeout=CLOSE_S, executor_wait=False, reason="shutdown requested")
 
     async def _connect_first(self) -> Any | None:
         """Connect to the running scheduler. A remote one may just be restarting, so retry."""
@@ -163,7 +168,7 @@ class WorkerLifecycle:
                     raise
             if self._stop.is_set() or (record := self._finder.look()) is None:
                 return None
-            logger.warning("the scheduler at %s cannot be reached yet", self._address)
+            logger.warning("the scheduler at %s cannot be reached; retrying", self._address)
             self._address, self._num_lives = record.address, record.num_lives
 
     async def _connect(self, timeout_s: int = CONNECT_S) -> Any:
@@ -177,7 +182,7 @@ class WorkerLifecycle:
             protocol="tls",
             security=read_security(options.tls, "worker"),
             nthreads=1,
-            memory_limit=0,
+            memory_limit=0,  # no limit: trainers are other processes, and this one holds no data
             local_directory=str(options.scratch),
             death_timeout=timeout_s,
             plugins=(self._supervisor,),
@@ -221,7 +226,7 @@ class WorkerLifecycle:
             await asyncio.sleep(LOOK_EVERY_S)
         if not self._stop.is_set():
             logger.error(
-                "no scheduler came within %g s: this worker ends, with its trainers", limit_s
+                "no scheduler was found within %g s: shutting down with the trainers", limit_s
             )
         return None
 
@@ -237,6 +242,7 @@ def is_of_network(error: BaseException) -> bool:
 def noting_its_end(server: type[Any]) -> type[Any]:
     """Return a subclass of a Dask ``Worker`` that records the first reason for closing it."""
 
+    # Dask calls ``close`` several times; later reasons only follow from the first.
     async def close(self: Any, *args: Any, reason: str = "worker-close", **kwargs: Any) -> Any:
         self.close_reason = self.close_reason or reason
         return await server.close(self, *args, reason=reason, **kwargs)

@@ -1,7 +1,7 @@
 """Watch for EC2's notices about this machine: interruptions and rebalance recommendations.
 
-A separate thread polls the metadata service. So a busy process does not delay the notice, and a
-hanging service does not block the process.
+A separate thread polls the metadata service, so that a service that does not respond does not block
+the process.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ class NoticeWatch:
         self._imds = imds
         self._on_notice = on_notice
         self._poll_s = poll_s
-        self._told: dict[str, str] = {}
-        """Response of the service for each kind at the last report."""
-        self._failing: dict[str, str] = {}
+        self._told: dict[str, str] = {}  # by kind: the response at the last report
+        self._failing: dict[str, str] = {}  # by kind: the error of the last request; empty if none
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etrain-notices", daemon=True)
 
@@ -92,26 +91,26 @@ class NoticeWatch:
                 return
             notice = _read(kind, answer)
             self._note(kind, "")
-            self._told[kind] = answer.text
-            logger.warning("notice of this machine: %s %s", kind, answer.text)
+            self._told[kind] = answer.text  # before the callback: one that raises is not repeated
+            logger.warning("notice for this machine: %s %s", kind, answer.text)
             self._on_notice(notice)
         except (ImdsError, ValueError, KeyError, TypeError) as exc:
             self._note(kind, f"{type(exc).__name__}: {exc}")
-        except Exception:
-            logger.exception("a notice could not be told")
+        except Exception:  # for example of the callback: the watch must continue
+            logger.exception("a notice could not be reported")
 
     def _note(self, kind: str, trouble: str) -> None:
         """Log when errors of the service begin, and when they end."""
         before, self._failing[kind] = self._failing.get(kind, ""), trouble
         if trouble and not before:
-            logger.warning("no news of this machine's %s for now: %s", kind, trouble)
+            logger.warning("notices of the kind %s cannot be read; retrying: %s", kind, trouble)
         elif before and not trouble:
-            logger.info("the metadata service tells of this machine's %s again", kind)
+            logger.info("notices of the kind %s can be read again", kind)
 
 
 def _read(kind: str, answer: ImdsResponse) -> Notice:
-    """Parse a response, with its deadline converted to this machine's clock, which may be wrong."""
     told = json.loads(answer.text)
     if kind == REBALANCE:
         return Notice(kind=kind)
+    # This machine's clock may be wrong: the seconds left follow from AWS's clock alone.
     return Notice(kind=kind, deadline=time.time() + instant_of_iso(told["time"]) - answer.at)

@@ -1,10 +1,10 @@
 """Keep a supervisor's reports until they are acknowledged, and resend them to a new coordinator.
 
-A coordinator may die between logging a report and acknowledging it. The next one knows from its
-predecessor's notes how far that was, so that no report is lost and none counts twice::
+A coordinator may die between logging a report and acknowledging it. It records the number of each
+report that it has logged, so that the next one loses no report and counts none twice::
 
-    supervisor   report 7 ──▶        report 8 ──▶                   hello, 8 again ──▶
-    coordinator     logged, notes 7     logged, notes 8, dies   │ the next one: 8 <= 8, dropped
+    supervisor   report 7 ──▶        report 8 ──▶                    hello, 8 again ──▶
+    coordinator     logs, records 7     logs, records 8, dies   │ the next one: 8 <= 8, dropped
                     acknowledges 7                              │ acknowledges 8
 """
 
@@ -28,10 +28,10 @@ from etrain_jupyter.wire.messages import (
 )
 
 MOST_UNHEARD = 20_000
-"""Reports that are kept. Beyond that the supervisor stops reading, so that its trainers wait."""
+"""Unacknowledged reports at which the supervisor stops reading, so that its trainers wait."""
 
 MOST_RECORDS = 100_000
-"""Step records in these reports: one report of a fast job has many."""
+"""The same for the step records in these reports: one report of a fast job has many."""
 
 R = TypeVar("R", bound=TrainerReport)
 
@@ -42,9 +42,9 @@ class Outbox:
     def __init__(self, most: int = MOST_UNHEARD, most_records: int = MOST_RECORDS) -> None:
         self._most = most
         self._most_records = most_records
-        self._num_records = 0
+        self._num_records = 0  # in ``_unheard``
         self._newest = 0
-        self._unheard: deque[AnyReport] = deque()
+        self._unheard: deque[AnyReport] = deque()  # not acknowledged, oldest first
 
     @property
     def newest(self) -> int:
@@ -53,7 +53,7 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more should be put in for now. What is put in anyway is kept as well."""
+        """True if the supervisor should stop reading; further reports are kept all the same."""
         return len(self._unheard) >= self._most or self._num_records >= self._most_records
 
     def put(self, report: AnyReport, *, trainer: str) -> AnyReport:
@@ -65,7 +65,7 @@ class Outbox:
         return numbered
 
     def acknowledge(self, number: int) -> None:
-        """Forget all reports up to this one."""
+        """Drop all reports up to this one."""
         while self._unheard and self._unheard[0].number <= number:
             self._num_records -= _num_records(self._unheard.popleft())
 
@@ -80,25 +80,25 @@ def _num_records(report: AnyReport) -> int:
 
 @dataclass
 class TrainerStatus:
-    """Track what a restarted coordinator must know of a trainer, from the messages that pass."""
+    """State of a trainer for a restarted coordinator, tracked from the messages both ways."""
 
     started_at: float
     """In seconds since the epoch: another process reads it."""
     pid: int = 0
     generation: int = 0
-    """The newest generation that it was told to join; 0 if none."""
+    """The newest generation that it was ordered to join; 0 if none."""
     hello: TrainerHello | None = None
     left: GenerationLeft | UserCodeFailed | None = None
     """How it left that generation, or why the notebook's code failed in it."""
     progress: Progress = (-1, 0)
     """As reported then."""
     ended_with: int = 0
-    """Number of the report of its end; 0 while it runs."""
+    """Number of the report of its exit; 0 while it runs."""
 
     def note_order(self, message: Message) -> None:
         """Track a message to the trainer."""
         if isinstance(message, JoinGeneration):
-            self.generation, self.left = message.generation, None
+            self.generation, self.left = message.generation, None  # inside again
 
     def note_report(self, report: Message) -> None:
         """Track a report of the trainer."""
@@ -109,7 +109,7 @@ class TrainerStatus:
                 self.left, self.progress = report, report.progress
             case UserCodeFailed():
                 self.left = report
-                if report.generation:  # outside of a generation it has no progress to report
+                if report.generation:  # 0 in the warm-up, which has no progress
                     self.progress = report.progress
 
     def summary(self) -> TrainerSummary:

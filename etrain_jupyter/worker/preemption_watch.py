@@ -32,9 +32,9 @@ class OwnNotices:
 
     def __init__(self, send: Callable[[MachineNotice], None]) -> None:
         self._send = send
-        self._known: dict[str, Notice] = {}
+        self._known: dict[str, Notice] = {}  # the newest notice of each kind
         self._watch: NoticeWatch | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # None unless started
         self._has_signal = False
 
     def start(self) -> None:
@@ -48,7 +48,7 @@ class OwnNotices:
             self._loop.add_signal_handler(signal.SIGUSR1, self._on_signal)
             self._has_signal = True
         except (ValueError, RuntimeError, NotImplementedError):
-            logger.info("SIGUSR1 is no notice here: the event loop is not in the main thread")
+            logger.info("SIGUSR1 is not handled: the event loop is not in the main thread")
         if is_ec2():
             poll_s = seconds_from_environment("ETRAIN_NOTICE_POLL_S", POLL_S)
             self._watch = NoticeWatch(Imds(), self._on_watch, poll_s=poll_s)
@@ -71,7 +71,7 @@ class OwnNotices:
 
     def _on_signal(self) -> None:
         notice_s = seconds_from_environment("ETRAIN_NOTICE_S", SIGNALLED_S)
-        logger.warning("SIGUSR1: this machine will be taken in %g s", notice_s)
+        logger.warning("SIGUSR1: this machine will be reclaimed in %g s", notice_s)
         self._take(Notice(kind=INTERRUPTION, deadline=time.time() + notice_s))
 
     def _on_watch(self, notice: Notice) -> None:
@@ -101,6 +101,6 @@ def seconds_from_environment(name: str, default: float) -> float:
     if value > 0:
         return value
     logger.warning(
-        "%s=%r is not a number of seconds above 0; using %g instead", name, text, default
+        "%s=%r is not a positive number of seconds; using %g instead", name, text, default
     )
     return default

@@ -49,47 +49,46 @@ FETCH_PATIENCE_S = 90.0
 """Seconds for which a piece is retried; longer than the restart of a scheduler takes."""
 
 BY_SIGNAL = {"stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
-"""Injected faults that need no help of the trainer, which commits the others itself."""
+"""Faults that are injected with a signal; the trainer injects the others itself."""
 
 
 class Supervisor(WorkerPlugin):
     """Run the trainers that the coordinator launches, and keep one warm spare that forks them.
 
-    Its process computes nothing, so that a trainer which holds the GIL or hangs does not make the
-    machine look dead.
+    Trainers are separate processes, so the supervisor sends heartbeats even if a trainer hangs or
+    holds the GIL.
 
     Args:
         device: Where its trainers compute, as torch names it.
-        rests: Whether it is idle until the coordinator wakes it, without a spare and heartbeats.
-            For workers that others use as well.
+        rests: True to stay idle, without a spare and heartbeats, until the coordinator wakes it.
+            For workers of a Dask cluster that has other users, too.
     """
 
     name = "etrain-supervisor"
 
     outlives_scheduler = False
-    """Whether the trainers are kept when the connection ends, because this process will reconnect;
-    set by ``worker.lifecycle``."""
+    """True to keep the trainers when the connection ends, because this process will reconnect; set
+    by ``worker.lifecycle``."""
 
     def __init__(self, *, device: str = "cpu", rests: bool = False) -> None:
         self._device = device
         self._is_awake = not rests
         self._beating: asyncio.Task[None] | None = None
-        self._trainers: dict[str, TrainerProcess] = {}
-        self._ending: set[TrainerProcess] = set()
+        self._trainers: dict[str, TrainerProcess] = {}  # by name: launched and not released
+        self._ending: set[TrainerProcess] = set()  # released or killed, still running
         self._spare: TrainerProcess | None = None
-        self._retired: set[TrainerProcess] = set()
-        """Former spares that have forked trainers which still run."""
-        self._incarnation = 0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._retired: set[TrainerProcess] = set()  # former spares with forks that still run
+        self._incarnation = 0  # number of resets; fences the reports from before the last one
+        self._tasks: set[asyncio.Task[Any]] = set()  # asyncio itself keeps only weak references
         self._closing = False
         self._is_connected = False
         self._outbox = Outbox()
         self._notices = OwnNotices(self._send)
         self._bundles = MachineBundles(self._fetch_bundle)
+        # By trainer: those that run, and those whose exit is reported and not acknowledged.
         self._statuses: dict[str, TrainerStatus] = {}
-        """Of the trainers that run, and of those whose end no coordinator has acknowledged."""
+        # Clear while the outbox is full: the trainers' channels are not read then, so they wait.
         self._may_read = asyncio.Event()
-        """Clear while the outbox is full: then trainers are not read, and wait."""
         self._may_read.set()
 
     async def setup(self, worker: Worker) -> None:
@@ -99,6 +98,7 @@ class Supervisor(WorkerPlugin):
         self._is_connected = True
         self._bundles.begin(folder_of(worker.local_directory))
         self._notices.start()
+        # The hello first: a coordinator drops reports of a supervisor that it does not know.
         self._say_hello()
         for report in self._outbox.unheard():
             self._send(report)
@@ -122,7 +122,7 @@ class Supervisor(WorkerPlugin):
         """Kill all trainers, unless only the connection ends."""
         self._is_connected = False
         if self.outlives_scheduler:
-            return
+            return  # the tasks run on, and reports wait in the outbox
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -140,12 +140,12 @@ class Supervisor(WorkerPlugin):
     def _receive(self, message: Any) -> None:
         """Handle a message of the coordinator. Called by Dask."""
         if self._closing:
-            return  # the worker stays in use without us, and messages may have been on the way
+            return  # the Dask worker runs on without this plugin, and messages may be in flight
         try:
             self._handle(m.TO_SUPERVISOR.decode(message))
         except Exception:
             # Dask would close the connection, and all trainers would end with it.
-            logger.exception("a message of the coordinator could not be handled")
+            logger.exception("a message from the coordinator could not be handled")
 
     def _handle(self, message: m.ToSupervisor | m.ToTrainer) -> None:
         match message:
@@ -158,8 +158,8 @@ class Supervisor(WorkerPlugin):
             case m.RemoveBundle():
                 self._bundles.release(message.digest)
             case m.ResetSupervisor():
-                # The message may come again before all trainers have ended: the second one is of
-                # an incarnation that is over.
+                # The coordinator sends a reset for each message of a fenced incarnation, so several
+                # may arrive: only the first one is for the current incarnation.
                 if message.incarnation == self._incarnation:
                     self._incarnation += 1
                     self._go(self._start_over())
@@ -202,7 +202,7 @@ class Supervisor(WorkerPlugin):
             status.note_order(message)
         if isinstance(message, m.ShutDownTrainer):
             self._statuses.pop(trainer.name, None)
-            # It ends by itself, perhaps after a checkpoint. Its end is not reported any more.
+            # It ends by itself, perhaps after a checkpoint. Its exit is no longer reported.
             self._ending.add(self._trainers.pop(trainer.name))
             self._go(self._kill_later(trainer))
 
@@ -237,7 +237,7 @@ class Supervisor(WorkerPlugin):
     def _forget_reports(self, number: int) -> None:
         self._outbox.acknowledge(number)
         for name, known in list(self._statuses.items()):
-            if 0 < known.ended_with <= number:
+            if 0 < known.ended_with <= number:  # the coordinator has logged its exit
                 del self._statuses[name]
         if not self._outbox.is_full:
             self._may_read.set()
@@ -251,13 +251,17 @@ class Supervisor(WorkerPlugin):
 
     async def _start_over(self) -> None:
         """Kill all trainers and register again: the coordinator has declared this worker dead."""
+        # coordinator   declares it dead ... gets a message: ResetSupervisor(0)    hello 1: in use
+        # supervisor    frozen ............ heartbeat of 0       kills, waits, hello 1
+        #
+        # The others have trained on without its trainers, which are in an old generation.
         logger.warning("declared dead by the coordinator: registering again")
         ending = [*self._trainers.values(), *self._ending]
         self._trainers.clear()
         self._statuses.clear()
         self._ending.update(ending)
         for trainer in ending:
-            trainer.kill("its worker was given up")
+            trainer.kill("its worker was declared dead")
         for trainer in ending:
             await trainer.wait()
         self._bundles.release_all()
@@ -265,6 +269,7 @@ class Supervisor(WorkerPlugin):
 
     async def _kill_later(self, trainer: TrainerProcess) -> None:
         """Kill a released trainer that neither ends nor makes progress with its checkpoint."""
+        # Checked once a minute: as long as ``beats`` grows it is writing, up to RELEASE_LIMIT_S.
         deadline = time.monotonic() + RELEASE_LIMIT_S
         beats = -1
         while (page := trainer.progress()) is not None and page.beats != beats:
@@ -274,19 +279,19 @@ class Supervisor(WorkerPlugin):
                 break
             await asyncio.sleep(min(RELEASE_TIMEOUT_S, left_s))
         if trainer.progress() is not None:
-            trainer.log("warning", "it did not end when released: what it was saving is lost")
-        trainer.kill("it did not end when released")
+            trainer.log(
+                "warning", "it did not exit after its release: a checkpoint in progress is lost"
+            )
+        trainer.kill("it did not exit after its release")
 
     async def _launch(self, message: m.LaunchTrainer) -> None:
         """Give a job to a fork of the spare, to the spare itself, or to a new trainer.
 
         A spare that still imports, or that cannot fork, becomes the trainer itself: no job waits
-        longer than for its own imports::
-
-            LaunchTrainer  ── process starts ── bundle is fetched ──▶ passed on to the trainer
-                  JoinGeneration: waits in the process's queue  ──▶ passed on after it
-                  TerminateTrainer: kills it at once            ──▶ nothing is passed on
+        longer than for its own imports.
         """
+        # LaunchTrainer -- process starts -- bundle is fetched --> sent to the trainer
+        #       ShutDownTrainer or TerminateTrainer meanwhile --> not sent: the trainer is killed
         if self._spare is not None and self._spare.is_outdated:
             self._retire_spare()  # its modules may not fit the files that a job imports later
         spare = self._spare
@@ -296,12 +301,12 @@ class Supervisor(WorkerPlugin):
             trainer = self._new_trainer()
         trainer.name = message.trainer
         self._statuses[trainer.name] = status = TrainerStatus(started_at=time.time())
-        # Registered before it runs, so that messages that come meanwhile find it.
+        # Registered before the first await, so that messages that arrive meanwhile find it.
         self._trainers[trainer.name] = trainer
         if trainer is not spare:
             try:
                 await _start(trainer, spare)
-            except OSError as exc:  # no memory, no process or no file descriptor is left
+            except OSError as exc:  # out of memory, processes or file descriptors
                 logger.exception("trainer %s could not be started", trainer.name)
                 self._on_exit(trainer, f"its process could not be started: {exc}")
                 return
@@ -311,7 +316,7 @@ class Supervisor(WorkerPlugin):
         except BundleFetchError as exc:
             trainer.kill(str(exc))
             return
-        if self._trainers.get(trainer.name) is not trainer:
+        if self._trainers.get(trainer.name) is not trainer:  # released or lost during an await
             trainer.kill("it was released before it began")
             return
         bundle = dataclasses.replace(message.bundle, path=str(path))
@@ -322,6 +327,7 @@ class Supervisor(WorkerPlugin):
 
     async def _fetch_bundle(self, digest: str, offset: int) -> bytes:
         """Return the next piece of a bundle. Retry while the scheduler is being restarted."""
+        # ``self._worker`` is read in each round: ``setup`` replaces it after a reconnection.
         deadline = time.monotonic() + FETCH_PATIENCE_S
         while True:
             try:
@@ -330,12 +336,12 @@ class Supervisor(WorkerPlugin):
                     call_scheduler(self._worker.scheduler, request), FETCH_S
                 )
                 return piece.data
-            except RefusedRequestError as exc:
+            except RefusedRequestError as exc:  # the same request would be refused again
                 raise BundleFetchError(str(exc)) from exc
             except (OSError, TimeoutError) as exc:
                 if time.monotonic() >= deadline:
                     raise BundleFetchError(
-                        f"the scheduler did not send the job's bundle: nothing came for "
+                        f"the scheduler did not send the job's bundle within "
                         f"{FETCH_PATIENCE_S:.0f} s ({type(exc).__name__}: {exc})"
                     ) from exc
             await asyncio.sleep(BEAT_S)
@@ -358,6 +364,7 @@ class Supervisor(WorkerPlugin):
     # --- reports ---
 
     async def _beat(self, worker: Worker) -> None:
+        # ``setup`` starts another one for each connection: this one ends with its own.
         while self._is_connected and self._worker is worker:
             try:
                 pages = dict(self._pages())
@@ -373,13 +380,14 @@ class Supervisor(WorkerPlugin):
         for name, trainer in self._trainers.items():
             progress = trainer.progress()
             if progress is not None:
+                # The state is a system call per trainer: look only if the pulse is late.
                 is_frozen = progress.alive_age_s > FROZEN_S
                 process = trainer.process_state() if is_frozen else ""
                 yield name, m.PageCopy(**vars(progress), process=process)
 
     def _on_message(self, trainer: TrainerProcess, message: m.FromTrainer) -> None:
         if isinstance(message, m.SpareReady):
-            return  # its hello, of which only the version counts
+            return  # decoding it has checked the wire version
         if trainer.name:
             if (status := self._statuses.get(trainer.name)) is not None:
                 status.note_report(message)
@@ -405,7 +413,7 @@ class Supervisor(WorkerPlugin):
         """Send a report, and keep it until the coordinator acknowledges it."""
         if self._closing:
             return
-        # The name is ours, not the trainer's: no trainer can report in the name of another one.
+        # The supervisor sets the name, so a trainer cannot send reports under another one's name.
         numbered = self._outbox.put(report, trainer=trainer.name)
         if self._outbox.is_full:
             self._may_read.clear()
@@ -417,7 +425,7 @@ class Supervisor(WorkerPlugin):
             return
         frame = {"op": "etrain_report", "message": codec.encode(message)}
         try:
-            self._worker.batched_stream.send(frame)
+            self._worker.batched_stream.send(frame)  # Dask sends it later, and may lose it
         except CommClosedError:
             self._is_connected = False  # the worker is about to close, or to reconnect
 
@@ -450,7 +458,7 @@ def _commit_fault(trainer: TrainerProcess, fault: m.InjectFault) -> None:
     if kind == "kill_worker":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "kill":
-        trainer.kill("ended by SIGKILL on purpose")
+        trainer.kill("killed by fault injection (SIGKILL)")
     elif kind in BY_SIGNAL:
         trainer.send_signal(BY_SIGNAL[kind])
     else:

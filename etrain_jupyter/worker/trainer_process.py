@@ -48,20 +48,18 @@ class TrainerProcess:
         self.pid = 0
         self._on_message = on_message
         self._on_exit = on_exit
+        # While it is clear, nothing that the trainer sends is read: the trainer blocks once the
+        # channel's buffer is full.
         self._may_read = may_read
-        """While it is clear, nothing that the trainer sends is read: the trainer blocks once the
-        channel's buffer is full."""
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
-        self._forks: Forks | None = None
-        """Of a spawned process: the connection on which it receives fork requests."""
+        self._forks: Forks | None = None  # only of a spawned process, which may be a spare
         self._installed = read_installed()
         self._writer: asyncio.StreamWriter | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._killed_because = ""
-        self._early: list[bytes] = []
+        self._tasks: list[asyncio.Task[None]] = []  # output, errors, messages
+        self._killed_because = ""  # the first reason; empty if it was not killed
+        self._early: list[bytes] = []  # messages from before the channel was open
         self._page: ProgressPage | None = None
-        self._num_free_lines = 0
-        """Lines that are passed on at any rate."""
+        self._num_free_lines = 0  # lines to pass on without a limit: those of a stack report
 
     @property
     def can_fork(self) -> bool:
@@ -87,6 +85,7 @@ class TrainerProcess:
         Raises:
             OSError: If it could not be started. It may be tried again.
         """
+        # If the process cannot be started, close what was opened for it.
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
@@ -100,10 +99,10 @@ class TrainerProcess:
                     self._process = await spare._forks.fork([theirs.fileno(), page.fd])
             undo.pop_all()
         self.pid = self._process.pid
-        if self._killed_because:  # meanwhile
+        if self._killed_because:  # while it was being started
             self._process.kill()
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        for data in self._early:
+        for data in self._early:  # in order, before anything that is sent from now on
             self._writer.write(data)
         self._early = []
         streams = ((self._process.stdout, "info"), (self._process.stderr, "warning"))
@@ -122,6 +121,8 @@ class TrainerProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                # Unbuffered, and with a stack on a segmentation fault: the last lines explain a
+                # crash.
                 *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
                 *map(str, fds),
                 pass_fds=fds,
@@ -130,7 +131,7 @@ class TrainerProcess:
                 stderr=asyncio.subprocess.PIPE,
                 env={**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
                 start_new_session=True,  # an interrupt of the notebook must not reach it
-                limit=1 << 20,
+                limit=1 << 20,  # bytes of a line
             )
         except BaseException:
             if forks is not None:
@@ -147,7 +148,7 @@ class TrainerProcess:
             self._page = None
 
     def send(self, message: ToTrainer) -> None:
-        """Pass a message to the trainer; one that is starting gets it when it reads."""
+        """Send a message to the trainer; one that is still starting receives it later."""
         data = frame(message)
         if self._writer is None:
             self._early.append(data)
@@ -177,22 +178,23 @@ class TrainerProcess:
             self._process.send_signal(number)
 
     async def log_stacks(self) -> None:
-        """Log what each of its threads is doing.
+        """Log the stack of each of its threads.
 
         The trainer writes its stacks within a signal handler, which also works while a thread holds
         the GIL. A stopped process writes nothing.
         """
+        # The handler exists from the first pulse on (``trainer.main.open_page``). Before that, the
+        # signal would end the process.
         state = self.process_state()
         if self._page is None or not self._page.has_pulsed() or state == "stopped":
-            text = f"trainer {self.pid} is {state}: what its threads are doing cannot be told"
+            text = f"trainer {self.pid} is {state}: the stacks of its threads cannot be logged"
             self.log("warning", text)
             return
         self.log("warning", STACKS_ASKED)
         self._num_free_lines = MAX_STACK_LINES
         self.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + STACKS_S
-        # The report ends with the main thread's oldest frame, without a mark: wait until no more
-        # lines come.
+        # Nothing marks the end of the report: wait until no more lines arrive.
         left = -1
         while left != self._num_free_lines and time.monotonic() < deadline:
             left = self._num_free_lines
@@ -213,18 +215,24 @@ class TrainerProcess:
             # Its files were replaced by those of another version while this worker runs.
             logger.error("trainer %d: %s", self.pid, exc)
             self.kill(
-                f"{exc}: etrain-jupyter was updated here while this worker runs. The trainer was "
-                "ended. Restart the workers; a local cluster starts new ones after %etrain down"
+                f"{exc}: etrain-jupyter was updated on this machine while the worker was running. "
+                "The trainer was killed. Restart the worker; for a local cluster, run %etrain down"
             )
         except Exception as exc:
-            # Bytes that are not a message, or a defect of ours: nothing more can be read from it.
-            logger.exception("what trainer %d sends cannot be read", self.pid)
-            self.kill(f"what it sends cannot be read: {type(exc).__name__}: {exc}")
+            # Bytes that are not a message, or a defect of this package: there is no way to find the
+            # start of the next message.
+            logger.exception("a message from trainer %d cannot be decoded", self.pid)
+            self.kill(f"its message cannot be decoded: {type(exc).__name__}: {exc}")
+        # The channel is closed: the process has exited, or is about to.
+        #
+        #   channel closed -> exit code -> last printed lines -> TrainerExited, via ``_on_exit``
+        #
+        # The lines go first, because the coordinator makes the error message from them.
         code = await self._exit_code()
         cause = self._cause_of_end(code)
         for task in self._tasks[:2]:
-            # Log the crash output first, but wait only briefly: a child of the trainer may hold the
-            # pipe open. A process that was killed has printed nothing.
+            # Wait only briefly: a child of the trainer may hold the pipe open. A process that was
+            # killed has printed nothing.
             if code != -signal.SIGKILL:
                 await asyncio.wait([task], timeout=0.2)
             task.cancel()
@@ -243,25 +251,22 @@ class TrainerProcess:
         return True
 
     def _close_pipes(self) -> None:
-        """Close our ends of the pipes, even if others hold theirs; asyncio has no public way."""
         if isinstance(self._process, ForkedProcess):
             self._process.close_pipes()
             return
+        # Children of the trainer may hold their ends open. asyncio has no public way to close ours.
         transport = getattr(self._process, "_transport", None)
         if transport is not None:
             transport.close()
 
     async def _exit_code(self, patience_s: float = 5.0) -> int:
-        """Wait for the end of this process only.
-
-        ``Process.wait`` also waits until its pipes are closed, and loader processes outlive a
-        killed trainer by seconds.
-        """
+        # Poll, because ``Process.wait`` also waits until the pipes are closed, and loader processes
+        # outlive a killed trainer by seconds.
         assert self._process is not None
         deadline = time.monotonic() + patience_s
         while (code := self._process.returncode) is None:
             if time.monotonic() > deadline:
-                self._process.kill()  # it closed the channel, but would not end
+                self._process.kill()  # it closed the channel, but does not exit
             await asyncio.sleep(0.002)
         return code
 
@@ -270,27 +275,27 @@ class TrainerProcess:
             return self._killed_because
         if code < 0:
             name = signal.Signals(-code).name
-            # Not killed by us: the system does that when memory runs out.
+            # Not killed by the supervisor: Linux sends SIGKILL when memory runs out.
             guess = " (out of memory?)" if code == -signal.SIGKILL else ""
-            return f"trainer {self.pid} was ended by {name}{guess}"
+            return f"trainer {self.pid} was killed by {name}{guess}"
         return f"trainer {self.pid} exited with code {code}"
 
     async def _read_lines(self, stream: asyncio.StreamReader, level: str) -> None:
         try:
             await self._pass_lines(stream, level)
         except Exception:
-            # Keep reading: the trainer would block once the pipe is full.
+            # Keep reading, or the trainer would block once the pipe is full.
             logger.exception("a line of trainer %d could not be passed on", self.pid)
             while await _read(stream):
                 pass
 
     async def _pass_lines(self, stream: asyncio.StreamReader, level: str) -> None:
-        window, count, left_out = 0.0, 0, 0
+        window, count, left_out = 0.0, 0, 0  # start of the current second, lines passed on, dropped
         while await self._is_read() and (line := await _read_line(stream)):
             now = time.monotonic()
             if now - window > 1:
                 if left_out:
-                    self.log(level, f"... {left_out} more lines left out")
+                    self.log(level, f"... {left_out} more lines dropped")
                 window, count, left_out = now, 0, 0
             is_free = self._num_free_lines > 0
             if is_free:

@@ -2,7 +2,7 @@
 //
 // Generated from snapshot.py by `make snapshot`. Do not edit.
 
-/** Where the time of a worker's latest steps went. */
+/** Time split of a worker's latest steps. */
 export interface ITimeSplit {
   /** The last of these steps. */
   step: number;
@@ -28,7 +28,7 @@ export interface IWorkerRow {
   /** Machine type; empty if the pool does not report it. */
   machine: string;
   zone: string;
-  /** How the machine was bought, such as `spot`; empty if the pool does not report it. */
+  /** Purchase option of the machine, such as `spot`; empty if the pool does not report it. */
   lifecycle: string;
   /** Price per hour when the worker joined. */
   usd_per_h: number | null;
@@ -37,7 +37,7 @@ export interface IWorkerRow {
   steps: number;
   /** Time split of its latest steps; null until reported. */
   split: ITimeSplit | null;
-  /** What keeps the worker from computing; empty if nothing does. */
+  /** Reason for which the worker does not compute; empty if it computes. */
   waits_for: string;
 }
 
@@ -186,7 +186,7 @@ export interface ISnapshot {
   /** Recent throughput. */
   samples_per_s: number | null;
   checkpoint_due: ICheckpointDue;
-  /** Why each request is not possible now; empty if it is. */
+  /** Reason for which each request is not possible now; empty if it is. */
   controls: Record<string, string>;
   /** Ranks in order, then newcomers, then workers that are gone. */
   workers: IWorkerRow[];

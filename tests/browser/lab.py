@@ -1,4 +1,4 @@
-"""A real JupyterLab server in its own folder, and a page of headless Chromium to drive it."""
+"""A real JupyterLab or Notebook 7 server in its own folder, and a page of headless Chromium."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from playwright.sync_api import Error, Locator, Page
 
@@ -38,6 +38,7 @@ c.ServerApp.disable_check_xsrf = True
 c.IdentityProvider.token = ""
 c.PasswordIdentityProvider.hashed_password = ""
 c.LabApp.expose_app_in_browser = True
+c.JupyterNotebookApp.expose_app_in_browser = True
 c.LabApp.extension_manager = "readonly"
 """
 QUIET_SETTINGS = '{"fetchNews": "false", "checkForUpdates": false}'
@@ -45,14 +46,23 @@ START_LIMIT_S = 60
 
 
 class Lab:
-    """A JupyterLab server with its files, settings and runtime in ``folder``.
+    """A Jupyter server with its files, settings and runtime in ``folder``.
 
     Args:
         folder: Folder of the server; created if it does not exist.
         with_extension: True to enable our extension; otherwise anywidget renders the jobs.
+        app: The application: ``jupyterlab``, or ``notebook`` for Notebook 7.
     """
 
-    def __init__(self, folder: Path, *, with_extension: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        with_extension: bool = True,
+        app: Literal["jupyterlab", "notebook"] = "jupyterlab",
+    ) -> None:
+        self.path = "lab/tree" if app == "jupyterlab" else "notebooks"
+        """URL path under which the application opens a file."""
         self.root = folder / "notebooks"
         self.root.mkdir(parents=True)
         self._log = (folder / "server.log").open("w")
@@ -85,7 +95,7 @@ class Lab:
             "PYTHONPATH": str(REPOSITORY),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", "--config", str(config)],
+            [sys.executable, "-m", app, "--config", str(config)],
             env=environment,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -152,7 +162,7 @@ class Lab:
                     break
                 time.sleep(0.2)
         log = Path(self._log.name).read_text()[-3000:]
-        raise RuntimeError(f"JupyterLab did not start within {START_LIMIT_S} s:\n{log}")
+        raise RuntimeError(f"the Jupyter server did not start within {START_LIMIT_S} s:\n{log}")
 
 
 class Notebook:
@@ -234,7 +244,7 @@ class Notebook:
     def _load(self) -> None:
         """Load JupyterLab; retry, because a new network interface on the host can abort a load."""
         for attempt in range(3):
-            self.page.goto(f"{self.lab.url}/lab/tree/{self.name}?reset", timeout=60_000)
+            self.page.goto(f"{self.lab.url}/{self.lab.path}/{self.name}?reset", timeout=60_000)
             try:
                 self.page.wait_for_function(
                     "() => window.jupyterapp && !document.querySelector('#jupyterlab-splash')",

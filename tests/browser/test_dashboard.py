@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -211,23 +210,6 @@ def test_two_views_of_one_job_both_update(open_notebook: OpenNotebook) -> None:
         wait_for_step(notebook, cell, step_of(notebook, cell) + 50)
 
 
-def test_layout_does_not_shift_while_a_job_runs(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook("calm.ipynb", SET_UP, START)
-    notebook.run(0)
-    notebook.run(1)
-    wait_for_step(notebook, 1, 20)
-    before = notebook.job(1).bounding_box()
-
-    wait_for_step(
-        notebook, 1, 900
-    )  # by then workers have joined, and evaluations and checkpoints are shown
-
-    after = notebook.job(1).bounding_box()
-    assert before is not None
-    assert after is not None
-    assert (before["width"], before["height"]) == (after["width"], after["height"])
-
-
 SPY = """
 from etrain_jupyter.notebook.dashboard.feed import ViewFeed
 zooms, detail = [], ViewFeed.detail
@@ -236,30 +218,6 @@ def spy(feed, view, to, first, last):
     detail(feed, view, to, first, last)
 ViewFeed.detail = spy
 """
-
-
-def test_zoom_requests_the_points_from_the_kernel(open_notebook: OpenNotebook, page: Page) -> None:
-    cells = [SET_UP + SPY, "board = start(20000, 20000)", "print(zooms)"]
-    notebook = open_notebook("zoom.ipynb", *cells)
-    notebook.run(0)
-    notebook.run(1)
-    expect(notebook.job(1)).to_have_attribute("data-status", "finished", timeout=60_000)
-    plot = notebook.job(1).locator(".u-over").first
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    assert box is not None
-
-    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.52, box["y"] + 50, steps=4)
-    page.mouse.up()
-    expect(notebook.job(1).locator(".etrain-reset")).to_be_enabled()
-    page.wait_for_timeout(1000)  # a view without a reply would repeat its request
-    notebook.run(2)
-    shoot(page, "zoomed")
-
-    [(first, last)] = ast.literal_eval(notebook.output(2).inner_text().strip())
-    assert 9_500 < first < last < 11_000
 
 
 def test_etrain_cells_are_highlighted_as_yaml(open_notebook: OpenNotebook, page: Page) -> None:

@@ -15,9 +15,10 @@ import etrain_jupyter
 from tests.browser.lab import Notebook
 from tests.browser.test_dashboard import shoot, step_of, wait_for_step
 from tests.browser.test_training import SET_UP, cluster
+from tests.capabilities import LONG
 from tests.integration.conftest import processes_of
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.browser, *LONG, pytest.mark.timeout(400)]
 
 __all__ = ["cluster"]
 

@@ -38,7 +38,6 @@ from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.capabilities import only_in_endurance
 
 PATIENCE_S = 100.0
 ROOT = Path(__file__).parents[2]
@@ -52,16 +51,6 @@ from etrain_jupyter.cli import main
 sys.exit(main())
 """
 TERMINAL = ("finished", "stopped", "failed")
-
-LONG = (pytest.mark.slow, only_in_endurance("ETRAIN_SPOT"))
-"""Marks for scenarios that other layers cover in part; they run in ``make endurance`` only."""
-
-
-def long(scenario: Callable[..., None]) -> Callable[..., None]:
-    """Mark a scenario to run in ``make endurance`` only."""
-    for mark in LONG:
-        scenario = mark(scenario)
-    return scenario
 
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,7 +88,7 @@ TABLE = (
         name="exception in the framework",
         plan=plan(kind="error"),
         causes="exited with code 1",
-        stacks="DeliberateError",
+        stacks="InjectedError",
         spawned=True,
     ),
     Row(name="SIGSTOP", plan=plan(kind="stop"), causes="SIGSTOP", spawned=True),
@@ -314,7 +314,7 @@ async def test_job_below_min_workers_waits_reports_why_and_continues(rig: Rig) -
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("lose_sample", f"step {AT} trained 31 samples, due were 32"),
+        ("lose_sample", f"step {AT} trained 31 samples, expected 32"),
         ("repeat_sample", f"step {AT} trained sample"),
         # Every rank reports its weight fingerprint with the next step.
         ("diverge", f"step {AT + 1} the ranks"),

@@ -213,7 +213,7 @@ async def test_resume_with_data_of_another_length_requires_force(rig: Rig) -> No
     await job.end()
 
     assert job.status == "failed"
-    assert "has 100 samples, and had 230" in job.found(UserErrorRaised)[-1].error
+    assert "has 100 samples, but had 230" in job.found(UserErrorRaised)[-1].error
     await rig.resume(job, other, is_forced=True)
     log = await job.end()
     assert job.status == "finished"

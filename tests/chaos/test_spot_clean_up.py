@@ -16,7 +16,8 @@ import pytest
 import etrain_jupyter
 from etrain_jupyter.testing.fakeaws import ApiFault
 from etrain_jupyter.testing.s3_faults import S3Fault
-from tests.chaos.spot import LONG, Spot, long
+from tests.capabilities import LONG, long
+from tests.chaos.spot import Spot
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(240)]
 
@@ -74,7 +75,7 @@ def test_down_by_cluster_id_from_another_process_removes_everything(
     spot.check_costs()
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize("how", [pytest.param("killed", marks=LONG), "frozen"])
 def test_lease_alone_terminates_machines_without_a_head(spot: Spot, how: str) -> None:
     spot.configure(lifetime={**NEVER, "lease_ttl": "6 s"})
     hold(spot)
@@ -214,7 +215,7 @@ def kill_all(spot: Spot) -> None:
     spot.kill_heads()
 
 
-@pytest.mark.parametrize("stage", stages("after the template", "fleet acknowledged", "answer lost"))
+@pytest.mark.parametrize("stage", stages("fleet acknowledged"))
 def test_next_up_adopts_the_machines_of_a_head_and_kernel_killed_during_launch(
     spot: Spot, stage: str
 ) -> None:

@@ -298,7 +298,7 @@ def test_job_waits_without_capacity_and_logs_the_next_attempt(life: Life) -> Non
     assert "no capacity for" in text
     assert "(g6.xlarge in us-east-1a)" in text
     assert "The next attempt is in" in text
-    assert "Training continues when it has" in text
+    assert "Launches are retried until it has" in text
 
 
 def test_launcher_policy_is_sufficient_from_launch_to_down(life: Life) -> None:

@@ -21,7 +21,8 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
-from tests.chaos.spot import PATIENCE_S, SLOW, Spot, check, events, long, trainers
+from tests.capabilities import long
+from tests.chaos.spot import PATIENCE_S, SLOW, Spot, check, events, trainers
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(240)]
 
@@ -73,6 +74,7 @@ def test_machine_lost_without_notice_undoes_at_most_one_step(spot: Spot) -> None
     spot.check_costs()
 
 
+@long
 def test_throttling_errors_and_lost_replies_launch_no_machine_twice(spot: Spot) -> None:
     spot.configure()
     job = spot.train()
@@ -91,6 +93,7 @@ def test_throttling_errors_and_lost_replies_launch_no_machine_twice(spot: Spot) 
     spot.check_costs()
 
 
+@long
 def test_api_lists_with_six_seconds_lag_launch_no_extra_machine(spot: Spot) -> None:
     spot.cloud.set_lag(6)
     spot.configure()
@@ -156,6 +159,7 @@ def test_exhausted_budget_saves_a_checkpoint_and_the_job_resumes_on_another_pool
     spot.check_costs()
 
 
+@long
 def test_nodes_that_never_boot_stop_launches_and_the_job_logs_their_console(
     spot: Spot,
 ) -> None:

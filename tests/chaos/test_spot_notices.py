@@ -21,7 +21,8 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.fakeaws import FakeAws
 from etrain_jupyter.testing.s3_faults import S3Fault
-from tests.chaos.spot import PATIENCE_S, Spot, events, long, open_spot, trainers
+from tests.capabilities import long
+from tests.chaos.spot import PATIENCE_S, Spot, events, open_spot, trainers
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(240)]
 
@@ -69,6 +70,7 @@ def test_machine_is_replaced_before_its_interruption_and_no_step_is_lost(spot: S
     spot.check_costs()
 
 
+@long
 def test_no_step_is_lost_without_network_namespaces(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

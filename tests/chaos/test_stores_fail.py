@@ -23,7 +23,7 @@ from etrain_jupyter.log.events import (
     StepUndone,
     WorkerLost,
 )
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.weights import find_saved, load_weights
 from etrain_jupyter.storage.checkpoints import LocalStore, open_newest, open_store
 from etrain_jupyter.testing.invariants import assert_invariants
@@ -149,9 +149,9 @@ async def kill_while_saving(job: RigJob, server: S3Server, *, num_ranks: int) ->
         await job.request("kill", worker=worker)
 
 
-def record_of(job: RigJob) -> JobRecord:
+def record_of(job: RigJob) -> RunRecord:
     order = job.hosted.order
-    return JobRecord(
+    return RunRecord(
         job_id=job.id, name="job", created=0.0, folder=order.run_dir, config=order.config
     )
 
@@ -161,12 +161,6 @@ def record_of(job: RigJob) -> JobRecord:
     ("kind", "words"),
     [
         ("no_bucket", "there is no such bucket. Create it, or correct checkpoint.to"),
-        (
-            "deny",
-            "access denied. docs/how-to/store-checkpoints-in-s3.md lists the permissions that a "
-            "role needs",
-        ),
-        ("expire", "the credentials have expired. Renew them"),
         ("slow_down", "S3 limits the request rate"),
     ],
 )

@@ -33,6 +33,7 @@ from etrain_jupyter.storage.checkpoints.base import CheckpointStore
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+from tests.capabilities import long
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import Net, body
 
@@ -233,6 +234,7 @@ async def test_local_checkpoints_survive_random_kills(
     await assert_survives(torture, flag, 0.005, keys, other_rig)
 
 
+@long
 async def test_checkpoints_in_a_faulty_s3_survive_random_kills(
     zygote: Any,
     folder: Path,

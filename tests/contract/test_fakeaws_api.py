@@ -336,7 +336,7 @@ def test_iam_policies_are_enforced_when_enabled(
 
 
 def test_invalid_arguments_of_test_controls_are_errors(fresh_cloud: FakeAws) -> None:
-    with pytest.raises(ValueError, match="instance i-0 is not running"):
+    with pytest.raises(ValueError, match="Instance i-0 is not running"):
         fresh_cloud.preempt("i-0")
     with pytest.raises(ValueError, match=r"no pool with instance_type='g5\.huge'"):
         fresh_cloud.set_capacity(1, instance_type="g5.huge")

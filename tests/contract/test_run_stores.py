@@ -11,7 +11,7 @@ import pytest
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.job import training_job
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
 from etrain_jupyter.storage.bucket_log.chain import Chain
@@ -47,10 +47,10 @@ class FolderPlace:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
-    def take(self, record: JobRecord, end: int) -> None:
+    def take(self, record: RunRecord, end: int) -> None:
         self.held.append(EventLog(record.log_path))
 
-    def log(self, record: JobRecord, events: Sequence[Event]) -> None:
+    def log(self, record: RunRecord, events: Sequence[Event]) -> None:
         log = EventLog(record.log_path)
         log.append(events)
         log.close()
@@ -81,14 +81,14 @@ class BucketPlace:
     def write(self, key: str, data: bytes) -> None:
         self.server.write(self.bucket, f"mine/runs/{key}", data)
 
-    def take(self, record: JobRecord, end: int) -> None:
+    def take(self, record: RunRecord, end: int) -> None:
         # Each claim comes from another machine that has read the log up to the same end.
         number = next(self._numbers)
         chain = Chain(RunObjects(record.place))
         path = self.folder / f"taker{number}" / record.job_id / "events.jsonl"
         claim(LogCopy(chain, path), chain, job_id=record.job_id, end=end)
 
-    def log(self, record: JobRecord, events: Sequence[Event]) -> None:
+    def log(self, record: RunRecord, events: Sequence[Event]) -> None:
         log = EventLog(record.log_path)
         log.append(events)
         log.close()

@@ -143,7 +143,7 @@ def test_job_lost_by_a_restarted_scheduler_is_resumed_there(
 
     said = job.resume()
     assert " on cluster Scheduler-" in said
-    assert "from the checkpoint of step" in said
+    assert "from the checkpoint at step" in said
     await_steps(job, world_size=1)
     assert AddressPool(cluster.address).down(timeout_s=60.0) == Leftovers()
     assert job.wait(timeout=PATIENCE_S) == "stopped"
@@ -226,7 +226,7 @@ def test_workers_without_the_package_are_named_and_remain_usable_for_dask(
         lambda: [e.text for e in job.events() if isinstance(e, LogLine) and e.worker == late],
         "the log line of the late worker",
     )
-    assert "takes no part: ModuleNotFoundError" in lines[0]
+    assert "cannot train: ModuleNotFoundError" in lines[0]
     with Client(cluster.address, set_as_default=False) as client:
         done = client.submit(sum, [1, 2], workers=[lacking, late], pure=False)
         assert done.result(timeout=PATIENCE_S) == 3

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
@@ -301,29 +300,6 @@ async def test_ledger_equals_the_bill_and_outlives_the_cluster(
     # The head's final costs are the same.
     assert sum(cost.spent_usd for cost in head.nodes.costs()) == pytest.approx(ledger["spent_usd"])
     assert not any(cost.is_alive for cost in head.nodes.costs())
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (ApiFault(service="", code="ExpiredToken"), "credentials have expired"),
-        (ApiFault(code="UnauthorizedOperation"), "pools policy"),
-        (ApiFault(action="DescribeImages", code="InvalidAMIID.NotFound"), "Correct image.ami"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.code,
-)
-async def test_requests_that_aws_refuses_are_reported_before_any_launch(
-    cloud: FakeAws, cluster_dir: ClusterDir, fault: ApiFault, words: str
-) -> None:
-    head = make_head(cloud, cluster_dir, make_spec(cloud))
-    cloud.set_faults(fault)
-    with pytest.raises(PoolError, match=words) as caught:
-        await head.nodes.start("tls://127.0.0.1:1")
-    cloud.set_faults()
-    await head.nodes.close(grace_s=0.0)
-
-    assert "Nothing was launched." in str(caught.value)
-    assert head.launched() == []
 
 
 async def test_missing_instance_profile_warns_with_the_remedy(

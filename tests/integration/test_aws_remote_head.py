@@ -135,7 +135,7 @@ def test_head_that_fails_to_start_is_removed_and_its_console_is_shown(
     image = f"{{ami: {account.image}, python: /nowhere/python}}"
     pool = make_pool(image=image)
 
-    with pytest.raises(PoolError, match="ended before its scheduler served") as caught:
+    with pytest.raises(PoolError, match="ended before its scheduler listened") as caught:
         pool.up()
 
     assert "/nowhere/python" in str(caught.value)

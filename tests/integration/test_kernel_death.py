@@ -229,7 +229,8 @@ def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, jo
     assert asked.status == "error"
     assert lost in asked.text
     assert ": its cluster has ended. The weights of step " in asked.text
-    assert "job.load_into(model) loads them. %etrain resume lets it go on from there." in asked.text
+    advice = f"job.load_into(model) loads them. To continue it, type %etrain resume {job_id}."
+    assert advice in asked.text
     for line in ("%etrain show", "job", "job.wait()", "%etrain ls"):
         shown = notebook.run(line)
         assert (shown.status, "failed" in shown.text) == ("ok", True), shown.text
@@ -238,30 +239,6 @@ def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, jo
     assert "failed (its cluster has ended)" in desk.terminal("show").stdout
     assert "scale cannot reach" in notebook.run("%etrain scale 3").text
     assert notebook.run("job.load_into(Net())").status == "ok"
-
-
-def test_waiting_cell_reports_a_killed_keeper_and_the_saved_weights(desk: Desk) -> None:
-    notebook = desk.notebook()
-    job_id = desk.begin(notebook)
-    waiting = notebook.send("%etrain wait")
-
-    desk.keeper().kill()
-
-    shown = notebook.finish(waiting)
-    assert_says_that_it_is_lost(desk, notebook, shown, job_id)
-    until(lambda: desk.cluster() == [], "the end of every process")
-    # The next cell starts a new cluster and removes the old one.
-    again = notebook.run(CELL.format(epochs=1).replace("--quiet", "--quiet --wait"))
-    assert again.status == "ok", again.text
-
-
-def test_later_commands_report_a_killed_keeper(desk: Desk) -> None:
-    notebook = desk.notebook()
-    job_id = desk.begin(notebook)
-    desk.keeper().kill()
-    until(lambda: desk.cluster() == [], "the end of every process")
-
-    assert_says_that_it_is_lost(desk, notebook, notebook.run("%etrain wait"), job_id)
 
 
 def test_down_during_a_job_stops_it_and_leaves_no_process(desk: Desk) -> None:
@@ -296,7 +273,7 @@ def test_idle_cluster_shuts_down_and_its_jobs_remain_readable(tmp_path: Path) ->
     desk.close()
 
 
-def test_resume_after_a_killed_keeper_continues_the_same_curve(desk: Desk) -> None:
+def test_killed_keeper_is_reported_and_resume_continues_the_same_curve(desk: Desk) -> None:
     """The scheduler and all workers die; a new cluster continues in the same log."""
     notebook = desk.notebook()
     begun = notebook.run(CELL.format(epochs=60))
@@ -306,13 +283,16 @@ def test_resume_after_a_killed_keeper_continues_the_same_curve(desk: Desk) -> No
     running = notebook.run(f"%etrain resume {job_id} --max 1")
     assert "there is nothing to resume" in running.text
 
+    waiting = notebook.send("%etrain wait")
     desk.keeper().kill()
+    assert_says_that_it_is_lost(desk, notebook, notebook.finish(waiting), job_id)
     until(lambda: desk.cluster() == [], "the end of every process")
+    assert_says_that_it_is_lost(desk, notebook, notebook.run("%etrain wait"), job_id)
     before = desk.events(job_id)
     other = desk.notebook()
     resumed = other.run(f"%etrain resume {job_id} --max 1")
 
-    assert (resumed.status, "from the checkpoint of step" in resumed.text) == ("ok", True)
+    assert (resumed.status, "from the checkpoint at step" in resumed.text) == ("ok", True)
     waited = notebook.run("%etrain wait survivor")
     assert (waited.status, "finished, step 240/240" in waited.text) == ("ok", True), waited.text
     assert value(notebook, "job.id") == job_id

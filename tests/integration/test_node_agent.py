@@ -12,6 +12,7 @@ import pytest
 
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+from tests.capabilities import LONG
 from tests.integration.node_machine import NOBODY, Machine, RemoteScheduler
 
 Launch = Callable[..., Machine]
@@ -136,7 +137,7 @@ def test_node_turns_off_when_its_lease_is_removed(launch: Launch) -> None:
     assert "there is no lease" in machine.until_off()
 
 
-@pytest.mark.parametrize("kind", ["reset", "deny"])
+@pytest.mark.parametrize("kind", ["reset", pytest.param("deny", marks=LONG)])
 def test_node_turns_off_when_it_cannot_reach_s3(
     launch: Launch, s3_server: S3Server, kind: Any
 ) -> None:
@@ -209,7 +210,7 @@ def test_noticed_spot_machine_in_its_first_hour_waits_for_ec2(
     machine.start()
     machine.until(lambda: there.workers() == ["i-1"])
     machine.imds.interrupt(time.time() + 100)
-    machine.until(lambda: "notice of this machine: interruption" in machine.console())
+    machine.until(lambda: "notice for this machine: interruption" in machine.console())
     there.dismiss("i-1")
     machine.until(lambda: "EC2 reclaims this machine in" in machine.console())
     assert not machine.is_off
@@ -221,8 +222,8 @@ def test_noticed_spot_machine_in_its_first_hour_waits_for_ec2(
     ("identity", "first_hour"),
     [
         ({"launched_at": time.time() - 7200}, "wait-for-ec2"),
-        ({"lifecycle": "on-demand"}, "wait-for-ec2"),
-        ({}, "power-off"),
+        pytest.param({"lifecycle": "on-demand"}, "wait-for-ec2", marks=LONG),
+        pytest.param({}, "power-off", marks=LONG),
     ],
     ids=["old", "on-demand", "by choice"],
 )
@@ -239,7 +240,7 @@ def test_noticed_machine_that_is_charged_anyway_turns_off_immediately(
     machine.start()
     machine.until(lambda: there.workers() == ["i-1"])
     machine.imds.interrupt(time.time() + 100)
-    machine.until(lambda: "notice of this machine: interruption" in machine.console())
+    machine.until(lambda: "notice for this machine: interruption" in machine.console())
     there.dismiss("i-1")
     assert "turning off: all workers have ended (i-1: exit code 0)\n" in machine.until_off()
 
@@ -255,7 +256,7 @@ def test_agent_stops_its_workers_before_it_turns_off_on_sigterm(
     machine.terminate()
     console = machine.until_off()
     ended = console.index("worker i-1 has ended with exit code 0")
-    assert ended < console.index("turning off: the agent was asked to stop")
+    assert ended < console.index("turning off: the agent received a request to stop")
 
 
 def test_workers_exit_with_a_killed_agent(launch: Launch) -> None:

@@ -28,7 +28,7 @@ import etrain_jupyter
 from etrain_jupyter import cli
 from etrain_jupyter.notebook.job import store_link
 store_link.SILENT_S = 12.0
-store_link.LOOK_FOR_LIFE_S = store_link.POLL_S = 0.5
+store_link.HEARTBEAT_CHECK_S = store_link.POLL_S = 0.5
 """
 
 JOB = """\
@@ -135,7 +135,7 @@ def test_job_is_followed_and_resumed_on_another_machine(
 
     said = second.run(known + "job.wait(); print(job.reason); print(job.resume(trust=True))")
 
-    assert "has given no sign of life for" in said
+    assert "has sent no heartbeat for" in said
     assert " on cluster local-" in said
     ended = second.run(
         known

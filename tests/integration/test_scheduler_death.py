@@ -35,6 +35,7 @@ from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_server import S3Server
+from tests.capabilities import LONG, long
 from tests.integration.conftest import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
@@ -157,6 +158,7 @@ def test_trainers_keep_training_while_the_scheduler_is_dead(
     assert digest == undisturbed
 
 
+@long
 def test_worker_that_dies_with_the_scheduler_is_replaced(submit: Submit, undisturbed: str) -> None:
     SLOW.touch()
     job = run(submit)
@@ -217,11 +219,11 @@ def test_job_with_its_log_in_a_bucket_survives_its_scheduler(
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("JobSubmitted", 1),
-        ("WorkerWarmed", 1),
-        ("GenerationFormed", 1),
+        pytest.param("JobSubmitted", 1, marks=LONG),
+        pytest.param("WorkerWarmed", 1, marks=LONG),
+        pytest.param("GenerationFormed", 1, marks=LONG),
         ("GenerationFormed", 2),
-        ("EvalCompleted", 1),
+        pytest.param("EvalCompleted", 1, marks=LONG),
         ("CheckpointCommitted", 2),
     ],
 )
@@ -253,6 +255,7 @@ def test_job_has_the_same_result_whenever_the_scheduler_dies(
     assert digest == undisturbed
 
 
+@long
 def test_paused_job_stays_paused_and_can_be_resumed(submit: Submit) -> None:
     job = run(submit)
     job.pause()
@@ -267,6 +270,7 @@ def test_paused_job_stays_paused_and_can_be_resumed(submit: Submit) -> None:
     finish(job)
 
 
+@long
 def test_job_stops_although_the_scheduler_dies_after_the_request(submit: Submit) -> None:
     job = run(submit)
     scheduler = record().scheduler_pid
@@ -279,6 +283,7 @@ def test_job_stops_although_the_scheduler_dies_after_the_request(submit: Submit)
     assert_invariants(job.events())
 
 
+@long
 def test_scheduler_that_dies_before_the_first_step_keeps_the_job(submit: Submit) -> None:
     job = submit(**body(epochs=10))
 
@@ -290,6 +295,7 @@ def test_scheduler_that_dies_before_the_first_step_keeps_the_job(submit: Submit)
     assert_invariants(job.events())
 
 
+@long
 def test_worker_that_warms_up_during_a_restart_is_admitted_later(submit: Submit) -> None:
     job = submit(**body(workers={"min": 1, "max": 1}, reproducible={"shards": 2}))
     until(lambda: job.step > 5, "steps of one worker")

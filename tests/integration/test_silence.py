@@ -82,7 +82,7 @@ def test_suspended_worker_is_replaced_and_a_suspended_head_evicts_no_worker(
     until(lambda: lost(job), "the detection of the silent worker")
     [event] = lost(job)
     assert event.worker == victim["worker"]
-    assert event.cause.startswith("silent for ")
+    assert event.cause.startswith("no heartbeat for ")
     assert event.detected_s > SILENCE_S
     workers = whole(job)
     assert victim["worker"] not in {worker["worker"] for worker in workers}

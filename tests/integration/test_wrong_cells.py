@@ -92,17 +92,20 @@ REFUSED = [
     Case(
         "duplicate key",
         {"epochs": "1\nepochs: 2"},
-        ["line 8, column 1: key 'epochs' is given twice", "it stands on line 7 already"],
+        ["line 8, column 1: duplicate key 'epochs'", "it is already on line 7"],
     ),
     Case(
         "tab",
         {"data": "\n\ttrain: train_set"},
-        ["line 4, column 1: this is no YAML", "indent with spaces, YAML takes no tabs"],
+        [
+            "line 4, column 1: this is not valid YAML",
+            "indent with spaces; YAML does not allow tabs",
+        ],
     ),
     Case(
         "open bracket",
         {"data": "{train: train_set"},
-        ["this is no YAML", "close the bracket"],
+        ["this is not valid YAML", "close the bracket"],
     ),
     Case(
         "unknown optimizer",
@@ -112,12 +115,12 @@ REFUSED = [
     Case(
         "unknown option of the optimizer",
         {"optimizer": "{name: SGD, momentun: 0.9}"},
-        ["optimizer SGD takes no 'momentun'", "did you mean 'momentum'?"],
+        ["optimizer SGD has no option 'momentun'", "did you mean 'momentum'?"],
     ),
     Case(
         "bad value of the optimizer",
         {"optimizer": "{name: SGD, momentum: -2}"},
-        ["optimizer.momentum must not be below 0, not -2"],
+        ["optimizer.momentum must be 0 or more, not -2"],
     ),
     Case(
         "open file",
@@ -172,7 +175,7 @@ generator_loss = make_loss()""",
     Case(
         "model is None",
         {"model": "None"},
-        ["line 2, column 8: model is None", "run the cell that builds it"],
+        ["line 2, column 8: model: the value of '", "is None", "run the cell that builds it"],
     ),
     Case(
         "unknown argument of the model",
@@ -182,7 +185,7 @@ generator_loss = make_loss()""",
     Case(
         "missing module",
         {"model": '"no_such_module:Net"'},
-        ["model: there is no module 'no_such_module' here"],
+        ["model: module 'no_such_module' was not found"],
     ),
     Case(
         "max below min",
@@ -213,12 +216,12 @@ generator_loss = make_loss()""",
     Case(
         "key at the wrong level",
         {"global": "64"},
-        ["unknown key 'global'", "'global' belongs into 'batch'"],
+        ["unknown key 'global'", "'global' belongs in 'batch'"],
     ),
     Case(
         "more workers than the pool allows",
         {"workers": "{min: 30, max: 30}", "batch": "{global: 64}"},
-        ["workers.min=30 is more than the 8 workers", "Nothing was submitted", "of 8 or less"],
+        ["workers.min=30 exceeds this pool's limit of 8", "Nothing was submitted", "to 8 or less"],
     ),
 ]
 
@@ -346,7 +349,7 @@ rare = TensorDataset(x, y7)""",
         [
             "printed last:",
             "no licence found",
-            "3 trainers in a row ended before they were ready to train",
+            "3 trainers in a row exited before they were ready to train",
             "exited with code 3",
         ],
         code="def leaves_at_once():\n    print('no licence found')\n    os._exit(3)",
@@ -354,7 +357,7 @@ rare = TensorDataset(x, y7)""",
     Case(
         "segmentation fault on the worker",
         {"data": "{train: crashes}"},
-        ["crashed: Segmentation fault", "Cell In[", "line 1, in crashes", "ended by SIGSEGV"],
+        ["crashed: Segmentation fault", "Cell In[", "line 1, in crashes", "killed by SIGSEGV"],
         code="def crashes(): ctypes.string_at(0)",
     ),
     Case(
@@ -451,7 +454,7 @@ def test_wrong_cell_fails_on_the_worker(notebook: Notebook, folder: Path, case: 
     shown = run(notebook, case, folder)
     assert_shows(shown, case.shows)
     assert shown.text.count("etrain: job ") == 1
-    assert "to go on from there; %etrain logs shows what the workers printed." in shown.text
+    assert "run the cell again; %etrain logs shows the workers' output." in shown.text
     assert_shows_no_frame_of_ours(shown)
 
 

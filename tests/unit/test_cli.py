@@ -104,7 +104,7 @@ def test_messages_in_the_terminal_name_terminal_commands(
     assert main(["--runs", str(tmp_path / "empty"), "stop"]) == 1
 
     shown = capsys.readouterr().err
-    assert "etrain ls shows the jobs that run." in shown
+    assert "etrain ls lists the running jobs." in shown
     assert "etrain ls lists the jobs." in shown
     assert "%etrain ls" not in shown
     assert "Run a %%etrain distributed cell first" in shown, "only a notebook can do this"
@@ -117,7 +117,7 @@ def test_unknown_word_without_a_similar_command_has_no_suggestion(
     assert main(["foo"]) == 2
 
     assert capsys.readouterr().err == (
-        "etrain: there is no etrain foo\n  etrain --help lists all sub-commands\n"
+        "etrain: unknown sub-command: etrain foo\n  etrain --help lists all sub-commands\n"
     )
 
 

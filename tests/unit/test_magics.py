@@ -30,7 +30,7 @@ from etrain_jupyter.notebook.commands.subcommands import LATER, SUBCOMMANDS, Sub
 from etrain_jupyter.notebook.dashboard import widget
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.job import open_jobs
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
@@ -106,7 +106,7 @@ def make_job(
 ) -> TrainingJob:
     """Put a finished job into the run store."""
     values = {"name": name, "created": created, "cluster": cluster or {}}
-    record: JobRecord = RunStore().create(values)
+    record: RunRecord = RunStore().create(values)
     log = EventLog(record.log_path, fsync_every_s=None)
     first = JobSubmitted(job_id=record.job_id, time=1.0, name=name, min_workers=1, max_workers=2)
     last = JobStatusChanged(job_id=record.job_id, time=2.0, status="finished")
@@ -271,7 +271,7 @@ def test_a_question_mark_shows_every_subcommand_and_an_example(run: Run, line: s
 def test_unknown_subcommand_names_the_nearest_and_fails_the_cell(run: Run) -> None:
     assert run("%etrain stpo") == (
         False,
-        "etrain: there is no %etrain stpo\n  did you mean %etrain stop?\n",
+        "etrain: unknown sub-command: %etrain stpo\n  did you mean %etrain stop?\n",
     )
 
 
@@ -288,13 +288,13 @@ def test_subcommands_of_later_versions_are_refused(run: Run, name: str) -> None:
     [
         ("%etrain scale four", "argument N: invalid int value: 'four'"),
         ("%etrain stop --nwo", "unrecognized arguments: --nwo"),
-        ("%etrain scale", "scale to how many workers?"),
+        ("%etrain scale", "scale needs a number of workers"),
         ("%etrain scale 2 --max 3", "not both"),
         ("%etrain show 'digits", "No closing quotation"),
         ("%etrain distributed", "needs a body"),
         ("%%etrain distributed", "key 'model' is missing"),
         ("%%etrain ls\nmodel: Net\n", "ls takes no body"),
-        ("%%etrain distribute\nmodel: Net\n", "no %%etrain distribute"),
+        ("%%etrain distribute\nmodel: Net\n", "unknown sub-command: %%etrain distribute"),
         ("%%etrain distributed --nmae a\nmodel: Net\n", "did you mean --name?"),
         ("%%etrain distributed -o 2x\nmodel: Net\n", "not a valid variable name"),
     ],
@@ -524,7 +524,7 @@ def test_attach_binds_and_later_lines_mean_that_job(run: Run, shell: Interactive
     run("%etrain attach old -o mine")
 
     assert shell.user_ns["mine"].id == old.id
-    assert run("%etrain stop") == (True, f"{old.id} has finished already\n")
+    assert run("%etrain stop") == (True, f"{old.id} has already finished\n")
 
 
 @pytest.mark.parametrize("line", ["show old -o mine", "resume old -o mine", "attach old -o mine"])
@@ -561,7 +561,7 @@ def test_force_without_resume_is_refused_before_the_cell_is_read(
     is_ok, shown = run(f"%%etrain distributed --force\n{BODY}")
 
     assert not is_ok
-    assert "--force goes with --resume" in shown
+    assert "--force requires --resume" in shown
 
 
 def test_unknown_job_names_the_nearest(run: Run) -> None:
@@ -657,7 +657,7 @@ def test_flag_that_goes_with_resume_is_refused_before_the_cell_is_checked(
     is_ok, shown = run(f"%%etrain distributed {flag}\nno: cell\n")
 
     assert not is_ok
-    assert f"{flag} goes with --resume" in shown
+    assert f"{flag} requires --resume" in shown
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The coordinator in the scheduler, the supervisor in each worker, and what they say to each other.
+"""The coordinator: a plugin of the scheduler that owns the jobs and assigns workers to them.
 
 ::
 

@@ -1,6 +1,6 @@
 """Track which reports of the supervisors were handled, and which may be acknowledged.
 
-A report is acknowledged once its facts are in the log of its job. Its number is written down before
+A report is acknowledged once its events are in the log of its job. Its number is recorded before
 that, so that the next scheduler does not handle it again. See ``worker.outbox`` for a timeline.
 """
 
@@ -16,23 +16,28 @@ class Acknowledgements:
     """Track the numbers of each supervisor's reports.
 
     Args:
-        records: Where the numbers are written down.
+        records: Stores the numbers for the next scheduler.
     """
 
     def __init__(self, records: JobRecords) -> None:
         self._records = records
+        # All by worker: the newest report that was handled; jobs whose logs lack events of its
+        # reports, because the disk rejects them; and the number to acknowledge next.
         self._taken: dict[str, int] = {}
         self._blocked_by: dict[str, list[HostedJob]] = {}
-        """Jobs whose logs lack facts of a supervisor's reports."""
         self._due: dict[str, int] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to acknowledge, now or later."""
+        """True if there is nothing to acknowledge, now or later."""
         return not self._due and not self._blocked_by
 
     def is_new(self, worker: str, number: int) -> bool:
-        """Return whether a report was not handled before; if it was, acknowledge it again."""
+        """Return True for a report that was not handled yet; otherwise acknowledge it again."""
+        # A repeated report was resent over a new connection, perhaps to a new scheduler:
+        #
+        #     its events are in the logs    acknowledge again; the first message may be lost
+        #     a log is behind (blocked)     no reply now: ``collect`` acknowledges it later
         heard = self._records.heard(worker)
         if number > max(heard, self._taken.get(worker, 0)):
             return True
@@ -41,8 +46,10 @@ class Acknowledgements:
         return False
 
     def take(self, worker: str, number: int, jobs: Iterable[HostedJob]) -> None:
-        """Note that a report was handled, whose facts belong to these jobs."""
+        """Note that a report was handled, whose events belong to these jobs."""
         self._taken[worker] = number
+        # Acknowledgements are cumulative: while one report of a worker is blocked, so are its later
+        # ones, even those about another job, whose log is not behind.
         behind = [job for job in jobs if job.is_log_behind]
         if behind or worker in self._blocked_by:
             known = self._blocked_by.setdefault(worker, [])
@@ -56,7 +63,7 @@ class Acknowledgements:
             known.pop(worker, None)
 
     def collect(self) -> dict[str, int]:
-        """Return the numbers up to which supervisors need not keep their reports any more."""
+        """Return the numbers up to which the supervisors may drop their reports, by worker."""
         for worker, jobs in list(self._blocked_by.items()):
             if not any(job.is_log_behind for job in jobs):
                 del self._blocked_by[worker]
@@ -65,6 +72,8 @@ class Acknowledgements:
         return due
 
     def _note(self, worker: str) -> None:
+        # Until it is acknowledged, the supervisor resends the report to each new scheduler, which
+        # must know that it was handled.
         number = self._taken[worker]
         self._records.note_heard(worker, number)
         self._due[worker] = number

@@ -6,7 +6,7 @@
            ◀─ wants_bundle ───        no
            ── etrain_put_bundle, piece by piece ──▶ a hidden file, renamed when complete
            ── etrain_submit ──▶
-    worker ── etrain_bundle, piece by piece ──▶ head      if it cannot read the job's folder
+    worker ── etrain_bundle, piece by piece ──▶ head      unless it can read the job's folder
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class HeadBundles:
 
     def __init__(self, orders: Callable[[], Iterable[JobSpec]]) -> None:
         self._orders = orders
-        self._drafts: set[Path] = set()
-        """Incomplete files that kernels are sending."""
+        self._drafts: set[Path] = set()  # incomplete files that kernels are sending
 
     def close(self) -> None:
         """Remove the incomplete files."""
@@ -57,18 +56,20 @@ class HeadBundles:
         """
         _check_name(order)
         path = order.bundle_path
+        # The digest in the name keeps two kernels from mixing the pieces of different bundles.
         draft = path.with_name(f".{path.name}.{order.bundle_digest[:12]}")
         self._drafts.add(draft)
         try:
             is_whole = await asyncio.to_thread(_write_piece, order, draft, offset, data)
         except OSError as exc:
+            # Free the space now: a full disk is the most likely cause, and jobs log to it.
             with contextlib.suppress(OSError):
                 draft.unlink()
             self._drafts.discard(draft)
             raise RequestError(
                 f"the job's bundle ({order.bundle_size / 2**20:.0f} MB) cannot be stored in "
-                f"{path.parent}: {exc.strerror or exc}. Nothing was submitted. Make room there, or "
-                "name a function that loads the data on the workers."
+                f"{path.parent}: {exc.strerror or exc}. Nothing was submitted. Free space there, "
+                "or pass a function that loads the data on the workers."
             ) from exc
         if is_whole:
             self._drafts.discard(draft)
@@ -87,18 +88,20 @@ class HeadBundles:
             return await asyncio.to_thread(_read_piece, paths[0], offset)
         except OSError as exc:
             raise RequestError(
-                f"the bundle {paths[0]} cannot be read any more: {exc.strerror or exc}. Stop the "
+                f"the bundle {paths[0]} can no longer be read: {exc.strerror or exc}. Stop the "
                 "job and run its cell again."
             ) from exc
 
 
 def _check_name(order: JobSpec) -> None:
+    # The kernel chose the name: it must not lead out of the job's folder, or to its other files.
     if not _NAME.fullmatch(order.bundle_file):
-        raise RequestError(f"{order.bundle_file!r} is no name of a bundle's file")
+        raise RequestError(f"{order.bundle_file!r} is not the name of a bundle file")
 
 
 def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
     draft.parent.mkdir(parents=True, exist_ok=True)
+    # A kernel that retries begins again at offset 0, perhaps after half of a longer attempt.
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if offset == 0 else 0)
     with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
         file.seek(offset)
@@ -106,7 +109,7 @@ def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
     if offset + len(data) < order.bundle_size:
         return False
     if not has_digest(draft, order.bundle_digest, size=order.bundle_size):
-        raise OSError("its bytes were changed on their way")
+        raise OSError("the received bytes do not match its digest")
     draft.replace(order.bundle_path)
     return True
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 
+# Available on Linux. Elsewhere the clock may stop while the machine sleeps.
 _BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
-"""Available on Linux. Elsewhere the clock may stop while the machine sleeps."""
 
 
 def now() -> float:

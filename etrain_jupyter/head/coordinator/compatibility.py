@@ -15,8 +15,9 @@ class Fitness:
     """Compare fingerprints, and log each incompatibility of a job once."""
 
     def __init__(self) -> None:
+        # Job ids with the worker versions that their logs already mention: ``fits`` is called for
+        # each worker and job whenever the workers are shared.
         self._told: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
-        """Job ids with the worker versions that their logs already mention."""
 
     def fits(self, worker: WorkerFacts, job: HostedJob) -> bool:
         """Return whether a worker may run a job."""
@@ -42,12 +43,12 @@ def words_of(found: Comparison, worker: str) -> str:
     """Describe the differences on a worker, their effect and the remedy."""
     if found.fits:
         return (
-            f"{'; '.join(found.notes)}: {worker} trains all the same. Install the same versions "
-            "there if something is odd"
+            f"{'; '.join(found.notes)}: {worker} is used anyway. If its results or errors differ, "
+            "install the same versions there"
         )
     return (
-        f"{'; '.join(found.wrong)}: this job cannot run there, so {worker} and all workers with "
-        f"these versions get no work of it. Install {' and '.join(found.remedies)} for the "
-        "workers, or start the notebook with the versions that they have. A local cluster takes "
-        "up what is installed now after %etrain down"
+        f"{'; '.join(found.wrong)}: this job cannot run there, so it does not use {worker} and "
+        f"other workers with these versions. Install {' and '.join(found.remedies)} on the "
+        "workers, or start the notebook with their versions. If they are in a local cluster, run "
+        "%etrain down: the next cluster starts with the installed versions"
     )

@@ -1,4 +1,4 @@
-"""Coordinator: a Dask scheduler plugin that owns the jobs and acts as ``rules`` decides."""
+"""Coordinator: a Dask scheduler plugin that owns the jobs and carries out what ``rules`` decide."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ logger = logging.getLogger("etrain.coordinator")
 
 TICK_S = 0.25
 COALESCE_S = 0.05
-"""Minimum interval between two replies with new events of a job, so that a reply has several."""
+"""Minimum interval in seconds between replies with new events of a job: a reply has several."""
 
 HANG_S = 30.0
 """Seconds without progress after which ranks count as hung, unless ``ETRAIN_HANG_S`` is set."""
 
 SILENCE_S = 10.0
-"""Heartbeat timeout of a supervisor, unless ``ETRAIN_SILENCE_S`` is set. Dask would need minutes to
-notice a machine that vanished without closing its connections."""
+"""Heartbeat timeout of a supervisor in seconds, unless ``ETRAIN_SILENCE_S`` is set. Dask would need
+minutes to detect a machine that vanished without closing its connections."""
 
 LAST_UPLOADS_S = 3.0
-"""Timeout at the end of the cluster for logs that a bucket does not have yet."""
+"""Timeout in seconds for uploading logs to a bucket when the cluster shuts down."""
 
 Handler = Callable[[Any], Awaitable[Any]]
 """Handles one kind of request of a kernel."""
@@ -62,8 +62,8 @@ Handler = Callable[[Any], Awaitable[Any]]
 class Coordinator(SchedulerPlugin, HeadCoordinator):
     """Run the jobs of one cluster. Everything happens on the scheduler's event loop.
 
-    What depends on whether all workers are known is in its mode: ``Serving``, or ``Recovering``
-    after the death of the previous scheduler.
+    Its mode is ``Serving``, or ``Recovering`` after the death of the previous scheduler, while it
+    is unknown which workers are in use.
     """
 
     name = "etrain-coordinator"
@@ -90,21 +90,18 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
         )
         self._money = Money()
-        self._halted = ""
-        """Why the pool starts no more workers; empty if it does."""
+        self._halted = ""  # why the pool starts no more workers; empty if it does
         self._defects = Defects()
         self._bundles = HeadBundles(lambda: (job.order for job in self._active()))
         self._serve(JobRecords(None))
-        self._refused: set[str] = set()
-        """Addresses of supervisors of another wire version."""
+        self._refused: set[str] = set()  # addresses of supervisors of another wire version
         self._ticked_at: float | None = None
-        self._sent_at: dict[str, float] = {}
-        """When new events of a job were sent, by the event loop's clock."""
+        self._sent_at: dict[str, float] = {}  # last reply with events, by job and loop.time()
         self._idle_since = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
 
     def _serve(self, records: JobRecords) -> None:
-        """Begin to serve, and write down in ``records`` what the next scheduler must know."""
+        """Begin to serve, and keep what the next scheduler must know in ``records``."""
         self._records = records
         self._acknowledgements = Acknowledgements(records)
         self._serving = Serving(
@@ -125,11 +122,11 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     def recall(self, folder: Path, *, died_at: float) -> None:
         """Keep the records of jobs in a folder, and take over the jobs of a scheduler that died.
 
-        Called before the scheduler listens, so that no kernel gets the reply that a job is unknown.
+        Called before the scheduler listens, so that no kernel's job is unknown when it reconnects.
 
         Args:
-            folder: Where the records are.
-            died_at: When it died, in seconds since the epoch; 0.0 if there was none.
+            folder: Folder of the records.
+            died_at: Death of the previous scheduler in seconds since the epoch; 0.0 without one.
         """
         self._serve(JobRecords(folder))
         for order, wishes in self._records.load():
@@ -168,7 +165,6 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             scheduler.handlers[request.op] = q.handler_of(request, handler)
 
     def _handlers(self) -> dict[type[q.Request[Any]], Handler]:
-        """Return the handler of each request."""
         return {
             q.SubmitJob: self._submit,
             q.PutBundle: self._put_bundle,
@@ -188,6 +184,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
         self._bundles.close()
+        # Each log has an upload thread. After the timeout, the rest is left to the next process on
+        # this machine that claims the log.
         deadline = time.monotonic() + LAST_UPLOADS_S
         while any(job.is_uploading for job in self._jobs.values()) and time.monotonic() < deadline:
             self._write_logs()
@@ -203,7 +201,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
                 self.tick()
 
     def tick(self) -> None:
-        """Do what is due at this time."""
+        """Do everything that is due: logs, acknowledgements, timeouts, decisions."""
+        # Logs first: what the disk accepts now is acknowledged now. The roster's clock before the
+        # timeouts: after a suspension of this process, no worker may count as silent.
         now = clock.now()
         self._write_logs()
         self._acknowledge()
@@ -215,7 +215,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._ticked_at = now
         for job in self._mode.deciding_jobs():
             with self._defects.watch(job, "a tick"):
-                # Trainers that wait until the log can be written are not hung.
+                # Trainers that wait until the log can be written are not hung: the interval since
+                # the last tick counts as if this process had been suspended.
                 is_stuck = self._is_stuck(job)
                 job.handle(s.Tick(asleep_s=passed_s if is_stuck and not asleep_s else asleep_s))
                 self._injector.tick(job)
@@ -223,24 +224,24 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._sharing.hand_back_noticed()
 
     def _write_logs(self) -> None:
-        """Write the events that disks did not accept before."""
+        """Retry writing the events that disks have rejected."""
         for job in self._jobs.values():
             with self._defects.watch(job, "writing the log"):
                 job.retry_log()
 
     def _is_stuck(self, job: HostedJob) -> bool:
-        """Return whether a trainer of the job waits because its supervisor's outbox is full."""
+        # True if a trainer of the job is blocked, because the outbox of its supervisor is full.
         facts = [self._workers.get(member.worker) for member in job.state.members.values()]
         return any(known is not None and known.is_stuck for known in facts)
 
     # --- called by the pool ---
 
     def take_costs(self, costs: Sequence[NodeCost]) -> None:
-        """Log what the nodes have cost so far."""
+        """Share the nodes' costs among the jobs, and log them."""
         self._mode.take_costs(costs)
 
     def take_notice(self, worker: str, leaves_at: float) -> None:
-        """Handle that the pool itself will end a worker's machine, and when (epoch seconds)."""
+        """Handle the pool's notice that it terminates a worker's machine at this time (epoch)."""
         facts = self._workers.get(worker)
         if facts is not None:
             self._notices.interrupt(facts, left_s=leaves_at - time.time())
@@ -252,17 +253,17 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def halt(self, why: str) -> None:
         """Save and stop all jobs, and refuse new ones: the pool starts no more workers."""
-        if self._halted:
+        if self._halted:  # the pool may report further reasons
             return
         self._halted = why
-        what = "The job saves a checkpoint and stops; %etrain resume goes on from it"
+        what = "The job saves a checkpoint and stops. To continue from it, use %etrain resume"
         self.warn(f"{why.rstrip('.')}. {what}.")
         for job in self._active():
             job.handle(s.StopAsked(now=False))
         self._after_change()
 
     def is_busy(self, worker: str) -> bool:
-        """Return whether a job uses this worker; the pool may end the others if it has too many."""
+        """Return whether a job uses this worker; the pool may release the others as surplus."""
         return self._mode.is_busy(worker)
 
     def idle_s(self) -> float:
@@ -278,6 +279,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """Handle a closed connection of a worker. Called by the scheduler."""
+        # An evicted worker is no longer in the roster, and its loss was handled at the eviction.
         self._refused.discard(worker)
         facts = self._workers.remove(worker)
         if facts is not None:
@@ -287,17 +289,22 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._mode.lose(facts, cause)
 
     def _drop_silent(self, now: float) -> None:
-        """Declare workers dead whose heartbeats timed out, although their connections are open."""
+        """Evict workers whose heartbeats have timed out, although their connections are open."""
+        # ::
+        #
+        #     worker          (network partition) ─────────── back: heartbeat ──▶
+        #     coordinator       10 s: evict, kill; the jobs      ResetSupervisor ──▶
+        #                       continue without it
+        #
+        # The kill has an effect if the pool can reach the machine, for example through EC2's API.
         for facts, silence_s in self._workers.give_up_silent(now):
             with self._defects.watch(None, f"killing {facts.name}"):
                 self._nodes.kill(facts.name)
-            self._mode.lose(facts, f"silent for {silence_s:.1f} s", detected_s=silence_s)
+            self._mode.lose(facts, f"no heartbeat for {silence_s:.1f} s", detected_s=silence_s)
 
     def _receive(self, message: Any, worker: str) -> None:
-        """Handle a message of a supervisor; ``worker`` is its address. Called by Dask.
-
-        An exception would make Dask close the connection, and the worker would end itself.
-        """
+        """Handle a message of a supervisor; ``worker`` is its address. Called by Dask."""
+        # Never raise: Dask would close the connection, and the worker would shut down.
         with self._defects.watch(None, f"reading a message of {worker}"):
             try:
                 decoded = m.FROM_SUPERVISOR.decode(message)
@@ -309,21 +316,22 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
                 self._handle(decoded, worker)
 
     def _refuse(self, worker: str, exc: codec.WireVersionError) -> None:
-        """Use no supervisor that speaks another version of the wire, and log that once."""
+        """Ignore a supervisor with another wire version, and log that once."""
+        # Its hello is refused, so it never gets into the roster. It may repeat its messages.
         if worker in self._refused:
             return
         self._refused.add(worker)
         state = self._scheduler.workers.get(worker)
         name = str(state.name) if state is not None else worker
         text = (
-            f"worker {name} takes no part: {exc} (etrain-jupyter {__version__}). The other workers "
-            f"train on. Install etrain-jupyter {__version__} there and restart that worker"
+            f"worker {name} cannot train: {exc} (etrain-jupyter {__version__}). Training continues "
+            f"on the other workers. Install etrain-jupyter {__version__} there and restart that "
+            "worker"
         )
         logger.error("%s", text)
         self.warn(text)
 
     def _job_named(self, message: m.Message) -> HostedJob | None:
-        """Return the job that a report names."""
         return self._jobs.get(message.job_id) if isinstance(message, m.TrainerReport) else None
 
     def _handle(self, message: m.FromSupervisor | m.AnyReport, worker: str) -> None:
@@ -332,10 +340,11 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._greet(message, worker, now)
             return
         known = self._workers.hear(worker, now)
-        if known is None:
+        if known is None:  # evicted, or no hello yet: its reports must not be handled
             self._reset(worker)
         elif isinstance(message, m.Heartbeat):
             known.is_stuck = message.is_stuck
+            # During a recovery no job has trainers yet, so progress has no effect there.
             for trainer, page in message.trainers.items():
                 job = self._serving.job_of(trainer, known)
                 if job is not None:
@@ -343,7 +352,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         else:
             self._mode.take(message, known)
             if isinstance(self._mode, Recovering):
-                return  # nothing has changed
+                return  # the message is only held
         self._after_change()
 
     def _greet(self, hello: m.SupervisorHello, worker: str, now: float) -> None:
@@ -359,24 +368,27 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._mode.greet(facts.name, hello.trainers or {})
 
     def _acknowledge(self) -> None:
-        """Send the supervisors the numbers up to which they need not keep their reports."""
+        """Send the supervisors the numbers up to which they may drop their reports."""
         for worker, number in self._acknowledgements.collect().items():
             self._send_to(worker, m.AcknowledgeReports(number=number))
 
     def _end_recovery(self) -> None:
-        """Serve again once all workers are back that can be."""
+        """Serve again once all workers are back, or the reconnect timeout is over."""
         recovery = self._mode
         if not isinstance(recovery, Recovering):
             return
+        # A pool without a known capacity cannot list its workers: they are managed elsewhere, or
+        # their machines have not been adopted yet.
         alive = None
         if self._nodes.capacity() is not None:
             alive = {node["worker"] for node in self._nodes.nodes()}
         if recovery.is_over(alive):
+            # First the mode: handing over handles reports, which may allocate workers.
             self._mode = self._serving
             recovery.hand_over(self._serving)
 
     def _reset(self, address: str) -> None:
-        """Send a reset to a supervisor that was declared dead; it may get several."""
+        """Send a reset to an evicted supervisor. It ignores repeated ones."""
         incarnation = self._workers.given_up(address)
         if incarnation is not None:
             self._send(address, m.ResetSupervisor(incarnation=incarnation))
@@ -395,7 +407,10 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._mode.allocate()
 
     def _after_change(self) -> None:
-        """Free what ended jobs do not need any more, and share the workers again if necessary."""
+        """Free the resources of ended jobs, and share the workers again if necessary."""
+        #     the job's end is logged ──── free its resources,   ──── the end is durable, in a
+        #                                  share its workers again    bucket up to 15 s later:
+        #                                                             remove its record
         ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_let_go]
         for job in ended:
             job.let_go()
@@ -404,17 +419,19 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
         for job in [job for job in self._jobs.values() if job.has_told_its_end and job.is_recorded]:
-            # Until now, the next scheduler would have had to find out how it ended.
+            # Not earlier: if this scheduler died, the next one would reply that the job is unknown
+            # to a kernel that waits for its end.
             job.is_recorded = False
             self._records.remove(job.order.job_id)
         for job in self._active():
             self._records.note(job.order.job_id, job.wishes)
-        # A job that was about to end and continues after all has no workers assigned.
+        # A job that was about to end and continues after all (``Turn.train_on``) has no workers
+        # assigned.
         if ended or any(not j.state.assigned and not j.state.outcome for j in self._active()):
             self._allocate()
 
     def _forget_bundle(self, digest: str) -> None:
-        """Remove a bundle from the workers, unless another job uses the same one."""
+        # Jobs with the same objects share a bundle.
         if all(job.order.bundle_digest != digest for job in self._active()):
             for facts in self._workers:
                 self._send_to(facts.name, m.RemoveBundle(digest=digest))
@@ -426,12 +443,14 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         known = self._jobs.get(order.job_id)
         if known is not None and not (order.resumes and known.state.is_ended):
             raise RequestError(
-                f"job {order.job_id} is here already: it is {known.state.status} at step "
-                f"{known.state.step}. %etrain attach follows it; %etrain stop ends it with a "
-                "checkpoint, and then it can be resumed."
+                f"job {order.job_id} is already on this cluster: it is {known.state.status} at "
+                f"step {known.state.step}. Nothing was submitted. Follow it with %etrain attach, "
+                "or stop it with %etrain stop, which saves a checkpoint, and resume it then."
             )
         if self._halted:
-            raise RequestError(f"{self._halted}. Nothing was submitted. %etrain down ends the pool")
+            raise RequestError(
+                f"{self._halted}. Nothing was submitted. Shut down the pool with %etrain down"
+            )
         self._requests.check_capacity(order.min_workers, "Nothing was submitted")
         if not await self._bundles.is_here(order):
             return q.Submitted(wants_bundle=True)
@@ -440,7 +459,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         except OSError as exc:
             raise RequestError(
                 f"{exc.filename or order.run_dir} cannot be written: {exc.strerror or exc}. "
-                "Nothing was submitted. Free space there, or set ETRAIN_RUNS to a folder elsewhere "
+                "Nothing was submitted. Free space there, or set ETRAIN_RUNS to another folder "
                 "and restart the kernel"
             ) from exc
         self._jobs[order.job_id] = hosted
@@ -448,11 +467,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         return q.Submitted(job_id=order.job_id)
 
     async def _open(self, order: JobSpec) -> HostedJob:
-        """Write down a job that is submitted, and open its log.
-
-        Raises:
-            OSError: If a disk refuses that.
-        """
+        # The record first: if the scheduler dies now, the next one begins the job, see HostedJob.
         order.run_dir.mkdir(parents=True, exist_ok=True)
         opened = await asyncio.to_thread(open_run, order) if order.place else None
         try:
@@ -477,6 +492,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     async def _events(self, request: q.FetchEvents) -> q.EventBatch:
         job_id, since, wait_s = request.job_id, request.since, request.wait_s
         job = self._job(job_id)
+        # Long polling: reply when there are new events, or after ``wait_s``. A log that is behind
+        # wakes the waiting kernels too, so that they get ``trouble``.
         if job.last_seq <= since and not job.has_told_its_end:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(job.changed.wait(), min(wait_s, 60.0))
@@ -484,19 +501,19 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             await self._collect_events(job_id)
         trouble = job.log_trouble
         if trouble and self._is_stuck(job):
-            trouble += "; training waits for that"
+            trouble += "; training is blocked until then"
         batch = tuple(job.events_since(since, request.limit))
         return q.EventBatch(events=batch, status=job.state.status, trouble=trouble)
 
     async def _collect_events(self, job_id: str) -> None:
-        """Wait until new events of a job may be sent again; all kernels that wait get the same."""
+        """Wait until events of a job may be sent again, then to all waiting kernels."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._sent_at.get(job_id, -math.inf) + COALESCE_S - loop.time())
         if loop.time() >= self._sent_at.get(job_id, -math.inf) + COALESCE_S:
             self._sent_at[job_id] = loop.time()
 
     def _machine_of(self, worker: str) -> dict[str, Any]:
-        """Return the facts of a worker's machine, as ``WorkerJoined`` has them."""
+        """Return the facts of a worker's machine, as fields of ``WorkerJoined``."""
         facts = self._workers.get(worker)
         node: dict[str, Any] = next((n for n in self._nodes.nodes() if n["worker"] == worker), {})
         machine: dict[str, Any] = {"device": facts.device} if facts else {}
@@ -530,18 +547,21 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     async def _down(self, request: q.ShutDownCluster) -> q.ShuttingDown:
         for job in self._active():
             job.handle(s.StopAsked(now=True))
+        # Later, so that the reply is sent before the scheduler closes its connections.
         asyncio.get_running_loop().call_later(0.05, self._on_shutdown)
-        return q.ShuttingDown(message="the cluster is going down")
+        return q.ShuttingDown(message="the cluster is shutting down")
 
     async def _control(self, request: q.ControlJob) -> q.Outcome:
         job = self._job(request.job_id)
         self._mode.check_request(job)
+        # ``HostedJob.handle`` logs exceptions of our own code instead of raising them. Count them,
+        # so that the user does not see a success.
         num_before = self._defects.num_seen
         message = self._requests.do(job, request.request, request.args or {})
         self._after_change()
         if self._defects.num_seen > num_before:
             raise RequestError(
-                f"{request.request} met a defect of etrain-jupyter and may be incomplete: "
+                f"{request.request} may be incomplete, because of a defect in etrain-jupyter: "
                 f"{self._defects.newest}. The traceback is in the scheduler's log"
             )
         return q.Outcome(message=message)

@@ -22,14 +22,14 @@ FIRST_WAIT_S = 10.0
 MOST_WAIT_S = 600.0
 
 MOST_KINDS = 100
-"""Kinds of defects that are remembered."""
+"""Maximum number of kinds of defects for which the rate of logging is limited."""
 
 Kind = tuple[str, str, str]
-"""The job, what was being done, and the exception with the place where it was raised."""
+"""The job, the action that failed, and the exception's class and place."""
 
 
 class WatchedJob(Protocol):
-    """What is needed of a job to log a defect for it."""
+    """The part of ``HostedJob`` that is needed to log a defect."""
 
     order: JobSpec
     state: JobState
@@ -62,7 +62,7 @@ class Defects:
 
         Args:
             job: The job that the block works for; None if it works for none, or for all.
-            doing: What the block does, for the message.
+            doing: Action of the block, for the message; for example ``writing the log``.
         """
         try:
             yield
@@ -76,22 +76,24 @@ class Defects:
         num_before = self._num_unsaid((job.order.job_id if job else "", doing, _place_of(exc)))
         if num_before is None:
             return
-        again = f" ({num_before:,} times more since this was logged last)" if num_before else ""
+        again = f" ({num_before:,} more times since it was last logged)" if num_before else ""
         name = job.order.job_id if job else "the cluster"
         logger.error("%s: %s%s", name, self.newest, again, exc_info=exc)
         if job is None or job.state.is_ended:
             return
         text = (
-            f"{self.newest}{again}. This is a defect of etrain-jupyter; the job continues as far "
-            "as it can. The traceback is in the scheduler's log"
+            f"{self.newest}{again}. This is a defect in etrain-jupyter; the job continues if "
+            "possible. The traceback is in the scheduler's log"
         )
+        # The log may be the cause. An exception here would leave the block that ``watch`` protects.
         try:
             job.log(events.LogLine, level="error", worker="", text=text)
         except Exception:
             logger.exception("%s: this could not be logged for the job", name)
 
     def _num_unsaid(self, kind: Kind) -> int | None:
-        """Count an exception; return how many before it were not logged, None to skip it too."""
+        # The number of exceptions of this kind since the last one that was logged; None: do not log
+        # this one either. The interval doubles each time: 10, 20, 40 ... 600 s.
         now = clock.now()
         seen = self._seen.get(kind)
         if seen is None:
@@ -109,7 +111,7 @@ class Defects:
 
 
 def _place_of(exc: Exception) -> str:
-    """Return the exception's class and the line that raised it; its text may differ each time."""
+    # The class and the line that raised, not the text, which may differ each time.
     frame = exc.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

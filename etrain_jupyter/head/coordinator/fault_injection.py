@@ -42,7 +42,8 @@ class Injector:
             self.give_notice(worker, notice_s)
         elif kind in ("worker", "kill_worker"):
             self._nodes.kill(worker)
-            # A pool whose workers others start cannot kill them: the supervisor does.
+            # A pool of workers that are managed elsewhere cannot kill them, so the supervisor kills
+            # its own process. If the pool has killed the worker, the message is lost.
             job.send(InjectFault(trainer=member.trainer, kind_of_fault="kill_worker"))
         else:
             job.trainers[member.trainer].is_injected = kind in FATAL
@@ -88,7 +89,7 @@ class Injector:
         if job.state.is_ended or chaos.is_over(now):
             self.end_chaos(job)
             return
-        # Ranks that are leaving are spared.
+        # Spare the ranks that are leaving.
         staying = [m.worker for m in job.state.in_phase("ranked") if not m.leaving]
         strike = chaos.due([name for name in job.ranks() if name in staying], now)
         if strike is not None:

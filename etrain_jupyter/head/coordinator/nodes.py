@@ -28,8 +28,8 @@ class NodeSource(Protocol):
     """Start and stop workers. Called on the scheduler's event loop; no method blocks."""
 
     replaces_early: bool
-    """True if a worker whose machine is, or may be, interrupted is replaced immediately instead of
-    after its release. This applies where the replacement gets a machine of its own."""
+    """True to replace a worker as soon as its machine is at risk or has an interruption notice, not
+    after its release. Set where each worker has a machine of its own."""
 
     def want(self, count: int, *, reason: str) -> None:
         """Start missing workers, up to ``count`` in total or the pool's capacity."""
@@ -48,7 +48,7 @@ class NodeSource(Protocol):
         ...
 
     def kill(self, worker: str) -> None:
-        """Kill a worker with SIGKILL, for fault injection."""
+        """Kill a worker, or terminate its machine, immediately."""
         ...
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:

@@ -25,7 +25,7 @@ class Notices:
         roster: The workers.
         active: Returns the jobs that have not ended.
         allocate: Shares the workers among the jobs again.
-        nodes: The pool. It gets the notice first, and then the request for a replacement.
+        nodes: The pool. It receives the notice before the request for a replacement.
     """
 
     def __init__(
@@ -50,6 +50,8 @@ class Notices:
     def interrupt(self, worker: WorkerFacts, *, left_s: float) -> None:
         """Announce that a worker's machine will be reclaimed ``left_s`` seconds from now."""
         leaves_at, deadline = clock.now() + left_s, time.time() + left_s
+        # A supervisor repeats its notices after each reconnect, and the pool may announce the same
+        # interruption.
         if worker.leaves_at and worker.leaves_at < leaves_at + SAME_S:
             return  # a later deadline does not revoke an earlier one
         worker.leaves_at = leaves_at
@@ -61,6 +63,8 @@ class Notices:
 
     def _note_risk(self, worker: WorkerFacts) -> None:
         """Request a replacement and a checkpoint; the worker keeps training."""
+        # EC2's rebalance recommendation: an interruption is likely, but may come with two minutes'
+        # notice or never. A checkpoint now bounds the loss if the machine goes without a notice.
         if worker.at_risk or worker.leaves_at:
             return
         worker.at_risk = True
@@ -73,6 +77,7 @@ class Notices:
 
     def recall(self, notices: Mapping[str, float], at_risk: Collection[str]) -> None:
         """Restore the notices from the logs of the previous scheduler, in wall time."""
+        # They are in the logs already, so only the roster, the pool and the jobs are updated.
         for name in at_risk:
             facts = self._roster.get(name)
             if facts is not None:

@@ -19,8 +19,8 @@ RETURN_S = 30.0
 class Recovering:
     """The coordinator's mode until the workers of the previous scheduler are back.
 
-    Nothing is decided meanwhile, because it is unknown which workers are in use. Reports are held,
-    and handled in order once the jobs have their trainers again::
+    No decisions are made in this mode, because it is unknown which workers are in use. Reports are
+    held, and handled in order once the jobs have their trainers again::
 
         previous scheduler dies    this one starts       w1 back       w2 back (or 30 s are over)
         trainers keep training ─────────────────────────────────────────────────▶
@@ -34,20 +34,18 @@ class Recovering:
     def __init__(self, died_at: float, jobs: Sequence[HostedJob]) -> None:
         self._died_at = died_at
         self._jobs = tuple(jobs)
+        # The trainers of each worker that is back; and the held messages with their workers' names.
         self._by_worker: dict[str, Mapping[str, TrainerSummary]] = {}
-        """The trainers of each worker that is back, by their names."""
         self._held: list[tuple[Held, str]] = []
-        """Messages that have come meanwhile, in order, with the names of their workers."""
+        # From the logs: deadlines of the machines that will be reclaimed, and machines at risk.
         recalled = [job.recalled for job in jobs if job.recalled is not None]
         self._notices = {w: at for known in recalled for w, at in known.notices.items()}
-        """Workers whose machines will be reclaimed, and when."""
         self._at_risk = {worker for known in recalled for worker in known.at_risk}
-        """Workers whose machines are likely to be reclaimed."""
         self._expected = {worker for known in recalled for worker in known.trainers}
         self._deadline = time.monotonic() + RETURN_S
 
     def is_over(self, alive: Collection[str] | None) -> bool:
-        """Return whether no worker is worth waiting for.
+        """Return whether there is no worker left to wait for.
 
         Args:
             alive: The workers whose processes are alive; None if unknown.
@@ -58,7 +56,13 @@ class Recovering:
         return expected <= self._by_worker.keys()
 
     def hand_over(self, serving: Serving) -> None:
-        """Give the jobs their trainers, then handle what was held."""
+        """Give the jobs their trainers, then handle the messages that were held."""
+        # The order matters:
+        #
+        #     adopt              the jobs know their trainers again, which the next two need
+        #     recall_notices     members on noticed workers begin to leave
+        #     take_held          in the order of arrival
+        #     release_unknown    now, as a held report may have ended a job with these trainers
         summaries = {n: known for part in self._by_worker.values() for n, known in part.items()}
         away_s = max(0.0, time.time() - self._died_at)
         serving.adopt(self._jobs, summaries, away_s=away_s)
@@ -105,7 +109,7 @@ class Recovering:
             RequestError: Always.
         """
         raise RequestError(
-            f"the scheduler of job {job.order.name} has been started again and waits for the "
-            "workers to come back. Nothing was done, and training goes on. Try again in a "
-            "moment."
+            f"the scheduler of job {job.order.name} was restarted and is waiting for its workers "
+            "to reconnect. The request was not carried out; training continues. Retry in a few "
+            "seconds."
         )

@@ -1,4 +1,4 @@
-"""Carry out what a user requests of an active job."""
+"""Carry out a user's requests for an active job."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, Chaos
 from etrain_jupyter.wire.messages import RequestCheckpoint
 from etrain_jupyter.wire.requests import UNKNOWN_JOB, RefusedRequestError
 
-_BLAMED = "is found when the others have waited for it too long (ETRAIN_HANG_S), and replaced"
-_REPLACED = "the others go on, and another one takes its place"
+_BLAMED = "is detected when the others have waited for ETRAIN_HANG_S seconds, and replaced"
+_REPLACED = "the others continue, and it is replaced"
 _OUTCOMES = {
     "kill": f"loses its trainer; {_REPLACED}",
     "segfault": f"loses its trainer to a segfault; {_REPLACED}",
-    "exit": f"loses its trainer, which exits without a word; {_REPLACED}",
+    "exit": f"loses its trainer, which exits without a message; {_REPLACED}",
     "error": f"loses its trainer to an exception in the framework; {_REPLACED}",
-    "stop": f"has its trainer stopped (SIGSTOP); that {_BLAMED}",
-    "hold_gil": f"has its trainer hold the GIL for ever; that {_BLAMED}",
-    "hang": f"has its trainer hang for ever; that {_BLAMED}",
-    "disconnect": "loses its connections to the other ranks; they connect anew",
-    "notice": "was given notice of 120 s",
+    "stop": f"has its trainer stopped (SIGSTOP); that trainer {_BLAMED}",
+    "hold_gil": f"has its trainer hold the GIL forever; that trainer {_BLAMED}",
+    "hang": f"has its trainer hang forever; that trainer {_BLAMED}",
+    "disconnect": "loses its connections to the other ranks; they reconnect",
+    "notice": "received an interruption notice of 120 s",
     "worker": f"is killed; {_REPLACED}",
 }
-"""Consequence of each requested fault; follows the worker's name."""
+"""Effect of each requested fault; follows the worker's name in the reply."""
 
 STANDSTILL_S = 5.0
-"""A step that takes less is not reported as late, however short the others are."""
+"""Minimum seconds without a step before a reply warns about it, even if steps are short."""
 
 
 class RequestError(RefusedRequestError):
@@ -51,7 +51,7 @@ class UnknownJobError(RequestError):
 
 
 class Requests:
-    """Carry out requests, and return a sentence with the consequence.
+    """Carry out requests, and return a sentence with the effect.
 
     Args:
         nodes: The pool, which limits the number of workers.
@@ -83,16 +83,16 @@ class Requests:
             raise RequestError(f"job {job.order.name} has ended as {job.state.status}")
         do = self._BY_NAME.get(request)
         if do is None:
-            raise RequestError(f"no request {request!r}; there are {', '.join(self._BY_NAME)}")
+            raise RequestError(f"unknown request {request!r}; known: {', '.join(self._BY_NAME)}")
         return do(self, job, **args)
 
     def check_capacity(self, min_workers: int, outcome: str) -> None:
-        """Refuse a job that would wait forever."""
+        """Refuse a minimum number of workers that the pool can never reach."""
         most = self._nodes.capacity()
         if most is not None and min_workers > most:
             raise RequestError(
-                f"workers.min={min_workers} is more than the {most} workers that this pool can "
-                f"have. {outcome}. Write workers.min of {most} or less."
+                f"workers.min={min_workers} exceeds this pool's limit of {most} workers. "
+                f"{outcome}. Set workers.min to {most} or less."
             )
 
     def _stop(self, job: HostedJob, now: bool = False) -> str:
@@ -103,7 +103,7 @@ class Requests:
 
     def _pause(self, job: HostedJob) -> str:
         if job.state.is_paused:
-            return f"is paused already, at step {job.state.step}; %etrain resume goes on"
+            return f"is already paused, at step {job.state.step}; continue with %etrain resume"
         job.handle(s.PauseAsked())
         return "pauses at the next step boundary; its workers keep the state" + _standstill(job)
 
@@ -111,25 +111,29 @@ class Requests:
         if not job.state.is_paused:
             return f"is not paused; it is {job.state.status} at step {job.state.step}"
         job.handle(s.ResumeAsked())
-        return "goes on"
+        return "continues"
 
     def _scale(self, job: HostedJob, min: int | None = None, max: int | None = None) -> str:
         low = job.state.min_workers if min is None else min
         high = job.state.max_workers if max is None else max
+        # Check everything before the first effect: a refused request must change nothing.
         if not 1 <= low <= high:
-            raise RequestError(f"workers min={low}, max={high}: they must obey 1 <= min <= max")
+            raise RequestError(
+                f"workers min={low}, max={high} are not valid: 1 <= min <= max must hold. Nothing "
+                "was changed."
+            )
         self.check_capacity(low, "Nothing was changed")
         shards = job.order.num_shards
         if shards is not None and high > shards:
             raise RequestError(
-                f"workers max={high} is more than the {shards} shards of this reproducible job: "
-                f"the others would have nothing to do. Nothing was changed. Scale to {shards} or "
-                f"less, or start a job with reproducible: {{shards: {high}}}."
+                f"workers max={high} exceeds the {shards} shards of this reproducible job: the "
+                f"other workers would be idle. Nothing was changed. Scale to {shards} or less, or "
+                f"start a job with reproducible: {{shards: {high}}}."
             )
         most = self._nodes.capacity()
         limit = ""
         if most is not None and high > most:
-            limit, high = f"; max={high} is more than the {most} that this pool can have", most
+            limit, high = f"; max={high} exceeds this pool's limit of {most}", most
         job.handle(s.BoundsChanged(min_workers=low, max_workers=high))
         self._allocate()
         return f"trains on {low} to {high} workers from now on{limit}"
@@ -147,8 +151,11 @@ class Requests:
     def _preempt(self, job: HostedJob, worker: str | None = None, notice_s: float = 120.0) -> str:
         facts = self._victim(job, worker)
         self._injector.give_notice(facts.name, notice_s)
-        alone = "alone with the state, it waits until that is taken over or saved"
-        return f"{facts.name} has {notice_s:g} s; it leaves at the next step boundary; {alone}"
+        alone = "or, if it holds the only copy of the state, once that is transferred or saved"
+        return (
+            f"{facts.name} will be terminated in {notice_s:g} s. It leaves at the next step "
+            f"boundary ({alone})"
+        )
 
     def _kill(self, job: HostedJob, worker: str | None = None) -> str:
         facts = self._victim(job, worker)
@@ -158,7 +165,7 @@ class Requests:
     def _fault(self, job: HostedJob, kind: str, worker: str | None = None) -> str:
         known = (*FAULT_KINDS, "error", "disconnect")
         if kind not in known:
-            raise RequestError(f"no fault {kind!r}; there are {', '.join(known)}")
+            raise RequestError(f"unknown fault {kind!r}; known: {', '.join(known)}")
         facts = self._victim(job, worker)
         self._injector.inject(job, facts.name, kind, notice_s=120.0)
         return f"{facts.name} {_OUTCOMES[kind]}"
@@ -175,19 +182,20 @@ class Requests:
     ) -> str:
         if off:
             was_on = self._injector.end_chaos(job)
-            return "no more faults by chance" if was_on else "there was no chaos"
+            return "no more random faults" if was_on else "no random faults were active"
+        # The seed is logged, so that the same faults can be repeated.
         seed = random.randrange(2**31) if seed is None else seed
         now = clock.now()
-        mode = "notice" if mode == "preempt" else mode
+        mode = "notice" if mode == "preempt" else mode  # the name of the command for this fault
         try:
             chaos = Chaos(mtbf_s=mtbf_s, mode=mode, seed=seed, now=now, duration_s=duration_s)
         except ValueError as exc:
             raise RequestError(str(exc)) from exc
-        end = "the job ends" if duration_s is None else f"{duration_s:g} s are over"
-        words = f"{mode} every {mtbf_s:g} s on average until {end}, seed {seed}"
+        end = "until the job ends" if duration_s is None else f"for {duration_s:g} s"
+        words = f"{mode} every {mtbf_s:g} s on average {end}, seed {seed}"
         was_on = self._injector.begin_chaos(job, chaos, words)
-        again = "; the chaos that there was is over" if was_on else ""
-        return f"faults by chance: {words}{again}. %etrain chaos --off ends it"
+        again = "; they replace the previous ones" if was_on else ""
+        return f"random faults: {words}{again}. To stop them, use %etrain chaos --off"
 
     def _victim(self, job: HostedJob, worker: str | None) -> WorkerFacts:
         """Return the named worker, or that of the last rank."""
@@ -199,6 +207,7 @@ class Requests:
         if worker is None and not ranked:
             raise RequestError("no worker is training now")
         name = ranked[-1] if worker is None else worker
+        # A connected worker may belong to another job.
         facts = self._roster.get(name)
         if facts is None or job.state.of_worker(name) is None:
             known = ", ".join(m.worker for m in job.state.members.values()) or "none"
@@ -220,10 +229,11 @@ class Requests:
 
 def _standstill(job: HostedJob) -> str:
     """Return a warning if the next step boundary may never come."""
+    # Stop and pause wait for the end of the current step, which a hung rank never reaches.
     state = job.state
     quiet_s = clock.now() - state.timings.last_step_at
     usual_s = max(STANDSTILL_S, 10 * state.timings.step_s)
     has_stepped = state.phase in ("running", "changing") and state.timings.last_step_at
     if not has_stepped or quiet_s < usual_s:
         return ""
-    return f". No step has ended for {quiet_s:.0f} s: %etrain stop --now does not wait for one"
+    return f". No step has ended for {quiet_s:.0f} s; %etrain stop --now does not wait for one"

@@ -48,8 +48,7 @@ class WorkerRoster:
     def __init__(self, *, silence_s: float, tick_s: float) -> None:
         self._hearing = Hearing(limit_s=silence_s, tick_s=tick_s)
         self._by_name: dict[str, WorkerFacts] = {}
-        self._given_up: dict[str, int] = {}
-        """Fenced incarnation, by address."""
+        self._given_up: dict[str, int] = {}  # fenced incarnation, by address
 
     def __iter__(self) -> Iterator[WorkerFacts]:
         return iter(list(self._by_name.values()))
@@ -66,8 +65,8 @@ class WorkerRoster:
 
     def greet(self, facts: WorkerFacts, now: float) -> bool:
         """Process a hello; return False if this incarnation is fenced."""
-        # A fenced supervisor may reconnect before it has noticed: its trainers are still inside an
-        # old generation. Only the next incarnation has stopped them.
+        # A fenced supervisor may reconnect before it has received the reset. Its trainers are still
+        # inside an old generation; only the next incarnation has stopped them.
         if facts.incarnation <= self._given_up.get(facts.address, -1):
             return False
         self._given_up.pop(facts.address, None)
@@ -87,7 +86,7 @@ class WorkerRoster:
         return self._given_up.get(address)
 
     def remove(self, address: str) -> WorkerFacts | None:
-        """Remove a worker whose connection is closed; return it if it was active."""
+        """Remove a worker whose connection is closed; return it unless it was fenced."""
         self._given_up.pop(address, None)
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:

@@ -17,7 +17,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import messages as m
 
 Held = m.AnyReport | m.MachineNotice
-"""What is held while the coordinator recovers; heartbeats and hellos are not."""
+"""Messages that are held during a recovery; heartbeats and hellos are handled immediately."""
 
 
 class Serving:
@@ -58,10 +58,10 @@ class Serving:
         self._defects = defects
         self._send_to = send_to
 
-    # --- what the coordinator does in this mode ---
+    # --- the same methods as ``Recovering`` ---
 
     def deciding_jobs(self) -> list[HostedJob]:
-        """Return the jobs that decide as time passes: all active ones."""
+        """Return the jobs that get ticks: all active ones."""
         return self._active()
 
     def is_busy(self, worker: str) -> bool:
@@ -78,6 +78,7 @@ class Serving:
 
     def greet(self, worker: str, trainers: Mapping[str, m.TrainerSummary]) -> None:
         """Use a worker that has registered."""
+        # A supervisor that reconnects may still have trainers of a job that has ended meanwhile.
         self.release_unknown(worker, trainers)
         self.allocate()
 
@@ -88,7 +89,7 @@ class Serving:
         self.allocate()
 
     def take(self, message: Held, worker: WorkerFacts) -> None:
-        """Handle a notice, or a report unless the previous scheduler has handled it."""
+        """Handle a notice, or a report that neither we nor the previous scheduler has handled."""
         if isinstance(message, m.MachineNotice):
             self._notices.take(message, worker)
             return
@@ -117,7 +118,7 @@ class Serving:
         *,
         away_s: float,
     ) -> None:
-        """Let each job continue with those of its trainers that are alive."""
+        """Have each job adopt its surviving trainers."""
         for job in jobs:
             with self._defects.watch(job, "adopting its trainers"):
                 job.adopt(summaries, away_s=away_s)
@@ -140,7 +141,7 @@ class Serving:
         return next((j for j in self._active() if j.order.job_id == message.job_id), None)
 
     def release_unknown(self, worker: str, trainers: Iterable[str]) -> None:
-        """Release those trainers of a worker that no job here knows."""
+        """Release the trainers of a worker that belong to no active job."""
         known = {name for job in self._active() for name in job.state.members}
         for name in trainers:
             if name not in known:
@@ -149,10 +150,9 @@ class Serving:
     # --- lookups ---
 
     def job_of(self, trainer: str, worker: WorkerFacts) -> HostedJob | None:
-        """Return the active job of a trainer; None unless the job launched it on this worker.
-
-        A worker can report only about its own trainers, whatever name it sends.
-        """
+        """Return the active job of a trainer; None unless the job launched it on this worker."""
+        # Not by the job id in the name: a compromised worker may send any name, but must not report
+        # for the trainers of other workers.
         for job in self._active():
             facts = job.trainers.get(trainer)
             if facts is not None and facts.worker == worker.name:

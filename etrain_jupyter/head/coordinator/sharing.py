@@ -39,6 +39,8 @@ class Sharing:
 
     def allocate(self) -> None:
         """Share the workers again, and request as many as all jobs together can use."""
+        # A job that is about to end claims nothing, but its workers are free only once its trainers
+        # have left: they may be writing the last checkpoint. Workers at risk come last.
         jobs = {job.state.job_id: job for job in self._active()}
         ending = [job for job in jobs.values() if job.state.outcome]
         busy = {m.worker for job in ending for m in job.state.members.values()}
@@ -50,16 +52,13 @@ class Sharing:
         self._want_workers()
 
     def _want_workers(self) -> None:
-        """Request as many workers from the pool as the jobs can use.
-
-        ::
-
-            worker with a notice                          its replacement is requested
-            each worker has a machine of its own          at once; also if it is only at risk
-            shared machine, the job is short without it   at once: it must warm up in time
-            shared machine, the job is not short          when it is released, so that no start-up
-                                                          competes with the change of generation
-        """
+        # As many as the jobs can use, and replacements of workers that are about to leave:
+        #
+        #     worker with a notice            its replacement is requested
+        #     on a machine of its own         immediately; also if it is only at risk
+        #     on a shared machine, needed     immediately: it must warm up in time
+        #     on a shared machine, surplus    at its release, so that no start-up competes with the
+        #                                     change of generation
         jobs = [job for job in self._active() if not job.state.outcome]
         kept = {
             member.worker for job in jobs if _is_short(job) for member in job.state.members.values()
@@ -78,6 +77,12 @@ class Sharing:
 
     def hand_back_noticed(self) -> None:
         """Release workers with a notice once the others train without them, or time is short."""
+        #     notice ── used by a job ──┬── change of generation ──┬── release ──────── deadline
+        #                               leaves the job             others are ready
+        #                                                          (or 2 s before the deadline)
+        #
+        # The kill after the deadline is for a worker that a job still uses: immediately on a
+        # shared machine, 60 s later elsewhere (TAKEN_S).
         used = self._used()
         is_changing = any(
             j.state.phase == "running" and not j.state.current.is_ready for j in self._active()
@@ -95,11 +100,14 @@ class Sharing:
     def _hand_back(self, facts: WorkerFacts, left_s: float) -> None:
         facts.is_released = True
         if self._nodes.replaces_early:
-            # It counts until then, so that its replacement is not one too many.
+            # The pool counts it until its release. With a lower demand before that, the replacement
+            # would look like surplus.
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
             self._want_workers()
         else:
-            self._want_workers()  # without it, before its end makes room for another worker
+            # First lower the demand: its exit frees a slot, in which the pool would otherwise start
+            # a worker that no job needs.
+            self._want_workers()
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
 
     def _used(self) -> set[str]:
@@ -118,7 +126,7 @@ class Sharing:
 
 
 def _is_short(job: HostedJob) -> bool:
-    """Return whether a job could not continue with the workers that are not leaving."""
+    # True if the job could not continue with the workers that are not leaving.
     members = job.state.members.values()
     stays = [m for m in members if not m.leaving and m.phase != "starting"]
     return len(stays) < max(1, job.state.min_workers)

@@ -23,8 +23,8 @@ class Money:
 
     def __init__(self) -> None:
         self._costs = JobCosts()
+        # Time and value of the newest cost in each job's log.
         self._logged: dict[str, tuple[float, RunningCost]] = {}
-        """Time and value of the newest cost in each job's log."""
         self._has_prices = False
 
     def take(self, nodes: Sequence[NodeCost], jobs: Sequence[HostedJob]) -> None:
@@ -35,6 +35,7 @@ class Money:
             jobs: The jobs that have not ended.
         """
         self._has_prices = self._has_prices or bool(nodes)
+        # Each update covers the time since the previous one, so a new job must begin before it.
         for job in jobs:
             if job.order.job_id not in self._logged:
                 before = _cost_in(job.record)
@@ -80,7 +81,7 @@ class Money:
 
 
 def _cost_in(record: JobRecord) -> RunningCost:
-    """Return the cost in a job's log, from before it was resumed or its scheduler died."""
+    # A resumed job continues the sum of its previous attempts.
     known = record.cost
     if known is None:
         return RunningCost()

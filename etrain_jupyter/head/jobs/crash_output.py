@@ -20,6 +20,15 @@ def last_words(worker: str, lines: Iterable[str], cells: Mapping[str, CellSource
     Python's report of a crash or a hang is reduced to the thread that crashed, or the main thread.
     Its frames are in the order of a traceback and begin with the first one in the notebook.
     """
+    # What faulthandler writes, after the lines that the notebook's code printed:
+    #
+    #     Fatal Python error: Segmentation fault
+    #
+    #     Thread 0x00007f... (most recent call first):
+    #       ...
+    #     Current thread 0x00007f... (most recent call first):
+    #       File "ipykernel_1/2.py", line 7 in forward       innermost first
+    #       File ".../etrain_jupyter/...", line 80 in run         ours: the rest is of no interest
     printed = list(lines)
     report = max((i for i, text in enumerate(printed) if _begins_report(text)), default=None)
     before = [text for text in printed[:report] if text.strip()][-MAX_LINES:]
@@ -40,7 +49,6 @@ def _begins_report(text: str) -> bool:
 
 
 def _frames(report: list[str], cells: Mapping[str, CellSource]) -> list[str]:
-    """Return the frames of the thread that crashed, innermost last."""
     start = next((i for i, text in enumerate(report) if text.startswith("Current thread")), None)
     if start is None:
         return []

@@ -42,14 +42,21 @@ Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
 
 @dataclass(kw_only=True)
 class HostedJob:
-    """Own a job's state; turn messages into stimuli, and carry out commands."""
+    """Own a job's state; turn messages into stimuli, and carry out commands.
+
+    ::
+
+        report ── TrainerMessages.take ──▶ event    ──▶ log, then fold into record and evidence
+                                           stimulus ──▶ rules.handle ──▶ new state, commands
+                                                        command ──▶ message, or event (Publish)
+    """
 
     order: JobSpec
     send_to: Send
     describe_worker: Callable[[str], dict[str, Any]] = lambda worker: {}
     """Returns the facts of a worker's machine, as ``WorkerJoined`` has them."""
     before_end: Callable[[HostedJob], None] = lambda job: None
-    """Called before the log gets the job's end: no event can follow that."""
+    """Called before the job's end is logged, because no event can follow the end."""
     defects: Defects = field(default_factory=Defects)
     """Logs the exceptions of our own code."""
     hang_s: float = 30.0
@@ -59,18 +66,18 @@ class HostedJob:
     recalls: PendingRequests | None = None
     """The pending requests of a job whose scheduler died; None for a job that is submitted."""
     recalled: JobRecord | None = field(default=None, init=False)
-    """The record of a job whose scheduler died, until its trainers were adopted; else None."""
+    """Record of a job whose scheduler died, until its trainers are adopted; otherwise None."""
     state: JobState = field(init=False)
     record: JobRecord = field(default_factory=JobRecord, init=False)
-    """Everything that its log says, folded from the events that this object appends."""
+    """Fold of the job's log, including the events that this object appends."""
     messages: TrainerMessages = field(init=False)
-    """What its trainers have reported, and what follows from it."""
+    """Reports of its trainers, and their consequences."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
     """The basis of ``checkpoint.every: auto``: the same events, by this process's clock."""
     is_let_go: bool = field(default=False, init=False)
-    """Whether the resources of an ended job were freed."""
+    """True once the resources of the ended job are freed."""
     is_recorded: bool = field(default=True, init=False)
-    """Whether the next scheduler would find its record."""
+    """True while the next scheduler would find its record."""
 
     def __post_init__(self) -> None:
         order = self.order
@@ -82,6 +89,11 @@ class HostedJob:
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
             backend=order.config.get("backend") or "auto",
         )
+        #     case                        recalls   log      what happens
+        #     submitted                   None      empty    begin
+        #     resumed by the user         None      events   read it, begin another attempt
+        #     the scheduler died          set       events   read it, wait for the trainers (adopt)
+        #     it died while submitting    set       empty    begin: the kernel has no reply yet
         self._log = self._open_log()
         try:
             has_log = self._log.last_seq > 0
@@ -94,7 +106,7 @@ class HostedJob:
                 self._begin()
                 self._log.check()
         except BaseException:
-            self._log.abandon()  # another process may open it
+            self._log.abandon()  # release its lock: the user may submit or resume the job again
             raise
 
     def _open_log(self) -> JobLog:
@@ -127,12 +139,14 @@ class HostedJob:
         self._follow_with_tensorboard()
 
     def _read_log(self) -> None:
-        """Fold what earlier coordinators have appended."""
         self.record, self.evidence = read_record(self.order, self.order.log_path)
+        # Events have wall time. From here on, evidence uses the clock that no adjustment moves.
         self.evidence.shift(clock.from_wall(0.0))
 
     def _recall(self, wishes: PendingRequests) -> None:
         """Recover the state that the dead coordinator had; the trainers are adopted later."""
+        # The same object as ``record``. Until ``adopt``, no event is appended that would change its
+        # trainers and ranks.
         self.recalled = self.record
         self.state = recovered_state(self.record, self.state, wishes)
         self.step_clock.step_s = self.record.step_s
@@ -140,6 +154,7 @@ class HostedJob:
             left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
             self.messages.planned = PlannedFaults(left)
         if self.state.is_ended:
+            # The scheduler died after it had logged the end, and before it removed the record.
             self._log.close()
             return
         self._follow_with_tensorboard()
@@ -153,6 +168,12 @@ class HostedJob:
         """
         recalled, self.recalled = self.recalled, None
         assert recalled is not None
+        # ::
+        #
+        #     scheduler 1   step 40 is logged, dies
+        #     ranks         train on: 41, 42 ...; their reports wait in the supervisors' outboxes
+        #     scheduler 2     recovers the state at step 40    hellos of w1, w2; w3 is lost: adopt,
+        #                                                      then handle the waiting reports
         pairs = list(find_trainers(recalled, self.state, summaries))
         self.messages.trainers = {found.trainer: facts for found, facts in pairs}
         workers = [found.worker for found, _ in pairs]
@@ -170,6 +191,8 @@ class HostedJob:
                 backend=recalled.backend,
             )
         )
+        # The previous scheduler may have handled the report of a rank that had left, so the outbox
+        # does not resend it. Its consequences for the state were lost: repeat them.
         for found, _ in pairs:
             left = summaries[found.trainer].left
             if left is not None:
@@ -177,12 +200,12 @@ class HostedJob:
 
     @property
     def trainers(self) -> dict[str, TrainerFacts]:
-        """Its trainers by name, with what they reported of themselves."""
+        """Its trainers by name, with the facts that they reported."""
         return self.messages.trainers
 
     @property
     def step_clock(self) -> StepClock:
-        """Which steps the log has."""
+        """Filters repeated step records."""
         return self.messages.step_clock
 
     @property
@@ -192,7 +215,7 @@ class HostedJob:
 
     @property
     def wishes(self) -> PendingRequests:
-        """The user's requests that are not in the log yet."""
+        """Requests of the user that are not in the log yet."""
         state = self.state
         return PendingRequests(
             paused=state.pause is not None,
@@ -208,8 +231,8 @@ class HostedJob:
     def _write_tensorboard(self, log_path: Path, folder: Path) -> None:
         loop = asyncio.get_running_loop()
 
-        def warn(why: str) -> None:
-            loop.call_soon_threadsafe(self._warn, f"TensorBoard's files are not written: {why}")
+        def warn(why: str) -> None:  # called in the thread that waits for the writer's process
+            loop.call_soon_threadsafe(self._warn, f"TensorBoard files are not written: {why}")
 
         follow_elsewhere(log_path, folder, warn)
 
@@ -220,15 +243,16 @@ class HostedJob:
     # --- the log ---
 
     def log(self, kind: type[events.Event], **values: Any) -> None:
-        """Append one event that happened now, unless ``values`` have its ``time``."""
+        """Append one event that happened now, unless ``values`` contain its ``time``."""
         common = {"time": time.time(), "generation": self.state.generation}
         self._append([kind(job_id=self.order.job_id, **{**common, **values})])
 
     def log_all(self, new: Sequence[events.Event]) -> None:
-        """Append events that have their own time and generation."""
+        """Append events with their own time and generation."""
         self._append(list(new))
 
     def _append(self, new: list[events.Event]) -> None:
+        # The log first: an event that cannot be encoded raises there, and is not in the record.
         self._log.append(new)
         for event in new:
             self.record.apply(event)
@@ -245,6 +269,7 @@ class HostedJob:
             return
         values = dataclasses.asdict(choice)
         self.log(events.CheckpointIntervalChosen, **values, reason=describe_choice(choice))
+        # Ranks of later generations get it with JoinGeneration, see _pace.
         for member in self.state.in_phase("ranked"):
             pace = m.PaceUpdate(interval_s=choice.interval_s)
             self.send(m.SetPace(trainer=member.trainer, pace=pace))
@@ -254,6 +279,7 @@ class HostedJob:
         choice = self.evidence.choice
         if choice is None:
             return None
+        # A restored state is the one of the newest checkpoint: nothing would be lost yet.
         age_s = 0.0 if restore else self.evidence.age_s(clock.now())
         return m.PaceUpdate(interval_s=choice.interval_s, age_s=age_s)
 
@@ -268,17 +294,17 @@ class HostedJob:
 
     @property
     def has_told_its_end(self) -> bool:
-        """Whether it has ended, and readers may see that: a bucket may have to get it first."""
+        """True if it has ended and listeners may receive its end, see ``MirroredLog``."""
         return self.state.is_ended and self._log.is_told
 
     @property
     def is_uploading(self) -> bool:
-        """Whether the upload of an ended job's log to a bucket is still in progress."""
+        """True if the log of the ended job is still being uploaded to a bucket."""
         return self.state.is_ended and self._log.is_uploading
 
     @property
     def is_log_behind(self) -> bool:
-        """Whether events are only in memory, because the disk rejects them."""
+        """True if events are only in memory, because the disk rejects them."""
         return self._log.is_behind
 
     @property
@@ -287,11 +313,11 @@ class HostedJob:
         return self._log.trouble
 
     def retry_log(self) -> None:
-        """Retry to write the events that the disk rejected."""
+        """Retry writing the events that the disk rejected."""
         self._log.retry()
 
     def abandon_log(self) -> None:
-        """Close the log without them, because the process exits."""
+        """Close the log without these events, because the process exits."""
         self._log.abandon()
 
     def let_go(self) -> None:
@@ -307,11 +333,10 @@ class HostedJob:
     # --- the state machine ---
 
     def handle(self, stimulus: s.Stimulus) -> None:
-        """Pass a stimulus to the state machine and carry out its commands.
-
-        The new state is in place before the commands are carried out, and each of them is carried
-        out even if an earlier one raises.
-        """
+        """Pass a stimulus to the state machine and carry out its commands."""
+        # The new state is in place before the first command, as events and messages take the
+        # generation from it. Each command is carried out even if an earlier one raises, because the
+        # state already assumes all of them.
         was_ended = self.state.is_ended
         with self.defects.watch(self, f"deciding on {type(stimulus).__name__}"):
             self.state, commands = handle(self.state, stimulus, clock.now(), wall=time.time())
@@ -379,6 +404,10 @@ class HostedJob:
             self.send(m.BreakGeneration(trainer=trainer, generation=command.generation))
 
     def _form(self, command: c.FormGeneration) -> None:
+        # ``logged_step``: rank 0 sends its step records after it. With ``restore``, steps after the
+        # checkpoint are trained again, so it must not count what the log has beyond the start:
+        #
+        #     log    ... 38 39 40    generation begins at 35    logged_step = 35, log_end = 40
         self.step_clock.ranks = command.trainers
         world_size = len(command.trainers)
         for rank, trainer in enumerate(command.trainers):
@@ -429,11 +458,13 @@ class HostedJob:
 
     def _publish(self, command: c.Publish) -> None:
         event = command.event
+        # Add what the state machine does not know: the process ids, and the totals before the end.
         if isinstance(event, events.GenerationFormed):
             by_worker = {facts.worker: facts.pid for facts in self.trainers.values()}
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
         if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
+            # Readers stop at the terminal status: costs and dropped lines must be logged before it.
             with self.defects.watch(self, "logging the totals"):
                 self.before_end(self)
                 self._follow_up(self.messages.dropped_lines(is_last=True))
@@ -468,14 +499,13 @@ class HostedJob:
             )
 
     def _follow_up(self, consequences: Iterable[Consequence]) -> None:
-        """Append events, relay entries and decide on stimuli, one by one.
-
-        The next consequence may be derived from the record with the events before it, so that
-        nothing is collected here.
-        """
+        """Append events, relay entries and pass stimuli to the state machine, one by one."""
+        # ``consequences`` is a generator that reads the record and the state. Do not make it
+        # a list: an item may depend on the events and decisions of the items before it.
         for item in consequences:
             match item:
                 case Relay():
+                    # With number 0: the number counts the sender's reports, not these messages.
                     for trainer in item.trainers:
                         self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
                 case events.Event():
@@ -486,7 +516,7 @@ class HostedJob:
                     self.handle(item)
 
     def log_restored(self, step: int) -> None:
-        """Log that the steps after ``step`` are trained again."""
+        """Log that the steps after ``step`` will be trained again."""
         self._follow_up([self.messages.restored_to(step)])
 
     # --- queries ---

@@ -2,8 +2,13 @@
 
 A disk that rejects writes (full, read-only, failing) does not end a job. Events are then kept in
 memory, in order, and written as soon as the disk accepts them. Until then, no listener receives
-them and no supervisor's message is acknowledged. So their number is bounded by the supervisors'
-outboxes: a supervisor with a full outbox stops reading, and its trainers wait.
+them, and no supervisor's report is acknowledged. The supervisors' outboxes bound the number of
+these events: a supervisor with a full outbox stops reading, and its trainers wait::
+
+    disk          ok     full ───────────────────────────────────── ok
+    job log       write  keep in memory ... retry every tick ...    write all, announce, LogLine
+    listeners     get    get nothing, and ``trouble``               get all, in order
+    supervisors   ack    no ack: outbox fills up, trainers wait     ack, trainers continue
 """
 
 from __future__ import annotations
@@ -40,21 +45,20 @@ CATCH_UP_S = 0.1
 
 
 class JobLog:
-    """Append facts to the durable log, and serve them to listeners."""
+    """Append events to the durable log, and serve them to listeners."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._log = EventLog(path)
         self._compactor = Compactor(path)
+        # Readers for old events, by the ``seq`` at which the next batch continues.
         self._readers: dict[int, LogReader] = {}
-        """Readers for old events, by the ``seq`` at which the next batch continues."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_EVENTS)
+        # Events that the disk has not accepted yet, in order; its newest error; and the start of
+        # the failure, by the monotonic clock.
         self._waiting: deque[events.Event] = deque()
-        """Events that the disk has not accepted yet, in order."""
         self._refusal: OSError | None = None
-        """Why the disk did not accept them; None if none wait."""
         self._refused_at = 0.0
-        """Start of the failure, by the monotonic clock."""
         self._most_waiting = 0
         self._is_closing = self._is_closed = False
         self.changed = asyncio.Event()
@@ -105,27 +109,27 @@ class JobLog:
     def _remedy(self) -> str:
         assert self._refusal is not None
         if self._refusal.errno in (errno.ENOSPC, errno.EDQUOT):
-            return "free space there and it continues"
-        return "it continues as soon as the disk can be written again"
+            return "free space there, and writing continues"
+        return "writing continues as soon as the disk accepts it"
 
-    def append(self, facts: list[events.Event]) -> None:
-        """Append facts to the durable log first, then make them available to listeners."""
-        if not facts:
+    def append(self, new: list[events.Event]) -> None:
+        """Append events to the durable log first, then make them available to listeners."""
+        if not new:
             return
-        # A job may still log during its shutdown; its log must not be reopened for that.
+        # A job may still log during its shutdown. Another process may have opened the log by then.
         if self._is_closed:
-            logger.warning("%s: dropped after the end: %s", self._path, facts)
+            logger.warning("%s: dropped after the end: %s", self._path, new)
             return
-        if self._waiting:
-            self._waiting.extend(facts)
+        if self._waiting:  # the order in the log is the order of the calls
+            self._waiting.extend(new)
             return
         try:
-            self._write(facts)
+            self._write(new)
         except OSError as exc:
-            self._waiting.extend(facts)
+            self._waiting.extend(new)
             self._refusal, self._refused_at = exc, time.monotonic()
             logger.error("%s", self.trouble)
-            self._announce()
+            self._announce()  # wake the listeners: their replies contain ``trouble``
 
     def check(self) -> None:
         """Raise an error unless everything appended so far is on the disk.
@@ -138,7 +142,7 @@ class JobLog:
             raise OSError(code, why, str(self._path))
 
     def retry(self) -> None:
-        """Write the events that are only in memory, as far as the disk accepts them in time."""
+        """Write events that are only in memory, for at most ``CATCH_UP_S``."""
         if not self._waiting:
             return
         self._most_waiting = max(self._most_waiting, len(self._waiting))
@@ -154,6 +158,7 @@ class JobLog:
                 # One of them is not valid JSON. Write them one by one, so that it does not block
                 # the others.
                 self._write_singly(batch)
+            # Not before the write: ``next_seq`` and ``is_behind`` count what waits.
             for _ in batch:
                 self._waiting.popleft()
             if not self._waiting:
@@ -173,8 +178,8 @@ class JobLog:
         why = (refusal.strerror or str(refusal)) if refusal is not None else ""
         text = (
             f"The log could not be written for {out_s:.0f} s: {why}. {num:,} "
-            f"{'event was' if num == 1 else 'events were'} kept in memory and written now; none is "
-            "missing"
+            f"{'event was' if num == 1 else 'events were'} kept in memory and are written now; "
+            "none is missing"
         )
         logger.warning("%s: %s", self._path, text)
         common: dict[str, Any] = {"job_id": newest.job_id, "generation": newest.generation}
@@ -183,31 +188,34 @@ class JobLog:
         if self._is_closing and not self._waiting:
             self._shut()
 
-    def _write(self, facts: list[events.Event]) -> None:
-        self._recent.extend(event.to_json_dict() for event in self._log.append(facts))
+    def _write(self, new: list[events.Event]) -> None:
+        self._recent.extend(event.to_json_dict() for event in self._log.append(new))
         self._announce()
         try:
             self._compactor.look(self._log.last_seq)
-        except RuntimeError as exc:  # no thread can be started; the log does not need segments
+        # No thread can be started. Segments only make reading fast, and the next call retries.
+        except RuntimeError as exc:
             logger.warning("%s: its segments are not written: %s", self._path, exc)
 
     def _announce(self) -> None:
-        """Wake the listeners that wait for events."""
+        # Wake the listeners; those that come later wait on a new object, for the next event.
         self.changed.set()
         self.changed = asyncio.Event()
 
     def since(self, seq: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` events after ``seq``, in order."""
+        # ``seq`` counts from 1 without gaps, so positions in the deque follow from its first event.
         if self._recent and seq >= self._recent[0]["seq"] - 1:
             skip = seq - self._recent[0]["seq"] + 1
             return list(itertools.islice(self._recent, skip, skip + limit))
-        # Not in memory: either there is nothing newer, or it has to be read from the disk.
+        # Not in memory: either there is nothing newer, or it must be read from the disk.
         if seq >= self._log.last_seq:
             return []
         return [event.to_json_dict() for event in self._read(seq, limit)]
 
     def _read(self, seq: int, limit: int) -> list[events.Event]:
-        """Return events that are no longer in memory."""
+        # A listener fetches batch after batch, so the reader of its previous batch is at the right
+        # line. Without one (a new listener), skip from the start of the log.
         reader = self._readers.pop(seq, None)
         if reader is None:
             reader = LogReader(self._path)
@@ -215,7 +223,7 @@ class JobLog:
         found = reader.read(limit)
         if found:
             self._readers[found[-1].seq] = reader
-        while len(self._readers) > MAX_READERS:
+        while len(self._readers) > MAX_READERS:  # drop the least recently used one
             del self._readers[next(iter(self._readers))]
         return found
 
@@ -234,7 +242,7 @@ class JobLog:
         self.close()
 
     def _shut(self) -> None:
-        """Close the file and free the memory: listeners now read the events from the disk."""
+        # Free the memory, too: from now on, listeners read the events from the disk.
         self._is_closed = True
         try:
             self._log.close()

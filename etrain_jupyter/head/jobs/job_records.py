@@ -8,8 +8,8 @@
     │   └── wishes       later requests of users that are not in the log yet
     └── heard/w1         number of the newest message that was processed, one file per supervisor
 
-The page cache preserves writes when a process dies. The records need not survive the end of the
-machine, because that ends the trainers as well.
+Nothing is synced: the page cache preserves writes when a process dies. The records need not survive
+a crash of the machine, because that ends the trainers as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEARD = "heard"
 
 @dataclass(frozen=True, kw_only=True)
 class PendingRequests:
-    """Requests for a job that are not yet in its log."""
+    """Requests for a job that are not in its log yet, because no rank has carried them out."""
 
     paused: bool = False
     pause_reason: str = ""
@@ -56,12 +56,13 @@ class JobRecords:
         self._folder = folder
         self._noted: dict[str, PendingRequests] = {}
         self._heard: dict[str, int] = {}
-        self._files: dict[str, int] = {}
-        self._is_refused = False
-        """True if the disk rejected the newest write."""
+        self._files: dict[str, int] = {}  # open descriptors, by worker
+        self._is_refused = False  # whether the disk rejected the newest write: warn once
 
     def add(self, order: JobSpec) -> None:
         """Record a job that is being submitted."""
+        # Here a disk error is raised, unlike in ``note``: the job has not started, so the user can
+        # free space and submit it again.
         if self._folder is None:
             return
         folder = self._folder / check_job_id(order.job_id)
@@ -96,8 +97,9 @@ class JobRecords:
             try:
                 order = _order_from(msgpack.unpackb(path.read_bytes()))
                 wishes = _wishes_from(msgpack.unpackb((path.parent / "wishes").read_bytes()))
+                # A copied folder would host one job twice, with two writers of its log.
                 if order.job_id != path.parent.name:
-                    raise ValueError(f"it says that it is of job {order.job_id!r}")
+                    raise ValueError(f"it is a record of job {order.job_id!r}")
             except (OSError, ValueError, TypeError, KeyError) as exc:
                 logger.error("the record of job %s cannot be read: %s", path.parent.name, exc)
                 continue
@@ -117,7 +119,7 @@ class JobRecords:
         return self._heard[worker]
 
     def note_heard(self, worker: str, number: int) -> None:
-        """Record that a message was processed, once its facts are in the log."""
+        """Record that a message was processed, once its events are in the log."""
         self._heard[worker] = number
         if self._folder is None:
             return
@@ -126,14 +128,14 @@ class JobRecords:
                 folder = self._folder / HEARD
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._files[worker] = os.open(folder / worker, os.O_WRONLY | os.O_CREAT, 0o600)
+            # One write of eight bytes into an open file, not a replaced file: this happens for each
+            # report, and a process cannot die halfway through it.
             os.pwrite(self._files[worker], number.to_bytes(8, "little"), 0)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        """Log disk errors instead of raising them.
-
-        Only a later scheduler would read the records, so training continues without them.
-        """
+        # Log disk errors instead of raising them: only a later scheduler would read the records, so
+        # training continues without them.
         try:
             yield
         except OSError as exc:
@@ -154,7 +156,6 @@ class JobRecords:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Replace a file atomically."""
     draft = path.with_name(f".{path.name}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
@@ -163,8 +164,9 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _order_from(values: dict[str, Any]) -> JobSpec:
     order = JobSpec(**{**values, "run_dir": Path(values["run_dir"])})
+    # Only the size: hashing gigabytes would delay the scheduler, and trainers check the digest.
     if order.bundle_path.stat().st_size != order.bundle_size:
-        raise ValueError(f"{order.bundle_path} is not what was submitted")
+        raise ValueError(f"{order.bundle_path} has changed since the job was submitted")
     return order
 
 

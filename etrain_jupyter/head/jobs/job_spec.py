@@ -13,8 +13,8 @@ from etrain_jupyter.storage.bucket_log.place import spool_of
 from etrain_jupyter.storage.checkpoints import place_of_job
 
 LAST_LINES = 400
-"""Printed lines kept per trainer, in case it crashes or hangs. Python's stack dump of one thread
-has up to a hundred lines, and there are several threads."""
+"""Printed lines kept per trainer, for the report if it crashes or hangs. Python's stack dump has up
+to a hundred lines per thread, and there are several threads."""
 
 
 @dataclass(kw_only=True)

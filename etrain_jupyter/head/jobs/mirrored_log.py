@@ -27,7 +27,7 @@ LAST_UPLOAD_S = 15.0
 """Maximum seconds for which the end of a job is held back until the bucket has it."""
 LOOK_S = 0.05
 LOCK_S = 20.0
-"""Timeout in seconds for a reader that is filling this machine's copy."""
+"""Timeout in seconds for the copy's lock: a reader may hold it while it fills the copy."""
 UPLOAD_PATIENCE_S = 5.0
 
 
@@ -36,7 +36,7 @@ class OpenedRun:
     """A job in a bucket that this process alone writes."""
 
     lock: int
-    """Open lock file, held while this machine's copy is written or uploaded."""
+    """Descriptor of the lock file, held while this machine's copy is written or uploaded."""
     uploads: Uploads
 
 
@@ -53,7 +53,7 @@ def open_run(order: JobSpec) -> OpenedRun:
     if lock is None:
         raise FencedError(
             f"the log of job {order.job_id} is still written or uploaded by another process of "
-            "this machine. Nothing was done. Look for it with %etrain ls, and try again"
+            "this machine. Nothing was done. Find it with %etrain ls, and retry when it has ended"
         )
     path = order.log_path
     try:
@@ -63,7 +63,7 @@ def open_run(order: JobSpec) -> OpenedRun:
             uploads = claim(copy, chain, job_id=order.job_id, end=order.log_end)
         else:
             uploads = Uploads(chain, path, writer=new_writer(), seq=0)
-        uploads.beat()
+        uploads.beat()  # the bucket now names this writer: a write that fails, fails here
     except BaseException:
         os.close(lock)
         raise
@@ -71,8 +71,8 @@ def open_run(order: JobSpec) -> OpenedRun:
 
 
 def _reopen_run(order: JobSpec) -> OpenedRun:
-    """Continue as the writer that already wrote to this folder."""
-    # While there was no writer, a reader may have started to check the bucket for more.
+    # Continue as the previous writer, whose name is in this folder. Its lock ended with its
+    # process, so a reader may hold the lock now, to fill the copy from the bucket.
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
     if lock is None:
         raise FencedError(f"another process of this machine writes the log of {order.job_id}")
@@ -100,8 +100,7 @@ class MirroredLog(JobLog):
         self._order = order
         self._on_fenced = on_fenced
         self._loop = asyncio.get_running_loop()
-        self._withheld = 0
-        """``seq`` of the job's end while it is held back; otherwise 0."""
+        self._withheld = 0  # ``seq`` of the job's end while it is held back; otherwise 0
         self._is_closing = False
         self._ending: asyncio.Task[None] | None = None
         self._troubled_at = 0.0
@@ -116,7 +115,7 @@ class MirroredLog(JobLog):
             run.uploads,
             lock=run.lock,
             name=order.job_id,
-            on_trouble=lambda why: self._call(self._tell_trouble, why),
+            on_trouble=lambda why: self._call(self._log_trouble, why),
             on_fenced=lambda why: self._call(self._fence, why),
         )
 
@@ -136,18 +135,20 @@ class MirroredLog(JobLog):
         """True if listeners may receive everything that was appended."""
         return not self._withheld and super().is_told
 
-    def append(self, facts: list[events.Event]) -> None:
+    def append(self, new: list[events.Event]) -> None:
         """Append facts locally. Hold back the job's end, and upload it immediately."""
         ends = [
-            place
-            for place, fact in enumerate(facts, start=self.next_seq)
-            if isinstance(fact, events.JobStatusChanged) and fact.status in events.TERMINAL_STATUSES
+            seq
+            for seq, event in enumerate(new, start=self.next_seq)
+            if isinstance(event, events.JobStatusChanged)
+            and event.status in events.TERMINAL_STATUSES
         ]
-        # Set before the base class wakes the listeners: they must not see the end yet.
+        # Otherwise a reader of the bucket could see a running job that a kernel here has already
+        # reported as ended. Set it before the base class wakes the listeners.
         if ends and not self._withheld and self.is_uploading:
             self._withheld = ends[0]
             self._ending = self._loop.create_task(self._release_end(ends[0]))
-        super().append(facts)
+        super().append(new)
         if ends:
             self._mirror.hurry()
 
@@ -158,6 +159,7 @@ class MirroredLog(JobLog):
 
     def close(self) -> None:
         """Upload the rest. The file is closed once listeners have received the job's end."""
+        # _release_end may still log a warning, and finishes when it has.
         self._is_closing = True
         if self._ending is None or self._ending.done():
             self._finish()
@@ -171,10 +173,10 @@ class MirroredLog(JobLog):
         if self._mirror.seq < seq:
             logger.warning("job %s: its end is not in %s", self._order.job_id, self._mirror.where)
             why = self._mirror.trouble or f"not uploaded within {LAST_UPLOAD_S:.0f} s"
-            self._say(
+            self._log_line(
                 "warning",
-                f"The job has ended, and {self._mirror.where} does not have its end yet ({why}). "
-                f"It is in {self._order.run_dir} and is uploaded as soon as that works",
+                f"The job has ended, but {self._mirror.where} does not have its end yet ({why}). "
+                f"It is in {self._order.run_dir}; the upload is retried",
             )
         if self._is_closing:
             self._finish()
@@ -190,22 +192,27 @@ class MirroredLog(JobLog):
     # --- callbacks of the mirror ---
 
     def _call(self, handler: Callable[[str], None], why: str) -> None:
+        # In the mirror's thread.
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(handler, why)
 
-    def _tell_trouble(self, why: str) -> None:
+    def _log_trouble(self, why: str) -> None:
         if why:
             self._troubled_at = time.monotonic()
-            self._say("warning", f"{why}. Training and the log go on here; it is tried again")
+            self._log_line(
+                "warning", f"{why}. Training and the log continue here; the upload is retried"
+            )
         else:
             out_s = time.monotonic() - self._troubled_at
-            self._say("info", f"The run store has the whole log again after {out_s:.0f} s")
+            self._log_line("info", f"The run store has the whole log again, after {out_s:.0f} s")
 
     def _fence(self, why: str) -> None:
-        self._say("error", f"Another coordinator has taken the job over, so this one ends: {why}")
+        self._log_line(
+            "error", f"Another coordinator has taken over the job, so it stops here: {why}"
+        )
         self._on_fenced()
 
-    def _say(self, level: str, text: str) -> None:
+    def _log_line(self, level: str, text: str) -> None:
         if self._is_open:
             job_id, now = self._order.job_id, time.time()
             line = events.LogLine(job_id=job_id, time=now, level=level, worker="", text=text)

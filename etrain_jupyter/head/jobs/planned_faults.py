@@ -1,4 +1,4 @@
-"""Planned faults of a job: which ones have not fired yet, and which rank commits them."""
+"""Track a job's planned faults: those that have not fired, and the trainer that injects each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FATAL = frozenset({"kill", "segfault", "exit", "error", "stop", "hold_gil", "han
 """Kinds that end the trainer, directly or because it blocks the others."""
 
 BY_COORDINATOR = frozenset({"notice", "kill_worker"})
-"""Kinds that happen to a worker, not to its trainer."""
+"""Kinds that affect a worker, not its trainer; the coordinator injects them."""
 
 
 class PlannedFaults:
@@ -18,29 +18,30 @@ class PlannedFaults:
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._left = {fault["id"]: fault for fault in faults}
+        # Trainer that has the fault, by id, for faults of any trainer that warms up.
         self._given_to: dict[int, str] = {}
-        """Trainers that commit the faults of any trainer that warms up, by the fault's id."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether all have fired."""
+        """True if all faults have fired."""
         return not self._left
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The ids of those that have not fired."""
+        """Ids of the faults that have not fired."""
         return tuple(self._left)
 
     def of_newcomer(self, trainer: str, *, among: Collection[str]) -> list[Fault]:
-        """Return those that a trainer may commit before it is a rank.
+        """Return the faults that a trainer may inject before it is a rank.
 
-        A fault of any trainer goes to one trainer at a time: of two that warm up together, both
-        would commit it.
+        A fault without a rank goes to one trainer at a time, because two that warm up together
+        would both inject it.
 
         Args:
             trainer: The trainer that is being launched.
             among: The trainers of the job that have not ended.
         """
+        # If the trainer that has the fault ended before it fired, the next one gets it.
         mine = []
         for fault in self._of_trainers():
             has_any_rank = fault["rank"] is None
@@ -53,7 +54,8 @@ class PlannedFaults:
         return mine
 
     def of_rank(self, rank: int, world_size: int) -> list[Fault]:
-        """Return those that a rank may commit. A fault of any rank goes to one of them."""
+        """Return the faults that a rank may inject. A fault without a rank goes to one of them."""
+        # By its id, so that several such faults are spread over the ranks.
         return [
             fault
             for fault in self._of_trainers()
@@ -65,7 +67,7 @@ class PlannedFaults:
         return [fault for fault in self._left.values() if fault["kind"] not in BY_COORDINATOR]
 
     def fire(self, fault_id: int) -> Fault | None:
-        """Remove one from the plan and return it; None if it has fired before."""
+        """Remove a fault from the plan and return it; None if it has already fired."""
         return self._left.pop(fault_id, None)
 
     def due(self, step: int, world_size: int) -> list[Fault]:

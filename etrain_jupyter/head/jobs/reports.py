@@ -1,7 +1,7 @@
 """Turn the reports of a job's trainers into events for its log and stimuli for its state machine.
 
-Nothing is carried out here: ``TrainerMessages.take`` yields what follows from a report, in order,
-and ``HostedJob`` appends, relays and decides.
+Nothing is carried out here: ``TrainerMessages.take`` yields the consequences of a report, in order.
+``HostedJob`` appends the events, relays the entries and passes on the stimuli.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.wire import messages as m
 
 MAX_DELAY_S = 1.0
-"""Maximum age of a report. A larger difference means that the clocks of two machines differ."""
+"""Maximum age of a report in seconds. If it seems older, the clocks of the machines differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,28 +41,28 @@ class Relay:
 
 
 Consequence = events.Event | list[events.Event] | s.Stimulus | Relay
-"""One thing to do. A list of events is appended as one block, because a report may have hundreds of
-steps."""
+"""One action for ``HostedJob``. A list of events is appended with one write, because a report may
+have hundreds of steps."""
 
 
 class TrainerMessages:
-    """Keep what a job's trainers have reported, and derive what follows from each report.
+    """Keep the facts that a job's trainers report, and derive the consequences of each report.
 
     Args:
         order: The job.
-        record: What the job's log says; ``HostedJob`` adds each event to it.
+        record: Fold of the job's log; ``HostedJob`` adds each event to it.
     """
 
     def __init__(self, order: JobSpec, record: JobRecord) -> None:
         self._order, self._record = order, record
         self.trainers: dict[str, TrainerFacts] = {}
-        """By name: all that were launched, also those that have left."""
+        """All trainers that were launched, by name, including those that have left."""
         self.step_clock = StepClock()
         self.planned = PlannedFaults(order.faults)
         self.printed = PrintedLines()
 
     def take(self, report: m.AnyReport, state: JobState) -> Iterator[Consequence]:
-        """Yield what follows from a report, in order. Nothing follows if the report is fenced.
+        """Yield the consequences of a report, in order; none if the report is fenced.
 
         Carry out each consequence before taking the next one, which may depend on the record.
 
@@ -79,7 +79,9 @@ class TrainerMessages:
 
     @staticmethod
     def complete(event: events.Event, state: JobState) -> events.Event:
-        """Return an event with its generation, if it does not bring its own."""
+        """Return an event with the current generation, unless it has its own."""
+        # At this moment, not when the consequence was made: a stimulus in between may have formed
+        # the next generation.
         if event.generation == _CURRENT:
             return replace(event, generation=state.generation)
         return event
@@ -89,10 +91,11 @@ class TrainerMessages:
     ) -> Iterator[Consequence]:
         match report:
             case m.TrainerStarted():
-                facts.pid = report.pid or facts.pid
+                facts.pid = report.pid or facts.pid  # for messages; the hello repeats it
             case m.TrainerHello():
                 yield from self._on_hello(report, facts)
             case m.StoreEntry():
+                # Only ranks of the current generation: the fence has dropped older entries.
                 others = (member.trainer for member in state.in_phase("ranked"))
                 yield Relay(entry=report, trainers=tuple(t for t in others if t != report.trainer))
             case m.GenerationJoined():
@@ -127,6 +130,7 @@ class TrainerMessages:
             case m.TextLogged():
                 yield from self._on_text(report, facts)
             case m.TrainerExited():
+                # Its last lines are here: the supervisor reads them before it reports the exit.
                 yield s.TrainerLost(
                     trainer=report.trainer,
                     cause=report.cause,
@@ -139,22 +143,28 @@ class TrainerMessages:
                 assert_never(report)
 
     def _event(self, kind: type[events.Event], **values: Any) -> events.Event:
-        """Return a fact that happened now, unless it brings its own time and generation."""
+        # Of now and of the current generation, unless ``values`` have their own.
         common = {"time": time.time(), "generation": _CURRENT}
         return kind(job_id=self._order.job_id, **{**common, **values})
 
     # --- one report each ---
 
     def _on_hello(self, report: m.TrainerHello, facts: TrainerFacts) -> Iterator[Consequence]:
+        # The first case that applies:
+        #
+        #     resumed, data.train has another length     user error, unless the resume was forced
+        #     the attempt has no plan yet                log this trainer's plan; it is warm
+        #     its data have another length than planned  user error
+        #     otherwise                                  it is warm
         facts.pid, facts.device, facts.gpu = report.pid, report.device, report.gpu
         before, now = self._record.num_samples_before, report.plan["num_train_samples"]
         plan = self._record.plan if self._record.is_planned else None
         if before not in (0, now) and not self._order.is_forced:
             yield _user_error(
                 report.trainer,
-                f"data.train has {now} samples, and had {before} when the job was trained before: "
-                "the rest of its epoch would be another one. Nothing was trained, and every "
-                "checkpoint is there. Give it the same data, or resume with --force.",
+                f"data.train has {now} samples, but had {before} when the job was last trained, so "
+                "the rest of its epoch would have other samples. Nothing was trained, and all "
+                "checkpoints are kept. Use the same data, or resume with --force.",
             )
             return
         if plan is None:
@@ -162,9 +172,9 @@ class TrainerMessages:
         elif _lengths(report.plan) != (plan.num_train_samples, plan.num_eval_samples):
             yield _user_error(
                 report.trainer,
-                f"data of different length on the workers: {_lengths(report.plan)} samples on "
+                f"the workers have data of different lengths: {_lengths(report.plan)} samples on "
                 f"{facts.worker}, {plan.num_train_samples, plan.num_eval_samples} on the first. "
-                "data.train and data.eval must give the same samples everywhere.",
+                "data.train and data.eval must give the same samples on all workers.",
             )
             return
         yield self._event(
@@ -179,7 +189,7 @@ class TrainerMessages:
 
     def _on_joined(self, report: m.GenerationJoined, state: JobState) -> Iterator[Consequence]:
         if state.current.is_restoring and self._record.restored_in != report.generation:
-            # ::
+            # Only the first report of the generation; ``restored_in`` is set by the event below.
             #
             #     log            ... 38 39 40                     40 was the newest step
             #     checkpoint     ... 35                           rank 0 restored this one
@@ -222,6 +232,8 @@ class TrainerMessages:
         )
 
     def _on_steps(self, report: m.StepsTrained) -> Iterator[Consequence]:
+        # When the generator continues after the first ``yield``, the steps are in the log and the
+        # record: the stimulus has the step that is committed.
         job_id, steps = self._order.job_id, self.step_clock
         records = steps.take(report.records, after=self._record.logged_step)
         if records:
@@ -234,41 +246,41 @@ class TrainerMessages:
 
     def _on_eval(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
         if record["step"] == self._record.evaluated_step:
-            return  # a new rank 0 repeats what the previous one may not have sent
+            return  # a new rank 0 repeats the evaluation that the previous one may not have sent
         yield self._event(events.EvalCompleted, **record)
         if not math.isfinite(record["loss"]):
-            what = f"the loss of the evaluation is {record['loss']}; training goes on"
+            what = f"the loss of the evaluation is {record['loss']}; training continues"
             text = f"step {record['step']}: {what}"
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
     def _on_best(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
-        # Rank 0 of each generation reports the best: the one that found it may be lost.
+        # Rank 0 of each generation repeats it, because the one that found it may have died before
+        # its report arrived.
         known = self._record.best_told
         if known is None or any(getattr(known, name) != record[name] for name in record):
             yield self._event(events.BestReached, **record)
 
     def _on_checkpoint(self, report: m.CheckpointWritten, state: JobState) -> Iterator[Consequence]:
-        """Accept a checkpoint of the job's history, also from a trainer that was released.
-
-        ::
-
-            writer                      step of the checkpoint
-            a member                    part of the history: counts
-            released or declared dead   up to the job's step: counts, since the job had that step
-            declared dead               later: the writer went on alone, and the job never had it
-        """
+        # A checkpoint of another history than the job's is rejected. Besides that:
+        #
+        #     by a member                                   accepted
+        #     by a former member, up to the job's step      accepted: it may have been released
+        #                                                   while it was writing
+        #     by a former member, after the job's step      rejected: evicted, it has trained on
+        #                                                   alone, behind a network partition
         step = report.record["step"]
         is_ahead = report.trainer not in state.members and step > state.step
         starts = self._record.starts
         if is_ahead or not is_of_job(generation=report.generation, step=step, starts=starts):
             return
         yield self._event(events.CheckpointCommitted, **report.record)
+        # A member may report a checkpoint before rank 0's report of that step has arrived.
         if step <= state.step:
             duration_s = report.record["duration_s"]
             yield s.CheckpointSaved(step=step, trainer=report.trainer, duration_s=duration_s)
 
     def _on_text(self, report: m.TextLogged, facts: TrainerFacts) -> Iterator[Consequence]:
-        facts.last_lines.append(report.text)
+        facts.last_lines.append(report.text)  # all, because a crash report needs them
         if report.is_printed and not self.printed.take(clock.now()):
             return
         yield from self.dropped_lines()
@@ -285,7 +297,7 @@ class TrainerMessages:
         yield self._event(events.FaultInjected, worker=facts.worker, **values)
 
     def _cells(self) -> dict[str, CellSource]:
-        """Return the notebook's cells; none if its objects cannot be read any more."""
+        # For the labels in a crash report, which is worth having without them, too.
         try:
             return read_cells(self._order.bundle_path)
         except (OSError, BundleError):
@@ -294,10 +306,8 @@ class TrainerMessages:
     # --- events for the job itself ---
 
     def restored_to(self, step: int) -> events.Event:
-        """Return the event that the steps after ``step`` are trained again.
-
-        A checkpoint may be ahead of the log; then the ranks have the missing step records.
-        """
+        """Return the event that the steps after ``step`` will be trained again."""
+        # A checkpoint may also be ahead of the log, and has the missing step records.
         num_undone = max(0, self._record.logged_step - step)
         return self._event(events.JobRestored, step=step, num_undone=num_undone)
 
@@ -312,8 +322,8 @@ class TrainerMessages:
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
 
+# Stands for the generation of the job's state, until ``complete`` fills it in.
 _CURRENT = -1
-"""Stands for the generation of the job's state, until the event is complete."""
 
 
 def _lengths(plan: Mapping[str, Any]) -> tuple[int, int]:
@@ -327,6 +337,6 @@ def _user_error(trainer: str, text: str) -> s.UserErrorSeen:
 
 
 def _local_instant(reported_at: float) -> float:
-    """Convert to the coordinator's clock; return now if the other machine's clock differs."""
+    # By the coordinator's clock; now, if the other machine's clock seems to differ.
     age_s = time.time() - reported_at
     return clock.now() - (age_s if 0 <= age_s < MAX_DELAY_S else 0.0)

@@ -28,12 +28,13 @@ from etrain_jupyter.wire.messages import TrainerSummary
 
 
 def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence]:
-    """Fold a job's log, for the coordinator that resumes the job or takes it over.
-
-    A crash of the whole machine may lose the last second of the log, but no checkpoint. So the
-    record counts generations from the newest one that has written either: the next generation's
-    number fences all of them.
-    """
+    """Fold a job's log, for the coordinator that resumes the job or takes it over."""
+    # A crash of the machine may lose the last second of the log, but no durable checkpoint:
+    #
+    #     log           generation 3 ... (the events of generation 4 are lost)
+    #     checkpoint    of generation 4, step 120
+    #
+    # The next generation is number 5, so that late messages and checkpoints of 4 are fenced.
     events = read_events(log)
     record, evidence = JobRecord().apply_all(events), Evidence()
     for event in events:
@@ -43,7 +44,7 @@ def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence]:
 
 
 def _newest_writer(order: JobSpec) -> int:
-    """Return the newest generation that has written a checkpoint; 0 without any."""
+    # A damaged manifest, or one of another job in the same folder, does not count.
     store = open_store(order.checkpoints)
     newest = 0
     for step in store.list_steps():
@@ -66,7 +67,7 @@ def resumed_state(record: JobRecord, fresh: JobState) -> JobState:
 
 
 def recovered_state(record: JobRecord, fresh: JobState, wishes: PendingRequests) -> JobState:
-    """Return the state of a job whose trainers may live, from that of a new job."""
+    """Return the state of a job whose trainers may be alive, from that of a new job."""
     low, high = record.workers
     last_step_at = clock.from_wall(record.last_step.time) if record.last_step else 0.0
     return replace(
@@ -89,10 +90,11 @@ def find_trainers(
     """Yield the surviving trainers of a job, with their facts.
 
     Args:
-        record: The record of the job, which has its trainers.
-        state: The job.
+        record: Record of the job.
+        state: Recovered state of the job.
         summaries: The supervisors' summaries of their trainers, by name.
     """
+    # The log knows which trainers belong to the job, the supervisors know which of them are alive.
     for worker, name in record.trainers.items():
         known = summaries.get(name)
         if known is None:
@@ -102,8 +104,8 @@ def find_trainers(
             trainer=name,
             worker=worker,
             generation=known.generation,
-            # A rank that has left the newest generation counts as inside, and its report is handled
-            # again: it may be the reason why the job ends.
+            # A rank that has left the newest generation counts as inside: ``HostedJob.adopt``
+            # handles its report again, which may be the reason why the job ends.
             is_inside=bool(known.generation)
             and (known.left is None or known.generation == state.generation),
             is_warm=hello is not None,

@@ -46,10 +46,10 @@ def attempts_of(log: Sequence[Event]) -> list[Attempt]:
 
 
 def _attempt_of(part: Sequence[Event]) -> Attempt:
-    asked = next((e for e in part if isinstance(e, JobSubmitted | JobResumed)), None)
+    begin_event = next((e for e in part if isinstance(e, JobSubmitted | JobResumed)), None)
     return Attempt(
-        after=asked.generation if isinstance(asked, JobResumed) else 0,
-        seed=int(asked.config.get("seed") or 0) if asked else 0,
+        after=begin_event.generation if isinstance(begin_event, JobResumed) else 0,
+        seed=int(begin_event.config.get("seed") or 0) if begin_event else 0,
         planned=next((e for e in part if isinstance(e, JobPlanned)), None),
         evals=tuple(e for e in part if isinstance(e, EvalCompleted)),
     )
@@ -71,7 +71,7 @@ def check_attempts(
     """
     rows: list[EpochCoverage] = []
     problems: list[str] = []
-    for work, own in _works(attempts, steps):
+    for work, own in _group_attempts(attempts, steps):
         first = work.base_step or start
         found = check_samples(own, first, work)
         rows += found[0]
@@ -79,10 +79,14 @@ def check_attempts(
     return tuple(rows), problems
 
 
-def _works(
+def _group_attempts(
     attempts: Sequence[Attempt], steps: Sequence[StepCompleted]
 ) -> list[tuple[Work, list[StepCompleted]]]:
     """Return the required work with its steps; consecutive attempts with equal rules are merged."""
+    # Generations count on over all attempts, so they assign each step to its attempt:
+    #   log          Submitted   1  2  3   Resumed(generation=3)   4  5   Resumed(generation=5)   6
+    #   attempt      ---- 0 < g <= 3 ---   ---- 3 < g <= 5 ------------   ------- 5 < g ----------
+    # An attempt without a plan ended before its first step, so there is nothing to assign to it.
     planned = [attempt for attempt in attempts if attempt.planned is not None]
     groups: list[tuple[Work, list[StepCompleted]]] = []
     for number, attempt in enumerate(planned):
@@ -118,7 +122,8 @@ def _works(
 
 def _is_same(one: Work, other: Work) -> bool:
     """Return True if both require the same samples in every step."""
-    # With a batch per worker, the last step depends on the number of samples, not of steps.
+    # With a batch per worker, the job ends at a number of samples, so its length decides how many
+    # samples the last step has. Otherwise a longer job only adds steps.
     ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples
     rules = [
         (work.seed, work.num_samples, work.global_batch_size, work.per_worker_batch_size)

@@ -48,6 +48,14 @@ def follow_history(log: Sequence[Event]) -> WeightHistory:
 class _Follower:
     """Process a log in one pass."""
 
+    # Example, with two ways in which it may continue:
+    #   log                                   newest step held
+    #   GenerationFormed 1, step 0, [a, b]
+    #   GenerationReady 1                     a 0, b 0
+    #   StepCompleted 1, 2, 3 by 1            a 3, b 3
+    #   GenerationFormed 2, step 2, [c, d]    no problem: neither c nor d held a newer state
+    #   GenerationFormed 2, step 2, [a, c]    problem: a held step 3
+
     def __init__(self, log: Sequence[Event]) -> None:
         self.history = WeightHistory()
         self._current: GenerationFormed | None = None
@@ -58,7 +66,8 @@ class _Follower:
         self._receiving: set[Trainer] = set()
         self._is_cut_due = False
         """True if the first step of the current generation discards all newer steps."""
-        # Rank 0's report of the restored step takes precedence over the coordinator's.
+        # Where the generation restored a checkpoint, rank 0 reports the step. It takes precedence
+        # over the step that the coordinator expected when it formed the generation.
         self._restored = {e.generation for e in log if isinstance(e, JobRestored)}
         for event in log:
             if isinstance(event, StepCompleted):
@@ -97,7 +106,8 @@ class _Follower:
                 f"step {event.step} was committed by {event.world_size} ranks, "
                 f"generation {event.generation} had {formed.world_size}"
             )
-        # A new rank 0 resends records that the old one did not send, but none of later steps.
+        # A new rank 0 resends the records that the previous one could not send. They are of steps
+        # up to the one from which the generation continues, never of later ones.
         if event.generation < current.generation and event.step > self._base:
             self._report(
                 f"step {event.step} was committed by generation {event.generation} although "
@@ -109,10 +119,12 @@ class _Follower:
         """Note that the members of a generation hold a step."""
         formed = self.history.formed.get(generation)
         if formed is None:
-            # Ready, or past a step: each member has received the state.
             return
+        # The generation is ready or has committed a step, so each member has received the state.
         if formed is self._current:
             self._receiving -= set(_trainers_of(formed))
+        # A late record of an earlier generation proves nothing about a trainer whose state the
+        # current generation overwrites.
         for trainer in _trainers_of(formed):
             if trainer not in self._receiving:
                 self._held[trainer] = max(self._held[trainer], step)
@@ -139,13 +151,16 @@ class _Follower:
                 f"generation {event.generation} went back from step {newest} to {event.step} "
                 f"although {', '.join(better)} had survived"
             )
+        # These ranks drop what they held as soon as they begin to receive, so until the generation
+        # is ready, they hold nothing that could be continued from.
         for rank in event.behind:
             if rank < len(members):
                 self._receiving.add(members[rank])
                 self._held[members[rank]] = -1
         self._current, self._base = event, event.step
         self.history.formed[event.generation] = event
-        # If this generation ends before its first step is logged, the next may start later.
+        # Newer steps are discarded at the first step of this generation, not now: it may end before
+        # that, and the next one may continue from a later step after all.
         self._is_cut_due = event.generation not in self._restored
 
     def _go_back(self, step: int) -> None:

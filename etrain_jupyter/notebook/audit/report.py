@@ -89,6 +89,7 @@ class AuditReport:
             return f"audit FAILED: {_count(len(self.problems), 'problem')}"
         if not self.epochs:
             return "audit ok: nothing has been trained yet"
+        # Only the last epoch may be incomplete, or the one in which a resume changed the rules.
         num_complete = sum(epoch.is_complete for epoch in self.epochs)
         parts = [f"{_count(num_complete, 'epoch')} complete"] if num_complete else []
         is_over = self.status != "finished" or "EarlyStopped" in self.num_kinds
@@ -126,7 +127,6 @@ class AuditReport:
         )
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Return the lines below the table, as pairs of a name and a text."""
         wasted = f"{self.steps_undone} undone"
         if self.steps_rolled_back:
             wasted += f", {self.steps_rolled_back} trained again from a checkpoint"
@@ -171,6 +171,7 @@ class AuditReport:
         """Return the rows to display: all, or the incorrect ones and the newest correct ones."""
         if len(self.epochs) <= _MOST_ROWS:
             return list(self.epochs)
+        # Incorrect rows take precedence over correct ones.
         wrong = [row for row in self.epochs if not row.is_exact][:_MOST_ROWS]
         num_fine = _MOST_ROWS - len(wrong)
         newest = [row for row in self.epochs if row.is_exact][-num_fine:] if num_fine else []
@@ -182,7 +183,7 @@ class AuditReport:
 
 
 def _cells(row: EpochCoverage) -> tuple[str, ...]:
-    name = f"{row.epoch}" if row.is_complete else f"{row.epoch}*"
+    name = f"{row.epoch}" if row.is_complete else f"{row.epoch}*"  # * marks an incomplete epoch
     counts = (row.samples, row.seen_once, row.repeated, row.missing)
     return (name, *map(str, counts))
 

@@ -81,8 +81,9 @@ def _check_log(log: Sequence[Event]) -> Iterator[str]:
     """Report gaps in the log, and events of another job."""
     expected = 1
     for event in log:
+        # Sequence numbers start at 1; an event with 0 has none yet.
         if event.seq and event.seq != expected:
-            yield f"the log has event {event.seq} where {expected} was due"
+            yield f"the log has event {event.seq} where {expected} was expected"
         expected = event.seq + 1 if event.seq else expected + 1
     job_ids = sorted({event.job_id for event in log})
     if len(job_ids) > 1:
@@ -93,8 +94,8 @@ def _check_plan(attempts: Sequence[Attempt], steps: Sequence[StepCompleted]) -> 
     if all(attempt.planned is None for attempt in attempts):
         if steps:
             yield (
-                f"{len(steps)} steps were committed, but the log has no plan of what they had to "
-                "train"
+                f"{len(steps)} steps were committed, but the log has no plan of the samples "
+                "to train"
             )
         return
     for attempt in attempts:
@@ -102,7 +103,7 @@ def _check_plan(attempts: Sequence[Attempt], steps: Sequence[StepCompleted]) -> 
         for done in attempt.evals:
             if length is not None and done.samples != length:
                 yield (
-                    f"the evaluation at step {done.step} went through {done.samples} samples, "
+                    f"the evaluation at step {done.step} used {done.samples} samples, "
                     f"the set has {length}"
                 )
 
@@ -118,7 +119,7 @@ def _check_steps(start: int, steps: Sequence[StepCompleted]) -> Iterator[str]:
         if step.generation < generation:
             yield (
                 f"step {step.step} was committed by generation {step.generation} "
-                f"after generation {generation} had gone on"
+                f"after generation {generation} had continued"
             )
         newest, generation = max(newest, step.step), max(generation, step.generation)
 
@@ -140,7 +141,8 @@ def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]
         if isinstance(event, StepUndone):
             undone[event.generation].add(event.step)
         elif isinstance(event, WorkerLost | FaultInjected):
-            # If the generation is unknown, count the worker as a rank.
+            # Without its generation, the log does not show whether the worker was a rank; count it,
+            # so that an incomplete log causes no false alarm.
             formed = history.formed.get(event.generation)
             if formed is None or event.worker in formed.ranks:
                 losses[event.generation].add(event.worker)
@@ -165,7 +167,7 @@ def _follows_broken_connections(event: GenerationFormed) -> bool:
 
 
 def _is_abrupt_end(event: Event) -> bool:
-    """Return True if this event may drop the current step although no worker is lost."""
+    # The current step may be dropped although no worker is lost: the job ends during it.
     if isinstance(event, JobStatusChanged):
         return event.status in TERMINAL_STATUSES
     return isinstance(event, UserErrorRaised)
@@ -187,6 +189,7 @@ def _check_end(
     *,
     num_attempts: int,
 ) -> Iterator[str]:
+    # Only a finished job promises to have trained everything; a stopped or failed one may resume.
     planned = record.plan
     if planned is None or record.status != "finished":
         return
@@ -198,7 +201,8 @@ def _check_end(
         if decided[-1] != reached:
             yield f"the job finished at step {reached}, to be stopped early at {decided[-1]}"
         return
-    # A resume with another batch size changes the number of steps, but not of samples.
+    # A resume with another batch size changes the number of steps, but not of samples. The same
+    # holds for a batch per worker, whose global size changes with the number of workers.
     if planned.per_worker_batch_size or (num_attempts > 1 and planned.total_samples):
         last = max(steps, key=lambda step: step.step, default=None)
         trained = 0

@@ -46,7 +46,9 @@ class Work:
         """Return the number of samples in the first ``step`` steps, for a constant batch size."""
         if not self.base_step:
             return position_after(step, self.num_samples, self.global_batch_size)
-        # The epoch that was in progress at the resume ends first; its last batch may be smaller.
+        # The rest of the epoch that was in progress at the resume, and then whole epochs. Each of
+        # them ends with a batch that may be smaller:
+        #   base_position   num_in_rest steps   end of the epoch   steps_per_epoch steps   ...
         rest = -self.base_position % self.num_samples
         num_in_rest = steps_per_epoch(rest, self.global_batch_size)
         count = step - self.base_step
@@ -120,13 +122,14 @@ class _EpochCheck:
         if (step.epoch, step.first) != (due.epoch, due.first):
             yield (
                 f"step {step.step} began at sample {step.first} of epoch {step.epoch}, "
-                f"due was {due.first} of epoch {due.epoch}"
+                f"expected {due.first} of epoch {due.epoch}"
             )
         position = StepRange(step.epoch, step.first, step.samples).position(self._work.num_samples)
         num_due = self._work.due_at(position, step.world_size).samples
         if step.samples != num_due:
-            yield f"step {step.step} trained {step.samples} samples, due were {num_due}"
-        # Equal checksums prove that each sample of the range was trained once.
+            yield f"step {step.step} trained {step.samples} samples, expected {num_due}"
+        # The checksum is a sum of hashes of the sample indices. If it equals that of the range, the
+        # ranks trained each of its samples once, except with a chance of about 2**-32.
         if self._sum_of(step.first, step.first + step.samples) == step.sample_checksum:
             self._counts[step.first : step.first + step.samples] += 1
         else:
@@ -160,7 +163,11 @@ class _EpochCheck:
         expected = self._sum_of(first, end)
         if expected is None:
             return f"step {step.step} trained samples outside of the epoch"
-        # The cases, in this order: one sample is missing, one is extra, one replaces another.
+        # The difference to the expected sum identifies a single wrong sample:
+        #   expected - found = term of one sample in the range    that sample is missing
+        #   found - expected = term of any sample                 that sample is extra
+        #   found - expected = term of one - term of another      one replaces the other
+        # The report then counts exactly these samples, instead of the whole step.
         lost = self._lookup(expected - step.sample_checksum, first, end)
         if lost is not None:
             self._counts[first:end] += 1
@@ -180,7 +187,7 @@ class _EpochCheck:
         matches = np.flatnonzero(np.isin(wanted, self._terms))
         if len(matches) != 1:
             return (
-                f"step {step.step} trained other samples than were due "
+                f"step {step.step} trained other samples than expected "
                 f"(checksum {step.sample_checksum} instead of {expected}); none of them counts"
             )
         lost = first + int(matches[0])

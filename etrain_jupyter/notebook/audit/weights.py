@@ -62,6 +62,7 @@ def _digests_by_step(
     log: Sequence[Event], history: WeightHistory
 ) -> dict[int, list[WeightsHashed]]:
     """Return the digests of the steps that count; an undone attempt at a step has other digests."""
+    # The steps that count, so a step that was trained twice has the generation of the second time.
     committed_by = {step.step: step.generation for step in history.steps}
     groups: dict[int, list[WeightsHashed]] = defaultdict(list)
     for event in log:
@@ -82,7 +83,7 @@ def _check_digests(groups: dict[int, list[WeightsHashed]], history: WeightHistor
                     f"{event.generation}, which it was not in"
                 )
         if len(by_digest) > 1:
-            # The majority is assumed to be right, so the minority is named last.
+            # The larger group comes first, because the minority is more likely to be wrong.
             sides = sorted(by_digest.items(), key=lambda side: -len(side[1]))
             found = "; ".join(f"{digest[:12]} on {', '.join(who)}" for digest, who in sides)
             yield f"at step {step} the ranks had different weights: {found}"

@@ -48,15 +48,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise an error with a hint instead of exiting."""
+        # argparse has no structured errors, so find the flag in the text of the message.
         flags = [word.rstrip(":") for word in message.split() if word.startswith("-")]
         hint = self._hint_for(flags[0]) if flags else ""
         raise ConfigError(f"{self.prog}: {message}", hint=hint or self.format_usage().strip())
 
     def _hint_for(self, flag: str) -> str:
         """Return the usage of a known flag, or the nearest flag; empty if there is none."""
+        # argparse writes an argument with two flags as "-n/--number".
         action = self._option_string_actions.get(flag.partition("/")[0])
         if action is not None:
             return f"{flag} {action.metavar or ''}".rstrip() + f": {action.help}"
+        # Suggest long flags only: every short flag is similar to every other one.
         known = [name for name in self._option_string_actions if name.startswith("--")]
         near = difflib.get_close_matches(flag.partition("=")[0], known, n=1)
         return f"did you mean {near[0]}?" if near else ""
@@ -87,6 +90,7 @@ class StoreCount(argparse.Action):
         self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
     ) -> None:
         """Store the number."""
+        # int() would also accept "1_000", " 5 " and digits of other scripts.
         number = int(values) if re.fullmatch(r"[+-]?\d+", values) else 0
         if number < 1:
             raise ConfigError(
@@ -102,6 +106,7 @@ def question_as_help(words: Sequence[str]) -> list[str]:
     >>> question_as_help(["show?"])
     ['show', '--help']
     """
+    # The question mark may follow a word or a space: `%etrain show?`, `%etrain show digits ?`.
     if len(words) == 1 and words[0].endswith("?"):
         words = [words[0].rstrip("?"), "?"]
     if not words or words[-1].strip("?"):
@@ -114,6 +119,7 @@ class HelpAction(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Stop parsing."""
+        # argparse prints the help and exits; in a kernel the caller prints it.
         raise HelpRequested(parser.format_help())
 
 
@@ -159,7 +165,7 @@ def distributed_parser() -> Parser:
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """How a parameter is written on the line, in addition to its name and type."""
+    """Spelling of a parameter on the line, in addition to its name and type."""
 
     flags: tuple[str, ...] = ()
     """Other spellings: a short flag such as ``-o``, or an alias such as ``--workers``."""
@@ -187,14 +193,17 @@ COMMON_TEXTS = {
 
 
 def add_parameters(parser: Parser, function: Callable[..., Any]) -> None:
-    """Add an argument for each parameter of a function.
+    """Add an argument for each parameter of a function, except the first one.
 
-    Its help text is that in the function's docstring, or in ``COMMON_TEXTS``.
-
-    The first parameter is skipped. A positional parameter becomes a positional argument, which is
-    optional if it has a default. A keyword-only parameter becomes a flag. A ``Spelling`` in its
-    annotation adds flags, a metavar, or an action that reads the value.
+    The help texts are those of the function's docstring, or of ``COMMON_TEXTS``.
     """
+    # parameter                             argument
+    # ------------------------------------  -------------------------------------------
+    # job: str                              positional
+    # job: str | None = None                positional, optional
+    # *, verify: bool = False               --verify, a switch
+    # *, notice: Seconds = 120.0            --notice TIME, read by the action of Seconds
+    # *, out: Variable = None               -o VAR, --out VAR
     hints = get_type_hints(function, include_extras=True)
     texts = COMMON_TEXTS | read_docstring(function).arguments
     _, *parameters = inspect.signature(function).parameters.values()
@@ -203,6 +212,7 @@ def add_parameters(parser: Parser, function: Callable[..., Any]) -> None:
         is_flag = parameter.kind is inspect.Parameter.KEYWORD_ONLY
         has_default = parameter.default is not inspect.Parameter.empty
         options: dict[str, Any] = {"help": texts[parameter.name]}
+        # A switch has neither a type nor a metavar: argparse rejects both for store_true.
         if kind is bool:
             options["action"] = "store_true"
         else:
@@ -220,9 +230,9 @@ def add_parameters(parser: Parser, function: Callable[..., Any]) -> None:
 
 
 def _unpack(annotation: Any) -> tuple[type, Spelling]:
-    """Return the type and the spelling of ``Annotated[int | None, Spelling(...)]``."""
+    # `Annotated[int | None, Spelling(...)]` has the type int; `Variable | None` nests an Annotated
+    # in a Union.
     spelling = Spelling()
-    # `Variable | None` nests an Annotated in a Union.
     while get_origin(annotation) is not None:
         if get_origin(annotation) is Annotated:
             annotation, *extra = get_args(annotation)
@@ -249,6 +259,7 @@ def read_docstring(function: Callable[..., Any]) -> Docstring:
     summary, _, rest = inspect.getdoc(function).partition("\n")  # type: ignore[union-attr]
     sections: dict[str, list[str]] = {}
     section: list[str] = []
+    # A section starts with a name in the first column, such as "Args:"; its lines are indented.
     for line in rest.splitlines():
         if line and not line.startswith(" "):
             section = sections.setdefault(line.rstrip(":"), [])
@@ -262,7 +273,6 @@ def read_docstring(function: Callable[..., Any]) -> Docstring:
 
 
 def _read_arguments(lines: Sequence[str]) -> dict[str, str]:
-    """Return the texts of a section ``Args``, whose continuation lines are indented further."""
     texts: dict[str, str] = {}
     name = ""
     for line in lines:
@@ -270,6 +280,7 @@ def _read_arguments(lines: Sequence[str]) -> dict[str, str]:
         if start:
             name = start[1]
             texts[name] = start[2]
+        # A continuation line, which is indented further than a name.
         elif line.strip():
             texts[name] += " " + line.strip()
     # As argparse writes its own texts: no capital, no full stop.
@@ -277,6 +288,7 @@ def _read_arguments(lines: Sequence[str]) -> dict[str, str]:
 
 
 def _uncapitalized(text: str) -> str:
+    # Keep an abbreviation at the start, such as "IAM".
     return text if text[:2].isupper() else text[:1].lower() + text[1:]
 
 
@@ -304,6 +316,7 @@ def seconds_of(flag: str, text: str, *, least: float = 0.0) -> float:
         value = float(text)
     except ValueError:
         value = _parse_interval(text)
+    # NaN if the text is not a duration; float() also accepts "inf" and "nan".
     if not math.isfinite(value):
         raise ConfigError(f"{flag} {text}: this is not a duration", hint=hint)
     if value < 0:
@@ -314,9 +327,9 @@ def seconds_of(flag: str, text: str, *, least: float = 0.0) -> float:
 
 
 def _parse_interval(text: str) -> float:
-    """Return the seconds of ``5 min``; NaN if the text is not an interval of time."""
     try:
         interval = Interval.parse(text)
     except ValueError:
         return math.nan
+    # An interval of a cell may also count steps or epochs, which are not durations.
     return interval.value if interval.unit == "s" else math.nan

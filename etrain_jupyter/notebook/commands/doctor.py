@@ -54,7 +54,7 @@ class Finding:
     """``ok``, ``note`` (works with limitations) or ``wrong``."""
     what: str
     remedy: str = ""
-    """What to do; empty if no action is needed."""
+    """Suggested fix; empty if no action is needed."""
     topic: str = ""
     """The section of docs/how-to/troubleshoot.md with more details."""
 
@@ -84,6 +84,7 @@ def examine(store: RunStore, *, with_ec2: bool = False, region: str | None = Non
         "clusters": _check_clusters,
     }
     findings = []
+    # In the order in which problems cause others: a missing package explains a failing pool.
     for topic, check in checks.items():
         try:
             found = check()
@@ -108,6 +109,7 @@ def _check_packages() -> list[Finding]:
         state, remedy = ("ok", "") if version else ("wrong", f"pip install {name}")
         findings.append(Finding(state=state, what=f"{name} {version or 'missing'}", remedy=remedy))
     kernel = version_of("ipykernel")
+    # Subshells are new in ipykernel 7: they handle a message of the dashboard while a cell runs.
     if kernel and int(kernel.split(".")[0]) < 7:
         findings.append(
             Finding(
@@ -120,8 +122,11 @@ def _check_packages() -> list[Finding]:
 
 
 def _check_gpus() -> list[Finding]:
+    # Training would work, but on the CPU: pip may have installed the wrong build of torch.
     if shutil.which("nvidia-smi") and not torch_has_cuda():
-        what = f"there is an NVIDIA driver, but torch {version_of('torch')} is built without CUDA"
+        what = (
+            f"an NVIDIA driver is installed, but torch {version_of('torch')} is built without CUDA"
+        )
         return [Finding(state="note", what=what, remedy="install a CUDA build, see pytorch.org")]
     gpus = finish_gpu_query(start_gpu_query(), timeout_s=5.0)
     if not gpus:
@@ -139,8 +144,10 @@ def _check_screen() -> list[Finding]:
         findings.append(Finding(state=state, what=f"{name} {version or 'missing'}", remedy=remedy))
     if not WIDGET_SCRIPT.is_file():
         remedy = "pip install a wheel, or build the front end: make lab"
-        what = "the widget is not built: notebooks show tables"
+        what = "the widget is not built: notebooks show the job as HTML"
         findings.append(Finding(state="wrong", what=what, remedy=remedy))
+    # The extension must be where JupyterLab runs, which may be another environment than the
+    # kernel's.
     found = find_extension()
     if found is None:
         remedy = "pip install --force-reinstall etrain-jupyter where JupyterLab runs"
@@ -152,6 +159,8 @@ def _check_screen() -> list[Finding]:
 
 
 def _check_tls() -> list[Finding]:
+    # Make and load certificates as a cluster does. A failure is an exception, which examine()
+    # reports.
     with tempfile.TemporaryDirectory() as folder:
         certificates = Path(folder) / "tls"
         write_certificates(certificates, mint_certificates("doctor"))
@@ -160,6 +169,7 @@ def _check_tls() -> list[Finding]:
 
 
 def _check_folder(what: str, folder: Path, variable: str) -> Finding:
+    # A folder that does not exist yet is created when it is needed, so check where that would be.
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return Finding(state="ok", what=f"{what} {folder}")
@@ -171,7 +181,9 @@ def _check_run_store(store: RunStore) -> Finding:
     try:
         store.check_writable()
     except EtrainError as exc:
-        return Finding(state="wrong", what=str(exc), remedy=f"set {ROOT_VARIABLE} to another place")
+        return Finding(
+            state="wrong", what=str(exc), remedy=f"set {ROOT_VARIABLE} to another location"
+        )
     # A bucket has its local copies in a folder, which must be writable too.
     copies = _check_folder(f"run store {store}, its copies in", store.root, "ETRAIN_STATE")
     is_folder = str(store) == str(store.root)
@@ -185,7 +197,7 @@ def _check_pools() -> list[Finding]:
         return [_fault_of(exc)]
     if not entries:
         names = " or ".join(map(str, files()))
-        return [Finding(state="ok", what=f"pool local; others have names in {names}")]
+        return [Finding(state="ok", what=f"pool local; define others in {names}")]
     findings = []
     specs: dict[str | None, AwsSpotSpec] = {}
     for entry in entries:
@@ -199,12 +211,15 @@ def _check_pools() -> list[Finding]:
         findings.append(Finding(state="ok", what=what))
         if entry.kind == AWS:
             spec = _spec_of(entry)
+            # Credentials belong to a profile, so check each profile once, however many pools use
+            # it.
             specs.setdefault(spec.profile, spec)
     return findings + (_check_aws(list(specs.values())) if specs else [])
 
 
 def _fault_of(exc: EtrainError) -> Finding:
     what = exc.render()[0].removeprefix("etrain: ")
+    # Only a ConfigError has a hint.
     hint = getattr(exc, "hint", "") or "correct it, or remove the pool"
     return Finding(state="wrong", what=what, remedy=hint)
 
@@ -227,62 +242,65 @@ def _check_aws(specs: list[AwsSpotSpec]) -> list[Finding]:
     for spec in specs:
         whose = f" of profile {spec.profile}" if spec.profile else ""
         try:
-            place, trouble = find_credentials(spec), "there are none on this machine"
+            place, trouble = find_credentials(spec), "none were found on this machine"
         except EtrainError as exc:
             place, trouble = "", str(exc)
         if place:
             what = f"boto3 {version}, credentials{whose} from {place}"
             findings.append(Finding(state="ok", what=what))
         else:
-            remedy = "aws sso login, aws configure, or give this machine a role"
+            remedy = "aws sso login, aws configure, or attach a role to this machine"
             what = f"no AWS credentials{whose}: {trouble}"
             findings.append(Finding(state="wrong", what=what, remedy=remedy))
     return findings
 
 
 def _check_ec2(region: str | None) -> list[Finding]:
-    """List all clusters of this package on EC2, including those of other users."""
-    return [found for spec in aws_specs(region) for found in _ask_ec2(spec)]
+    # All clusters of this package in the account, including those of other users.
+    return [found for spec in aws_specs(region) for found in _query_ec2(spec)]
 
 
-def _ask_ec2(spec: AwsSpotSpec) -> list[Finding]:
+def _query_ec2(spec: AwsSpotSpec) -> list[Finding]:
     from etrain_jupyter.pools.ec2.ec2_api import Clients
     from etrain_jupyter.pools.ec2.reaping import find_tagged
 
-    told: list[Tagged | Exception] = []
-    is_told = threading.Event()
+    results: list[Tagged | Exception] = []
+    has_responded = threading.Event()
 
-    def look() -> None:
+    def query() -> None:
         try:
-            told.extend(find_tagged(Clients(spec), spec.region))
+            results.extend(find_tagged(Clients(spec), spec.region))
         except Exception as exc:
-            told.append(exc)
-        is_told.set()
+            results.append(exc)
+        has_responded.set()
 
     # In a daemon thread: a request that hangs must not block the cell, or the kernel at its exit.
-    threading.Thread(target=look, name="etrain-doctor", daemon=True).start()
-    if not is_told.wait(EC2_S):
-        what = f"EC2 in {spec.region} has not answered within {EC2_S:g} s"
-        return [Finding(state="wrong", what=what, remedy="look at the network and its proxy")]
-    if told and isinstance(told[0], Exception):
-        return [Finding(state="wrong", what=str(told[0]), remedy="%etrain pools policy")]
-    things = [one for one in told if not isinstance(one, Exception)]
-    ids = sorted({one.cluster_id for one in things})
+    threading.Thread(target=query, name="etrain-doctor", daemon=True).start()
+    # The thread continues if the timeout expires; its result is then ignored.
+    if not has_responded.wait(EC2_S):
+        what = f"EC2 in {spec.region} has not responded within {EC2_S:g} s"
+        return [Finding(state="wrong", what=what, remedy="check the network and the proxy")]
+    if results and isinstance(results[0], Exception):
+        return [Finding(state="wrong", what=str(results[0]), remedy="%etrain pools policy")]
+    resources = [one for one in results if not isinstance(one, Exception)]
+    ids = sorted({one.cluster_id for one in resources})
     findings = [
-        _on_ec2(spec.region, cluster, [one for one in things if one.cluster_id == cluster])
+        _describe_cluster(
+            spec.region, cluster, [one for one in resources if one.cluster_id == cluster]
+        )
         for cluster in ids
     ]
-    return findings or [Finding(state="ok", what=f"nothing of ours is on EC2 in {spec.region}")]
+    return findings or [Finding(state="ok", what=f"no clusters on EC2 in {spec.region}")]
 
 
-def _on_ec2(region: str, cluster: str, things: list[Tagged]) -> Finding:
-    num_machines = sum(one.kind == "instance" for one in things)
-    usd = sum(one.usd_per_h or 0.0 for one in things)
-    rest = len(things) - num_machines
+def _describe_cluster(region: str, cluster: str, resources: list[Tagged]) -> Finding:
+    num_machines = sum(one.kind == "instance" for one in resources)
+    usd = sum(one.usd_per_h or 0.0 for one in resources)
+    rest = len(resources) - num_machines
     what = f"cluster {cluster} on EC2 in {region}: {_number_of(num_machines, 'machine')}, "
-    what += f"{_number_of(rest, 'other thing')}, ${usd:.3g}/h"
+    what += f"{_number_of(rest, 'other resource')}, ${usd:.3g}/h"
     # An expired cluster should have ended on its own, so it costs money for nothing.
-    if all(one.is_expired for one in things):
+    if all(one.is_expired for one in resources):
         return Finding(state="wrong", what=f"{what}; has expired", remedy="%etrain reap ends it")
     return Finding(state="ok", what=what)
 
@@ -295,9 +313,10 @@ def _check_clusters() -> list[Finding]:
     findings = []
     for cluster in cluster_dirs():
         record = cluster.record()
+        # The folder exists before the scheduler has written its record, and after its end.
         if record is None or not record.is_alive:
             what = f"cluster {cluster.cluster_id} has ended or is starting"
-            findings.append(Finding(state="note", what=what, remedy="%etrain down clears it away"))
+            findings.append(Finding(state="note", what=what, remedy="%etrain down removes it"))
             continue
         link = open_link(cluster.address(record))
         try:
@@ -307,7 +326,7 @@ def _check_clusters() -> list[Finding]:
             what = f"cluster {cluster.cluster_id}: {workers}, {jobs}"
             findings.append(Finding(state="ok", what=what))
         except EtrainError as exc:
-            what = f"cluster {cluster.cluster_id} does not answer ({exc})"
+            what = f"cluster {cluster.cluster_id} does not respond ({exc})"
             findings.append(Finding(state="wrong", what=what, remedy="%etrain down ends it"))
         finally:
             link.release()

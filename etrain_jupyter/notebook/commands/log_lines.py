@@ -49,8 +49,8 @@ def _line_of(event: Event) -> str:
             return f"{clock} error   {', '.join(event.workers)}: {text}"
         case RankTimed():
             return f"{clock} info    {event.worker}: {describe_times(event)}"
-        case WorkerLost() | FaultInjected() if said := describe(event):
-            return f"{clock} {said.level:<7} {said.text}"
+        case WorkerLost() | FaultInjected() if shown := describe(event):
+            return f"{clock} {shown.level:<7} {shown.text}"
     return ""
 
 
@@ -61,15 +61,22 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
     continues the same log. Unlike ``log_lines``, this includes status changes, and a step every
     ``STEP_S``.
     """
-    news: queue.Queue[Sequence[Event]] = queue.Queue()
-    job.subscribe(news.put)
+    #   queue: all events so far -> print the last `number` lines
+    #          each new batch   -> print its lines
+    #          empty, and the job has ended                     -> return
+    #          empty, and its cluster has ended before the job  -> wait for a resume, resubscribe
+    #
+    # A new subscription starts with all events so far again; _Follower skips those it has
+    # formatted.
+    batches: queue.Queue[Sequence[Event]] = queue.Queue()
+    job.subscribe(batches.put)
     lines = _Follower()
     # Poll with a short timeout, so that an interrupt is handled while no batch has arrived.
-    while (events := _next_of(news)) is None:
+    while (events := _next_batch(batches)) is None:
         pass
     yield from lines.of(events)[-number:]
     while True:
-        events = _next_of(news)
+        events = _next_batch(batches)
         if events is not None:
             yield from lines.of(events)
         # Checked only when the queue is empty, so no line is lost at the end.
@@ -77,12 +84,12 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
             return
         elif job.lost:
             yield f"{job.id}: {job.lost}. Waiting for %etrain resume {job.id}; interrupt to leave"
-            job = _await_next_life(job, store)
-            job.subscribe(news.put)
+            job = _await_resume(job, store)
+            job.subscribe(batches.put)
 
 
 def _clock_of(event: Event) -> str:
-    """Return the time of day; a log from another user may contain an invalid time."""
+    # A log from another user may contain any number as a time.
     try:
         return datetime.fromtimestamp(event.time).strftime("%H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -99,6 +106,7 @@ class _Follower:
     def of(self, events: Sequence[Event]) -> list[str]:
         """Return the lines of the events that are newer than those of earlier calls."""
         if isinstance(events, Events) and self._newest:
+            # Skips whole blocks, which matters after a resume of a job with a long log.
             events = events.after(self._newest)
         lines = []
         for event in runs_of(events):
@@ -107,10 +115,10 @@ class _Follower:
                 self._newest, self._step_at = event.last.seq, event.last.time
             elif event.seq > self._newest:
                 self._newest = event.seq
-                lines.append(_line_of(event) or self._line_of_course(event))
+                lines.append(_line_of(event) or self._progress_line(event))
         return [line for line in lines if line]
 
-    def _line_of_course(self, event: Event) -> str:
+    def _progress_line(self, event: Event) -> str:
         """Return a line about the job's progress; empty for events that are not shown."""
         clock = _clock_of(event)
         if isinstance(event, JobResumed):
@@ -127,15 +135,14 @@ class _Follower:
         return ""
 
 
-def _next_of(news: queue.Queue[Sequence[Event]]) -> Sequence[Event] | None:
+def _next_batch(batches: queue.Queue[Sequence[Event]]) -> Sequence[Event] | None:
     try:
-        return news.get(timeout=SLICE_S)
+        return batches.get(timeout=SLICE_S)
     except queue.Empty:
         return None
 
 
-def _await_next_life(job: TrainingJob, store: RunStore) -> TrainingJob:
-    """Wait until the job is resumed, and return it following the new attempt."""
+def _await_resume(job: TrainingJob, store: RunStore) -> TrainingJob:
     while True:
         time.sleep(LOOK_S)
         with contextlib.suppress(EtrainError):  # the store may be temporarily unreachable

@@ -17,7 +17,7 @@ from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
 from etrain_jupyter.process.machine_load import read_load
 
-MAX_LOOKED_AT = 50
+MAX_CHECKED_JOBS = 50
 """Maximum number of jobs to check, newest first: each one is a read, and older jobs rarely run."""
 
 
@@ -38,9 +38,11 @@ def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -
 def find_others(store: RunStore, followed: Collection[str]) -> list[dict[str, Any]]:
     """Return the jobs of the store that have not ended, newest first."""
     found = []
-    for record in itertools.islice(store.records(), MAX_LOOKED_AT):
+    for record in itertools.islice(store.records(), MAX_CHECKED_JOBS):
+        # The panel lists the followed jobs itself, from their dashboards.
         if record.job_id in followed:
             continue
+        # From the log's end and the cluster's files: no request to a scheduler.
         known = store.summarize(record)
         if not known.is_gone and known.status not in TERMINAL_STATUSES:
             found.append(
@@ -63,6 +65,7 @@ def find_pools() -> list[dict[str, Any]]:
 
 
 def _load_of(cluster: ClusterDir) -> dict[str, Any] | None:
+    # The scheduler writes its load to a file, so reading it does not reset its idle timeout.
     record, load = cluster.record(), read_load(cluster)
     if record is None or not record.is_alive or load is None:
         return None  # the cluster is starting or ending; %etrain doctor explains its state

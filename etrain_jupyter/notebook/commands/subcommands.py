@@ -43,7 +43,7 @@ from etrain_jupyter.notebook.commands.doctor import examine
 from etrain_jupyter.notebook.commands.log_lines import follow_lines, log_lines
 from etrain_jupyter.notebook.dashboard.saved_table import table_of_saved
 from etrain_jupyter.notebook.job.export import FORMATS
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import JobSummary, Listing, RunStore
 from etrain_jupyter.notebook.job.store_link import refresh_log
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -54,7 +54,7 @@ from etrain_jupyter.untrusted import plain_line
 MAX_PROBLEMS = 10
 """Maximum number of unreadable folders that ``ls`` names."""
 IN_DOUBT_S = 60.0
-"""Age of the last sign of a job after which ``ls`` shows that age, in seconds."""
+"""Age of a job's last report, in seconds, from which on ``ls`` shows that age."""
 LATER = ("diagnose", "plan")
 """Sub-commands that are planned for a later version."""
 
@@ -73,7 +73,7 @@ class Surface(Protocol):
         """Return the job with that name or id; by default the latest."""
 
     def show(self, job: TrainingJob) -> str:
-        """Show a job; return what is to be printed."""
+        """Show a job; return the text to print."""
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Assign the job to a variable, if one is given; without a job, only check its name."""
@@ -82,7 +82,7 @@ class Surface(Protocol):
         """Print one line immediately, while the sub-command continues."""
 
     def open_tensorboard(self, folder: Path) -> str:
-        """Open TensorBoard on a folder if possible; return what is to be printed."""
+        """Open TensorBoard on a folder if possible; return the text to print."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +94,18 @@ class Subcommand:
 
     @property
     def name(self) -> str:
-        """The word that runs it."""
+        """Name of the sub-command on the line."""
         return self.run.__name__
 
     @property
     def summary(self) -> str:
-        """What it does, in one line."""
+        """First line of its docstring, which the help shows."""
         text = read_docstring(self.run).summary
         return text[:1].lower() + text[1:]
 
     @property
     def example(self) -> str:
-        """A valid line, without ``%etrain``; empty if there is none."""
+        """Example line without ``%etrain``; empty if it has none."""
         return read_docstring(self.run).example
 
     def parser(self, prog: str) -> Parser:
@@ -117,7 +117,7 @@ class Subcommand:
 
 
 def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
-    """Run one line, for example ``["scale", "4"]``, and return what is to be printed.
+    """Run one line, for example ``["scale", "4"]``, and return the text to print.
 
     Raises:
         EtrainError: If the sub-command fails; the message says what to type instead.
@@ -127,6 +127,7 @@ def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
         return overview(prog)
     command = find_subcommand(words[0], prog=prog)
     try:
+        # The names of the parser's arguments are those of the function's parameters.
         arguments = vars(command.parser(prog).parse_args(words[1:]))
     except HelpRequested as help_text:
         return str(help_text)
@@ -137,18 +138,19 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
     """Return the sub-command with that name; ``others`` are further words for the hint.
 
     Raises:
-        ConfigError: If there is no such sub-command; the message has the nearest word.
+        ConfigError: If the sub-command is unknown; the message has the nearest word.
         NotSupportedYetError: If a later version will have it.
     """
     for command in SUBCOMMANDS:
         if command.name == name:
             return command
+    # A notebook written for a later version should learn that, and not be sent to a similar word.
     if name in LATER:
         raise NotSupportedYetError(f"{prog} {name} comes with a later version")
     known = [*others, *(c.name for c in SUBCOMMANDS)]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {prog} {near[0]}?" if near else f"{prog} --help lists all sub-commands"
-    raise ConfigError(f"there is no {prog} {name}", hint=hint)
+    raise ConfigError(f"unknown sub-command: {prog} {name}", hint=hint)
 
 
 def overview(prog: str) -> str:
@@ -192,11 +194,13 @@ def ls(
     Example:
         ls -n 10
     """
+    # Only on request: this queries EC2, which takes seconds and needs credentials.
     machines = f"\n\n{clusters.describe_aws(region=region)}" if all else ""
     listing = surface.store.scan()
     end = _describe_problems(listing) + machines
     if not listing.jobs:
         return f"No jobs in {surface.store}.{end}"
+    # Only the jobs that are shown are summarized, since each one reads its log.
     table: list[tuple[str, ...]] = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
     table += [_row(surface.store, record) for record in listing.jobs[:number]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -205,7 +209,6 @@ def ls(
 
 
 def _describe_problems(listing: Listing) -> str:
-    """Return lines about the folders with an invalid record."""
     if not listing.problems:
         return ""
     named = [f"  {plain_line(name, 60)}: {why}" for name, why in listing.problems.items()]
@@ -215,9 +218,9 @@ def _describe_problems(listing: Listing) -> str:
     )
 
 
-def _row(store: RunStore, record: JobRecord) -> tuple[str, ...]:
-    """Return a job's line, without asking its cluster."""
+def _row(store: RunStore, record: RunRecord) -> tuple[str, ...]:
     known = store.summarize(record)
+    # The log still has the last world size, but those workers no longer train for the job.
     has_none = known.is_gone or known.status in TERMINAL_STATUSES
     return (
         record.job_id,
@@ -233,6 +236,7 @@ def describe_status(job: JobSummary) -> str:
     if job.is_gone:
         return "failed (its cluster has ended)"
     status = plain_line(job.status, 40)
+    # Set for a job whose coordinator may have died on another machine.
     age_s = 0.0 if job.last_seen_at is None else time.time() - job.last_seen_at
     return f"{status} (last seen {format_age(age_s)} ago)" if age_s > IN_DOUBT_S else status
 
@@ -255,6 +259,7 @@ def show(surface: Surface, job: str | None = None, *, out: Variable = None) -> s
     Example:
         show digits
     """
+    # Without a job: reject an invalid variable name before the search for the job.
     surface.bind(out)
     found = surface.find(job)
     surface.bind(out, found)
@@ -288,6 +293,7 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
         print(f"etrain: {job.note}", flush=True)
     status = job.wait(timeout)
     if job.screen is not None:
+        # The last update must belong to this cell; see Dashboard.settle.
         job.screen.settle()
     if status not in TERMINAL_STATUSES:
         raise EtrainError(
@@ -295,6 +301,7 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
             "continues; %etrain wait without --timeout waits for its end."
         )
     job.raise_for_status()
+    # A stopped job is not a failed one, but "Run All" must not continue with half-trained weights.
     if job.was_interrupted or status == "stopped":
         by = "by the interrupt " if job.was_interrupted else ""
         raise EtrainError(
@@ -369,10 +376,10 @@ def checkpoint(surface: Surface, job: str | None = None) -> str:
 
 
 def checkpoints(surface: Surface, job: str | None = None, *, verify: bool = False) -> str:
-    """List a job's checkpoints, and check that they are complete.
+    """List a job's checkpoints and check that they are complete.
 
     Args:
-        verify: Read all of them and compare their SHA-256.
+        verify: Read all data and compare its SHA-256.
 
     Example:
         checkpoints --verify
@@ -439,7 +446,7 @@ def scale(
         raise ConfigError("scale takes N or --max, not both: N is short for --max N")
     most = max if number is None else number
     if most is None and min is None:
-        raise ConfigError("scale to how many workers?", hint="scale N, or --min N and --max N")
+        raise ConfigError("scale needs a number of workers", hint="scale N, or --min N and --max N")
     return surface.find(job).scale(min=min, max=most)
 
 
@@ -460,6 +467,7 @@ def preempt(
         preempt --notice 30s
     """
     found = surface.find(job)
+    # The positional argument is a worker here and a job everywhere else, which is easily confused.
     with _job_is_not_a_worker(surface, "preempt", worker):
         return found.preempt(worker, notice_s=notice)
 
@@ -496,6 +504,7 @@ def _job_is_not_a_worker(surface: Surface, command: str, worker: str | None) -> 
         names = {
             name for record in surface.store.records() for name in (record.name, record.job_id)
         }
+        # Not the name of a job either, so there is nothing to add.
         if worker not in names:
             raise
         raise PoolError(f"{exc}. {worker!r} is a job: %etrain {command} --job {worker}") from exc
@@ -511,7 +520,7 @@ def chaos(
     seed: Number = None,
     off: bool = False,
 ) -> str:
-    """Inject random faults, to see that training survives them.
+    """Inject random faults to test that training survives them.
 
     Args:
         mtbf: Mean time between two faults (15s).
@@ -524,6 +533,7 @@ def chaos(
     Example:
         chaos --mtbf 30s --mode kill --duration 5min
     """
+    # The other arguments describe the faults to inject, so they are ignored here.
     if off:
         return surface.find(job).chaos(off=True)
     kind = one_of("--mode", mode, MODES)
@@ -531,7 +541,7 @@ def chaos(
 
 
 def cost(surface: Surface, job: str | None = None) -> str:
-    """Show what a job has cost: spent, saved, wasted by interruptions.
+    """Show the cost of a job: spent, saved, and wasted by interruptions.
 
     Example:
         cost digits
@@ -560,7 +570,7 @@ def logs(
     number: Count = 50,
     follow: Annotated[bool, Spelling(flags=("-f",))] = False,
 ) -> str:
-    """Show what the trainers printed, how they spent their time, and which workers were lost.
+    """Show the output and step times of the trainers, and lost workers.
 
     Args:
         number: At most N lines, 1 or more (50).
@@ -587,15 +597,19 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
     record = surface.find(job).record
     try:
         log = LogConfig.model_validate(record.config.get("log") or {})
+    # The record of a job may be older or newer than this version, or written by another user.
     except ValidationError as exc:
         raise EtrainError(
             f"the group 'log' in the configuration of job {record.job_id} is invalid in this "
             f"version: {plain_line(str(exc.errors()[0]['msg']))}. Nothing was opened."
         ) from exc
     folder = log.tensorboard_of(record.job_id, record.folder)
+    # The job writes no files, or (in a bucket) wrote them on another machine: make them from
+    # the log, next to its local copy.
     if folder is None or (record.place and not folder.exists()):
         refresh_log(record)
         folder = record.folder / "tensorboard"
+        # Another user may own the run folder, and a link could point to files of this user.
         if folder.is_symlink():
             raise EtrainError(f"{folder} is a link, which is not followed. Nothing was written.")
         convert(record.log_path, folder)
@@ -606,7 +620,7 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
 
 
 def template(surface: Surface) -> str:
-    """Print a commented body."""
+    """Print a commented cell body to start from."""
     return make_template()
 
 
@@ -636,7 +650,7 @@ def up(
     *,
     workers: Annotated[int | None, Spelling(flags=("-w",), metavar="N")] = None,
 ) -> str:
-    """Bring a pool up before a job needs it.
+    """Start a pool before a job needs it.
 
     Args:
         pool: Its name; by default local.
@@ -649,10 +663,10 @@ def up(
 
 
 def down(surface: Surface, cluster: str | None = None) -> str:
-    """Shut down clusters that we started.
+    """Shut down your clusters.
 
     Args:
-        cluster: Id of a cluster, or a pool for all of its clusters; by default all of yours.
+        cluster: Id of a cluster, or a pool for all of its clusters; by default all clusters.
 
     Example:
         down
@@ -663,11 +677,11 @@ def down(surface: Surface, cluster: str | None = None) -> str:
 def reap(
     surface: Surface, cluster: str | None = None, *, all: bool = False, region: str | None = None
 ) -> str:
-    """Remove the remains of dead clusters on EC2, by their tags.
+    """Remove leftover resources of dead clusters on EC2, found by their tags.
 
     Args:
-        cluster: Its id; by default all that have expired.
-        all: Also those that have not expired, whose users lose their machines.
+        cluster: Id of a cluster; by default all clusters that have expired.
+        all: Also clusters that have not expired; their users lose the machines.
 
     Example:
         reap --all
@@ -676,7 +690,7 @@ def reap(
 
 
 def doctor(surface: Surface, *, all: bool = False, region: str | None = None) -> str:
-    """Check this installation, and say how to fix it.
+    """Check this installation and suggest fixes.
 
     Args:
         all: Also check the clusters on EC2.
@@ -687,6 +701,7 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
     return "\n".join(map(str, examine(surface.store, with_ec2=all, region=region)))
 
 
+# In the order of a job's life, then clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
     kill, chaos, cost, audit, logs, tensorboard, template, pools, up, down, reap, doctor,

@@ -1,13 +1,11 @@
 """The display of a job, derived from its events alone.
 
-Read in this order: ``series`` (growing columns, thinning), ``event_text`` (an event as a line),
-``snapshot`` (the state that the front end draws), ``entries``, ``waiting``, ``workers``,
-``controls``, ``pace``, ``freshness`` and ``curves`` (the parts of the fold), ``job_view`` (the pure
-fold: events in, snapshot and curves out), ``html`` (a snapshot without JavaScript), ``feed`` (the
-messages to a view), ``row`` and ``side_panel`` (the jobs of this kernel as a list), ``browser`` and
-``link`` (the channels to the browser) and ``widget`` (``Dashboard``: the fold, kept on display).
+Start with ``job_view``, the pure fold of events into a ``snapshot`` and curves. Its parts are
+``series``, ``curves``, ``entries``, ``event_text``, ``workers``, ``waiting``, ``controls``,
+``pace`` and ``freshness``. ``feed`` sends the changes to a view, ``html`` renders a snapshot
+without JavaScript, ``side_panel`` lists the jobs of this kernel, and ``browser`` and ``link`` are
+the channels to the browser. ``widget.Dashboard`` combines them.
 
-The front end in ``labextension/`` receives snapshots and sends requests; it decides nothing. Since
-events are the only input, a replay of the log shows the same display as the run itself (invariant
-I9 of the design).
+The front end in ``labextension/`` draws snapshots and sends requests; it decides nothing. Events
+are the only input, so a replay of the log shows the same display as the run (invariant I9).
 """

@@ -1,7 +1,6 @@
 """This kernel's shell and displays, and the anywidget that most front ends show.
 
-JupyterLab with our extension uses ``link`` instead. This module does not import IPython: if it is
-not loaded, there is no front end.
+JupyterLab with our extension uses ``link`` instead.
 """
 
 from __future__ import annotations
@@ -19,26 +18,27 @@ WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
 
 def current_shell() -> Any | None:
     """Return the IPython shell of this process, or None."""
+    # Not an import: in a process that has not loaded IPython, there cannot be a front end.
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None
 
 
 def cell_numbers() -> Mapping[str, int]:
     """Return the execution count of each cell of this kernel, by the file name of its code."""
+    # Private to ipykernel's compiler: without it, stack dumps say "a cell" instead of a number.
     return dict(getattr(getattr(current_shell(), "compile", None), "_filename_map", {}))
 
 
 def has_front_end() -> bool:
     """Return whether the shell belongs to a Jupyter kernel, not to a terminal."""
+    # IPython in a terminal has a shell too, but only ipykernel's shell has a kernel.
     return hasattr(current_shell(), "kernel")
 
 
 def publish(bundle: dict[str, Any], display_id: str, *, update: bool) -> None:
-    """Display ``bundle`` in the running cell, or update the display with this ``display_id``.
-
-    An update belongs to the cell that is running when it is published. Front ends find its display
-    by the ID alone; nbclient ignores updates that do not belong to the cell it waits for.
-    """
+    """Display ``bundle`` in the running cell, or update the display with this ``display_id``."""
+    # The parent of an update is the cell that runs at that time. Front ends find the display by its
+    # ID alone, but nbclient ignores updates whose parent is not the cell that it waits for.
     shell = current_shell()
     if shell is not None:
         shell.display_pub.publish(
@@ -47,12 +47,14 @@ def publish(bundle: dict[str, Any], display_id: str, *, update: bool) -> None:
 
 
 def keep_subshell(comm: Any) -> None:
-    """Deliver requests of the browser on the subshell that the front end has chosen.
-
-    ipykernel 7.4 delivers a message of a front end to the shell that last published on its comm.
-    The dashboard publishes from a background thread, which counts as the main shell. There, a stop
-    request would wait until the running cell ends.
-    """
+    """Deliver requests of the browser on the subshell that the front end has chosen."""
+    # ipykernel 7.4 delivers a message of a front end to the shell that last published on its comm.
+    # The dashboard publishes from a background thread, which counts as the main shell. There, a
+    # stop request would wait until the running cell ends:
+    #
+    #   cell runs ....................................| ends
+    #   Stop pressed -> main shell, queued ............ handled now: too late
+    #   Stop pressed -> subshell, handled at once
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = lambda data, default: default
 
@@ -95,7 +97,7 @@ class WidgetChannel:
 
 @cache
 def _widget_class() -> Any:
-    """Define the widget's class on first use: importing anywidget is slow."""
+    # Defined on first use, because importing anywidget is slow.
     import anywidget
     import traitlets
 

@@ -1,8 +1,8 @@
 """Changes of a snapshot since the last message of a channel.
 
-At ten messages per second, whole snapshots of 200 workers and as many event lines would take
-800 kB per second, while few numbers change. So a message contains only changed fields, and of lists
-only the changed fields of rows. The front end merges them: see ``lists.ts``.
+A message contains only changed fields, and of lists only the changed fields of rows: at ten
+messages per second, whole snapshots of 200 workers would take 800 kB per second. ``lists.ts``
+merges them in the front end.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class SentSnapshot:
         """
         facts, previous = {}, self._facts
         for key, value in snapshot.items():
+            # NaN arrives here as the text "NaN", so an unchanged NaN compares as equal.
             if key not in LISTS and (key not in previous or previous[key] != value):
                 facts[key] = previous[key] = value
         lists = {name: self._patch(name, snapshot[name]) for name in LISTS if name in snapshot}
@@ -56,10 +57,13 @@ class SentSnapshot:
             if previous.get(key) != row
         ]
         gone = [key for key in previous if key not in current]
+        # The order in which the front end's merge leaves the rows: kept rows, then new ones. Most
+        # messages need no `order`, since new workers and events usually come last.
         default_order = [key for key in previous if key in current]
         default_order += [key for key in current if key not in previous]
         order = [] if default_order == list(current) else list(current)
         patch = {"rows": changed, "gone": gone, "order": order}
+        # lists.ts takes an empty `order` as "unchanged", so an empty part can be omitted.
         return {part: value for part, value in patch.items() if value}
 
 
@@ -68,7 +72,6 @@ def _by_key(name: str, rows: list[JsonRow]) -> dict[Any, JsonRow]:
 
 
 def _difference(previous: JsonRow, current: JsonRow, key: str) -> JsonRow:
-    """Return the key and the fields that differ."""
     return {
         field: value
         for field, value in current.items()

@@ -19,6 +19,8 @@ def controls_of(status: str, *, num_training: int) -> dict[str, str]:
     """
     if status in TERMINAL_STATUSES:
         ended = dict.fromkeys(REQUESTS, f"The job {_ENDED[status]}.")
+        # Stopped and failed jobs resume where they stopped. A finished job has no steps left, so it
+        # needs a new length, which a button cannot supply.
         longer = "The job has finished. To train longer, run %etrain resume --epochs N."
         return ended | {"resume": longer if status == "finished" else ""}
     refused = dict.fromkeys(REQUESTS, "")

@@ -34,6 +34,7 @@ class CurveSet:
 
     def add_run(self, run: StepRun, started_at: float) -> None:
         """Append a run of steps; ``add_step`` has added the step before it."""
+        # So every curve of the run exists already, with the metrics that the whole run has.
         steps = run.column("step")
         samples = self._num_samples + np.cumsum(run.column("samples"))
         self._num_samples = int(samples[-1]) if len(run) else self._num_samples
@@ -51,6 +52,7 @@ class CurveSet:
 
     def add_world_size(self, world_size: int, *, step: int, elapsed_s: float | None) -> None:
         """Append the world size if it has changed; ``elapsed_s`` is None before the start."""
+        # Over steps for the charts of a run, over time to show when workers joined and left.
         positions = {"world_size": float(step)}
         if elapsed_s is not None:
             positions[f"{BY_TIME}world_size"] = elapsed_s
@@ -60,11 +62,14 @@ class CurveSet:
                 self._append(name, x, world_size)
 
     def rewind_to(self, step: int) -> None:
-        """Remove the points after ``step``. Curves over time keep them: that time has passed."""
+        """Remove the points after ``step`` from the curves over steps."""
+        # Curves over time keep their points: they show which workers were there, and when.
         for name, series in self._series.items():
             if not name.startswith(BY_TIME):
                 self._undone.keep(name, series, step)
                 series.cut_from(step + 1)
+        # `cut_from` has removed the undone steps, so the last point counts the samples that still
+        # hold.
         samples = self._series.get("samples")
         self._num_samples = int(samples.y[-1]) if samples else 0
 

@@ -23,6 +23,7 @@ class Entries:
 
     def __init__(self) -> None:
         self._num = 0
+        # Two queues with limits, merged by id when they are shown.
         self._calm: deque[EventLine] = deque(maxlen=MAX_ENTRIES)
         self._alarms: deque[EventLine] = deque(maxlen=MAX_ALARMS)
 
@@ -43,6 +44,7 @@ class Entries:
 
     def amend(self, seq: int, text: str) -> bool:
         """Replace the text of an event's entry; return whether the entry is still in the list."""
+        # The limit may have dropped the entry since the event arrived.
         for entries in (self._calm, self._alarms):
             for index, entry in enumerate(entries):
                 if entry.seq == seq:
@@ -52,6 +54,7 @@ class Entries:
 
     def to_tuple(self) -> tuple[EventLine, ...]:
         """Return the entries, oldest first."""
+        # By id and not by seq, which is 0 for events outside the log.
         return tuple(sorted([*self._calm, *self._alarms], key=lambda entry: entry.id))
 
 

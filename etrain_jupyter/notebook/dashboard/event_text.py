@@ -54,6 +54,7 @@ class Line:
 @singledispatch
 def describe(event: Event) -> Line | None:
     """Return the line of an event; None for an event that the list omits."""
+    # An event of this version without a text of its own: show its name rather than nothing.
     return Line(text=event.kind)
 
 
@@ -92,6 +93,7 @@ def _describe_scheduler_restarted(event: SchedulerRestarted) -> Line:
 @describe.register
 def _describe_job_planned(event: JobPlanned) -> Line:
     parameters = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
+    # With batch.per_worker, the number of steps depends on the workers, but the samples do not.
     each = event.per_worker_batch_size
     size = f"{each} per worker and step" if each else f"{event.global_batch_size} per step"
     length = f"{event.total_samples:,} samples" if each else f"{event.total_steps:,} steps"
@@ -270,6 +272,7 @@ def describe_times(event: RankTimed) -> str:
     }
     other = {"evaluation": event.evaluation_s, "checkpoints": event.checkpoint_s}
     extra = [f"{name} {seconds(spent)}" for name, spent in other.items() if spent >= 0.001]
+    # The rank only evaluated or saved since its last report, so there are no shares.
     if not event.num_steps:
         return f"after step {event.step:,}: {', '.join(extra)}"
     shares = ", ".join(f"{name} {spent / whole:.0%}" for name, spent in parts.items())
@@ -328,6 +331,7 @@ def size(value: float) -> str:
     >>> size(812), size(1_500_000)
     ('812 B', '1.5 MB')
     """
+    # Decimal units, as in the prices of storage.
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -336,7 +340,7 @@ def size(value: float) -> str:
 
 
 def dollars(usd: float) -> str:
-    """Return an amount, with four digits below ten cents: what a minute of a machine costs.
+    """Return an amount, with four digits below ten cents, as a minute of a machine costs.
 
     >>> [dollars(usd) for usd in (1234.5, 1.5, 0.0512, 0.0)]
     ['$1,234.50', '$1.50', '$0.0512', '$0.00']

@@ -38,9 +38,16 @@ LISTS_OF_EVENTS = ("events", "markers")
 class ViewFeed:
     """Send a ``JobView`` through one channel, first as a whole and then its changes.
 
-    It sends nothing until a view says hello, so a channel without a view costs nothing. Not
+    It sends nothing until a view sends ``hello``, so a channel without a view costs nothing. Not
     thread-safe: the owner holds a lock.
     """
+
+    # Two views share a channel, for example a notebook and a second browser window:
+    #
+    #   view A  hello ->  <- reset to A (seq 1)   <- update (2)  <- update (3)   <- reset to B (4)
+    #   view B                                           hello ->  <- update (3)  <- reset to B (4)
+    #
+    # A ignores the reset that is addressed to B, and B ignores updates before its reset.
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -53,7 +60,9 @@ class ViewFeed:
 
     def greet(self, view: JobView, to: str) -> None:
         """Answer the hello of the view ``to``."""
-        self.flush(view)  # other views must receive what the reset of this view already contains
+        # The reset marks everything as sent. The other views ignore it, so first send
+        # them the changes that it contains.
+        self.flush(view)
         self.is_open = True
         self._reset(view, to)
 
@@ -61,12 +70,17 @@ class ViewFeed:
         """Send the changes since the last message."""
         if not self.is_open:
             return
+        # An update can only append points, and a rewind has removed some.
         if view.rewinds != self._rewinds:
             self._reset(view, "")
             return
         curves = view.series()
-        unsent = {name: self._unsent(name, *curve) for name, curve in curves.items()}
+        starts = {name: self._num_sent.get(name, 0) for name in curves}
+        unsent = {name: (x[starts[name] :], y[starts[name] :]) for name, (x, y) in curves.items()}
+        # A kernel that was busy, or a log that was replayed, leaves more points than a chart can
+        # show.
         unsent = thin_all(unsent, MAX_RESET_POINTS)
+        # The event list is the longest part of a snapshot and changes least often.
         is_unchanged = view.lists_version == self._lists_version
         snapshot = view.snapshot().to_json(without=LISTS_OF_EVENTS if is_unchanged else ())
         grown = {name: curve for name, curve in unsent.items() if len(curve[0])}
@@ -74,6 +88,7 @@ class ViewFeed:
 
     def detail(self, view: JobView, to: str, first: float, last: float) -> None:
         """Send the curves from step ``first`` to ``last`` to the view ``to``."""
+        # A zoom is a range of steps, and curves over time have none.
         over_steps = {k: v for k, v in view.series().items() if not k.startswith(BY_TIME)}
         near = {name: between(*curve, first, last) for name, curve in over_steps.items()}
         curves = thin_all(near, MAX_RESET_POINTS)
@@ -92,16 +107,13 @@ class ViewFeed:
         self._sent.record_all(snapshot)
         self._post_update(view, {"reset": True, "snapshot": snapshot}, curves, to=to)
 
-    def _unsent(self, name: str, x: Floats, y: SmallFloats) -> tuple[Floats, SmallFloats]:
-        start = self._num_sent.get(name, 0)
-        return x[start:], y[start:]
-
     def _post_update(
         self, view: JobView, content: dict[str, Any], curves: Curves, *, to: str = ""
     ) -> None:
         self._seq += 1
         envelope = {"kind": "update", "seq": self._seq, "to": to}
         self._send(envelope | content | {"blocks": _blocks(curves)}, _buffers(curves))
+        # Count the points before thinning, because the next update starts after them.
         self._num_sent = {name: len(x) for name, (x, _) in view.series().items()}
         self._lists_version, self._rewinds = view.lists_version, view.rewinds
 
@@ -116,6 +128,7 @@ def thin_all(curves: Curves, max_points: int) -> Curves:
 
 
 def _is_noisy(name: str) -> bool:
+    # Only these are drawn smoothed; a learning rate or a world size is exact.
     return name in ("loss", "samples_per_s") or name.startswith("metrics.")
 
 

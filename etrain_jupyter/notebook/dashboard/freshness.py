@@ -1,7 +1,7 @@
 """Decide whether the newest durable checkpoint is too old: a rule without I/O.
 
-What counts is the time trained since the last checkpoint. So the clock starts at the last
-checkpoint, or when training last started or resumed, whichever is later.
+The clock starts at the last checkpoint, or when training last started or resumed if that is later:
+time in which a job waited is not at risk.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Freshness:
 
     def start_training(self, time: float) -> None:
         """Start the clock, when training starts or resumes."""
+        # Never back: a checkpoint may have committed after the time of this event.
         self._since = max(time, self._since or time)
 
     def commit(self, time: float, duration_s: float) -> None:
@@ -52,11 +53,12 @@ class Freshness:
 
         Args:
             step_s: Current seconds per step; None if unknown.
-            steps_per_epoch: None if unknown.
+            steps_per_epoch: Planned steps per epoch; None if unknown.
         """
         interval_s = self._interval_s(step_s, steps_per_epoch)
         limit_s = None
         if interval_s is not None:
+            # A checkpoint counts once it is durable, which takes as long as the last one took.
             limit_s = max(OVERDUE_AFTER * interval_s + self._duration_s, MIN_LIMIT_S)
         return CheckpointDue(since=self._since, limit_s=limit_s, failed=self._failed)
 
@@ -68,12 +70,13 @@ class Freshness:
             return every.value
         steps = every.value
         if every.unit == "epochs":
+            # Without a plan the length of an epoch is unknown, and so is the limit: None below.
             steps *= steps_per_epoch or 0
         return steps * step_s if step_s is not None and steps else None
 
 
 def trouble_of(snapshot: Snapshot, now: float) -> str:
-    """Return ``failed``, ``overdue``, or an empty text if there is no problem.
+    """Return ``failed`` or ``overdue``; empty if checkpoints are in order.
 
     Args:
         snapshot: The job.
@@ -82,6 +85,7 @@ def trouble_of(snapshot: Snapshot, now: float) -> str:
     due = snapshot.checkpoint_due
     if due.failed:
         return "failed"
+    # A paused or waiting job trains nothing that could be lost.
     if snapshot.status != "running" or due.since is None or due.limit_s is None:
         return ""
     return "overdue" if now - due.since > due.limit_s else ""

@@ -98,13 +98,13 @@ def _cost(cost: CostSummary) -> str:
 
 
 def _warning(snapshot: Snapshot) -> str:
-    """Return the problem with checkpoints as text, since a sanitizer may remove the colour."""
+    # As text too, since a sanitizer may remove the colour.
     text = _checkpoint_trouble(snapshot)
     return f'<p style="color:{ALARM}">{escape(text)}</p>' if text else ""
 
 
 def _checkpoint_trouble(snapshot: Snapshot) -> str:
-    """Describe the problem with checkpoints at the time of the newest event."""
+    # At the time of the newest event and not now, so that an old log always looks the same.
     trouble = trouble_of(snapshot, snapshot.updated_at)
     if not trouble:
         return ""
@@ -180,7 +180,6 @@ def _machine_of(worker: WorkerRow) -> str:
 
 
 def _shares(split: TimeSplit) -> str:
-    """Return the shares of a worker's time, largest first."""
     parts = sorted(split.shares.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.01)
 
@@ -199,12 +198,13 @@ def _level(event: EventLine) -> str:
 
 
 def _since_start(event: EventLine, snapshot: Snapshot) -> str:
-    """Return minutes and seconds since submission: an export does not know a time zone."""
+    # Relative, because an export does not know the reader's time zone.
     passed = max(0, round(event.time - (snapshot.submitted_at or event.time)))
     return f"+{passed // 60}:{passed % 60:02d}"
 
 
 def _chart_image(snapshot: Snapshot, curves: Curves) -> str:
+    # A curve of one point has no line; the headline has its value.
     loss = curves.get("loss")
     if loss is None or len(loss[0]) < 2:
         return ""
@@ -215,7 +215,15 @@ def _chart_image(snapshot: Snapshot, curves: Curves) -> str:
 
 
 def _chart(snapshot: Snapshot, curves: Curves) -> str:
-    """Draw the loss above the world size, both over steps."""
+    # The loss above the world size, over the same steps:
+    #
+    #   TOP                       +--------------------------+
+    #   LOSS_HEIGHT               |  loss, eval.loss         |
+    #                             +--------------------------+
+    #   GAP
+    #   WORLD_HEIGHT              |  world size, a staircase |
+    #                             +--------------------------+
+    #                             LEFT                   RIGHT
     last_step = max(float(curves["loss"][0][-1]), 1.0)
     world_top = TOP + LOSS_HEIGHT + GAP
     height = world_top + WORLD_HEIGHT + 20
@@ -247,20 +255,21 @@ def _label(right: int, baseline: int, text: str) -> str:
 def _range(curves: Sequence[tuple[Floats, SmallFloats]]) -> tuple[float, float]:
     values = np.concatenate([y for _, y in curves])
     values = values[np.isfinite(values)]
+    # A loss that is NaN from its first step still gets axes.
     if not len(values):
         return 0.0, 1.0
     low, high = float(values.min()), float(values.max())
+    # A constant curve has no range to scale by; draw it in the middle.
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 
 class _Panel:
-    """One pair of axes of the chart."""
-
     def __init__(self, top: int, height: int, last_step: float, low: float, high: float) -> None:
         self.top, self.height = top, height
         self._last_step, self._low, self._high = last_step, low, high
 
     def x(self, step: float) -> float:
+        # Markers of undone steps may be beyond the end of the loss.
         return LEFT + (WIDTH - LEFT - RIGHT) * min(1.0, step / self._last_step)
 
     def y(self, value: float) -> float:
@@ -280,6 +289,7 @@ class _Panel:
         return box + "".join(labels)
 
     def curve(self, x: Floats, y: SmallFloats, colour: str, width: float) -> str:
+        # SVG has no NaN: the line skips those points.
         shown = np.isfinite(y)
         points = " ".join(
             f"{self.x(step):.1f},{self.y(float(value)):.1f}"
@@ -289,7 +299,7 @@ class _Panel:
 
 
 def _world_curve(panel: _Panel, curves: Curves, last_step: float) -> str:
-    """Draw the world size as a staircase: each value lasts until the next."""
+    # Each value lasts until the next, so the path has only horizontal and vertical lines.
     steps, sizes = curves.get("world_size", (np.zeros(0), np.zeros(0, np.float32)))
     if not len(steps):
         return ""
@@ -303,6 +313,7 @@ def _world_curve(panel: _Panel, curves: Curves, last_step: float) -> str:
 
 
 def _marker_line(marker: Marker, panel: _Panel, height: int) -> str:
+    # Only faults and joins: lines for checkpoints and restores would hide the curve.
     colour = MARKER_COLOURS.get(marker.kind)
     if colour is None:
         return ""

@@ -66,10 +66,10 @@ STALLED = frozenset({"paused", "waiting"})
 
 
 class JobView:
-    """Everything that the front end shows of one job.
+    """Fold of one job's events into everything that the front end shows of it.
 
-    ``add`` takes the job's events in order, in batches of any size. It skips events that it has
-    seen before, by their ``seq``, so that a caller may replay the log.
+    ``add`` takes the events in order, in batches of any size. It skips those that it has folded
+    before, by their ``seq``, so that a caller may replay the log.
 
     Args:
         job_id: The job.
@@ -103,7 +103,7 @@ class JobView:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         return self.status in TERMINAL_STATUSES
 
     def add(self, events: Iterable[Event]) -> None:
@@ -111,6 +111,8 @@ class JobView:
         for item in runs_of(events):
             if not isinstance(item, StepRun):
                 self._add_event(item)
+            # A run that overlaps known events is folded step by step below, which skips the known
+            # ones.
             elif item.first_seq > self._last_seq:
                 self._add_run(item)
             else:
@@ -149,6 +151,7 @@ class JobView:
         return self._curves.to_dict()
 
     def _add_event(self, event: Event) -> None:
+        # Events that are not in the log have seq 0 and are never skipped.
         if event.seq and event.seq <= self._last_seq:
             return
         self._last_seq = event.seq or self._last_seq
@@ -158,7 +161,8 @@ class JobView:
         self._list_event(event)
 
     def _add_run(self, run: StepRun) -> None:
-        """Fold a run of similar steps: those between the first and the last only change curves."""
+        # All steps of a run have the same generation, world size and metrics. So the snapshot
+        # depends on the first and the last only, and the steps between only extend the curves.
         self._add_event(run.first)
         rest = run.inner()
         self._num_steps += len(rest)
@@ -167,7 +171,7 @@ class JobView:
             self._curves.add_run(rest, self._facts.started_at)
         self._add_event(run.last)
 
-    # The fold: one method per kind of event.
+    # --- the fold: one method per kind of event ---
 
     @singledispatchmethod
     def _fold(self, event: Event) -> None:
@@ -190,6 +194,7 @@ class JobView:
 
     @_fold.register
     def _fold_job_resumed(self, event: JobResumed) -> None:
+        # The curves stay: a resumed job continues its log.
         self._facts.pool = event.pool
         self._facts.min_workers = event.min_workers
         self._facts.max_workers = event.max_workers
@@ -216,7 +221,7 @@ class JobView:
         facts, previous = self._facts, self._facts.status
         self._facts.status = event.status
         self._facts.reason = event.reason
-        if event.status == previous:
+        if event.status == previous:  # only the reason has changed
             return
         if event.status == "running":
             self._freshness.start_training(event.time)
@@ -252,6 +257,7 @@ class JobView:
     def _fold_generation_formed(self, event: GenerationFormed) -> None:
         if event.step < self._facts.step:
             self._rewind_to(event.step)
+        # The first generation starts the clock of "elapsed"; its workers did not join later.
         is_first = self._facts.started_at is None
         if is_first:
             self._facts.started_at = event.time
@@ -267,13 +273,15 @@ class JobView:
         if event.step < self._facts.step:
             self._rewind_to(event.step)
         best = self._facts.best
-        is_undone = best is not None and best.step > event.step
+        is_undone = best is not None and best.step > event.step  # the weights are older
         self._facts.num_undone += event.num_undone
         self._facts.best = None if is_undone else best
         self._mark(event, "restored", restored_text(event))
 
     @_fold.register
     def _fold_step_completed(self, event: StepCompleted) -> None:
+        # Usually the new generation or the restore has announced a rewind. Cut the curves in any
+        # case: a curve's positions must not decrease.
         if event.step <= self._facts.step:
             self._rewind_to(event.step - 1)
         facts = self._facts
@@ -384,10 +392,11 @@ class JobView:
         )
         self._mark(event, "failed", event.error)
 
-    # Parts of the fold.
+    # --- parts of the fold ---
 
     def _list_event(self, event: Event) -> None:
-        """Add an event to the list. All lines of one stack dump share an entry."""
+        # A stack dump arrives as one log line per frame. Its first line makes an entry, and each
+        # further line changes the text of that entry.
         dump = self._dumps.add(event) if isinstance(event, LogLine) else None
         if dump is None:
             line = describe(event)
@@ -419,11 +428,10 @@ class JobView:
             self._set_world_size(self._workers.num_ranks(), time)
 
     def _rewind_to(self, step: int) -> None:
-        """Discard everything after ``step``, from which the job resumes."""
         self._curves.rewind_to(step)
         self._facts.step = step
         self._pace.rewind()
-        self.rewinds += 1
+        self.rewinds += 1  # views cannot remove points, so feeds send a reset
 
     def _samples_per_s(self) -> float | None:
         recent = self._pace.samples_per_s()

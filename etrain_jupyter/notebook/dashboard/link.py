@@ -3,10 +3,14 @@
 JupyterLab draws a job from its saved output and requests updates through this comm, so it still
 draws the job after the kernel has died. Messages about one job have a ``job_id``; ``feed``
 describes them. Messages of the kind ``session`` are about all jobs; ``side_panel`` describes them.
-
-The kernel opens the comm and the browser finds it, never the other way round. A front end that
-opened it would make every kernel without our package log an error.
 """
+
+# The kernel opens the comm and the browser finds it, never the other way round:
+#
+#   kernel    comm_open (etrain.jobs) ........... hello ->  reset ->  update ->
+#   browser        lists the kernel's comms, finds it  ^
+#
+# A front end that opened it would make every kernel without our package log an error.
 
 from __future__ import annotations
 
@@ -38,10 +42,13 @@ class PanelComm:
     def register(self, job_id: str, receive: Receive) -> None:
         """Route messages about ``job_id`` to ``receive``, instead of a previous receiver."""
         with self._lock:
+            # Remove and add, so that dict order is the order of registration and the oldest job
+            # goes first.
             self._receivers.pop(job_id, None)
             self._receivers[job_id] = receive
             if len(self._receivers) > MAX_LINKED_JOBS:
                 del self._receivers[next(iter(self._receivers))]
+            # The panel and the comm have their own locks, so call them without this one.
             kept = set(self._receivers)
         self.panel.keep_only(kept)
         self.open()
@@ -49,6 +56,7 @@ class PanelComm:
     def unregister(self, job_id: str, receive: Receive) -> None:
         """Stop routing messages to ``receive``, unless another receiver has replaced it."""
         with self._lock:
+            # A job that was attached again has a new dashboard; the old one closes after it.
             if self._receivers.get(job_id) == receive:
                 del self._receivers[job_id]
 
@@ -64,6 +72,7 @@ class PanelComm:
         with self._lock:
             if self._comm is not None:
                 return
+        # Imported here, because a process without a kernel needs no comm.
         import comm
 
         opened = comm.create_comm(target_name=LINK_TARGET)
@@ -83,6 +92,7 @@ class PanelComm:
             receive, comm = self._receivers.get(job_id), self._comm
         if receive is not None:
             receive(content)
+        # A saved notebook shows a job that this kernel does not know. The view then stops waiting.
         elif comm is not None:
             comm.send({"kind": "unknown", "job_id": job_id, "to": content.get("view", "")})
 
@@ -93,7 +103,7 @@ class PanelComm:
             comm.send({**content, "kind": SESSION})
 
     def _on_close(self, _message: dict[str, Any]) -> None:
-        """Forget the comm. A front end without our extension closes it; ``open`` makes another."""
+        # A front end without our extension closes the comm. The next `open` creates another one.
         with self._lock:
             self._comm = None
 

@@ -15,7 +15,7 @@ SMOOTH_WINDOW = 15
 
 
 class StepRate:
-    """Fold of the times of steps and evaluations."""
+    """Track the throughput from the times of steps and evaluations."""
 
     def __init__(self) -> None:
         self._instants: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW)
@@ -29,7 +29,8 @@ class StepRate:
         self._rates.append(event.samples_per_s)
 
     def add_run(self, run: StepRun) -> None:
-        """Add a run of committed steps; only the newest matter."""
+        """Add a run of committed steps."""
+        # Only the newest fit into the windows, so do not convert the others to Python numbers.
         steps, times, rates = (
             run.column(name)[-RATE_WINDOW:].tolist() for name in ("step", "time", "samples_per_s")
         )
@@ -42,7 +43,8 @@ class StepRate:
         self._eval_s = event.duration_s
 
     def rewind(self) -> None:
-        """Forget the times of steps: a rate must not span a rewind."""
+        """Forget the times of steps, because a rate must not span a rewind."""
+        # Step numbers repeat after it, so the difference of two steps could be zero or negative.
         self._instants.clear()
 
     def samples_per_s(self) -> float | None:
@@ -58,11 +60,15 @@ class StepRate:
         return max(0, total_steps - step) * max(0.0, step_s + eval_s)
 
     def step_s(self) -> float | None:
-        """Return seconds per step, robust against stalls and batched events.
-
-        Compare each logged step with the one a quarter of the window later. The median of these
-        rates ignores rare delays, such as a new generation. None before the third step.
-        """
+        """Return seconds per step, robust against stalls and batched events; None at the start."""
+        # Events arrive in batches, so neighbouring steps can have the same time. Compare each step
+        # with the one a quarter of the window later:
+        #
+        #   steps   0 1 2 3 4 5 6 7 ......... 128
+        #           |-------------->|
+        #             |-------------->|          32 steps apart
+        #
+        # The median of these rates ignores rare delays, such as a new generation.
         if len(self._instants) < 3:
             return None
         points = list(self._instants)

@@ -15,6 +15,7 @@ LONG_FIELDS = ("workers", "events", "markers")
 
 def row_of(view: JobView) -> dict[str, Any]:
     """Return ``snapshot`` without its lists and traceback, and ``loss`` as ``{x, y}``."""
+    # A row is sent up to twice per second and job, so it omits all parts that can be long.
     snapshot = view.snapshot()
     if snapshot.error is not None:
         snapshot = replace(snapshot, error=replace(snapshot.error, traceback=""))

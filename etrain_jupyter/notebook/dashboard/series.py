@@ -17,7 +17,7 @@ FIRST_CAPACITY = 256
 class Series:
     """One curve: ``y`` over a non-decreasing ``x``, with amortized constant time per append.
 
-    A point takes 12 bytes. ``y`` is single precision: a screen needs no more, and the durable log
+    A point takes 12 bytes. ``y`` is single precision, which is enough for a screen; the durable log
     has the exact numbers.
     """
 
@@ -41,11 +41,13 @@ class Series:
 
     def append(self, x: float, y: float) -> None:
         """Append a point; ``x`` must not be less than the last one."""
+        # Double the capacity, which makes the cost of an append constant on average.
         if self._length == len(self._x):
             self._x = np.concatenate([self._x, np.empty_like(self._x)])
             self._y = np.concatenate([self._y, np.empty_like(self._y)])
         self._x[self._length] = x
-        with np.errstate(over="ignore"):  # a diverging loss becomes infinite, without a warning
+        # A diverging loss exceeds float32: it becomes infinite, without a warning in the cell.
+        with np.errstate(over="ignore"):
             self._y[self._length] = y
         self._length += 1
 
@@ -62,6 +64,7 @@ class Series:
 
     def cut_from(self, x: float) -> bool:
         """Remove the points at and after ``x``; return whether there were any."""
+        # Only the length changes: the memory is overwritten by the next append.
         length = int(np.searchsorted(self.x, x, side="left"))
         was_cut = length < self._length
         self._length = length
@@ -85,11 +88,20 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
     num_points = len(x)
     if num_points <= max_points:
         return x, y
+    # Two points per bucket:
+    #
+    #   bucket     |  .       |      .   |   .      |
+    #              | . .   .  | . .. . . | . .  .   |
+    #              |  ..      |     .    |     . .  |
+    #   kept         max, min   max, min   max, min
+    #
+    # A mean would hide a spike of the loss, and every n-th point would hide most of them.
     num_buckets = max(1, max_points // 2)
-    size = -(-num_points // num_buckets)
+    size = -(-num_points // num_buckets)  # rounded up
     kept = np.concatenate(
         [[0, num_points - 1], _extremes(y, size, np.inf), _extremes(y, size, -np.inf)]
     )
+    # Sorts, and drops a point that is both the minimum and the maximum of its bucket.
     kept = np.unique(kept)
     return x[kept], y[kept]
 
@@ -97,9 +109,7 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
 def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloats]:
     """Average neighbouring points, so that at most ``max_points`` are left.
 
-    Smoothed lines are drawn from these means. From the minima and maxima of ``thin``, they would
-    run halfway between the extremes, not where most points are. NaN is ignored; the mean of only
-    NaN is NaN.
+    NaN is ignored; the mean of only NaN is NaN.
 
     Args:
         x: Positions, shape ``(n,)``.
@@ -108,18 +118,22 @@ def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloa
     """
     if len(x) <= max_points:
         return x, y
+    # Smoothed lines are drawn from these means. Drawn from the minima and maxima of `thin`, they
+    # would run halfway between the extremes and not where most points are.
     starts = np.arange(0, len(x), -(-len(x) // max_points))
     counts = np.diff([*starts, len(x)])
     shown = np.isfinite(y)
+    # In double precision: a sum of many float32 values would lose digits.
     sums = np.add.reduceat(np.where(shown, y, 0).astype(np.float64), starts)
     num_shown = np.add.reduceat(shown.astype(np.int64), starts)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # 0 / 0 of a bucket of NaN
         mean_y = (sums / num_shown).astype(np.float32)
     return np.add.reduceat(x, starts) / counts, mean_y
 
 
 def between(x: Floats, y: SmallFloats, first: float, last: float) -> tuple[Floats, SmallFloats]:
     """Return the points from ``first`` to ``last``, and one more at each end."""
+    # With a point beyond each end, the line reaches the edge of the chart.
     start = max(0, int(np.searchsorted(x, first)) - 1)
     end = int(np.searchsorted(x, last, side="right")) + 1
     return x[start:end], y[start:end]
@@ -127,6 +141,8 @@ def between(x: Floats, y: SmallFloats, first: float, last: float) -> tuple[Float
 
 def _extremes(y: SmallFloats, size: int, never: float) -> Indices:
     """Return the index of each bucket's minimum (``never=inf``) or maximum (``-inf``)."""
+    # `never` is larger or smaller than all values, so it is never chosen: it fills the last bucket
+    # and replaces NaN, which argmin would return otherwise.
     num_buckets = -(-len(y) // size)
     padded = np.full(num_buckets * size, never, np.float32)
     padded[: len(y)] = np.where(np.isnan(y), np.float32(never), y)

@@ -7,6 +7,12 @@ running jobs that this kernel can attach to, and ``pools``, the running clusters
 contains a name in ``view`` and receives one ``answer`` addressed ``to`` it.
 """
 
+# Two threads, so that a slow scan does not delay the rows:
+#
+#   browser              watch ........ 20 s ........ watch ............... (page closed)
+#   etrain-side-panel    rows  rows  -  rows ......... rows ..... 120 s later: thread ends
+#   etrain-look-around   scan (may hang) ---------> others, pools with the next rows
+
 from __future__ import annotations
 
 import threading
@@ -63,10 +69,12 @@ class SidePanel:
         self._is_due = threading.Event()
         self._jobs: dict[str, Listed] = {}
         self._look: Look | None = None
-        self._questions: dict[str, Callable[[Mapping[str, Any]], str]] = {}
+        self._handlers: dict[str, Callable[[Mapping[str, Any]], str]] = {}
         self._others, self._sent_others = OtherJobs(), OtherJobs()
+        # Version of each job's row that was sent. The id of the object distinguishes two dashboards
+        # of the same job, whose versions count separately.
         self._sent: dict[str, tuple[int, int]] = {}
-        self._is_whole_due = self._is_asked = False
+        self._is_whole_due = self._is_scan_requested = False
         self._watched_until = self._scanned_at = float("-inf")
         self._threads: dict[str, threading.Thread] = {}
         self.num_errors = 0
@@ -84,7 +92,7 @@ class SidePanel:
         """
         with self._lock:
             self._look = look
-            self._questions = {
+            self._handlers = {
                 "attach": lambda content: attach(str(content.get("job_id", ""))),
                 "template": lambda content: template(),
             }
@@ -106,6 +114,7 @@ class SidePanel:
     def remove(self, job_id: str, job: Listed) -> None:
         """Remove a job, unless another one has replaced it."""
         with self._lock:
+            # A job that was attached again has a new dashboard, and the old one closes after that.
             if self._jobs.get(job_id) is job:
                 del self._jobs[job_id]
         self._is_due.set()
@@ -123,38 +132,42 @@ class SidePanel:
             self._answer(str(ask), content)
 
     def _answer(self, ask: str, content: Mapping[str, Any]) -> None:
-        question = self._questions.get(ask)
+        handler = self._handlers.get(ask)
         try:
-            if question is None:
+            if handler is None:
                 raise LookupError(
                     f"This kernel does not support the request {ask!r}. Nothing was done. "
                     "Run %load_ext etrain_jupyter in it, then retry."
                 )
-            text, level = question(content), "info"
+            text, level = handler(content), "info"
         except Exception as error:
             text, level = str(error), "error"
         to = str(content.get("view", ""))
+        # Always answer: the front end shows a progress indicator until it receives a reply.
         self._post({"tell": "answer", "to": to, "level": level, "text": text})
 
     def _watch(self, *, is_asked: bool) -> None:
         with self._lock:
             self._watched_until = time.monotonic() + WATCHED_S
+            # The front end may have been reloaded since the last `watch`, and then it has no rows.
             self._is_whole_due = True
-            self._is_asked |= is_asked
+            self._is_scan_requested |= is_asked
             self._start("etrain-side-panel", self._run)
         self._is_due.set()
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
-        """Start a thread of that name if there is none. The caller holds the lock."""
+        # The caller holds the lock, and a thread removes its name under the lock before it ends. So
+        # a `watch` either finds a thread that will see it, or starts a new one.
         if name not in self._threads:
             thread = threading.Thread(target=work, name=name, daemon=True)
             self._threads[name] = thread
             thread.start()
 
-    # The thread that sends rows.
+    # --- the thread that sends rows ---
 
     def _run(self) -> None:
         while self._is_watched():
+            # Before the rows are built: a change while they are built sets it again.
             self._is_due.clear()
             with self._lock:
                 if self._is_scan_due():
@@ -164,8 +177,9 @@ class SidePanel:
                 self._send_rows()
             except Exception:
                 self.num_errors += 1
+            # The sleep limits the rate; the wait ends early if there is a change.
             time.sleep(ROWS_EVERY_S)
-            self._is_due.wait(self._patience_s())
+            self._is_due.wait(self._max_wait_s())
 
     def _is_watched(self) -> bool:
         with self._lock:
@@ -174,7 +188,7 @@ class SidePanel:
                 del self._threads["etrain-side-panel"]  # the next watch starts a new one
             return is_watched
 
-    def _patience_s(self) -> float:
+    def _max_wait_s(self) -> float:
         with self._lock:
             until = min(self._watched_until, self._scanned_at + LOOK_EVERY_S)
         return max(0.0, until - time.monotonic())
@@ -184,7 +198,10 @@ class SidePanel:
             jobs, sent = dict(self._jobs), self._sent
             is_whole, self._is_whole_due = self._is_whole_due, False
             others = self._others
+        # Outside the lock: building a row takes the lock of its dashboard.
         gone = sorted(sent.keys() - jobs.keys())
+        # Read before the rows: a row may be newer than its version, and is then sent twice, but a
+        # change is never missed.
         versions = {job_id: (id(job), job.version()) for job_id, job in jobs.items()}
         changed = [k for k in jobs if is_whole or versions[k] != sent.get(k)]
         has_new_others = others != self._sent_others
@@ -197,17 +214,17 @@ class SidePanel:
         with self._lock:
             self._sent, self._sent_others = versions, others
 
-    # The thread that scans.
+    # --- the thread that scans ---
 
     def _is_scan_due(self) -> bool:
         is_late = time.monotonic() - self._scanned_at >= LOOK_EVERY_S
-        return self._look is not None and (is_late or self._is_asked)
+        return self._look is not None and (is_late or self._is_scan_requested)
 
     def _scan(self) -> None:
-        """Scan once. A disk or a bucket that does not answer may block it for long."""
+        # A disk or a bucket that does not answer may block this thread; there is never a second.
         with self._lock:
             look, job_ids = self._look, tuple(self._jobs)
-            is_asked, self._is_asked = self._is_asked, False
+            is_asked, self._is_scan_requested = self._is_scan_requested, False
         try:
             if look is not None:
                 found = look(job_ids, is_asked)

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSplit:
-    """Where the time of a worker's latest steps went."""
+    """Time split of a worker's latest steps."""
 
     step: int
     """The last of these steps."""
@@ -46,7 +46,7 @@ class WorkerRow:
     """Machine type; empty if the pool does not report it."""
     zone: str
     lifecycle: str
-    """How the machine was bought, such as ``spot``; empty if the pool does not report it."""
+    """Purchase option of the machine, such as ``spot``; empty if the pool does not report it."""
     usd_per_h: float | None
     """Price per hour when the worker joined."""
     trainer_pid: int | None
@@ -55,7 +55,7 @@ class WorkerRow:
     split: TimeSplit | None
     """Time split of its latest steps; None until reported."""
     waits_for: str
-    """What keeps the worker from computing; empty if nothing does."""
+    """Reason for which the worker does not compute; empty if it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class Snapshot:
     """Recent throughput."""
     checkpoint_due: CheckpointDue = CheckpointDue()
     controls: Mapping[str, str] = field(default_factory=dict)
-    """Why each request is not possible now; empty if it is."""
+    """Reason for which each request is not possible now; empty if it is."""
     workers: tuple[WorkerRow, ...] = ()
     """Ranks in order, then newcomers, then workers that are gone."""
     events: tuple[EventLine, ...] = ()
@@ -236,6 +236,7 @@ class Snapshot:
         Args:
             without: Names of fields to leave out.
         """
+        # Not dataclasses.asdict, which copies deeply: this runs for each message.
         names = (name for name in field_names(Snapshot) if name not in without)
         return {name: to_json(getattr(self, name)) for name in names}
 
@@ -245,6 +246,7 @@ def to_json(value: Any) -> Any:
 
     JSON has no NaN and no infinity. They become strings that JavaScript's ``Number()`` parses.
     """
+    # bool is an int, and JSON has it.
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):

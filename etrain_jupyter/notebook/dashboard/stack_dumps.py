@@ -15,8 +15,15 @@ CellNumbers = Callable[[], Mapping[str, int]]
 
 QUIET_S = 5.0
 """A dump ends when no line has followed for this many seconds. Nothing marks its end."""
+# The lines that Python's faulthandler writes, for example:
+#
+#   Fatal Python error: Segmentation fault
+#
+#   Current thread 0x00007f... (most recent call first):
+#     File "/tmp/ipykernel_7/12.py", line 3 in forward
+#
 _FATAL = re.compile(r"Fatal Python error: (?P<what>.*)")
-# Python's faulthandler: no comma before "in", unlike in a traceback.
+# No comma before "in", unlike in a traceback.
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _THREAD = re.compile(r"(?P<is_current>Current t|T)hread 0x.*\(most recent call first\):")
 _OTHER = re.compile(r"|  \.\.\.|  <.*>|Python runtime state: .*|Extension modules: .*|<.*>")
@@ -48,8 +55,10 @@ class Dump:
         """Add the next line; return False if it does not belong to a dump."""
         if found := _THREAD.fullmatch(text):
             self.is_in_current = found["is_current"] != "T"
+            # faulthandler lists the current thread somewhere among the others. Put it first.
             self.threads.insert(0 if self.is_in_current else len(self.threads), [])
         elif found := _FRAME.fullmatch(text):
+            # A frame without a thread above it is not of this dump.
             if not self.threads:
                 return False
             thread = self.threads[0 if self.is_in_current else -1]
@@ -68,6 +77,7 @@ class Dump:
         at = next((f for f in frames if _is_of_notebook(f.file, numbers)), frames[0])
         what = f"crashed ({fatal['what']}) at" if fatal else "was at"
         place = f"{_place(at.file, numbers)}, line {at.line} in {at.name}"
+        # The notebook's line alone may not explain a hang: name the library call that it is in.
         innermost = next(thread for thread in self.threads if at in thread)[0]
         if innermost != at and not _is_of_notebook(innermost.file, numbers):
             place += f", inside {innermost.name} of {PurePath(innermost.file).name}"

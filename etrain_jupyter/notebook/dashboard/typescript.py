@@ -29,6 +29,7 @@ SIMPLE = {int: "number", float: "number", str: "string", bool: "boolean", NoneTy
 
 def generate() -> str:
     """Return the text of ``snapshot.ts``, formatted as Prettier formats it."""
+    # In the order of the source, in which a dataclass precedes those that use it.
     kinds = [kind for kind in vars(snapshot).values() if is_own_dataclass(kind)]
     return "\n".join([HEAD, *(interface_of(kind) for kind in kinds)])
 
@@ -58,6 +59,7 @@ def type_of(hint: Any) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in SIMPLE:
         return SIMPLE[hint]
+    # A reference to another interface of the same file.
     if is_own_dataclass(hint):
         return f"I{hint.__name__}"
     if origin is UnionType:
@@ -71,6 +73,7 @@ def type_of(hint: Any) -> str:
 
 def docs_of(kind: type) -> dict[str, str]:
     """Return the docstrings below the fields of a dataclass, by field."""
+    # Python discards them at run time, so read the source.
     [node] = ast.parse(inspect.getsource(kind)).body
     assert isinstance(node, ast.ClassDef)
     docs = {}
@@ -88,6 +91,7 @@ def comment_of(text: str, indent: str) -> Iterator[str]:
     text = text.replace("; Null", "; null")
     if not text:
         return
+    # As Prettier leaves it: one line if it fits, otherwise one text line per line.
     if len(line := f"{indent}/** {text} */") <= WIDTH:
         yield line
         return

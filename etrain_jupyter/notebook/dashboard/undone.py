@@ -23,10 +23,16 @@ class UndoneCurves:
 
     def keep(self, name: str, series: Series, step: int) -> None:
         """Store the points that a curve is about to lose after ``step``, and the point at it."""
+        #   before          1 2 3 4 5 6 7
+        #   rewind to 4     1 2 3 4              undone: 4 5 6 7, so that it starts on the curve
+        #   5, then to 2    1 2                  undone: 2 3 4 5 (new) and 6 7 (of the first rewind)
+        #
+        # Only the curves that the charts draw faintly; a world size is not repeated.
         if name != "loss" and not name.startswith("metrics."):
             return
         start = int(np.searchsorted(series.x, step))
         x, y = series.x[start:].copy(), series.y[start:].copy()
+        # The curve has no point after the step, so nothing is lost.
         if not len(x) or x[-1] <= step:
             return
         previous = self._curves.get(name)

@@ -16,10 +16,7 @@ _BEFORE_TRAINING = {
 
 
 def split_of(timing: RankTimed | None) -> TimeSplit | None:
-    """Return the shares of a worker's time and its throughput; None before its first report.
-
-    The share ``other`` is the time between the measured parts.
-    """
+    """Return the shares of a worker's time and its throughput; None before its first report."""
     if timing is None or timing.elapsed_s <= 0:
         return None
     parts = {
@@ -28,13 +25,14 @@ def split_of(timing: RankTimed | None) -> TimeSplit | None:
         "communication": timing.communication_s,
         "optimizer": timing.optimizer_s,
     }
+    # Separate clock readings can add up to slightly more than the elapsed time; shares must not.
     whole = max(timing.elapsed_s, sum(parts.values()))
     shares = {name: spent / whole for name, spent in parts.items()}
     return TimeSplit(
         step=timing.step,
         num_steps=timing.num_steps,
         samples_per_s=timing.samples / timing.elapsed_s,
-        shares=shares | {"other": max(0.0, 1.0 - sum(shares.values()))},
+        shares=shares | {"other": max(0.0, 1.0 - sum(shares.values()))},  # time between the parts
     )
 
 
@@ -51,8 +49,10 @@ def what_it_waits_for(state: str, note: str, timing: RankTimed | None) -> str:
     split = split_of(timing)
     if split is None:
         return ""
-    data, others = split.shares["data"], split.shares["communication"]
-    if max(data, others) < MIN_SHARE:
+    # A rank that arrives first at the exchange of gradients waits there for the slowest rank, so
+    # most of its communication time is waiting.
+    data, communication = split.shares["data"], split.shares["communication"]
+    if max(data, communication) < MIN_SHARE:
         return ""
-    what, share = ("data", data) if data >= others else ("other ranks", others)
+    what, share = ("data", data) if data >= communication else ("other ranks", communication)
     return f"{what}, {share * 100:.0f} %"

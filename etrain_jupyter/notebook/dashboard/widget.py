@@ -24,13 +24,13 @@ from etrain_jupyter.notebook.dashboard.undone import UNDONE
 
 MIME = "application/vnd.etrain.job+json"
 FLUSH_EVERY_S = 0.05
-"""Minimum interval of messages. More are not visible, and would load the kernel's channel."""
+"""Minimum interval between two messages, in seconds. A higher rate is not visible."""
 SAVE_EVERY_S = 5.0
-"""Interval of updates of the saved output, if our extension draws it or no view is open."""
+"""Interval of updates of the saved output, in seconds."""
 SAVE_SELDOM_S = 60.0
-"""The same if an anywidget draws it: each update mounts its view again."""
+"""The same if only an anywidget draws the job: each update mounts its view again."""
 LINGER_S = 1.0
-"""Time after the end of a job in which late events are still shown."""
+"""Seconds after the end of a job in which late events are still shown."""
 MAX_SAVED_POINTS = 2000
 """Maximum points of all curves together in a saved notebook: about 40 kB."""
 MAX_SAVED_CURVES = 20
@@ -42,10 +42,10 @@ OnRequest = Callable[[str, dict[str, Any]], object]
 class Dashboard:
     """Fold a job's events and keep every view of it up to date.
 
-    ``add_events`` only folds. One background thread, ``etrain-dashboard``, sends the changes at
-    most twenty times per second, and ends with the job. Another one updates the saved output from
-    time to time, which is slow in a busy kernel. So a slow, dead or missing view never blocks the
-    caller of ``add_events``. Without a Jupyter front end, the display is a line of text.
+    ``add_events`` only folds, so a slow, dead or missing view never blocks its caller. One
+    background thread, ``etrain-dashboard-JOB``, sends the changes and ends with the job. Another
+    one updates the saved output, which is slow in a busy kernel. Without a Jupyter front end, the
+    display is a line of text.
 
     Args:
         job_id: The job.
@@ -58,19 +58,26 @@ class Dashboard:
         self._job_id = job_id
         self._on_request = on_request
         self._display_id = f"etrain-{uuid.uuid4().hex}"
+        # Three locks, taken in this order. Messages of the feeds are sent without _changed:
+        #
+        #   _saving   one publisher of the saved output at a time
+        #   _sending  one sender of the outbox at a time, so that messages keep their order
+        #   _changed  the view, the feeds and the flags below
+        #
+        # Reentrant, because show() opens the widget under the lock, which takes a snapshot.
         self._changed = threading.Condition(threading.RLock())
         self._view = JobView(job_id, browser.cell_numbers)
         self._thread: threading.Thread | None = None
         self._version = 0
         self._is_unsent = self._is_unsaved = self._is_shown = self._is_closed = False
         self._widget: browser.WidgetChannel | None = None
-        self._outbox: deque[Callable[[], None]] = deque()
+        self._outbox: deque[Callable[[], None]] = deque()  # filled under _changed, emptied without
         self._sending, self._saving = threading.Lock(), threading.Lock()
         self._saver: threading.Thread | None = None
         self._widget_feed = ViewFeed(self._send_to_widget)
         self._link_feed = ViewFeed(self._send_to_link)
         self.num_errors = 0
-        """Number of failures to send to a browser. They are counted, never raised."""
+        """Failures to send to a browser. They are counted and never raised."""
 
     def add_events(self, events: Iterable[Event]) -> None:
         """Fold the next events of the job. Any one thread may call this."""
@@ -95,18 +102,18 @@ class Dashboard:
             return
         self.follow()
         with self._changed:
+            # A job that has ended needs no live view: its saved output shows everything.
             if self._widget is None and not self._view.is_terminal:
                 self._widget = self._open_widget()
             self._is_shown = True
             self._start_thread()
+        # Held, so that a save that was built from an older state cannot be published after this.
         with self._saving:
             browser.publish(self.bundle(), self._display_id, update=False)
 
     def settle(self) -> None:
-        """Update the saved output now.
-
-        For the end of a cell that waits for the job: nbclient ignores later updates.
-        """
+        """Update the saved output now, before the cell that waits for the job ends."""
+        # nbclient ignores updates after the end of the cell that they belong to.
         self._save()
 
     def close(self) -> None:
@@ -117,6 +124,7 @@ class Dashboard:
             self._changed.notify_all()
         for thread in threads:
             if thread is not None and thread is not threading.current_thread():
+                # A timeout, because the thread may be blocked in a message to a front end.
                 thread.join(timeout=5.0)
         self._close_widget()
         link().unregister(self._job_id, self._receive_from_link)
@@ -152,15 +160,20 @@ class Dashboard:
         return bundle | (widget.mime() if widget else {})
 
     def _snapshot_and_curves(self) -> tuple[Snapshot, Curves]:
-        """Return the snapshot and a copy of the curves, for use without the lock."""
         with self._changed:
+            # Copies, because the next event may change the arrays once the lock is released.
             curves = self._view.series().items()
             return self._view.snapshot(), {name: (x.copy(), y.copy()) for name, (x, y) in curves}
 
     def _repr_mimebundle_(self, **_kwargs: Any) -> dict[str, Any]:
         return self.bundle()
 
-    # The background threads.
+    # --- the background threads ---
+    #
+    #   add_events     fold, notify ----------------------------------> returns at once
+    #   etrain-dashboard-JOB         wait, flush, sleep 50 ms, wait ... until the job has ended
+    #   etrain-dashboard-save-JOB    bundle, publish (every 5 or 60 s, one at a time)
+    #   kernel (comm)                hello, detail, request -> outbox -> _send_out
 
     def _start_thread(self) -> None:
         if self._thread is None and not self._is_closed:
@@ -176,6 +189,8 @@ class Dashboard:
                 break
             self._guarded(self._flush)
             if self._view.is_terminal:
+                # In this thread: _start_saver skips a save while another one runs, and the last
+                # state must not be skipped.
                 self._guarded(self._save)
             elif time.monotonic() - saved_at >= self._save_every_s():
                 self._start_saver()
@@ -187,14 +202,14 @@ class Dashboard:
         """Wait for changes or for the next save; return False if the thread must end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_unsent or self._is_closed, timeout=self._patience_s(saved_at)
+                lambda: self._is_unsent or self._is_closed, timeout=self._max_wait_s(saved_at)
             )
             has_ended = self._view.is_terminal and not self._is_unsent
             if has_ended or self._is_closed:
                 self._thread = None  # from now on, add_events starts a new one
             return self._thread is not None
 
-    def _patience_s(self, saved_at: float) -> float | None:
+    def _max_wait_s(self, saved_at: float) -> float | None:
         if self._view.is_terminal:
             return LINGER_S
         if self._is_unsaved:
@@ -206,10 +221,9 @@ class Dashboard:
         return SAVE_SELDOM_S if is_only_widget else SAVE_EVERY_S
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Run ``action`` and count its failure: a broken view must not end the dashboard."""
         try:
             action()
-        except Exception:
+        except Exception:  # a broken view must not stop the updates of the others
             self.num_errors += 1
 
     def _flush(self) -> None:
@@ -221,13 +235,13 @@ class Dashboard:
         self._send_out()
 
     def _send_out(self) -> None:
-        """Send the queued messages in order, without the lock, so that events are not blocked."""
+        # Without _changed: a front end that reads slowly must not block add_events.
         with self._sending:
             while self._outbox:
                 self._guarded(self._outbox.popleft())
 
     def _start_saver(self) -> None:
-        """Update the saved output in its own thread, unless one is running."""
+        # A thread of its own: rendering and publishing would delay the next update of the views.
         with self._changed:
             if self._is_closed or (self._saver is not None and self._saver.is_alive()):
                 return
@@ -240,8 +254,10 @@ class Dashboard:
     def _save(self) -> None:
         with self._saving:
             with self._changed:
+                # A job that is only listed in the side panel has no display to update.
                 if not self._is_shown:
                     return
+                # Cleared before the bundle is built: an event that arrives meanwhile sets it again.
                 self._is_unsaved = False
                 is_terminal, widget = self._view.is_terminal, self._widget
             bundle = self.bundle()
@@ -252,7 +268,7 @@ class Dashboard:
                 widget.save(bundle[MIME])
             browser.publish(bundle, self._display_id, update=True)
 
-    # The channels.
+    # --- the channels ---
 
     def _open_widget(self) -> browser.WidgetChannel | None:
         try:
@@ -264,6 +280,7 @@ class Dashboard:
 
     def _close_widget(self) -> None:
         with self._changed:
+            # Closed outside the lock: closing sends a message to the browser.
             widget, self._widget = self._widget, None
             self._widget_feed.is_open = False
         if widget is not None:
@@ -272,6 +289,7 @@ class Dashboard:
     def _send_to_widget(self, content: dict[str, Any], buffers: list[bytes]) -> None:
         widget = self._widget
         if widget is not None:
+            # Runs under _changed, so only queue the message; _send_out sends it.
             about = {**content, "job_id": self._job_id}
             self._outbox.append(lambda: widget.send(about, buffers))
 
@@ -286,24 +304,23 @@ class Dashboard:
         self._receive(self._link_feed, content)
 
     def _receive(self, feed: ViewFeed, content: dict[str, Any]) -> None:
-        """Handle a message of a view, on a thread of the kernel."""
+        # On a thread of the kernel: the subshell that the front end has chosen, if there is one.
         if content.get("kind") == "hello":
             with self._changed:
                 feed.greet(self._view, str(content.get("view", "")))
         elif content.get("kind") == "detail":
             first, last = float(content.get("first", 0)), float(content.get("last", 0))
             with self._changed:
-                feed.flush(
-                    self._view
-                )  # first, so that no point between update and detail is missing
+                # First, so that no point is missing between the last update and the detail.
+                feed.flush(self._view)
                 feed.detail(self._view, str(content.get("view", "")), first, last)
         elif content.get("kind") == "request":
             self._carry_out(feed, content)
         self._send_out()
 
     def _carry_out(self, feed: ViewFeed, content: dict[str, Any]) -> None:
-        """Carry out a request of a view, and send it the result."""
         request, args = str(content.get("request", "")), dict(content.get("args") or {})
+        # Without _changed: a request waits for the scheduler's reply, add_events must not.
         try:
             answer, level = self._on_request(request, args), "info"
         except Exception as error:
@@ -314,11 +331,7 @@ class Dashboard:
 
 
 def _written(numbers: Floats | SmallFloats, digits: str) -> str:
-    """Return numbers as one text, since JupyterLab saves a list with one line per number.
-
-    Five significant digits are enough for a chart. Steps are whole numbers; means of steps need not
-    be exact.
-    """
+    # One text, because JupyterLab saves a list with one line per number.
     return " ".join(map(digits.format, numbers.tolist()))
 
 
@@ -326,6 +339,7 @@ def _saved(snapshot: Snapshot, curves: Curves) -> dict[str, Any]:
     """Return the snapshot with thinned curves, as a notebook saves it."""
     drawn = (item for item in curves.items() if item[0] != "lr" and not item[0].startswith(UNDONE))
     kept = list(itertools.islice(drawn, MAX_SAVED_CURVES))
+    # Points per curve: at most a fifth of all, however few curves there are.
     share = MAX_SAVED_POINTS // max(5, len(kept))
     return {
         "version": 1,

@@ -14,6 +14,15 @@ MAX_GONE = 6
 GONE = ("left", "lost")
 
 
+# The states of a row, and the events that change them:
+#
+#   WorkerJoined -> starting -> WorkerWarmed -> warm -> GenerationFormed -> training
+#   training  -> waiting (job paused or waiting) -> training (next generation)
+#             -> leaving (preemption notice) -> left (WorkerLeft)
+#             -> lost (WorkerLost)
+#             -> done (the job has ended) -> left (the job was resumed)
+
+
 @dataclass(kw_only=True)
 class TrackedWorker:
     """State of one worker; see ``WorkerRow`` for the fields that both have."""
@@ -37,6 +46,7 @@ class TrackedWorker:
 
     def steps(self, num_steps: int) -> int:
         """Return its steps, when the job has committed ``num_steps``."""
+        # Counted by difference, so that a step of 200 workers costs no update of 200 rows.
         current = num_steps - self.entered_at if self.rank is not None else 0
         return self.steps_before + current
 
@@ -74,6 +84,7 @@ class WorkerTable:
 
     def join(self, event: WorkerJoined) -> None:
         """Add a worker that the pool assigned to the job; it may have been there before."""
+        # Removed first, so that the row of a worker that rejoins moves to the end.
         previous = self._rows.pop(event.worker, None)
         self._rows[event.worker] = TrackedWorker(
             worker=event.worker,
@@ -97,18 +108,22 @@ class WorkerTable:
     def time(self, event: RankTimed) -> None:
         """Record the step times that a worker reports."""
         row = self._rows.get(event.worker)
+        # A report without steps has only evaluation or checkpoint time, and no shares.
         if row is not None and event.num_steps:
             row.timing = event
 
     def form(self, ranks: Sequence[str], trainer_pids: Sequence[int], num_steps: int) -> list[str]:
         """Start a generation; return the workers that are new in it, in rank order."""
+        # Workers of the previous generation. A paused worker keeps its rank, so it is not new.
         present = {row.worker for row in self._rows.values() if row.rank is not None}
         for row in self._rows.values():
             row.leave_generation(num_steps)
+            # Not part of the new generation unless the loop below says so: its trainer is idle.
             row.state = "warm" if row.state in ("training", "waiting") else row.state
         for rank, worker in enumerate(ranks):
             row = self._row(worker)
             row.rank, row.state, row.note, row.entered_at = rank, "training", "", num_steps
+            # Logs of older versions have no process ids.
             if rank < len(trainer_pids):
                 row.trainer_pid = trainer_pids[rank]
         return [worker for worker in ranks if worker not in present]
@@ -131,6 +146,7 @@ class WorkerTable:
         """Record that a worker is leaving, has left or was lost."""
         row = self._row(worker)
         row.state, row.note = state, note
+        # A worker that is about to leave still trains until the next step boundary.
         if state != "leaving":
             row.leave_generation(num_steps)
             self._drop_oldest_gone()
@@ -162,6 +178,7 @@ class WorkerTable:
         return self._rows.setdefault(worker, TrackedWorker(worker=worker))
 
     def _drop_oldest_gone(self) -> None:
+        # A spot job may lose hundreds of workers; the event list still has them.
         gone = [name for name, row in self._rows.items() if row.state in GONE]
         for name in gone[:-MAX_GONE]:
             del self._rows[name]

@@ -61,7 +61,7 @@ def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
 
 
 def _in_cell(offers: Offers, place: CursorContext, body_start: int) -> Offers:
-    """Convert offsets in a value to offsets in the cell."""
+    # `epochs:|` is not a key until a space follows, so insert it with the completion.
     if place.lacks_space:
         offers = Offers(offers.start, tuple(Completion(f" {o.text}", o.kind) for o in offers.items))
     return Offers(body_start + place.start + offers.start, offers.items)
@@ -87,10 +87,11 @@ def _free_keys(group: KeyPath, outline: Outline) -> list[str]:
 
 
 def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
-    """Return the notebook's functions as metrics, each under its own name."""
+    # A metric's key is free, so offer each of the notebook's functions under its own name.
     given = outline.given(METRICS)
     found = []
     for offer in names_for((*METRICS, "any"), facts.names):
+        # A completion ends with "(" or "." if the name alone is not a value.
         name = offer.text.rstrip("(.")
         if offer.kind in ("function", "instance") and name not in given:
             found.append(name if place.has_colon else f"{name}: {name}")
@@ -101,12 +102,21 @@ def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[C
 
 
 def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
-    """Return the completions of a value; ``start`` is an offset in the value's text."""
+    # `start` of the result is an offset in the value's text:
+    #
+    #   path                       completions
+    #   any, after !py             Python
+    #   unknown to the schema      none
+    #   an interval, "30 |"        units
+    #   any other                  words of the schema, pools, metrics
+    #   a reference, "Net|"        fitting names of the notebook too
+    #   a reference, "nn.Li|"      attributes and keywords
     word, path = place.word, place.path
     if place.is_computed:
         return facts.complete_python(word)
     if word.startswith("!"):
         return Offers(0, tuple(matching(["!py "], word, "value")))
+    # Its options are keys that only the optimizer's name makes valid.
     optimizer = outline.values.get((*OPTIMIZER, "name"), "").strip("'\"") or "AdamW"
     if not is_reference(path) and describe(path, optimizer=optimizer) is None:
         return Offers(0)
@@ -143,7 +153,7 @@ def _literals(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[
 
 
 def _units(path: KeyPath, word: str) -> Offers | None:
-    """Return the units after a number; None if the text is no number or the key has no units."""
+    # None if the text is not a number or the key has no units.
     match = _NUMBER.fullmatch(word)
     if match is None:
         return None
@@ -165,6 +175,7 @@ def _units(path: KeyPath, word: str) -> Offers | None:
 def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
     """Return the completions of a Python expression; a simple name must fit the key."""
     if _NAME.fullmatch(word):
+        # A prefix of a name here is case-sensitive, as in Python; words of the schema are not.
         fitting = names_for(path, facts.names)
         return Offers(0, tuple(offer for offer in fitting if offer.text.startswith(word)))
     # "package.module:attribute" is not Python, so IPython cannot complete it.
@@ -180,7 +191,7 @@ def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
 
 
 def _module(dotted: str, facts: Facts) -> ModuleType | None:
-    """Return the module of a dotted name if it is loaded; imports nothing."""
+    # From dictionaries only: getattr on a module may run its __getattr__, which may import.
     first, *rest = dotted.split(".")
     found = facts.names.get(first)
     for name in rest:
@@ -189,7 +200,7 @@ def _module(dotted: str, facts: Facts) -> ModuleType | None:
 
 
 def _of_module(path: KeyPath, name: str, begun: str, *, start: int) -> Offers:
-    """Return the attributes of a loaded module, for ``package.module:attribute``."""
+    # Only of a loaded module, since an import may run user code.
     module = sys.modules.get(name)
     if module is None or name == "__main__":
         return Offers(start)

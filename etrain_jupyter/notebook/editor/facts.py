@@ -4,6 +4,9 @@ A completion must not block typing. A background thread reads lists from the dis
 ``MAX_WAIT_S`` for it and otherwise gets the previous list.
 """
 
+#   caller   get(): wait 0.15 s, previous list     get(): new list
+#   thread   load ......... (slow disk) .........->
+
 from __future__ import annotations
 
 import builtins
@@ -72,6 +75,7 @@ class CachedList:
             # A daemon: a disk that hangs must not keep the kernel from exiting.
             self._thread = threading.Thread(target=self._load, name=self._name, daemon=True)
             self._thread.start()
+        # Returns at once if the thread has ended, which is the usual case.
         if self._thread is not None:
             self._thread.join(max_wait_s)
         return self._known
@@ -84,6 +88,7 @@ class CachedList:
             self._known = self._look_up()
         except Exception:  # The top of a thread. A traceback while typing would not help.
             self._known = ()
+        # After a failure too: a broken disk is not read again with every key that is pressed.
         self._known_at = self._clock()
 
 
@@ -154,6 +159,7 @@ class ShellFacts:
 
     def _keywords(self, code: str) -> Offers:
         """Return keywords such as ``hidden=`` inside ``Net(``, from the function's signature."""
+        # The innermost open call. A call within its arguments would need a parser.
         match = _OPEN_CALL.search(code)
         begun = re.search(r"(?:^|[(,])\s*([^\W\d]\w*)?$", code)
         if match is None or begun is None:
@@ -167,6 +173,7 @@ class ShellFacts:
         except Exception:  # a forbidden expression, an unknown name, or no signature
             return Offers(len(code))
         given = set(re.findall(r"([^\W\d]\w*)\s*=", match[2]))
+        # Positional-only and variable parameters cannot be given by name.
         free = [
             name
             for name, parameter in parameters.items()

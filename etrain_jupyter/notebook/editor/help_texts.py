@@ -55,6 +55,7 @@ def usage_of(argument: argparse.Action) -> str:
 
 
 def _value_of(argument: argparse.Action) -> str:
+    # A switch has no value.
     if argument.nargs == 0:
         return ""
     if isinstance(argument.metavar, str):

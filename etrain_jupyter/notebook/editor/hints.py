@@ -69,7 +69,7 @@ def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
 
 
 def _on_magic(text: str, cursor: int) -> Hint | None:
-    """Explain the name of the magic itself."""
+    # Only the first word of a line is the magic: elsewhere "%etrain" is the user's text.
     line = text[text.rfind("\n", 0, cursor) + 1 :].lstrip()
     word = line.split()[0] if line.split() else ""
     return _preformatted(help_on_magic()) if word in ("%etrain", "%%etrain") else None
@@ -93,6 +93,7 @@ def _on_line(magic: Magic, cursor: int) -> Hint | None:
         flag = find_flag(parser, word)
         if flag is not None and (word == words[-1] or flag.nargs != 0):
             return _on_flag(parser.prog, flag)
+        # A switch or an unknown flag: the word after it is not its value.
         if word.startswith("-"):
             break
     if words[0] == CELL_COMMAND:
@@ -124,6 +125,7 @@ def _on_key(place: CursorContext, outline: Outline) -> Hint | None:
 
 def _on_unknown(path: KeyPath) -> Hint | None:
     """Explain an unknown key: the equivalent of another system's key, or the nearest key."""
+    # Keys of other systems differ in case and dashes.
     hint = KNOWN_ELSEWHERE.get(".".join((*path[:-1], path[-1].replace("-", "_").lower())), "")
     group = group_at(path[:-1])
     hint = hint or (did_you_mean(path[-1], keys_of(group)) if group is not None else "")
@@ -158,6 +160,7 @@ def _on_value(place: CursorContext, outline: Outline, names: Mapping[str, Any]) 
         return own
     # The value is a Python expression: IPython explains the object, the key is the fallback.
     expression = Expression(code=f"{place.word}{place.rest}", cursor=len(place.word))
+    # Then only IPython's reply counts; without one, the reply is that nothing was found.
     if own is None:
         return Hint(plain="", markdown="", expression=expression)
     return Hint(plain=own.plain, markdown=own.markdown, expression=expression)

@@ -30,36 +30,37 @@ _log = logging.getLogger(__name__)
 
 
 class _OnlyOurs(list[SimpleCompletion]):
-    """Completions that suppress those of other matchers, even if the list is empty.
+    """Completions that suppress those of other matchers, even if the list is empty."""
 
-    IPython lets a matcher suppress the others only if it returns completions. In an etrain cell,
-    file names and Python keywords would be wrong even if there is no completion.
-    """
-
+    # IPython lets a matcher suppress the others only if it returns completions. In an etrain cell,
+    # file names and Python keywords are wrong in any case.
     def __len__(self) -> int:
         return max(1, super().__len__())
 
 
 class _Hooks:
-    """The matcher and the inspector that are installed in one shell."""
-
     def __init__(self, shell: InteractiveShell) -> None:
         facts = ShellFacts(shell)
         self._matchers: list[Any] = shell.Completer.custom_matchers
         self._matcher = _matcher(facts)
         self._matchers.append(self._matcher)
+        # A terminal has no kernel and no Shift-Tab: then only the matcher is installed.
         self._kernel: Any = getattr(shell, "kernel", object())
         original = getattr(self._kernel, "do_inspect", None)
+        #   front end -> kernel.do_inspect = _Inspector -> a hint of ours -> reply
+        #                                               -> otherwise: the original do_inspect
         self._inspector = _Inspector(facts, original) if original is not None else None
         if self._inspector is not None:
             self._kernel.do_inspect = self._inspector
 
     def remove(self) -> None:
-        """Remove both. If another extension has wrapped the inspector, it forwards all calls."""
+        """Remove both."""
         if self._matcher in self._matchers:
             self._matchers.remove(self._matcher)
         if self._inspector is not None:
             self._inspector.is_on = False
+            # Another extension may have wrapped the inspector. Then it stays, and forwards all
+            # calls.
             if vars(self._kernel).get("do_inspect") is self._inspector:
                 del self._kernel.do_inspect
 
@@ -86,6 +87,7 @@ def _matcher(facts: Facts) -> Callable[[CompletionContext], SimpleMatcherResult]
         from etrain_jupyter.notebook.editor.completion import complete
 
         lines = context.full_text.split("\n")[: context.cursor_line]
+        # IPython gives line and column; `complete` takes an offset in the cell.
         cursor = sum(len(line) + 1 for line in lines) + context.cursor_position
         try:
             offers = complete(context.full_text, cursor, facts)

@@ -16,6 +16,7 @@ MAX_JOBS = 200
 """Maximum number of jobs to offer. IPython itself limits a list to 500."""
 
 _CELL = re.compile(r"\s*%%etrain(?![\w?])")
+# Possessive quantifiers (*+, ++): a long line that is not a magic must not backtrack.
 _LINE = re.compile(r"[ \t]*+(?:[\w.,*()\[\] \t]++=[ \t]*+)?%etrain(?![\w?])")
 
 
@@ -43,6 +44,7 @@ def find_magic(text: str, cursor: int) -> Magic | None:
     is_cell = match is not None
     if match is None:
         match = _LINE.match(text, text.rfind("\n", 0, cursor) + 1)
+    # On the name itself IPython completes magics, and `hints` explains this one.
     if match is None or cursor <= match.end():
         return None
     end = text.find("\n", match.end())
@@ -104,17 +106,12 @@ def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
 
 
 def _complete_argument(parser: Parser, place: LinePlace, start: int, facts: Facts) -> Offers:
-    """Return the completions after a sub-command.
-
-    ==========================  =======================================
-    text before the cursor      completions
-    ==========================  =======================================
-    ``--pool lo``               values of the flag before
-    ``--pool=lo``               values of this flag, after the ``=``
-    ``-``                       flags that were not given yet
-    anything else               values of the next positional argument, then flags
-    ==========================  =======================================
-    """
+    # text before the cursor   completions
+    # -----------------------  --------------------------------------------------
+    # --pool lo                values of the previous flag
+    # --pool=lo                values of this flag, after the "="
+    # -                        flags that were not given yet
+    # anything else            values of the next positional argument, then flags
     given = place.words[1:]
     flag, equals, value = place.begun.partition("=")
     # A flag with nargs == 0 is a switch: the word after it is not its value.
@@ -143,6 +140,7 @@ def find_flag(parser: Parser, word: str) -> argparse.Action | None:
 
 def _free_flags(parser: Parser, given: Sequence[str]) -> list[str]:
     """Return the longest names of the flags that were not given, with ``--help`` last."""
+    # By identity, since "-n" and "--number" are the same argument.
     used = {id(find_flag(parser, word)) for word in given if word.startswith("-")}
     flags = [a for a in parser.arguments if a.option_strings and id(a) not in used]
     names = [max(a.option_strings, key=len) for a in flags]
@@ -150,11 +148,11 @@ def _free_flags(parser: Parser, given: Sequence[str]) -> list[str]:
 
 
 def _positional(parser: Parser, given: Sequence[str]) -> list[argparse.Action]:
-    """Return the positional arguments that were not given yet."""
     rest = [argument for argument in parser.arguments if not argument.option_strings]
     is_value = False
     for word in given:
         found = find_flag(parser, word) if word.startswith("-") else None
+        # A word that is neither a flag nor a flag's value takes the next positional argument.
         if found is None and not is_value:
             rest = rest[1:]
         is_value = found is not None and found.nargs != 0 and "=" not in word

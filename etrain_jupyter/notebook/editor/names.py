@@ -45,12 +45,14 @@ def is_module(value: Any) -> bool:
 def fits(path: KeyPath, value: Any) -> bool:
     """Return True if an object can be a key's value, judged by its type and signature."""
     kind = type(value)
+    # These fit no key, although a str has a length and items, as a data set has.
     if value is None or issubclass(kind, (*_SCALARS, ModuleType)):
         return False
     if path == ("model",):
         return _is_model(kind) or issubclass(kind, (type, *_ROUTINES))
     if path in _DATA:
         return _is_data(value)
+    # A class is judged by its methods, because its instance is the data set.
     if issubclass(kind, type):
         return True
     return callable(value) and _takes(value, _NUM_ARGUMENTS.get(path[0], 1))
@@ -119,7 +121,8 @@ def _takes(function: Any, count: int) -> bool:
 
 
 def _rank(path: KeyPath, value: Any) -> int:
-    """Return 0 for a likely value, 1 for a possible value, 2 for a module."""
+    # 0: likely, for example an instance of nn.Module for `model`. 1: possible. 2: a module, whose
+    # attributes may fit.
     if is_module(value):
         return 2
     kind = value if issubclass(type(value), type) else type(value)

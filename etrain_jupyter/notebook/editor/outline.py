@@ -6,10 +6,18 @@ positions: in blocks by indentation, in ``{}`` and ``[]`` by brackets. An open b
 at a line that looks like the next key.
 """
 
+# Positions of the cursor, marked with |, and what the outline reports:
+#
+#   batch:|                 value of batch, lacks_space
+#   batch: {glo|            key in batch
+#   batch: {global: 3|2     value of batch.global, rest "2"
+#     mic|                  key of the group above that this column belongs to
+#   optimizer:| {name: ...  value of optimizer, is_whole: nothing can be inserted
+#   # comm|ent              nothing
+
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from etrain_jupyter.config.keys import KeyPath, opens_group
@@ -29,24 +37,24 @@ class _Block:
     path: KeyPath
 
 
-def read_outline(body: str, cursor: int, opens: Callable[[KeyPath], bool] = opens_group) -> Outline:
+def read_outline(body: str, cursor: int) -> Outline:
     """Read a body, which may be incomplete or invalid.
 
     Args:
         body: The cell without its first line.
         cursor: Offset in the body.
-        opens: Returns True if a path may have keys below it.
     """
-    reader = _Reader(body, cursor, opens)
+    reader = _Reader(body, cursor)
     reader.read()
     return reader.outline
 
 
 class _Reader:
-    """Single-pass reader of a body; the ``_see_...`` methods check each part for the cursor."""
+    # Reads the body once. Each _read_... method returns the offset at which the next one continues,
+    # and calls a _see_... method for each part, which stores the part if the cursor is in it.
 
-    def __init__(self, text: str, cursor: int, opens: Callable[[KeyPath], bool]) -> None:
-        self._text, self._at, self._opens = text, cursor, opens
+    def __init__(self, text: str, cursor: int) -> None:
+        self._text, self._at = text, cursor
         self._blocks: list[_Block] = []
         self._last: KeyPath = ()
         """The last key at block level."""
@@ -62,6 +70,7 @@ class _Reader:
     def read(self) -> None:
         """Read the whole body."""
         pos = 0
+        # <= and not <: an empty last line is a line too, on which a key may start.
         while pos <= len(self._text):
             pos = self._read_line(pos)
 
@@ -81,6 +90,7 @@ class _Reader:
         if pos <= self._at < begin:
             self._see_gap(self._at - pos, before=text)
         match = _KEY_LINE.match(self._text, begin, end)
+        # A bracket without a key: the whole body in braces, or a value on the line below its key.
         if match is None and text[0] in "{[":
             self._base = self._blocks[-1].indent if self._blocks else -1
             pos = self._after_flow(self._read_flow(begin, self._last))
@@ -119,10 +129,12 @@ class _Reader:
         return end + 1
 
     def _enter(self, column: int) -> KeyPath | None:
-        """Return the group with keys in this column, and close the groups that are indented more.
-
-        Returns None if no key is valid in this column.
-        """
+        # Returns the group with keys in this column, and closes the groups that are indented more.
+        # None if no key is valid in the column: "b" is in none of the two blocks of
+        #
+        #   batch:
+        #       global: 3
+        #     b|
         while self._blocks and self._blocks[-1].indent > column:
             self._blocks.pop()
         group = self._group_in(column)
@@ -139,10 +151,10 @@ class _Reader:
         if blocks[-1].indent == column:
             return blocks[-1].path
         is_child = len(blocks) == len(self._blocks) and self._last_is_open
-        return self._last if is_child and self._opens(self._last) else None
+        return self._last if is_child and opens_group(self._last) else None
 
     def _skip_text(self, pos: int, indent: int, path: KeyPath) -> int:
-        """Skip the lines of a block scalar after ``|`` or ``>``."""
+        # The lines of a block scalar after | or > are indented more than its key, or empty.
         while pos <= len(self._text):
             end = self._end_of_line(pos)
             line = self._text[pos:end]
@@ -157,12 +169,12 @@ class _Reader:
     # -------------------------------------------------------------------------------- in brackets
 
     def _read_flow(self, pos: int, path: KeyPath) -> tuple[int, bool]:
-        """Read from an opening bracket; return the end position, and whether it was closed.
-
-        ``is_torn`` marks a group in which a value has an open parenthesis: commas after it may
-        belong to a Python call, so that the text after it is not treated as keys. ``is_ready`` is
-        True after the bracket and after a comma, where a new item may start.
-        """
+        # Returns the end position, and whether the bracket was closed.
+        #
+        # is_ready: after the bracket and after a comma, where a new item may start.
+        # is_torn:  a value has an open parenthesis, so commas after it may belong to a Python call:
+        #
+        #     {model: Net(3, hid|den=4)}    "hidden" is not offered keys of the group
         is_group, is_torn, is_ready = self._text[pos] == "{", False, True
         pos, is_closed = pos + 1, True
         self._depth += 1
@@ -177,6 +189,7 @@ class _Reader:
                 self._depth -= 1
                 return (pos, False) if is_over else (pos + 1, True)
             is_ready = mark == ","
+            # Too deep: skip the bracket like a comma instead of recursing.
             if is_ready or (mark in "{[" and self._depth > _MAX_DEPTH):
                 pos += 1
             elif mark in "{[":
@@ -207,6 +220,7 @@ class _Reader:
         self.outline.values.setdefault(path, "")
         if at_end:
             return value, not is_over, is_torn
+        # The text of a group is not a value; only its keys are recorded.
         if self._text[value] in "{[" and self._depth <= _MAX_DEPTH:
             pos, is_closed = self._read_flow(value, path)
             return pos, is_closed, is_torn
@@ -219,7 +233,8 @@ class _Reader:
         return self._end_of_line(pos) + 1 if is_closed else pos
 
     def _skip_blank(self, pos: int) -> tuple[int, bool]:
-        """Skip blanks, line breaks and comments; return True as well if the brackets end there."""
+        # Blanks, line breaks and comments. True if the brackets end here although they are open:
+        # at the end of the body, or before a line that looks like the next key of the block.
         while pos < len(self._text):
             mark = self._text[pos]
             if mark == "\n" and self._is_next_key(pos + 1):
@@ -233,7 +248,7 @@ class _Reader:
         return len(self._text) + 1, True
 
     def _is_next_key(self, pos: int) -> bool:
-        """Return True if the line at ``pos`` is a key on the bracket's level or an outer level."""
+        # On the level of the key before the bracket, or on an outer level.
         line = self._text[pos : self._end_of_line(pos)]
         text = line.lstrip(" ")
         return len(line) - len(text) <= self._base and bool(_KEY_LINE.match(text))
@@ -346,11 +361,11 @@ class _Reader:
             self.outline.place = CursorContext(
                 path=group, is_key=True, start=self._at, word="", rest=before
             )
-        elif column > 0 and self._last_is_open and self._last and not self._opens(self._last):
+        elif column > 0 and self._last_is_open and self._last and not opens_group(self._last):
             self._see_value(self._last, self._at, self._at)
 
     def _see_loose_text(self, begin: int, end: int, group: KeyPath | None) -> None:
-        """Handle a line without a colon: an incomplete key, or the continuation of a value."""
+        # A line without a colon: an incomplete key, or the continuation of a value.
         self._last_is_open = self._last_is_open and group is not None
         stop = self._end_of_scalar(begin, end, is_flow=False)
         stop = begin + len(self._text[begin:stop].rstrip())

@@ -82,7 +82,7 @@ class History:
         first = int(run.column("step")[0])
         if len(self) and self._last_step() >= first:
             self.rewind_to(first - 1)
-        self._pack()
+        self._pack()  # the single rows precede the run
         columns = {name: run.column(name) for name in STEP_COLUMNS}
         columns |= {_column_of(name): column for name, column in run.metrics().items()}
         self._measured |= dict.fromkeys(name for name in columns if name not in STEP_COLUMNS)
@@ -94,15 +94,18 @@ class History:
         # An evaluation before the first step has no row.
         if row < 0:
             return
+        # Evaluations are rare and come after their row, which may be packed already. Keep them
+        # apart from the chunks; `columns` merges them.
         for name, value in {"loss": event.loss, **event.metrics}.items():
             self._measured[f"eval_{name}"] = None
             self._evals.setdefault(f"eval_{name}", {})[row] = value
 
     def rewind_to(self, step: int) -> None:
         """Drop the rows after a step, because those steps are trained again."""
+        # Example: chunks with steps 1-4 and 5-8, tail with 9-10, rewind_to(6):
+        #   tail 9-10 dropped -> chunk 5-8 popped, its rows 5-6 pushed -> chunks 1-4 and 5-6
         num_rows = self._rows_up_to(step)
         del self._tail[max(0, num_rows - self._num_chunked) :]
-        # Whole chunks are dropped; the one that contains the step is cut.
         while self._num_chunked > num_rows:
             last = self._chunks.pop()
             self._num_chunked -= len(last)
@@ -133,8 +136,8 @@ class History:
         return int(self._tail[-1]["step"] if self._tail else self._chunks[-1].columns["step"][-1])
 
     def _rows_up_to(self, step: int) -> int:
-        """Return the number of rows up to and including a step."""
-        # The tail has the newest rows, and steps increase within all rows.
+        # The tail has the newest rows, and steps increase over all rows: `add_step` and `add_run`
+        # rewind before they append a step again.
         if self._tail and self._tail[0]["step"] <= step:
             in_tail = bisect_right(self._tail, step, key=lambda row: int(row["step"]))
             return self._num_chunked + in_tail
@@ -148,8 +151,9 @@ class History:
         return 0
 
     def _pack(self) -> None:
-        """Pack single rows into chunks of consecutive rows with the same metrics."""
         rows, self._tail = self._tail, []
+        # All columns of a chunk have the same length, so a row with other metrics than the row
+        # before it starts a new chunk.
         start = 0
         for end in range(1, len(rows) + 1):
             if end == len(rows) or rows[end].keys() != rows[start].keys():

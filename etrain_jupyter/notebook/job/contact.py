@@ -15,8 +15,8 @@ from etrain_jupyter.notebook.job.link import ClusterEndedError, NoAnswerError, U
 
 RETRY_S = 0.3
 """Delay before the first retry, in seconds; it doubles with each further failure."""
-RETRY_MOST_S = 5.0
-SAY_AFTER = 2
+RETRY_MAX_S = 5.0
+NOTIFY_AFTER = 2
 """Number of consecutive failures, of some seconds each, before the user is notified."""
 LOST_AFTER = 2
 """Number of consecutive responses that deny the job before the job counts as lost."""
@@ -47,16 +47,22 @@ class Contact:
 
     def fail(self, exc: BaseException) -> bool:
         """Record a failure; return True if the user must be notified of the outage now."""
+        # A request that failed, and the delay before the next one:
+        #   failure   1        2          3      4      5      6 and later
+        #   delay     0.3 s    0.6 s      1.2 s  2.4 s  4.8 s  5 s
+        #   user               notified   (once, until a response ends the outage)
+        # A suspended scheduler is found by the timeout of each request, which comes on top.
         self.num_failures += 1
-        # An unreachable scheduler proves nothing. Only a scheduler that responds can deny the job.
+        # Only a scheduler that responds can deny that it has the job. `UnreachableError` is also a
+        # `JobLostError`, but proves nothing, so it resets the count of denials.
         is_denial = isinstance(exc, JobLostError) and not isinstance(exc, UnreachableError)
         self._num_denials = self._num_denials + 1 if is_denial else 0
-        if self.trouble or self.num_failures < SAY_AFTER:
+        if self.trouble or self.num_failures < NOTIFY_AFTER:
             return False
-        self.trouble = f"{_what_failed(exc)}, {self._seen()}asking again"
+        self.trouble = f"{_what_failed(exc)}, {self._describe_last_seen()}retrying"
         return True
 
-    def _seen(self) -> str:
+    def _describe_last_seen(self) -> str:
         with contextlib.suppress(ValueError, OverflowError, OSError):  # an invalid time in the log
             if self.seen_at:
                 return datetime.fromtimestamp(self.seen_at).strftime("last seen %H:%M:%S, ")
@@ -69,7 +75,7 @@ class Contact:
     def pause_s(self) -> float:
         """Return the delay before the next request, in seconds."""
         doublings = min(self.num_failures - 1, 10)
-        return float(min(RETRY_MOST_S, RETRY_S * 2**doublings)) if self.num_failures else 0.0
+        return float(min(RETRY_MAX_S, RETRY_S * 2**doublings)) if self.num_failures else 0.0
 
 
 def _what_failed(exc: BaseException) -> str:

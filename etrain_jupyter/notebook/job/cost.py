@@ -39,21 +39,20 @@ class JobCost:
         return 1000 * self.spent_usd / self.num_samples if self.num_samples else 0.0
 
     def __str__(self) -> str:
-        """Format the cost as a few lines of text."""
         if not self.is_known:
-            return "nothing: the machines of this job's pool have no prices"
+            return "no cost: the machines of this job's pool have no prices"
         share = self.saved_usd / self.on_demand_usd if self.on_demand_usd else 0.0
         each = ""
         if self.num_interruptions:
             words = "interruption" if self.num_interruptions == 1 else "interruptions"
             mean = amount(self.wasted_usd_per_interruption)
-            each = f", {mean} for each of {self.num_interruptions} {words}"
+            each = f", {mean} on average over {self.num_interruptions} {words}"
         lines = {
             "spent": amount(self.spent_usd),
             "saved": f"{amount(self.saved_usd)} of {amount(self.on_demand_usd)} on demand "
             f"({share:.0%})",
             "wasted": f"{amount(self.wasted_usd)}{each}",
-            "samples": f"{amount(self.usd_per_1k_samples)} a thousand",
+            "samples": f"{amount(self.usd_per_1k_samples)} per 1,000",
         }
         return "\n".join(f"{name:<9}{text}" for name, text in lines.items())
 
@@ -69,12 +68,12 @@ def amount(usd: float) -> str:
 
 def cost_of(view: LatestValues) -> JobCost:
     """Compute the cost of a job from its folded events."""
-    told = view.cost
+    cost = view.cost
     return JobCost(
-        spent_usd=told.spent_usd if told else 0.0,
-        on_demand_usd=told.on_demand_usd if told else 0.0,
-        wasted_usd=told.wasted_usd if told else 0.0,
+        spent_usd=cost.spent_usd if cost else 0.0,
+        on_demand_usd=cost.on_demand_usd if cost else 0.0,
+        wasted_usd=cost.wasted_usd if cost else 0.0,
         num_interruptions=view.num_preempted + view.num_lost,
         num_samples=view.samples,
-        is_known=told is not None,
+        is_known=cost is not None,
     )

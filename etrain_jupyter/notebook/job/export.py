@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from etrain_jupyter.errors import CheckpointError, ConfigError
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.weights import MODEL_PART, Saved, differences, load_weights
 from etrain_jupyter.storage.checkpoints.files import fsync_folder, link_if_absent, removed_at_end
 
@@ -38,18 +38,18 @@ def find_format(name: str, model: Any) -> str:
     """
     if name not in FORMATS:
         raise ConfigError(
-            f"format={name!r}: there is no such format",
-            hint=f"there are {' and '.join(FORMATS)}",
+            f"format={name!r} is not supported",
+            hint=f"use {' or '.join(map(repr, FORMATS))}",
         )
     if model is not None and name != "transformers":
         raise ConfigError(
-            f"format={name!r} takes no model: it writes the tensors alone",
-            hint="leave model out, or write format='transformers'",
+            f"format={name!r} does not use model: it writes only the tensors",
+            hint="leave out model, or use format='transformers'",
         )
     return name
 
 
-def export_file(record: JobRecord, saved: Saved, path: Path, *, overwrite: bool) -> Path:
+def export_file(record: RunRecord, saved: Saved, path: Path, *, overwrite: bool) -> Path:
     """Write the weights to one safetensors file, with the job and the step in its header.
 
     Raises:
@@ -60,16 +60,16 @@ def export_file(record: JobRecord, saved: Saved, path: Path, *, overwrite: bool)
     if target.is_dir():
         raise ConfigError(
             f"{target} is a folder; format='safetensors' writes one file",
-            hint=f"write {path / 'model.safetensors'}, or format='transformers' for a folder",
+            hint=f"use {path / 'model.safetensors'}, or format='transformers' for a folder",
         )
     check_absent(target, overwrite=overwrite)
-    with explained(record, saved, target):
+    with as_checkpoint_error(record, saved, target):
         put_file(target, lambda file: copy_weights(record, saved, file), overwrite=overwrite)
     return target
 
 
 def export_folder(
-    record: JobRecord, saved: Saved, path: Path, *, model: Any, overwrite: bool
+    record: RunRecord, saved: Saved, path: Path, *, model: Any, overwrite: bool
 ) -> Path:
     """Write ``config.json`` and ``model.safetensors`` into a folder; other files are kept.
 
@@ -80,12 +80,12 @@ def export_folder(
     folder = path.expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
-            f"{folder} is a file; format='transformers' writes a folder", hint="name a folder"
+            f"{folder} is a file; format='transformers' writes a folder", hint="pass a folder"
         )
     config = config_text(record, saved, model)
     for name in (CONFIG_FILE, MODEL_PART):
         check_absent(folder / name, overwrite=overwrite)
-    with explained(record, saved, folder):
+    with as_checkpoint_error(record, saved, folder):
         put_file(folder / CONFIG_FILE, lambda file: file.write(config), overwrite=overwrite)
         # The weights go last: no library opens a folder without them, so none loads half an export.
         weights = folder / MODEL_PART
@@ -93,22 +93,23 @@ def export_folder(
     return folder
 
 
-def config_text(record: JobRecord, saved: Saved, model: Any) -> bytes:
+def config_text(record: RunRecord, saved: Saved, model: Any) -> bytes:
     """Return the contents of ``config.json``: of ``model`` if given, else of the job's model."""
     if model is None:
         if CONFIG_FILE in saved.files:
             return saved.files[CONFIG_FILE].read_bytes()
         raise ConfigError(
-            f"the model of job {record.job_id}, {record.config.get('model', '')}, is no "
-            "transformers model with a config of its own: its checkpoint has no config.json",
-            hint="pass model=... with one that has the same weights, or write format='safetensors'",
+            f"the model of job {record.job_id}, {record.config.get('model', '')}, is not a "
+            "transformers model with a config: its checkpoint has no config.json",
+            hint="pass model= with a transformers model that has the same weights, or use "
+            "format='safetensors'",
         )
     from etrain_jupyter.trainer.state.model_config import config_of
 
     text = config_of(model)
     if text is None:
         raise ConfigError(
-            f"model={type(model).__name__} is no transformers model with a config",
+            f"model={type(model).__name__} is not a transformers model with a config",
             hint="pass a PreTrainedModel, or write format='safetensors'",
         )
     if differs := differences(load_weights(saved), model.state_dict()):
@@ -119,14 +120,19 @@ def config_text(record: JobRecord, saved: Saved, model: Any) -> bytes:
     return text
 
 
-def copy_weights(record: JobRecord, saved: Saved, file: IO[bytes]) -> None:
+def copy_weights(record: RunRecord, saved: Saved, file: IO[bytes]) -> None:
     """Copy the weights with a header that names the job and the step."""
+    # A safetensors file, where the offsets of the tensors count from the start of the data, so a
+    # header of another length does not change them:
+    #   | header length: 8 bytes, little-endian | header: JSON | tensor data |
     with saved.files[MODEL_PART].open("rb") as source:
         (length,) = struct.unpack("<Q", source.read(8))
         header = json.loads(source.read(length))
-        told = header.get("__metadata__") or {}
-        mine = {"format": "pt", "job_id": record.job_id, "step": str(saved.step)}
-        text = json.dumps({**header, "__metadata__": told | mine}, separators=(",", ":")).encode()
+        previous = header.get("__metadata__") or {}
+        added = {"format": "pt", "job_id": record.job_id, "step": str(saved.step)}
+        text = json.dumps(
+            {**header, "__metadata__": previous | added}, separators=(",", ":")
+        ).encode()
         # Pad the header so that the tensor data stay aligned.
         text += b" " * (-len(text) % ALIGNED_TO)
         file.write(struct.pack("<Q", len(text)) + text)
@@ -140,14 +146,15 @@ def check_absent(path: Path, *, overwrite: bool) -> None:
     """Refuse to replace an existing file unless ``overwrite`` is set."""
     if path.exists() and not overwrite:
         raise ConfigError(
-            f"{path} exists and was left as it is",
-            hint="write overwrite=True (--overwrite), or another path",
+            f"{path} already exists and was not changed",
+            hint="pass overwrite=True (--overwrite), or another path",
         )
 
 
 def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool) -> None:
     """Write a file under a temporary name, sync it and rename it."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, because a rename and a link do not cross file systems.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with removed_at_end(temporary):
         with temporary.open("xb") as file:
@@ -157,18 +164,19 @@ def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool
         if overwrite:
             os.replace(temporary, target)
         elif not link_if_absent(temporary, target):
-            # Unlike a rename, a link fails if another process has created the file meanwhile.
+            # The caller has checked that the path is free, but another process may have created
+            # the file since. Unlike a rename, a link does not replace it.
             check_absent(target, overwrite=False)
         fsync_folder(target.parent)
 
 
 @contextmanager
-def explained(record: JobRecord, saved: Saved, target: Path) -> Iterator[None]:
+def as_checkpoint_error(record: RunRecord, saved: Saved, target: Path) -> Iterator[None]:
     """Convert errors of the operating system to ``CheckpointError`` with the path."""
     try:
         yield
     except OSError as exc:
         raise CheckpointError(
             f"step {saved.step} of job {record.job_id} cannot be written to {target}: "
-            f"{exc.strerror or exc}. Half a file is never left."
+            f"{exc.strerror or exc}. No partial file was left."
         ) from exc

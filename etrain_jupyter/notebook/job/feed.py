@@ -85,7 +85,7 @@ class EventFeed:
         self.job_id = job_id
         self.caught_up = threading.Event()
         self.ended = threading.Event()
-        self._answered = threading.Event()
+        self._responded = threading.Event()
         """Set after a response, after an outage was reported, or after a wait has timed out."""
         self.lost = ""
         self.num_listener_errors = 0
@@ -94,17 +94,17 @@ class EventFeed:
         self._refresh = refresh
         self._events = Events()
         self._status: JobStatusChanged | None = None
-        self._aside: list[Event] = []
+        self._unlogged: list[Event] = []
         self._listeners: list[Listener] = []
         self._inbox: queue.Queue[_Newcomer | Future[EventBatch] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_over = self._is_asking = self._is_terminal = False
-        self._ask_at = self._linger_until = 0.0
+        self._is_over = self._is_requesting = self._is_terminal = False
+        self._request_at = self._linger_until = 0.0
         self._log_size = -1
         self._contact = Contact()
         self._log_trouble = ""
-        self._trouble_told_at = 0.0
+        self._trouble_sent_at = 0.0
 
     @property
     def trouble(self) -> str:
@@ -119,6 +119,7 @@ class EventFeed:
     def start(self) -> None:
         """Start to follow the job; further calls have no effect."""
         with self._lock:
+            # After the end only `subscribe` starts a thread, to pass on the history.
             if self._thread is None and not self._is_over:
                 self._start_thread()
 
@@ -135,6 +136,9 @@ class EventFeed:
             An event that is set once the listener has received the history.
         """
         newcomer = _Newcomer(listener)
+        # The same lock is held where the thread finds its inbox empty and ends. Without it, the
+        # thread could end between these two lines, and the listener would wait forever:
+        #   here: put   thread: inbox was empty   thread: ends   here: a thread exists, start none
         with self._lock:
             self._inbox.put(newcomer)
             if self._thread is None:
@@ -147,17 +151,19 @@ class EventFeed:
             return self.caught_up.is_set()
         return self.caught_up.wait(timeout)
 
-    def wait_until_answered(self, timeout: float, *, is_last: bool = True) -> None:
+    def wait_until_responded(self, timeout: float, *, is_last: bool = True) -> None:
         """Wait for the coordinator's first response, which includes whether it can write the log.
 
         Args:
             timeout: Timeout in seconds.
             is_last: True if later calls must not wait again.
         """
+        # A listener runs in the feed's thread, which would wait for itself.
         if threading.current_thread() is not self._thread and not self.ended.is_set():
-            self._answered.wait(timeout)
+            self._responded.wait(timeout)
+            # Set even after a timeout: a slow scheduler must not delay every call of a cell.
             if is_last:
-                self._answered.set()
+                self._responded.set()
 
     def events(self) -> Events:
         """Return all events received so far."""
@@ -175,14 +181,13 @@ class EventFeed:
             # A bug in the feed must not block other threads forever.
             self._is_over = True
             self.lost = f"following job {self.job_id} failed: {type(exc).__name__}: {exc}"
-            self._say_aside([self._make_farewell(self.lost)])
+            self._send_unlogged([self._make_final_event(self.lost)])
             self.caught_up.set()
             self.ended.set()
-            self._answered.set()
+            self._responded.set()
             self._serve_the_rest()
 
     def _serve_the_rest(self) -> None:
-        """Pass the known events to late subscribers, after the feed has failed."""
         while True:
             with self._lock:
                 if self._inbox.empty():
@@ -194,8 +199,13 @@ class EventFeed:
 
     def _work(self) -> None:
         """Follow the job, then serve late subscribers until none is left."""
-        # Not empty if an earlier thread of this feed has ended and a late subscriber started this
-        # one.
+        # The thread of a running job:
+        #   read the log         -> caught_up, if there is a log on this machine
+        #   first request        -> returns at once with the rest of the history -> responded
+        #   long polls of 10 s   -> each returns as soon as there are new events
+        #   terminal status      -> ended; for 2 s more, poll for late output of the workers
+        #   inbox empty          -> the thread ends; a late subscriber starts another one
+        # So the events are not empty if a late subscriber started this thread.
         if not self._events:
             self._take(self._read_log())
         # If the log had ended before the feed started, no further events can come.
@@ -217,86 +227,90 @@ class EventFeed:
     def _follow(self) -> None:
         """Poll the coordinator and handle the inbox until the log has ended."""
         while not self._is_over:
-            self._ask_if_due()
-            pause = None if self._is_asking else max(0.0, self._ask_at - time.monotonic())
+            self._request_if_due()
+            pause = None if self._is_requesting else max(0.0, self._request_at - time.monotonic())
             try:
                 self._handle(self._inbox.get(timeout=pause))
             except queue.Empty:
                 continue
         self.caught_up.set()
         self.ended.set()
-        self._answered.set()
+        self._responded.set()
         if self._link is not None:
             self._link.release()
 
-    def _ask_if_due(self) -> None:
-        if self._is_asking or self._link is None or time.monotonic() < self._ask_at:
+    def _request_if_due(self) -> None:
+        if self._is_requesting or self._link is None or time.monotonic() < self._request_at:
             return
         # The first request only fetches existing events, and a retry only tests whether the
         # coordinator is back: neither may block. All other requests wait for new events.
-        is_begun = self.caught_up.is_set() and self._answered.is_set()
+        # After the job's end, `AFTERWARDS_S` separates the requests instead.
+        is_begun = self.caught_up.is_set() and self._responded.is_set()
         is_calm = is_begun and not self._contact.num_failures
         wait_s = POLL_S if is_calm and not self._is_terminal else 0.0
-        self._is_asking = True
+        self._is_requesting = True
         future = self._link.send(
             FetchEvents(job_id=self.job_id, since=self._last_seq(), wait_s=wait_s, limit=BATCH),
             timeout=wait_s + POLL_S,
         )
+        # The callback runs in the link's thread, so it only hands the response over.
         future.add_done_callback(self._inbox.put)
 
     def _handle(self, message: _Newcomer | Future[EventBatch] | None) -> None:
         if message is None:
             self._is_over = True
         elif isinstance(message, Future):
-            self._is_asking = False
-            self._handle_answer(message)
+            self._is_requesting = False
+            self._handle_response(message)
         else:
             self._listeners.append(message.listener)
             known = self._events.copy()
             # Unlogged events are not part of the history, but describe the current state.
-            known.extend(self._aside)
-            self._tell(message.listener, known)
+            known.extend(self._unlogged)
+            self._notify(message.listener, known)
             message.has_history.set()
 
-    def _handle_answer(self, future: Future[EventBatch]) -> None:
-        self._take_answer(future)
+    def _handle_response(self, future: Future[EventBatch]) -> None:
+        self._take_response(future)
         # A reported outage ends the wait too: then the status is the last known one.
         if not self._contact.num_failures or self._contact.trouble:
-            self._answered.set()
+            self._responded.set()
 
-    def _take_answer(self, future: Future[EventBatch]) -> None:
+    def _take_response(self, future: Future[EventBatch]) -> None:
         try:
-            answer = future.result()
-            news = [event_from_dict(data) for data in answer.events]
+            response = future.result()
+            received = [event_from_dict(data) for data in response.events]
         except (EtrainError, OSError, ValueError, CancelledError, KeyError, TypeError) as exc:
             self._fail(exc)
             return
         # A gap: the response does not continue the known events, so request them again.
-        if not self._take(news) and news:
-            self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the answer"))
+        if not self._take(received) and received:
+            self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the response"))
             return
         was_silent = self._contact.succeed(time.time())
-        self._take_log_trouble(answer.trouble, is_due=was_silent)
+        self._take_log_trouble(response.trouble, is_due=was_silent)
         # A full batch means that more events are waiting.
-        if len(news) < BATCH:
+        if len(received) < BATCH:
             self.caught_up.set()
         if self._is_terminal:
             self.ended.set()
-            self._ask_at = time.monotonic() + AFTERWARDS_S
-            self._is_over = not news or time.monotonic() > self._linger_until
+            self._request_at = time.monotonic() + AFTERWARDS_S
+            self._is_over = not received or time.monotonic() > self._linger_until
 
     def _take_log_trouble(self, trouble: str, *, is_due: bool) -> None:
         """Report to the listeners when log trouble begins, changes or ends."""
+        # For example a full disk or an unreachable bucket: the coordinator sends events that are
+        # not durable yet, and reports why with each response.
         before, self._log_trouble = self._log_trouble, trouble
-        has_aged = time.monotonic() - self._trouble_told_at >= TROUBLE_EVERY_S
+        has_aged = time.monotonic() - self._trouble_sent_at >= TROUBLE_EVERY_S
         # Report each begin and end at once, but a change of the text at most once per interval: the
         # text may contain numbers that change all the time.
         if is_due or bool(trouble) != bool(before) or (trouble != before and has_aged):
-            self._trouble_told_at = time.monotonic()
+            self._trouble_sent_at = time.monotonic()
             if not self._is_terminal:
-                self._say_aside([self._status_now(trouble)])
+                self._send_unlogged([self._status_now(trouble)])
             if not trouble:
-                self._aside = []
+                self._unlogged = []
 
     def _fail(self, exc: BaseException) -> None:
         """Schedule a retry; give up only if the cluster is known to have ended."""
@@ -305,36 +319,38 @@ class EventFeed:
         #   unreachable, and the log shows the end     -> the job is over
         #   unreachable for long enough to report it   -> report it once, and retry
         #   otherwise                                  -> retry
-        is_news = self._contact.fail(exc)
-        self._ask_at = time.monotonic() + self._contact.pause_s()
+        is_first_report = self._contact.fail(exc)
+        self._request_at = time.monotonic() + self._contact.pause_s()
         if self._contact.is_final(exc):
             # The first sentence is the cause; the advice after it is for user requests.
             self._lose(str(exc).partition(". ")[0])
             return
         if self._contact.trouble and self._log_has_grown():
-            # While the coordinator is unreachable, its log may still grow, even to the end of the
-            # job.
+            # The coordinator may be unreachable from here and still write to a shared folder or to
+            # the bucket, up to the end of the job.
             self._take(self._read_log())
         if self._contact.trouble and self._is_terminal:
-            self._is_over, self._contact.trouble, self._aside = True, "", []
-        elif is_news:
+            self._is_over, self._contact.trouble, self._unlogged = True, "", []
+        elif is_first_report:
+            # Methods that wait for the whole history get what the log has, instead of blocking
+            # until the scheduler is back.
             self.caught_up.set()
-            self._say_aside([self._status_now(self._contact.trouble)])
+            self._send_unlogged([self._status_now(self._contact.trouble)])
 
     def _lose(self, why: str) -> None:
         """Read the rest of the log; if it has no end of the job, mark the job as lost."""
         self._take(self._read_log())
         self._is_over = True
-        self._contact.trouble, self._aside = "", []
+        self._contact.trouble, self._unlogged = "", []
         if not self._is_terminal:
             self.lost = why
-            self._say_aside([self._make_farewell(why)])
+            self._send_unlogged([self._make_final_event(why)])
 
-    def _say_aside(self, events: list[Event]) -> None:
+    def _send_unlogged(self, events: list[Event]) -> None:
         """Send events that are in no log to the listeners, now and to later subscribers."""
-        self._aside = events
+        self._unlogged = events
         for listener in self._listeners:
-            self._tell(listener, events)
+            self._notify(listener, events)
 
     def _status_now(self, trouble: str) -> Event:
         """Return the job's last known status, with ``trouble`` as its reason if not empty."""
@@ -347,7 +363,7 @@ class EventFeed:
             reason=trouble or (known.reason if known else ""),
         )
 
-    def _make_farewell(self, why: str) -> Event:
+    def _make_final_event(self, why: str) -> Event:
         """Return a final event in place of the coordinator's; ``seq`` 0 marks it as not logged."""
         last = self._events[-1] if self._events else None
         return JobStatusChanged(
@@ -378,7 +394,9 @@ class EventFeed:
 
     def _take(self, events: Sequence[Event]) -> Sequence[Event]:
         """Append the events that continue the known ones, notify all listeners, and return them."""
-        fresh = self._what_follows(events)
+        # The log and the responses overlap, since both start after the newest known event. The
+        # sequence numbers make each event count once, whichever source has it first.
+        fresh = self._select_next(events)
         if not fresh:
             return fresh
         self._events.extend(fresh)
@@ -392,11 +410,12 @@ class EventFeed:
             self._is_terminal = True
             self._linger_until = time.monotonic() + LINGER_S
         for listener in self._listeners:
-            self._tell(listener, fresh)
+            self._notify(listener, fresh)
         return fresh
 
-    def _what_follows(self, events: Sequence[Event]) -> Sequence[Event]:
+    def _select_next(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return the events that are new, up to the first gap."""
+        # A whole log stays packed in blocks: a million steps as objects would take 1 GB.
         if not self._events and isinstance(events, Events) and events.is_dense_from(1):
             return events
         fresh: list[Event] = []
@@ -407,8 +426,9 @@ class EventFeed:
                 wanted += 1
         return fresh
 
-    def _tell(self, listener: Listener, events: Sequence[Event]) -> None:
+    def _notify(self, listener: Listener, events: Sequence[Event]) -> None:
         try:
+            # A copy for each listener, which may keep it, read it in another thread or change it.
             listener(events.copy() if isinstance(events, Events) else list(events))
         except Exception as exc:  # A failing listener must not stop other listeners or the job.
             self.num_listener_errors += 1

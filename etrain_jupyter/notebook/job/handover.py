@@ -7,7 +7,7 @@ from typing import Any
 
 from etrain_jupyter.bundle.files import CHUNK_BYTES
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.wire.requests import PutBundle, SubmitJob
 
@@ -18,8 +18,8 @@ PIECE_S = 60.0
 """Timeout of the upload of one chunk of the bundle, in seconds."""
 
 
-def bundle_facts(record: JobRecord) -> dict[str, Any]:
-    """Return the fields of a job's order that describe its bundle."""
+def bundle_facts(record: RunRecord) -> dict[str, Any]:
+    """Return the fields of a job's spec that describe its bundle."""
     return {
         "bundle_digest": record.bundle_digest,
         "bundle_size": record.bundle_path.stat().st_size,
@@ -27,23 +27,28 @@ def bundle_facts(record: JobRecord) -> dict[str, Any]:
     }
 
 
-def hand_over(link: JobLink, order: dict[str, Any], bundle: Path) -> None:
+def hand_over(link: JobLink, spec: dict[str, Any], bundle: Path) -> None:
     """Submit a job; upload the bundle in chunks if the coordinator requests it.
 
     Raises:
         PoolError: If the coordinator refuses.
         JobLostError: If the cluster went away; the job may have started there.
     """
-    if not link.call(SubmitJob(job=order), timeout=SUBMIT_S).wants_bundle:
-        # The coordinator cannot read the bundle's file, so upload it, then submit again.
+    # The coordinator reads the bundle from the job's folder if it can:
+    #   submit -> wants_bundle=False   the job has started
+    #   submit -> wants_bundle=True    its machine does not have the file: nothing has started
+    #             PutBundle, chunk by chunk; the last one makes it check the digest
+    #   submit -> wants_bundle=False   the job has started
+    if not link.call(SubmitJob(job=spec), timeout=SUBMIT_S).wants_bundle:
         return
+    # The first chunk truncates what an interrupted upload has left.
     with bundle.open("rb") as file:
         offset = 0
         while data := file.read(CHUNK_BYTES):
-            link.call(PutBundle(job=order, offset=offset, data=data), timeout=PIECE_S)
+            link.call(PutBundle(job=spec, offset=offset, data=data), timeout=PIECE_S)
             offset += len(data)
-    if link.call(SubmitJob(job=order), timeout=SUBMIT_S).wants_bundle:
+    if link.call(SubmitJob(job=spec), timeout=SUBMIT_S).wants_bundle:
         raise PoolError(
-            f"the scheduler took all {offset / 2**20:.0f} MB of the job's bundle and does not have "
-            "it. Nothing was submitted. Run the cell again."
+            f"the scheduler received all {offset / 2**20:.0f} MB of the job's bundle but cannot "
+            "read them. Nothing was submitted. Run the cell again."
         )

@@ -31,7 +31,7 @@ __all__ = ["STEP_COLUMNS", "History", "LatestValues", "peek_log"]
 NOT_FOLDABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 """Exceptions raised by events with invalid values: a log may come from another user."""
 PEEK_BYTES = 64 * 1024
-PEEK_MOST_BYTES = 4 * 1024 * 1024
+PEEK_MAX_BYTES = 4 * 1024 * 1024
 """Maximum number of bytes at the end of a log that are searched for a step or a status."""
 
 
@@ -76,6 +76,9 @@ def peek_log(path: Path) -> LatestValues:
     The events in between are not read, so a list of a hundred jobs costs a hundred short reads. A
     step at the end shows that the job was running, and with how many workers.
     """
+    # The parts of a long log that are read:
+    #   |-- 64 kB --|           not read           |-- 64 kB, 256 kB, 1 MB or 4 MB --|
+    #   submitted, planned (total steps)            the newest step or status
     view = LatestValues()
     try:
         with open_regular(path) as file:
@@ -91,12 +94,12 @@ def _tail_of(file: BinaryIO) -> list[Event]:
     size = file.seek(0, SEEK_END)
     length = PEEK_BYTES
     while True:
-        # The first PEEK_BYTES have been read already.
+        # The first PEEK_BYTES have been read already. A short log has nothing after them.
         start = max(PEEK_BYTES, size - length)
         file.seek(start)
         events = _events_in(file.read())
-        facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
-        if facts or start == PEEK_BYTES or length >= PEEK_MOST_BYTES:
+        shown = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
+        if shown or start == PEEK_BYTES or length >= PEEK_MAX_BYTES:
             return events
         # Workers may have printed a lot since the last step, so search further back.
         length *= 4
@@ -104,14 +107,15 @@ def _tail_of(file: BinaryIO) -> list[Event]:
 
 def _add_tail(view: LatestValues, events: list[Event]) -> None:
     view.add(events)
-    facts = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
-    if facts and isinstance(facts[-1], StepCompleted):
+    shown = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
+    if shown and isinstance(shown[-1], StepCompleted):
         # A step after the last status proves that the job runs; the status between may be unread.
         view.status, view.reason = "running", ""
 
 
 def _events_in(data: bytes) -> list[Event]:
-    """Return the events of all complete lines; partial or invalid lines are skipped."""
+    # The first and the last line of a part are usually cut. They, and lines of a newer version or
+    # of another author, are skipped.
     events = []
     for line in data.splitlines():
         try:

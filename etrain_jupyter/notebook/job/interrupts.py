@@ -31,13 +31,13 @@ class Interrupts:
 
     def __init__(self, job_id: str, stop: Callable[[bool], None]) -> None:
         self._job_id, self._stop = job_id, stop
-        self._heard: list[float] = []
-        self._answered: list[float] = []
+        self._presses: list[float] = []
+        self._handled: list[float] = []
         self.were_any = False
         """True if the key was pressed, which stopped the job."""
 
     def __enter__(self) -> Self:
-        _key.open(self._heard)
+        _key.open(self._presses)
         return self
 
     def __exit__(
@@ -46,32 +46,32 @@ class Interrupts:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _key.close(self._heard)
+        _key.close(self._presses)
 
-    def answer(self) -> None:
+    def handle(self) -> None:
         """Act on the presses since the last call, and print a message for each.
 
         The third press in a row calls the previous handler, which usually raises KeyboardInterrupt
         or cancels the task of an awaiting cell.
         """
-        while self._heard:
-            self._press(self._heard.pop(0))
+        while self._presses:
+            self._press(self._presses.pop(0))
 
     def _press(self, at: float) -> None:
         # Presses in a row, each within AGAIN_WITHIN_S of the one before:
         #   1st -> stop with a checkpoint; 2nd -> stop immediately; further -> previous handler
-        is_again = bool(self._answered) and at - self._answered[-1] <= AGAIN_WITHIN_S
-        self._answered = [*self._answered, at] if is_again else [at]
+        is_again = bool(self._handled) and at - self._handled[-1] <= AGAIN_WITHIN_S
+        self._handled = [*self._handled, at] if is_again else [at]
         self.were_any = True
-        if len(self._answered) > 2:
-            print(f"etrain: no longer waiting for {self._job_id}, which was asked to stop at once.")
+        if len(self._handled) > 2:
+            print(f"etrain: no longer waiting for {self._job_id}, which is stopping.")
             _key.pass_on()
             return
         self._stop(is_again)
         if is_again:
             print(
                 f"etrain: stopping {self._job_id} at once, without a checkpoint. "
-                "Interrupt again to leave the wait."
+                "Interrupt again to stop waiting."
             )
         else:
             print(
@@ -87,19 +87,20 @@ class _Key:
         self._open: list[list[float]] = []
         self._before: Any = signal.default_int_handler
 
-    def open(self, heard: list[float]) -> None:
+    def open(self, presses: list[float]) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         if not self._open:
+            # Our own handler may still be installed, see `close`; it must not call itself.
             before = signal.getsignal(signal.SIGINT)
             if before != self._note:
                 self._before = before if callable(before) else signal.default_int_handler
             signal.signal(signal.SIGINT, self._note)
-        self._open.append(heard)
+        self._open.append(presses)
 
-    def close(self, heard: list[float]) -> None:
-        # Compare by identity: two instances may have recorded equal times.
-        self._open[:] = [one for one in self._open if one is not heard]
+    def close(self, presses: list[float]) -> None:
+        # Compare by identity: two waits may have recorded equal lists, for example empty ones.
+        self._open[:] = [one for one in self._open if one is not presses]
         # If other code has replaced our handler, do not touch the signal. That code may restore our
         # handler later, which then forwards every press to the previous one.
         if not self._open and signal.getsignal(signal.SIGINT) == self._note:
@@ -110,10 +111,10 @@ class _Key:
         self._before(signal.SIGINT, None)
 
     def _note(self, _number: int, frame: FrameType | None) -> None:
-        if not self._open:
+        if not self._open:  # no wait is active, but other code has restored this handler
             self._before(signal.SIGINT, frame)
-        for heard in self._open:
-            heard.append(time.monotonic())
+        for presses in self._open:
+            presses.append(time.monotonic())
 
 
 _key = _Key()

@@ -26,11 +26,12 @@ MAX_RECORD_BYTES = 16_000_000
 """Maximum size of a ``job.json``; a larger file was not written by this package."""
 MAX_TIME = 253_370_764_800.0
 """The year 9999, in seconds since the epoch; a later time is invalid."""
+# `bundle` of the submit, `bundle-<digest>` of a cell that resumed the job.
 _BUNDLE_NAME = re.compile(r"bundle(-[A-Za-z0-9]{1,64})?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecord:
+class RunRecord:
     """The contents of ``job.json``, and the location of the job's folder."""
 
     job_id: str
@@ -82,6 +83,7 @@ class JobRecord:
     @property
     def checkpoints(self) -> str:
         """URL or path of the checkpoints."""
+        # `checkpoint.to` may be shared by several jobs; each one has its own folder below it.
         elsewhere = (self.config.get("checkpoint") or {}).get("to")
         return place_of_job(elsewhere, self.job_id) if elsewhere else self.where
 
@@ -100,7 +102,7 @@ def safe_name(text: str) -> str:
     return cleaned or "job"
 
 
-def read_record(folder: Path) -> JobRecord:
+def read_record(folder: Path) -> RunRecord:
     """Read the record of the job in a folder.
 
     Raises:
@@ -113,7 +115,7 @@ def read_record(folder: Path) -> JobRecord:
     return record_from(data, folder)
 
 
-def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
+def record_from(data: bytes, folder: Path, place: str = "") -> RunRecord:
     """Parse and validate a ``job.json``, which any user with access to the store may have written.
 
     Args:
@@ -132,18 +134,21 @@ def record_from(data: bytes, folder: Path, place: str = "") -> JobRecord:
         raise ValueError(f"{RECORD_FILE} is not JSON") from exc
     if not isinstance(values, dict):
         raise ValueError(f"{RECORD_FILE} is not a JSON object")
-    known = {k: values[k] for k in JobRecord.__dataclass_fields__ if k in values}
+    # Ignore unknown keys: a newer version may have written them.
+    known = {k: values[k] for k in RunRecord.__dataclass_fields__ if k in values}
     _check_types({**_SAMPLE, **known})
+    # A copied or forged record must not stand for another job. `folder` and `place` are replaced
+    # below, so their values in the file do not matter.
     if not is_job_id(known.get("job_id")) or known["job_id"] != folder.name:
         raise ValueError(
             f"its job_id is {plain_line(str(known.get('job_id')), 60)!r}, which is not the name of "
             "its folder"
         )
-    # The name becomes part of a path, so it must not contain a separator.
+    # The bundle's name becomes part of a path, so it must not contain a separator.
     if not _BUNDLE_NAME.fullmatch(known.get("bundle_file", BUNDLE_FILE)):
         raise ValueError("bundle_file is not a valid bundle name")
     name = known["name"] if is_job_id(known["name"]) else safe_name(known["name"])
-    return JobRecord(**{**known, "name": name, "folder": folder, "place": place})
+    return RunRecord(**{**known, "name": name, "folder": folder, "place": place})
 
 
 _SAMPLE: dict[str, Any] = {"job_id": None, "name": None, "created": None}
@@ -151,13 +156,10 @@ _SAMPLE: dict[str, Any] = {"job_id": None, "name": None, "created": None}
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
-    """Check the types of a record's values.
-
-    Raises:
-        ValueError: For the first invalid value.
-    """
+    """Raise a ``ValueError`` for the first value of an invalid type."""
     for name, value in values.items():
         if name == "created":
+            # Python's JSON accepts NaN and infinity, which `datetime` does not.
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             fits = is_number and math.isfinite(value) and 0 <= value < MAX_TIME
         elif name == "cluster":
@@ -171,10 +173,9 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 def _is_config(config: Mapping[str, Any]) -> bool:
-    """Return True if the values that are read without ``TrainConfig`` have the right types.
-
-    The configuration may be from an older or newer version; a resume validates all of it.
-    """
+    """Return True if the values that are read without ``TrainConfig`` have the right types."""
+    # Not the whole configuration: one of another version must still be listed and attached to. A
+    # resume validates all of it.
     checkpoint, log = config.get("checkpoint") or {}, config.get("log") or {}
     if not isinstance(checkpoint, dict) or not isinstance(log, dict):
         return False

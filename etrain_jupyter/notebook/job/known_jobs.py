@@ -1,4 +1,4 @@
-"""List job names from this machine's disk, for completion."""
+"""Names and ids of the jobs on this machine's disk, for completion."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def list_known_jobs(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _jobs_in(folder: Path) -> list[tuple[float, str]]:
-    """Return the time of submission or last resume of each job, and its id."""
     found = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if entry.name.startswith("."):  # a job that is being created
                     continue
+                # The record is replaced at each resume, so its time is that of the last one.
                 try:
                     modified = os.stat(os.path.join(entry.path, RECORD_FILE)).st_mtime
                 except OSError:

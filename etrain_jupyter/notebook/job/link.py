@@ -1,9 +1,8 @@
-"""Kernel's connection to a cluster: blocking calls from any thread, over one event loop.
+"""Connection from the kernel to a cluster: blocking calls from any thread, over one event loop.
 
-The only thread here is ``etrain-link``, a daemon with one asyncio loop for the whole process. The
-first call starts it. It owns every connection. Callers pass it a request and wait in slices of
-0.1 s, so that the kernel notices an interrupt, and nothing here can delay the end of the
-interpreter.
+The thread ``etrain-link``, a daemon that the first call starts, runs one asyncio loop for the whole
+process and owns every connection. Callers pass it a request and wait in slices of 0.1 s, so that
+the kernel notices an interrupt. The thread delays the end of the interpreter by at most 0.5 s.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from etrain_jupyter.errors import EtrainError, JobLostError, PoolError
+from etrain_jupyter.errors import JobLostError, PoolError
 from etrain_jupyter.wire.requests import (
     UNKNOWN_JOB,
     NotOursError,
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
     from etrain_jupyter.process.address import SchedulerAddress
 
 CONNECT_S = 3.0
-"""Connect timeout in seconds: distributed keeps retrying where no process listens."""
+"""Connect timeout, in seconds; Dask retries until then if no process listens."""
 RESTART_S = 6.0
-"""Timeout in seconds for a scheduler that has died and is being restarted."""
+"""Maximum wait for a scheduler that has died and is being restarted, in seconds."""
 SLICE_S = 0.1
 THREAD_NAME = "etrain-link"
 
@@ -43,23 +42,23 @@ T = TypeVar("T")
 
 
 class ClusterEndedError(JobLostError):
-    """The cluster's head is known to have ended: a retry is pointless."""
+    """The cluster's head is known to have ended, so a retry is pointless."""
 
 
 class UnreachableError(JobLostError):
-    """The cluster's head cannot be reached. It may be alive: stopped, or cut off."""
+    """The cluster's head cannot be reached. It may be alive, but suspended or disconnected."""
 
 
 class NoCoordinatorError(JobLostError, PoolError):
-    """A scheduler replies, but it has no coordinator of ours, and so no job."""
+    """The scheduler replies, but runs no etrain coordinator, and so has no job."""
 
 
 class NoAnswerError(PoolError):
-    """The scheduler did not reply in time; the request may still be carried out."""
+    """The scheduler did not reply in time; it may still carry the request out."""
 
 
 class JobLink(Protocol):
-    """What a job needs of its cluster; the tests have one without a network."""
+    """A job's connection to its cluster. The tests have an implementation without a network."""
 
     def call(self, request: Request[R], *, timeout: float = 10.0) -> R:
         """Send a request and wait for the reply."""
@@ -75,13 +74,12 @@ class ClusterLink:
     """A connection to one scheduler.
 
     Args:
-        address: The scheduler's, for example ``tls://127.0.0.1:40231``.
+        address: Address of the scheduler, for example ``tls://127.0.0.1:40231``.
         connection_args: Returns the keyword arguments for ``distributed.core.rpc`` (the TLS
-            context). It is called when the first connection is made, since it reads the cluster's
-            certificates.
-        has_ended: Returns whether the cluster is known to have ended; called if it does not reply.
-        locate: Returns the current address of its scheduler; empty while that is being restarted.
-            Called before each new connection.
+            context). Called for each new connection, since it reads the cluster's certificates.
+        has_ended: Returns True if the cluster is known to have ended; called after a failure.
+        locate: Returns the current address of the scheduler, or an empty string while it is being
+            restarted. Called before each new connection.
     """
 
     def __init__(
@@ -110,10 +108,10 @@ class ClusterLink:
             timeout: Timeout of the reply, in seconds.
 
         Raises:
-            JobLostError: If the scheduler does not know the job; an ``UnreachableError`` if it
-                cannot be reached now, a ``ClusterEndedError`` if it never will be.
-            PoolError: If it refuses, or speaks another version of the wire; a ``NoAnswerError`` if
-                it does not reply in time.
+            JobLostError: If the scheduler does not know the job. An ``UnreachableError`` if it
+                cannot be reached now, a ``ClusterEndedError`` if its cluster has ended.
+            PoolError: If it refuses, or has another wire version. A ``NoAnswerError`` if it does
+                not reply in time.
         """
         return wait_interruptibly(self.send(request, timeout=timeout))
 
@@ -129,8 +127,10 @@ class ClusterLink:
     async def _send(self, request: Request[R], timeout: float) -> R:
         from etrain_jupyter.process.peers import plain_values_only
 
+        # Only the loop's thread uses the counter, so it needs no lock.
         self._num_in_flight += 1
         try:
+            # Decoding a pickle would run code of the scheduler in this kernel.
             with plain_values_only():
                 return await self._reply_to(request, timeout)
         finally:
@@ -139,46 +139,51 @@ class ClusterLink:
                 await self._close()
 
     async def _reply_to(self, request: Request[R], timeout: float) -> R:
+        # A scheduler of ours that dies is restarted by its keeper, possibly at another port:
+        #   connection breaks      OSError; the cluster looks alive -> UnreachableError
+        #   keeper restarts it     `_locate` returns "" -> the next request waits up to RESTART_S
+        #   scheduler is back      `_locate` returns its address -> a new connection
+        #   keeper has ended too   `_has_ended` -> ClusterEndedError, and the feed stops retrying
         try:
             if self._has_failed:
-                # A process that is killed closes its connections a moment before it is gone.
+                # A killed process closes its connections a moment before it disappears, so the
+                # failed request may have found it alive. Check again before the next one.
                 self._refuse_if_ended()
             reply = await asyncio.wait_for(self._exchange(request), timeout)
-        except EtrainError:
-            raise
         except RefusedRequestError as exc:
             raise PoolError(str(exc)) from exc
         except UnicodeEncodeError as exc:
             start = max(0, exc.start - 40)
             raise PoolError(
                 f"{exc.object[start : exc.end + 40]!a} cannot be sent to the scheduler: UTF-8 "
-                "cannot encode it. Nothing was sent. Rename the file or folder, or the key, that "
-                "is called so."
+                "cannot encode it. Nothing was sent. Rename the file, folder or key."
             ) from exc
-        except TimeoutError as exc:
-            # A head that was suspended may have been killed since.
+        except TimeoutError as exc:  # before OSError, of which it is a subclass
+            # A head that is suspended now may be killed before the next request.
             self._has_failed = True
             raise NoAnswerError(
-                f"the scheduler at {self.address} did not answer {request.op} within {timeout:g} "
-                "s. It may be busy or stopped, and what was asked for may still happen; "
-                "training does not wait for it. %etrain doctor shows which clusters are alive."
+                f"the scheduler at {self.address} did not respond to {request.op} within "
+                f"{timeout:g} s. It may be busy or suspended, and may still carry out the request. "
+                "Training does not wait for it. %etrain doctor shows which clusters are alive."
             ) from exc
         except OSError as exc:
             # CommClosedError, refused connections and TLS failures are all OSErrors.
             self._has_failed = True
             self._refuse_if_ended()
+            # At the same address, Dask opens a new connection itself. At another one, or at none
+            # yet, drop this one, so that the next request calls `_find_scheduler`.
             found = self._locate()
             if found != self.address:
-                await self._hang_up()
+                await self._disconnect()
             if not found:
                 raise UnreachableError(
-                    f"the scheduler at {self.address} has died and is being started again; its "
-                    "jobs train on meanwhile. Nobody knows whether what was asked for was done. "
-                    "Try again in a moment."
+                    f"the scheduler at {self.address} has died and is being restarted; its jobs "
+                    "keep training. The request may or may not have been carried out. Retry in a "
+                    "few seconds."
                 ) from exc
             raise UnreachableError(
-                f"the scheduler at {self.address} cannot be reached. What its jobs committed is "
-                "in their run folders; %etrain doctor shows which clusters are alive."
+                f"the scheduler at {self.address} cannot be reached. The committed steps of its "
+                "jobs are in their run folders. %etrain doctor shows which clusters are alive."
             ) from exc
         self._has_failed = False
         return _decoded(request, reply)
@@ -186,15 +191,15 @@ class ClusterLink:
     def _refuse_if_ended(self) -> None:
         if self._has_ended():
             raise ClusterEndedError(
-                "its cluster has ended. What its jobs committed is in their run folders; run the "
-                "cell again for a new cluster."
+                "its cluster has ended. The committed steps of its jobs are in their run folders. "
+                "Run the cell again to start a new cluster."
             )
 
     async def _exchange(self, request: Request[Any]) -> Any:
         if self._rpc is None:
             from distributed.core import rpc
 
-            # The address changes if the scheduler was restarted and its port was in use.
+            # A restarted scheduler gets another address if its previous port is in use.
             self.address = await self._find_scheduler()
             self._rpc = rpc(  # type: ignore[no-untyped-call]
                 self.address, timeout=CONNECT_S, connection_args=self._connection_args()
@@ -203,23 +208,25 @@ class ClusterLink:
 
     async def _find_scheduler(self) -> str:
         """Return the scheduler's address; wait for one that is being restarted."""
+        # Polled: the address comes from a file that the keeper writes.
         for _ in range(int(RESTART_S / SLICE_S)):
             if found := self._locate():
                 return found
             await asyncio.sleep(SLICE_S)
-        raise ConnectionRefusedError(f"nobody listens at {self.address}")
+        raise ConnectionRefusedError(f"no process listens at {self.address}")
 
     async def _release(self) -> None:
         self._is_released = True
+        # Otherwise the last call in flight, which may be a long poll, closes them.
         if not self._num_in_flight:
             await self._close()
 
     async def _close(self) -> None:
         self._is_released = False
-        await self._hang_up()
+        await self._disconnect()
 
-    async def _hang_up(self) -> None:
-        """Close the connections; the next request opens new ones."""
+    async def _disconnect(self) -> None:
+        # Cleared before the wait: a request that comes during it opens a new connection.
         closing, self._rpc = self._rpc, None
         if closing is not None:
             with contextlib.suppress(OSError):
@@ -241,17 +248,16 @@ def open_link(address: SchedulerAddress) -> ClusterLink:
 
 
 def _has_ended(address: SchedulerAddress) -> bool:
-    """Return whether a cluster of this machine is known to have ended, without a request."""
+    """Return True if the files of a cluster show that it has ended; sends no request."""
     from etrain_jupyter.process.cluster_dir import ClusterDir
 
     if not address.state_dir:
-        return False
+        return False  # a scheduler that etrain did not start has no files
     record = ClusterDir(Path(address.state_dir)).record()
     return record is None or (record.is_here and not record.is_alive)
 
 
 def _locate(address: SchedulerAddress) -> str:
-    """Return the current address of a cluster's scheduler; empty while that is being restarted."""
     from etrain_jupyter.process.cluster_dir import ClusterDir
 
     if not address.state_dir:
@@ -266,13 +272,14 @@ def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:
     """Return a future's result, waiting in slices so that a KeyboardInterrupt is noticed.
 
     Raises:
-        TimeoutError: If there is none after ``timeout`` seconds.
+        TimeoutError: If there is no result after ``timeout`` seconds.
     """
     left = timeout
     while True:
         try:
             return future.result(SLICE_S if left is None else min(SLICE_S, max(left, 0.0)))
         except TimeoutError:
+            # Either the slice is over, or the future itself has failed with a TimeoutError.
             if future.done():
                 return future.result()
             if left is not None:
@@ -285,13 +292,12 @@ def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:
 
 
 def _decoded(request: Request[R], reply: Any) -> R:
-    """Return the reply; raise the error in it."""
     try:
         return decode_reply(request, reply)
     except NotOursError as exc:
-        # A scheduler that others run was restarted, and has lost our coordinator.
+        # A scheduler that another tool started was restarted without our coordinator in it.
         raise NoCoordinatorError(
-            f"{exc}. %etrain resume lets a job go on from its newest checkpoint."
+            f"{exc}. %etrain resume continues a job from its newest checkpoint."
         ) from None
     except RefusedRequestError as exc:
         if exc.kind == UNKNOWN_JOB:
@@ -306,25 +312,25 @@ _thread: threading.Thread | None = None
 
 
 def _loop_is_running() -> bool:
-    # After a fork the thread is not alive in the child, whatever the variable says.
+    # A child process inherits the variable at a fork, but not the thread.
     return _thread is not None and _thread.is_alive()
 
 
 def _run_in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Start a coroutine on the process's one loop; create thread and loop first if necessary."""
     global _loop, _thread
     with _starting:
         if _loop is None or not _loop_is_running():
             _loop = asyncio.new_event_loop()
             _thread = threading.Thread(target=_loop.run_forever, name=THREAD_NAME, daemon=True)
             _thread.start()
+            # The second thread of a process, after a fork, must not register it twice.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return asyncio.run_coroutine_threadsafe(work, _loop)
 
 
 def _close_all() -> None:
-    """Close the connections at the end of the process, for half a second at most."""
+    """Close the connections at the end of the process, in at most 0.5 s."""
     if _loop is None or _thread is None or not _loop_is_running():
         return
     loop, thread = _loop, _thread
@@ -335,6 +341,7 @@ def _close_all() -> None:
             await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), 0.3)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
+        # Let the cancelled tasks run their `finally` clauses first.
         loop.call_later(0.05, loop.stop)
 
     loop.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))

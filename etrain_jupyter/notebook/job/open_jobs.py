@@ -14,7 +14,7 @@ from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError, RunStoreError
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
-from etrain_jupyter.notebook.job.job_record import JobRecord, safe_name
+from etrain_jupyter.notebook.job.job_record import RunRecord, safe_name
 from etrain_jupyter.notebook.job.link import JobLink, open_link
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore, absolute_paths
 from etrain_jupyter.notebook.job.runs import open_runs
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _held: dict[Path, TrainingJob] = {}
 """Open jobs by folder."""
-_used: dict[Path, JobRecord] = {}
+_used: dict[Path, RunRecord] = {}
 """Jobs submitted or attached to in this process; the last entry is the most recent one."""
 
 
@@ -75,8 +75,9 @@ def submit_job(
             f"was submitted. Free space there, or set {ROOT_VARIABLE} to a folder elsewhere and "
             "restart the kernel."
         ) from exc
+    # The fields of `head.jobs.job_spec.JobSpec`, which the coordinator validates.
     link = open_link(address)
-    order = {
+    spec = {
         "job_id": record.job_id,
         "name": record.name,
         "run_dir": str(record.folder),
@@ -89,13 +90,15 @@ def submit_job(
         "fingerprint": read_fingerprint(),
     }
     if record.place:
-        order["place"] = record.place
+        spec["place"] = record.place
     if faults:
-        order["faults"] = [dict(fault) for fault in faults]
+        spec["faults"] = [dict(fault) for fault in faults]
     try:
-        hand_over(link, order, record.bundle_path)
+        hand_over(link, spec, record.bundle_path)
     except PoolError:
-        # A refused job did not start. After a timeout it may have: then its log is kept.
+        # Refused: the job did not start, and no log exists, so `discard` removes the folder.
+        # Timed out: the job may have started; its coordinator has then created the log, and
+        # `discard` keeps the folder. A JobLostError is not caught, for the same reason.
         store.discard(record)
         raise
     note_scheduler(address)
@@ -112,7 +115,7 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
     """
     store = store or open_runs()
     if name_or_id is None:
-        # ETRAIN_RUNS may have changed since, so ignore jobs of other stores.
+        # ETRAIN_RUNS may have changed since a job was used, so ignore jobs of other stores.
         used = [record for folder, record in _used.items() if folder.parent == store.root]
         record = used[-1] if used else store.latest()
     else:
@@ -125,7 +128,7 @@ def jobs() -> list[TrainingJob]:
     return [hold(record) for record in open_runs().records()]
 
 
-def hold(record: JobRecord) -> TrainingJob:
+def hold(record: RunRecord) -> TrainingJob:
     """Return the ``TrainingJob`` of a record, creating it if necessary.
 
     A job that was lost, or was resumed elsewhere, is followed again.
@@ -134,12 +137,14 @@ def hold(record: JobRecord) -> TrainingJob:
     job = _held.get(record.folder)
     if job is None:
         job = _held[record.folder] = TrainingJob(record, link_of(record))
-    elif job.lost or job.record.cluster != record.cluster or job.has_gone_on():
+    # Another kernel may have resumed the job. Then the record names another cluster, or, if it
+    # resumed the job on the same one, the log continues after the end that this feed has seen.
+    elif job.lost or job.record.cluster != record.cluster or job.has_continued():
         job.follow_again(record, link_of(record))
     return job
 
 
-def link_of(record: JobRecord) -> JobLink | None:
+def link_of(record: RunRecord) -> JobLink | None:
     """Return the source of a job's events: its cluster if this user owns it, else the run store.
 
     None if the cluster is known to have ended.
@@ -163,6 +168,6 @@ def name_of_model(expression: str) -> str:
 
 def _remember(job: TrainingJob) -> TrainingJob:
     folder = job.record.folder
-    _used.pop(folder, None)
+    _used.pop(folder, None)  # so that the assignment below moves it to the end
     _held[folder], _used[folder] = job, job.record
     return job

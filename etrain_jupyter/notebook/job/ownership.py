@@ -38,6 +38,7 @@ def sign(values: Mapping[str, Any]) -> str:
 def is_signed(values: Mapping[str, Any], signature: str) -> bool:
     """Return True if this user signed the record in its current form."""
     key = _read_key()
+    # `compare_digest` raises a TypeError for a non-ASCII string, which anyone may write.
     if key is None or not signature.isascii():
         return False
     return hmac.compare_digest(_signature(values, key), signature)
@@ -65,12 +66,16 @@ def _read_key() -> bytes | None:
 
 def _make_key() -> bytes | None:
     """Create the key; if another process was faster, return its key."""
+    # Two kernels may do this at once. Both must end up with the same key, or one of them signs
+    # records that later kernels reject:
+    #   A: write hidden A               link -> key A exists            read key A
+    #   B:          write hidden B            link fails, key exists    read key A
     path = _key_path()
     hidden = path.with_name(f".{KEY_FILE}.{secrets.token_hex(4)}")
+    # Suppressed: on a read-only home folder, jobs stay unsigned and need --trust to be resumed.
     with contextlib.suppress(OSError):
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        # A link, unlike a rename, never replaces a key that another process has just created.
         try:
             with os.fdopen(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
                 f.write(secrets.token_bytes(KEY_BYTES))

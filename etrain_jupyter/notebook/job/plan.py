@@ -41,7 +41,9 @@ class Plan:
             ConfigError: If the pool's scheduler cannot reach the run store. Nothing was started.
             PoolError: If the pool does not come up.
         """
-        # Both checks come first, because starting a pool takes time and may cost money.
+        # Both checks come first, because starting a pool takes time and may cost money. A bucket is
+        # reachable from everywhere; a folder only from machines that mount it, which a scheduler on
+        # EC2 does not.
         self.runs.check_writable()
         if self.pool.is_head_elsewhere and not self.runs.is_remote:
             raise ConfigError(

@@ -33,15 +33,12 @@ class PlottedJob(Protocol):
     @property
     def id(self) -> str:
         """Return its id."""
-        ...
 
     def history(self) -> Mapping[str, Sequence[Any]]:
         """Return its columns, one row per step."""
-        ...
 
     def events(self) -> Sequence[Event]:
         """Return its events, in order."""
-        ...
 
 
 def plot_job(job: PlottedJob) -> Figure:
@@ -108,7 +105,7 @@ def worker_marks(events: Sequence[Event]) -> list[tuple[int, str, str]]:
     noticed: set[str] = set()
     for event in events:
         match event:
-            # A new generation may start at an earlier step than the last one.
+            # A generation that starts from a checkpoint is at an earlier step than the last one.
             case StepCompleted() | GenerationFormed():
                 step = event.step
             case PreemptionNoticed():
@@ -120,17 +117,17 @@ def worker_marks(events: Sequence[Event]) -> list[tuple[int, str, str]]:
 
 
 def _plot_evaluations(axis: Axes, steps: Sequence[int], losses: Sequence[float]) -> None:
+    # Not strict: a job without evaluations has no such column, so `losses` is empty.
     points = [(s, x) for s, x in zip(steps, losses, strict=False) if not math.isnan(x)]
     if points:
         axis.plot(*zip(*points, strict=True), marker=".", linewidth=1, label="evaluation")
 
 
 def _mark(axes: Sequence[Axes], marks: Sequence[tuple[int, str, str]]) -> None:
-    """Draw a vertical line through all axes for each mark, with labels if they fit."""
     shown: set[str] = set()
     for step, worker, kind in marks:
         for axis in axes:
-            # One entry for each kind in the legend of the first axis.
+            # Only the first axis has a legend, which should list each kind once.
             label = "_nolegend_" if kind in shown else f"worker {kind}"
             axis.axvline(step, color=COLORS[kind], linestyle="--", linewidth=1, label=label)
         shown.add(kind)

@@ -10,7 +10,7 @@ from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolEr
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import LatestValues
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.wire.requests import ControlJob
@@ -32,7 +32,7 @@ ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
 class JobRequests(ABC):
     """The part of ``TrainingJob`` that sends requests to the coordinator."""
 
-    record: JobRecord
+    record: RunRecord
     """The job's record in the run store."""
     _link: JobLink | None
     """Connection to its cluster; None if the cluster has ended."""
@@ -90,22 +90,27 @@ class JobRequests(ABC):
         values = {key: value for key, value in given.items() if value is not None}
         self._latest()
         is_over = self.status in TERMINAL_STATUSES or self._feed.lost or self._feed.trouble
-        # A job whose cluster runs is resumed by a request, any other job by a new submit. A log in
-        # a folder does not show whether the coordinator is alive; a heartbeat in a bucket does.
+        # A paused job is resumed by a request to its coordinator, an ended one by a new submit:
+        #   the coordinator responds, no changes are given  -> request
+        #   changes are given                                -> submit; refused while it trains
+        #   ended, lost, or scheduler unreachable            -> submit
+        #   only its log is readable, in a folder            -> submit; needs --force
+        # A job in a bucket has a heartbeat there: without one it counts as lost.
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
         return self.resume_as(ResumeRequest(values=values, is_forced=force, is_trusted=trust))
 
     @abstractmethod
-    def resume_as(self, wish: ResumeRequest) -> str:
+    def resume_as(self, request: ResumeRequest) -> str:
         """Resume an ended job with these changes."""
 
     def stop(self, now: bool = False) -> str:
         """Stop the job after its next step with a checkpoint; with ``now``, stop immediately."""
         self._latest()
         if self.status in TERMINAL_STATUSES and not self._feed.lost:
-            return f"{self.record.job_id} has {ENDED[self.status]} already"
+            # Not an error: the job may have ended while the user typed the command.
+            return f"{self.record.job_id} has already {ENDED[self.status]}"
         return self.request("stop", now=now)
 
     def checkpoint(self) -> str:
@@ -119,7 +124,7 @@ class JobRequests(ABC):
     def preempt(self, worker: str | None = None, notice_s: float = 120) -> str:
         """Preempt a worker as a spot market does, with a notice of ``notice_s`` seconds."""
         if not notice_s >= 0:
-            raise ConfigError(f"notice_s={notice_s}: a notice is 0 s or more", hint="notice_s=120")
+            raise ConfigError(f"notice_s={notice_s} must be 0 or more", hint="notice_s=120")
         return self.request("preempt", worker=worker, notice_s=notice_s)
 
     def kill(self, worker: str | None = None, how: str = "worker") -> str:
@@ -157,7 +162,7 @@ class JobRequests(ABC):
             return self.request("chaos", off=True)
         return self.request("chaos", mtbf_s=mtbf_s, mode=mode, duration_s=duration_s, seed=seed)
 
-    def obey(self, request: str, args: Mapping[str, Any]) -> str:
+    def handle_request(self, request: str, args: Mapping[str, Any]) -> str:
         """Handle a button of the dashboard; unlike ``request``, this can resume an ended job."""
         return self.resume() if request == "resume" else self.request(request, **args)
 
@@ -171,15 +176,16 @@ class JobRequests(ABC):
         """
         self._latest()
         status, job_id = self.status, self.record.job_id
+        # A lost job has the status failed too, but needs another message, see below.
         if status in TERMINAL_STATUSES and not self._feed.lost:
             raise EtrainError(
                 f"job {job_id} has {ENDED[status]}: there is "
                 f"{_NOTHING_TO.get(request, f'nothing to {request}')}. "
-                "%etrain ls shows the jobs that run."
+                "%etrain ls lists the running jobs."
             )
         if self._link is None or self._feed.lost:
             raise JobLostError(
-                f"{request} cannot reach job {job_id}: {self._feed.lost}. {self._what_remains()}"
+                f"{request} cannot reach job {job_id}: {self._feed.lost}. {self._describe_saved()}"
             )
         try:
             outcome = self._link.call(
@@ -188,18 +194,19 @@ class JobRequests(ABC):
         except NoAnswerError as exc:
             # A timeout is not a refusal: the request may still be in the scheduler's queue.
             raise PoolError(
-                f"{request} was sent to job {job_id}, and its scheduler did not answer within "
-                f"{REQUEST_S:g} s. It may still happen, as soon as the scheduler answers: look at "
-                "%etrain show before you ask again."
+                f"{request} was sent to job {job_id}, but its scheduler did not respond within "
+                f"{REQUEST_S:g} s. It may still carry out the request: check %etrain show before "
+                "you repeat it."
             ) from exc
         return outcome.message
 
     def _send_request(self, request: str, args: dict[str, Any]) -> None:
+        # The reply is dropped: the effect is visible in the events.
         if self._link is not None:
             control = ControlJob(job_id=self.record.job_id, request=request, args=args)
             self._link.send(control, timeout=REQUEST_S)
 
-    def _what_remains(self) -> str:
+    def _describe_saved(self) -> str:
         if not self._view.saved_step:
             return "Nothing was saved."
         return (

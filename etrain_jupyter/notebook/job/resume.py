@@ -27,16 +27,16 @@ from etrain_jupyter.errors import (
     RunStoreError,
     UntrustedJobError,
 )
-from etrain_jupyter.log import job_record
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     Event,
     JobResumed,
     StepCompleted,
 )
+from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import JobLink, open_link
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.run_store import RunStore, absolute_paths
@@ -53,66 +53,52 @@ if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
     from etrain_jupyter.process.address import SchedulerAddress
 
-FORCE = "type --force to go on all the same"
-
-
-_OTHER_CODE = "code is another one"
-
 
 class ResumableJob(Protocol):
     """The part of a ``TrainingJob`` that a resume reads and changes."""
 
-    record: JobRecord
+    record: RunRecord
 
     @property
     def id(self) -> str:
         """Return its id."""
-        ...
 
     @property
     def status(self) -> str:
         """Return its status."""
-        ...
 
     @property
     def reason(self) -> str:
         """Return the reason for its status."""
-        ...
 
     @property
     def lost(self) -> str:
         """Return why it counts as lost; empty if it does not."""
-        ...
 
     @property
     def note(self) -> str:
         """Return why its cluster is unreachable; empty if it is reachable."""
-        ...
 
     @property
     def step(self) -> int:
         """Return the number of committed steps."""
-        ...
 
     @property
     def is_reachable(self) -> bool:
         """Return True if its scheduler responds."""
-        ...
 
     def events(self) -> Sequence[Event]:
         """Return its events, in order."""
-        ...
 
-    def follow_again(self, record: JobRecord, link: JobLink | None) -> None:
+    def follow_again(self, record: RunRecord, link: JobLink | None) -> None:
         """Follow its log from the beginning, with a new record."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Next:
+class _NextAttempt:
     """The next attempt of a job."""
 
-    record: JobRecord
+    record: RunRecord
     config: TrainConfig
     bundle: Bundle | None
     """The cell's objects; None keeps the bundle of the job."""
@@ -120,13 +106,13 @@ class _Next:
 
 
 def resume_job(
-    job: ResumableJob, wish: ResumeRequest, *, address: SchedulerAddress | None = None
+    job: ResumableJob, request: ResumeRequest, *, address: SchedulerAddress | None = None
 ) -> str:
     """Submit a job that is not being trained to a cluster again; return a message with the start.
 
     Args:
         job: The job; afterwards it follows the new attempt.
-        wish: The changes to make.
+        request: The changes to make.
         address: The cluster to use; by default the job's pool is brought up.
 
     Raises:
@@ -136,67 +122,68 @@ def resume_job(
         PoolError: If no cluster accepts the job; then its record is unchanged.
     """
     store = store_of(job.record)
-    # Check trust before any connection: the record may name a host of another user's choice.
-    _check_trusted(store.find(job.id), wish)
-    _check_nobody_trains(job, wish)
+    # The order of the checks: each comes before the step that would do harm without it.
+    #   trusted?             before a connection: the record may name another user's host
+    #   not being trained?   two coordinators would write one log and one set of checkpoints
+    #   lock, read again     another notebook may do the same at this moment
+    #   anything to train?   before a pool is started, which takes time and may cost money
+    #   write, then submit   see `_submit`
+    _check_trusted(store.find(job.id), request)
+    _check_not_training(job, request)
     store.check_takeable(job.record)
-    with _alone(job.record):
-        # Read the record again under the lock: another notebook may have resumed the job since.
+    with _resume_lock(job.record):
+        # Another notebook may have resumed the job before this one got the lock.
         known = store.find(job.id)
-        _check_trusted(known, wish)
+        _check_trusted(known, request)
         end = _end_of_log(job)
-        coming = _prepare(store, known, wish, job.events())
+        attempt = _prepare(store, known, request, job.events())
         if address is None:
-            pool = wish.pool or get_pool(coming.config.pool)
-            _check_reach(coming, pool.shared_place())
+            pool = request.pool or get_pool(attempt.config.pool)
+            _check_reach(attempt, pool.shared_place())
             address = pool.up()
-        here = replace(coming.record, cluster=address.to_dict(), host=platform.node())
-        coming = replace(coming, record=here)
-        extra = {} if wish.is_forced or end is None else {"log_end": end}
-        written = _submit(store, known, coming, address, is_forced=wish.is_forced, extra=extra)
+        here = replace(attempt.record, cluster=address.to_dict(), host=platform.node())
+        attempt = replace(attempt, record=here)
+        # Without `log_end`, the coordinator takes the log from any other writer: that is --force.
+        extra = {} if request.is_forced or end is None else {"log_end": end}
+        written = _submit(store, known, attempt, address, is_forced=request.is_forced, extra=extra)
         note_scheduler(address)
         job.follow_again(written, open_link(address))
-    begins = _where_it_begins(written)
-    return f"resuming job {job.id} on cluster {address.cluster_id}, {begins}"
+    start = _describe_start(written)
+    return f"resuming job {job.id} on cluster {address.cluster_id}, {start}"
 
 
-def _check_trusted(record: JobRecord, wish: ResumeRequest) -> None:
-    """Refuse to run a bundle that this user did not submit, in its folder and on its pool.
-
-    Raises:
-        UntrustedJobError: Unless the record is signed by this user, or the user trusts it.
-    """
-    if record.is_own or wish.is_trusted:
+def _check_trusted(record: RunRecord, request: ResumeRequest) -> None:
+    """Refuse to run code that this user did not submit, unless the user trusts it."""
+    if record.is_own or request.is_trusted:
         return
-    host = f" ({plain_line(record.host, 60)} is named in it)" if record.host else ""
+    host = f" (its record names {plain_line(record.host, 60)})" if record.host else ""
     raise UntrustedJobError(
         f"job {record.job_id} in {store_of(record)} was not submitted by you on this machine"
-        f"{host}, or its record has been changed since. Resuming it runs the code stored with it, "
-        f"as you, on the pool that it names ({plain_line(record.pool, 60)}). Nothing was run and "
-        "nothing was connected to. If the job is yours, from another machine or an older version, "
-        "or you trust everybody who can write to that run store, type "
-        f"%etrain resume {record.job_id} --trust once: from then on it counts as yours here."
+        f"{host}, or its record was changed afterwards. Resuming it would run its stored code as "
+        f"you, on pool {plain_line(record.pool, 60)}. Nothing was run, and no connection was "
+        "made. If you submitted it on another machine or with an older version, or if you trust "
+        "every user with write access to that run store, type "
+        f"%etrain resume {record.job_id} --trust. Afterwards, it counts as yours on this machine."
     )
 
 
-def _check_reach(coming: _Next, place: str) -> None:
+def _check_reach(attempt: _NextAttempt, place: str) -> None:
     """Refuse a pool that cannot read the job's checkpoints: training would start from step 0.
 
-    Args:
-        coming: The next attempt.
-        place: URL that the pool's workers can read; empty if they can read local folders.
+    ``place`` is a URL that the pool's workers can read; empty if they can read local folders.
     """
-    record = coming.record
-    if place and not record.place and coming.config.checkpoint.to is None:
+    record = attempt.record
+    # A job in a bucket has its checkpoints there too, unless `checkpoint.to` names another place.
+    if place and not record.place and attempt.config.checkpoint.to is None:
         raise ConfigError(
             f"the checkpoints of job {record.job_id} are in {record.checkpoints}, a folder of this "
-            f"machine that the machines of pool {record.pool} do not see. Nothing was done",
-            hint=f"resume it on pool local; a job that shall move begins with checkpoint: {{to: "
-            f"{place}}}",
+            f"machine that the machines of pool {record.pool} cannot read. Nothing was done",
+            hint=f"resume it on pool local; to move a job between pools, submit it with "
+            f"checkpoint: {{to: {place}}}",
         )
 
 
-def _check_nobody_trains(job: ResumableJob, wish: ResumeRequest) -> None:
+def _check_not_training(job: ResumableJob, request: ResumeRequest) -> None:
     is_reachable = job.is_reachable  # first: it waits for the history and for a response
     status, reason = job.status, job.reason
     # The cases, in this order:
@@ -208,20 +195,21 @@ def _check_nobody_trains(job: ResumableJob, wish: ResumeRequest) -> None:
     if job.lost or status in TERMINAL_STATUSES:
         return
     if job.note and not job.record.place:
-        if wish.is_forced:
+        if request.is_forced:
             return
         raise EtrainError(
-            f"job {job.id} was {status} at step {job.step} when its log was written last, and may "
-            f"still be training: {job.note} Two would spoil each other's work, so nothing was "
-            "done. If you know that its cluster is gone, type --force."
+            f"job {job.id} was {status} at step {job.step} when its log was last written, and may "
+            f"still be training: {job.note} Two clusters that train one job corrupt its log and "
+            "checkpoints, so nothing was done. If you know that its cluster has ended, add --force."
         )
     if not is_reachable:
-        if wish.is_forced:
+        if request.is_forced:
             return
         raise EtrainError(
-            f"job {job.id} was {status} at step {job.step}, and its scheduler cannot be asked "
-            f"({reason}). It may still be training, and two would spoil each other's work. Nothing "
-            "was done. End that cluster first; if you know that it is gone, type --force."
+            f"job {job.id} was {status} at step {job.step}, and its scheduler does not respond "
+            f"({reason}). It may still be training, and two clusters that train one job corrupt "
+            "its log and checkpoints, so nothing was done. Shut that cluster down first, or add "
+            "--force if you know that it has ended."
         )
     raise EtrainError(
         f"job {job.id} is {status} at step {job.step}: there is nothing to resume. %etrain attach "
@@ -236,27 +224,27 @@ def _end_of_log(job: ResumableJob) -> int | None:
         EtrainError: If the job was resumed elsewhere since this process last read the log.
         RunStoreError: If the bucket cannot be read.
     """
+    # A lock on this machine does not stop a notebook on another one. Instead, the new coordinator
+    # appends only if the log still ends at the event that was the newest here:
+    #   A: end is 812 -> submit(log_end=812) -> appends 813
+    #   B: end is 812 -> submit(log_end=812) -> refused: the log ends at 813
     if not job.record.place:
         return None
     refresh_log(job.record)
     seen = job.events()
-    # The new coordinator refuses to append unless the log still ends here.
-    news = read_log(job.record.log_path, since=seen[-1].seq if seen else 0)
-    if any(isinstance(event, JobResumed | StepCompleted) for event in news):
+    added = read_log(job.record.log_path, since=seen[-1].seq if seen else 0)
+    # Other events may be late uploads of the previous coordinator; these two show a new one.
+    if any(isinstance(event, JobResumed | StepCompleted) for event in added):
         raise EtrainError(
-            f"job {job.id} goes on somewhere else since this notebook looked. Nothing was done. "
-            "%etrain attach follows it."
+            f"job {job.id} was resumed elsewhere after this notebook had read its log. Nothing was "
+            f"done. To follow it, type %etrain attach {job.id}."
         )
-    return (news or seen)[-1].seq if news or seen else 0
+    return (added or seen)[-1].seq if added or seen else 0
 
 
 @contextlib.contextmanager
-def _alone(record: JobRecord) -> Iterator[None]:
-    """Prevent concurrent resumes of the same job by other notebooks.
-
-    Raises:
-        EtrainError: If another notebook is resuming the job.
-    """
+def _resume_lock(record: RunRecord) -> Iterator[None]:
+    """Prevent concurrent resumes of the same job by other notebooks on this machine."""
     # The operating system releases the lock even if this process is killed.
     handle = os.open(record.folder, os.O_RDONLY)
     try:
@@ -264,45 +252,44 @@ def _alone(record: JobRecord) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             raise EtrainError(
-                f"job {record.job_id} is being resumed by another notebook just now. "
-                "%etrain attach follows it."
+                f"job {record.job_id} is being resumed by another notebook. Nothing was done. To "
+                f"follow it, type %etrain attach {record.job_id}."
             ) from exc
         except OSError:
-            pass  # The file system has no locks; the lock of the log still fences.
+            pass  # the file system has no locks; the coordinator still locks the log
         yield
     finally:
         os.close(handle)
 
 
-def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequence[Event]) -> _Next:
-    """Build the next attempt of a job.
-
-    Raises:
-        ConfigError: If a difference changes the results, or no work is left.
-    """
+def _prepare(
+    store: RunStore, known: RunRecord, request: ResumeRequest, log: Sequence[Event]
+) -> _NextAttempt:
+    """Build the next attempt of a job; refuse differences that would change its results."""
     try:
+        # The job's own configuration may be from another version, so it may be invalid as well.
         old = TrainConfig.model_validate(known.config)
-        new = with_values(wish.config or old, wish.values)
+        new = with_values(request.config or old, request.values)
     except ValidationError as exc:
         first = exc.errors()[0]
-        words = str((first.get("ctx") or {}).get("message") or first["msg"])
+        message = str((first.get("ctx") or {}).get("message") or first["msg"])
         raise ConfigError(
-            f"job {known.job_id} cannot go on like that: "
-            + words.replace("{key}", ".".join(map(str, first["loc"])) or "the cell"),
+            f"job {known.job_id} cannot be resumed with these settings: "
+            + message.replace("{key}", ".".join(map(str, first["loc"])) or "the cell"),
             hint=f"it was submitted by etrain-jupyter {known.version or 'of unknown version'}",
         ) from exc
     new = TrainConfig.model_validate(absolute_paths(new.model_dump(mode="json")))
-    stored = _stored_bundle(store, known, is_needed=wish.bundle is None)
+    stored = _stored_bundle(store, known, is_needed=request.bundle is None)
     # Only differences with a reason change the results; the others are logged.
     found = compare_configs(old, new)
-    if wish.bundle is not None:
-        found += _compare_bundles(stored, wish.bundle)
+    if request.bundle is not None:
+        found += _compare_bundles(stored, request.bundle)
     matters = [difference for difference in found if difference.why]
-    if matters and not wish.is_forced:
+    if matters and not request.is_forced:
         lines = "".join(f"\n  {one}\n      {one.why}" for one in matters)
         raise ConfigError(
-            f"job {known.job_id} was trained otherwise. Nothing was done. What differs:{lines}",
-            hint=f"change it back, or {FORCE}",
+            f"job {known.job_id} was trained differently. Nothing was done. Differences:{lines}",
+            hint="change it back, or add --force to resume anyway",
         )
     _check_work_is_left(known, old, new, log)
     record = replace(
@@ -310,38 +297,36 @@ def _prepare(store: RunStore, known: JobRecord, wish: ResumeRequest, log: Sequen
         pool=new.pool,
         config=new.model_dump(mode="json"),
         version=__version__,
-        cell=wish.cell or known.cell,
-        bundle_digest=wish.bundle.digest if wish.bundle is not None else known.bundle_digest,
+        cell=request.cell or known.cell,
+        bundle_digest=request.bundle.digest if request.bundle is not None else known.bundle_digest,
     )
     differs = [str(one) for one in found]
-    return _Next(record=record, config=new, bundle=wish.bundle, differs=differs)
+    return _NextAttempt(record=record, config=new, bundle=request.bundle, differs=differs)
 
 
-def _stored_bundle(store: RunStore, record: JobRecord, *, is_needed: bool) -> Path | None:
-    """Return the path of the bundle that the job was submitted with.
-
-    Raises:
-        BundleError: If it is needed, but missing or modified.
-    """
+def _stored_bundle(store: RunStore, record: RunRecord, *, is_needed: bool) -> Path | None:
+    """Return the path of the bundle that the job was submitted with."""
+    # A cell has its own bundle; then the stored one is only compared with it.
     try:
         path = store.fetch_bundle(record)
     except (OSError, RunStoreError) as exc:
         if not is_needed:
             return None
         raise BundleError(
-            f"the notebook's objects of job {record.job_id} cannot be read ({exc}). Run its cell "
-            f"with %%etrain distributed --resume {record.job_id}, which brings them along."
+            f"the captured objects of job {record.job_id} cannot be read ({exc}). Nothing was "
+            f"done. Run its cell with %%etrain distributed --resume {record.job_id}, which "
+            "captures them again."
         ) from exc
     if is_needed and not has_digest(path, record.bundle_digest):
         raise BundleError(
-            f"{record.bundle_path} is not what job {record.job_id} was submitted with. Run its "
-            f"cell with %%etrain distributed --resume {record.job_id} --force."
+            f"{record.bundle_path} has changed since job {record.job_id} was submitted. Nothing "
+            f"was done. Run its cell with %%etrain distributed --resume {record.job_id} --force."
         )
     return path
 
 
 def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
-    """Return the differences between the code and data of two bundles."""
+    # Only headers are read; no code of the notebook runs.
     later = open_bundle(new.header)
     try:
         earlier = open_bundle(b"" if old is None else old)
@@ -349,12 +334,12 @@ def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
     except BundleError as exc:
         return [Difference(key="code", old="not readable", new="this code", why=str(exc))]
     if tables[0] is None or tables[1] is None:
-        why = "the job was submitted by a version that did not note down what its code says"
+        why = "the job was submitted by a version that stored no fingerprints of the code"
         return [Difference(key="code", old="unknown", new="this code", why=why)]
     found = []
     for change in compare_code(tables[0], tables[1], (earlier.cells, later.cells)):
         place = f" in {change.where}" if change.where else ""
-        why = f"the notebook's {'data are others' if change.kind == 'data' else _OTHER_CODE}"
+        why = f"the notebook's {'data differ' if change.kind == 'data' else 'code differs'}"
         key = f"{change.kind} of {change.name}{place}"
         found.append(Difference(key=key, old=change.old, new=change.new, why=why))
     versions = zip(earlier.packages.items(), later.packages.values(), strict=False)
@@ -365,14 +350,11 @@ def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
 
 
 def _check_work_is_left(
-    known: JobRecord, old: TrainConfig, new: TrainConfig, log: Sequence[Event]
+    known: RunRecord, old: TrainConfig, new: TrainConfig, log: Sequence[Event]
 ) -> None:
-    """Refuse to resume a job that would end immediately.
-
-    Raises:
-        ConfigError: If all steps are done, or early stopping would end the job again.
-    """
-    done = job_record.JobRecord().apply_all(log)
+    """Refuse to resume a job that would end immediately."""
+    # Only a finished job is complete; a stopped or failed one, or a lost one, has steps left.
+    done = JobRecord().apply_all(log)
     if done.plan is None or done.status != "finished":
         return
     early = done.early_stop
@@ -380,14 +362,15 @@ def _check_work_is_left(
     if early is not None and early.generation == done.generation:
         if old.early_stopping == new.early_stopping:
             raise ConfigError(
-                f"job {known.job_id} has finished early: {early.reason}. It would do so again. "
-                "Nothing was done.",
+                f"job {known.job_id} has finished early: {early.reason}. It would finish again at "
+                "once. Nothing was done.",
                 hint=f"change early_stopping in its cell: %%etrain distributed --resume "
                 f"{known.job_id}",
             )
         return
     plan = done.plan
-    # The global size of a per-worker batch depends on the number of ranks: take it from the plan.
+    # The global size of a per-worker batch depends on the number of ranks, so the plan in the log
+    # has the size that its number of steps refers to.
     size = plan.global_batch_size if plan.per_worker_batch_size else new.batch.size(1)
     steps = total_steps(new.epochs, new.steps, plan.num_train_samples, size)
     if steps <= plan.total_steps and new.batch == old.batch:
@@ -403,24 +386,26 @@ def _check_work_is_left(
 
 def _submit(
     store: RunStore,
-    known: JobRecord,
-    coming: _Next,
+    known: RunRecord,
+    attempt: _NextAttempt,
     address: SchedulerAddress,
     *,
     is_forced: bool,
     extra: Mapping[str, int],
-) -> JobRecord:
+) -> RunRecord:
     """Write the new record and submit the job; restore the old record if it is refused.
 
     Returns:
         The record as written.
-
-    Raises:
-        PoolError: If the coordinator refuses.
-        JobLostError: If the cluster went away; the job may have started there.
     """
-    written = store.rewrite(coming.record, bundle=coming.bundle)
-    order = {
+    # The record is written first. The outcomes:
+    #   killed before the submit   the record names a cluster without the job, so the job counts as
+    #                              lost and can be resumed again
+    #   PoolError                  refused or timed out: the old record is restored
+    #   JobLostError               the job may have started there: the new record stays
+    #   killed after the submit    the record names the cluster that trains the job
+    written = store.rewrite(attempt.record, bundle=attempt.bundle)
+    spec = {
         "job_id": known.job_id,
         "name": known.name,
         "run_dir": str(known.folder),
@@ -428,42 +413,41 @@ def _submit(
         **bundle_facts(written),
         "pool": written.pool,
         "cwd": _folder_of(written),
-        "min_workers": coming.config.workers.min,
-        "max_workers": coming.config.max_workers(),
+        "min_workers": attempt.config.workers.min,
+        "max_workers": attempt.config.max_workers(),
         "fingerprint": read_fingerprint(),
         "resumes": True,
-        "differs": coming.differs,
+        "differs": attempt.differs,
         "is_forced": is_forced,
         **({"place": known.place} if known.place else {}),
         **extra,
     }
-    # Submit after the record is written, so that a crash in between leaves the cluster's name.
     link = open_link(address)
     try:
-        hand_over(link, order, written.bundle_path)
+        hand_over(link, spec, written.bundle_path)
     except PoolError:
-        # After a refusal or a timeout the old record is restored. After a JobLostError the job may
-        # be running, so the new record stays.
+        # Keep the old signature: signing would turn a job that was trusted once into an own one.
         store.rewrite(known, is_signed=False)
         if written.bundle_file != known.bundle_file:
             store.remove_bundle(written)
         raise
     finally:
         link.release()
+    # The record no longer names the old bundle, and the coordinator has accepted the new one.
     if written.bundle_file != known.bundle_file:
         store.remove_bundle(known)
     return written
 
 
-def _folder_of(record: JobRecord) -> str:
+def _folder_of(record: RunRecord) -> str:
     """Return the folder for relative paths in the notebook's code: the original if it exists."""
     return record.cwd if record.cwd and Path(record.cwd).is_dir() else os.getcwd()
 
 
-def _where_it_begins(record: JobRecord) -> str:
-    """Describe the state from which the job resumes; the trainers verify it."""
+def _describe_start(record: RunRecord) -> str:
+    # The newest one by its manifest; the trainers verify it, and may fall back to an older one.
     place = record.checkpoints
     steps = open_store(place).list_steps()
     if not steps:
-        return f"from its beginning: {place} has no checkpoint yet"
-    return f"from the checkpoint of step {steps[-1]}"
+        return f"from the beginning: {place} has no checkpoint yet"
+    return f"from the checkpoint at step {steps[-1]}"

@@ -30,7 +30,7 @@ from etrain_jupyter.notebook.job.history import peek_log
 from etrain_jupyter.notebook.job.job_record import (
     BUNDLE_FILE,
     RECORD_FILE,
-    JobRecord,
+    RunRecord,
     read_record,
     safe_name,
 )
@@ -64,7 +64,7 @@ class JobSummary:
 class Listing:
     """The contents of a run store."""
 
-    jobs: list[JobRecord] = field(default_factory=list)
+    jobs: list[RunRecord] = field(default_factory=list)
     """The jobs, newest first."""
     problems: dict[str, str] = field(default_factory=dict)
     """Folders with an invalid record: name -> reason."""
@@ -115,7 +115,7 @@ class RunStore:
             RunStoreError: If the store is a bucket that is not writable.
         """
 
-    def fetch_bundle(self, record: JobRecord) -> Path:
+    def fetch_bundle(self, record: RunRecord) -> Path:
         """Return the path of a job's bundle on this machine.
 
         Raises:
@@ -124,11 +124,11 @@ class RunStore:
         with open_regular(record.bundle_path):
             return record.bundle_path
 
-    def remove_bundle(self, record: JobRecord) -> None:
+    def remove_bundle(self, record: RunRecord) -> None:
         """Remove a bundle that no record refers to any more."""
         record.bundle_path.unlink(missing_ok=True)
 
-    def check_takeable(self, record: JobRecord) -> None:
+    def check_takeable(self, record: RunRecord) -> None:
         """Check that a job can be resumed from this machine.
 
         Raises:
@@ -141,12 +141,13 @@ class RunStore:
                 "into your own run store and set ETRAIN_RUNS to that."
             )
 
-    def summarize(self, record: JobRecord) -> JobSummary:
+    def summarize(self, record: RunRecord) -> JobSummary:
         """Return a job's status and progress without contacting its cluster."""
         latest = peek_log(record.log_path)
         cluster = None if latest.is_terminal else find_cluster(record.cluster, record.host)
         is_gone = cluster is not None and cluster.has_ended
-        # Neither alive nor ended as far as this machine knows, so the age of the log is shown.
+        # A cluster on another machine, for example: its state is unknown here, so the list shows
+        # when the log was last written.
         is_in_doubt = cluster is not None and not cluster.is_alive and not is_gone
         return JobSummary(
             status=latest.status,
@@ -159,11 +160,11 @@ class RunStore:
 
     def create(
         self, record: Mapping[str, Any], *, bundle: Bundle | bytes = b"", job_id: str = ""
-    ) -> JobRecord:
+    ) -> RunRecord:
         """Create a job's folder with ``job.json`` and the bundle, atomically.
 
         Args:
-            record: The fields of ``JobRecord`` without the id and the folder.
+            record: The fields of ``RunRecord`` without the id and the folder.
             bundle: The notebook's objects.
             job_id: The id if already assigned; by default a new one.
 
@@ -173,8 +174,13 @@ class RunStore:
         """
         job_id = check_job_id(job_id) if job_id else new_job_id(str(record["name"]))
         values = {**record, "job_id": job_id, "folder": self.root / job_id}
-        made = JobRecord(**{**values, "place": self.place_of(job_id)})
+        made = RunRecord(**{**values, "place": self.place_of(job_id)})
+        # Signed before the rename, so that no reader finds an own job without its signature.
         made = replace(made, signature=sign(made.to_dict()))
+        # A reader never finds half a job, wherever the process is killed:
+        #   .<id>.<random>/ with the bundle and job.json   hidden; left behind by a crash
+        #   renamed to <id>/                               complete on this machine
+        #   uploaded: the bundle, then job.json            complete in the bucket
         hidden = self.root / f".{job_id}.{secrets.token_hex(4)}"
         hidden.mkdir(mode=0o700, parents=True)
         try:
@@ -182,12 +188,12 @@ class RunStore:
             write_bundle(hidden / BUNDLE_FILE, bundle)
             _write_new(hidden / RECORD_FILE, data)
             if made.folder.exists():
-                raise FileExistsError(f"there is a job {job_id} in {self.root} already")
-            # From here on, other processes find the job.
+                raise FileExistsError(f"job {job_id} already exists in {self.root}")
             hidden.rename(made.folder)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
+        # A copy that is not in the bucket would be a job that only this machine lists.
         try:
             self._publish(made, has_new_bundle=True, is_new=True)
         except BaseException:
@@ -197,11 +203,11 @@ class RunStore:
 
     def rewrite(
         self,
-        record: JobRecord,
+        record: RunRecord,
         *,
         bundle: Bundle | bytes | None = None,
         is_signed: bool = True,
-    ) -> JobRecord:
+    ) -> RunRecord:
         """Replace a job's ``job.json``, and write a changed bundle to another file before.
 
         Args:
@@ -216,36 +222,40 @@ class RunStore:
             OSError: If the folder is not writable; then nothing has changed.
             RunStoreError: If the store is a bucket and cannot be written.
         """
-        if self.is_remote:
+        if self.is_remote:  # another machine may have submitted the job
             record.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"{BUNDLE_FILE}-{record.bundle_digest[:12]}"
         has_new_bundle = False
         if bundle is not None and not has_digest(record.bundle_path, record.bundle_digest):
-            # A new file name: the previous record stays valid until the new one replaces it.
+            # Under a new name, so that job.json and its bundle fit at any time:
+            #   bundle-<digest> written   job.json still names the old bundle
+            #   job.json replaced         it names the new bundle
+            #   `remove_bundle`           by the caller, once a coordinator accepted the job
             _replace_bundle(record.folder / name, bundle)
             has_new_bundle = name != record.bundle_file
             record = replace(record, bundle_file=name)
-        if is_signed:
+        if is_signed:  # last, because the signature covers the fields set above
             record = replace(record, signature=sign(record.to_dict()))
         replace_file(record.folder / RECORD_FILE, json_of(record))
         self._publish(record, has_new_bundle=has_new_bundle, is_new=False)
         return record
 
-    def _publish(self, record: JobRecord, *, has_new_bundle: bool, is_new: bool) -> None:
+    def _publish(self, record: RunRecord, *, has_new_bundle: bool, is_new: bool) -> None:
         """Upload the written files for other machines; a folder needs no upload."""
 
-    def discard(self, record: JobRecord) -> None:
+    def discard(self, record: RunRecord) -> None:
         """Remove a job that no cluster accepted; a job with a log is kept."""
         if not record.log_path.exists():
             shutil.rmtree(record.folder, ignore_errors=True)
 
-    def records(self) -> list[JobRecord]:
+    def records(self) -> list[RunRecord]:
         """Return all jobs with a valid record, the newest first."""
         return self.scan().jobs
 
     def scan(self) -> Listing:
         """Return all jobs, the newest first, and the folders with an invalid record."""
         found = Listing()
+        # Hidden folders are jobs that are being created.
         for path in self.root.glob(f"[!.]*/{RECORD_FILE}"):
             try:
                 found.jobs.append(read_record(path.parent))
@@ -253,12 +263,14 @@ class RunStore:
                 found.problems[path.parent.name] = str(exc)
         return found.sorted()
 
-    def find(self, name_or_id: str) -> JobRecord:
+    def find(self, name_or_id: str) -> RunRecord:
         """Find a job by its id, else the newest one by its name, else one by a prefix of its id.
 
         Raises:
             JobNotFoundError: If no job or several jobs match; the message has the closest names.
         """
+        # The jobs are sorted, so the first match of a name is the newest one. An id that is also a
+        # job's name stands for the id.
         jobs = self.records()
         for matches in (
             [job for job in jobs if job.job_id == name_or_id],
@@ -271,7 +283,7 @@ class RunStore:
             return begun[0]
         raise JobNotFoundError(_not_found(name_or_id, jobs, begun, str(self)))
 
-    def latest(self) -> JobRecord:
+    def latest(self) -> RunRecord:
         """Return the newest job.
 
         Raises:
@@ -286,12 +298,12 @@ class RunStore:
         return jobs[0]
 
 
-def json_of(record: JobRecord) -> bytes:
+def json_of(record: RunRecord) -> bytes:
     """Return the bytes of a ``job.json``."""
     return json.dumps(record.to_dict(), indent=1).encode()
 
 
-def _last_written_at(record: JobRecord) -> float:
+def _last_written_at(record: RunRecord) -> float:
     """Return the time of the last write to a job's log; without a log, of its submission."""
     try:
         return record.log_path.stat().st_mtime
@@ -321,6 +333,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration whose paths are valid for processes in other working folders."""
+    # The trainers and a later kernel have other working folders than this notebook.
     checkpoint = config.get("checkpoint") or {}
     if checkpoint.get("to") and "://" not in checkpoint["to"]:
         folder = str(Path(checkpoint["to"]).expanduser().absolute())
@@ -336,8 +349,7 @@ def _write_new(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _not_found(wanted: str, jobs: list[JobRecord], begun: list[JobRecord], root: str) -> str:
-    """Return the message for a job that does not exist, or whose id is ambiguous."""
+def _not_found(wanted: str, jobs: list[RunRecord], begun: list[RunRecord], root: str) -> str:
     if begun:
         names = ", ".join(job.job_id for job in begun[:5])
         return f"{len(begun)} jobs begin with {wanted!r}: {names}. Type more of the id."

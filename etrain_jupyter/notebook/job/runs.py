@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
 from etrain_jupyter.storage.bucket_log.place import is_remote
@@ -28,6 +28,6 @@ def open_runs(root: str | os.PathLike[str] | None = None) -> RunStore:
     return RunStore(root)
 
 
-def store_of(record: JobRecord) -> RunStore:
+def store_of(record: RunRecord) -> RunStore:
     """Return the run store of a job."""
     return open_runs(record.place.rpartition("/")[0] if record.place else record.folder.parent)

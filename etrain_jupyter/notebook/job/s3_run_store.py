@@ -14,7 +14,7 @@ from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.job_record import (
     MAX_RECORD_BYTES,
     RECORD_FILE,
-    JobRecord,
+    RunRecord,
     record_from,
 )
 from etrain_jupyter.notebook.job.run_store import (
@@ -63,21 +63,23 @@ class S3RunStore(RunStore):
         """Return the URL of a job."""
         return f"{self.url}/{job_id}"
 
-    def _publish(self, record: JobRecord, *, has_new_bundle: bool, is_new: bool) -> None:
+    def _publish(self, record: RunRecord, *, has_new_bundle: bool, is_new: bool) -> None:
         """Upload the bundle first and ``job.json`` last, so that every listed job is complete."""
         if has_new_bundle:
             self._objects.put_file(f"{record.job_id}/{record.bundle_file}", record.bundle_path)
         key, data = f"{record.job_id}/{RECORD_FILE}", json_of(record)
         if not is_new:
             self._objects.put(key, data)
-        # A retried request may find the object that its own first attempt has written.
+        # A condition that fails does not prove that the id is taken: if the response to the first
+        # attempt was lost, the retry finds the object that this process has just written.
         elif not self._objects.put_if_absent(key, data) and self._objects.get(key) != data:
-            raise FileExistsError(f"there is a job {record.job_id} in {self} already")
+            raise FileExistsError(f"job {record.job_id} already exists in {self}")
 
-    def discard(self, record: JobRecord) -> None:
+    def discard(self, record: RunRecord) -> None:
         """Remove a job that no cluster accepted; a job with a log is kept."""
         if Chain(self._job(record)).list_pieces(0):
             return
+        # The record first: without it, no machine lists the job, even if the rest fails.
         for name in (RECORD_FILE, record.bundle_file, ALIVE):
             self._objects.delete(f"{record.job_id}/{name}")
         super().discard(record)
@@ -86,6 +88,7 @@ class S3RunStore(RunStore):
         """Return all jobs, the newest first, and the folders with an invalid record."""
         found = Listing()
         names = self._objects.folders()
+        # One request per job: a hundred jobs one after the other would take seconds.
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="etrain-runs") as pool:
             for name, record in zip(names, pool.map(self._read_record, names), strict=True):
                 if isinstance(record, ValueError):
@@ -94,21 +97,22 @@ class S3RunStore(RunStore):
                     found.jobs.append(record)
         return found.sorted()
 
-    def _read_record(self, name: str) -> JobRecord | ValueError | None:
+    def _read_record(self, name: str) -> RunRecord | ValueError | None:
         if not is_job_id(name):
-            return None  # the name is also that of a local folder, see `JobRecord.folder`
+            return None  # the name becomes that of a local folder, so it must not be `..`
         key = f"{name}/{RECORD_FILE}"
         data = self._objects.get(key, most_bytes=MAX_RECORD_BYTES + 1)
-        if data is None:
+        if data is None:  # a job that is being created or discarded, or another tool's folder
             return None
         try:
             return record_from(data, self.root / name, f"{self.url}/{name}")
         except ValueError as exc:
             return exc
 
-    def fetch_bundle(self, record: JobRecord) -> Path:
+    def fetch_bundle(self, record: RunRecord) -> Path:
         """Return the path of a job's bundle, downloaded unless this machine has a copy."""
         path = record.bundle_path
+        # The copy may be of a bundle that a cell on another machine has replaced since.
         if has_digest(path, record.bundle_digest):
             return path
         key = f"{record.job_id}/{record.bundle_file}"
@@ -122,24 +126,24 @@ class S3RunStore(RunStore):
             hidden.unlink(missing_ok=True)
         return path
 
-    def remove_bundle(self, record: JobRecord) -> None:
+    def remove_bundle(self, record: RunRecord) -> None:
         """Remove a bundle that no record refers to any more, in the bucket and here."""
         self._objects.delete(f"{record.job_id}/{record.bundle_file}")
         super().remove_bundle(record)
 
-    def check_takeable(self, record: JobRecord) -> None:
+    def check_takeable(self, record: RunRecord) -> None:
         """Check that a job can be resumed from this machine."""
         self.check_writable()
         record.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().check_takeable(record)
 
-    def summarize(self, record: JobRecord) -> JobSummary:
+    def summarize(self, record: RunRecord) -> JobSummary:
         """Return a job's status and progress as last written to the bucket by its coordinator."""
         try:
             found = self._job(record).get_aged(ALIVE)
         except RunStoreError:
             return JobSummary(status="unknown")
-        # No heartbeat at all counts as a coordinator that is gone.
+        # No heartbeat at all: the job was never accepted, or its coordinator is gone.
         values, age_s = found or ({}, SILENT_S + 1)
         status = str(values.get("status", "submitted"))[:40]
         return JobSummary(
@@ -150,7 +154,7 @@ class S3RunStore(RunStore):
             is_gone=status not in TERMINAL_STATUSES and age_s > SILENT_S,
         )
 
-    def _job(self, record: JobRecord) -> RunObjects:
+    def _job(self, record: RunRecord) -> RunObjects:
         return RunObjects(f"{self.url}/{record.job_id}")
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.event_log import LogReader
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import ClusterEndedError, UnreachableError
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
@@ -27,7 +27,7 @@ from etrain_jupyter.wire.requests import EventBatch, FetchEvents, R, Request
 T = TypeVar("T")
 
 POLL_S = 1.5
-LOOK_FOR_LIFE_S = 5.0
+HEARTBEAT_CHECK_S = 5.0
 """Interval between checks of the coordinator's heartbeat while no events arrive, in seconds."""
 
 
@@ -39,13 +39,13 @@ class StoreLink:
         why: Why its cluster is unreachable, as text for the user.
     """
 
-    def __init__(self, record: JobRecord, *, why: str = "") -> None:
+    def __init__(self, record: RunRecord, *, why: str = "") -> None:
         self.why = why
         self._record = record
         self._objects = RunObjects(record.place) if record.place else None
         self._copy = LogCopy(Chain(self._objects), record.log_path) if self._objects else None
         self._reader: tuple[int, LogReader] | None = None
-        self._life_seen_at = 0.0
+        self._heartbeat_seen_at = 0.0
         self._is_released = threading.Event()
         self._executor: ThreadPoolExecutor | None = None
 
@@ -57,12 +57,11 @@ class StoreLink:
         """Start a request in the thread ``etrain-store-<job>``, and return its future."""
         if not isinstance(request, FetchEvents):
             refused: Future[R] = Future()
+            where = self._record.host or "the machine of its cluster"
             refused.set_exception(
                 UnreachableError(
-                    f"job {self._record.job_id} is run by a cluster of "
-                    f"{self._record.host or 'another machine'}, which cannot be asked from here. "
-                    "Nothing was done; type it there. Its log can be followed from here"
-                    + (f": {self.why}" if self.why else "")
+                    f"job {self._record.job_id} takes no commands from here, so nothing was done: "
+                    + (self.why or f"type the command on {where}.")
                 )
             )
             return refused
@@ -71,24 +70,25 @@ class StoreLink:
         if self._executor is None:
             name = f"etrain-store-{self._record.job_id}"
             self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
-        batch = self._executor.submit(self._look, request.since, request.wait_s, request.limit)
+        batch = self._executor.submit(self._poll, request.since, request.wait_s, request.limit)
         return cast("Future[R]", batch)
 
     def release(self) -> None:
         """End the thread; a later request starts a new one."""
+        # Ends a running poll within its current pause, instead of after `wait_s`.
         self._is_released.set()
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _look(self, since: int, wait_s: float, limit: int) -> EventBatch:
+    def _poll(self, since: int, wait_s: float, limit: int) -> EventBatch:
         deadline = time.monotonic() + wait_s
         while True:
             if self._copy is not None:
                 self._copy.refresh()
             events = self._read(since, limit)
             if not events:
-                self._look_for_life(since)
+                self._check_heartbeat(since)
             left = deadline - time.monotonic()
             if events or left <= 0 or self._is_released.wait(min(POLL_S, left)):
                 return EventBatch(events=tuple(events))
@@ -97,7 +97,8 @@ class StoreLink:
         # Keep the reader between polls, so that each poll parses only the new lines.
         if self._reader is None or self._reader[0] != since:
             reader = LogReader(self._record.log_path)
-            # A local copy may be behind the feed; then there are no newer events to return.
+            # The copy may be shorter than what the feed knows, for example if it was fetched again
+            # because it was damaged; then there are no newer events to return.
             if self._lines(lambda: reader.skip(since)) < since:
                 return []
             self._reader = (since, reader)
@@ -108,11 +109,7 @@ class StoreLink:
         return [event.to_json_dict() for event in found]
 
     def _lines(self, read: Callable[[], T]) -> T:
-        """Read from the log.
-
-        Raises:
-            UnreachableError: If its file cannot be read, or is not a regular file.
-        """
+        # Unreachable rather than lost: the disk or the network folder may come back.
         try:
             return read()
         except OSError as exc:
@@ -121,30 +118,32 @@ class StoreLink:
                 f"({exc.strerror or exc}: {self._record.log_path})"
             ) from exc
 
-    def _look_for_life(self, since: int) -> None:
-        """Check that a coordinator is alive.
-
-        Raises:
-            ClusterEndedError: If the coordinator has sent no heartbeat for ``SILENT_S``.
-        """
-        if self._objects is None or time.monotonic() - self._life_seen_at < LOOK_FOR_LIFE_S:
+    def _check_heartbeat(self, since: int) -> None:
+        """Raise ``ClusterEndedError`` if the coordinator has sent no heartbeat for ``SILENT_S``."""
+        # Only called while the log brings no new events:
+        #   alive.json younger than 45 s       alive (written every 5 s): keep polling
+        #   older, names an event after here   it ended, but the rest of its log is still to come
+        #   older, names no newer event        it has ended
+        #   missing, job younger than 45 s     it is starting
+        #   missing, job older                 it never started
+        # A coordinator that is only cut off from the bucket is fenced by the next writer.
+        if self._objects is None or time.monotonic() - self._heartbeat_seen_at < HEARTBEAT_CHECK_S:
             return
         found = self._objects.get_aged(ALIVE)
-        told, age_s = found or ({}, time.time() - self._record.created)
-        # A heartbeat that names a newer event proves that the log here is not complete yet.
-        if age_s <= SILENT_S or told.get("seq", 0) > since:
-            self._life_seen_at = time.monotonic()
+        heartbeat, age_s = found or ({}, time.time() - self._record.created)
+        if age_s <= SILENT_S or heartbeat.get("seq", 0) > since:
+            self._heartbeat_seen_at = time.monotonic()
             return
         if found is None:
-            raise ClusterEndedError("no coordinator has begun with it")
-        host = told.get("host", self._record.host)
+            raise ClusterEndedError("no coordinator has started it")
+        host = heartbeat.get("host", self._record.host)
         raise ClusterEndedError(
-            f"its coordinator on {host} has given no sign of life for {age_s:.0f} s. What it "
-            f"committed is in {self._record.place}; %etrain resume goes on from there"
+            f"its coordinator on {host} has sent no heartbeat for {age_s:.0f} s. Its committed "
+            f"steps are in {self._record.place}. %etrain resume continues from there"
         )
 
 
-def refresh_log(record: JobRecord) -> None:
+def refresh_log(record: RunRecord) -> None:
     """Update this machine's copy of a job's log; a job in a folder has no copy.
 
     Raises:
@@ -154,7 +153,7 @@ def refresh_log(record: JobRecord) -> None:
         LogCopy(Chain(RunObjects(record.place)), record.log_path).refresh()
 
 
-def try_refresh_log(record: JobRecord) -> str:
+def try_refresh_log(record: RunRecord) -> str:
     """Update the copy of a job's log; return the error message, or an empty string."""
     try:
         refresh_log(record)

@@ -28,7 +28,7 @@ from etrain_jupyter.notebook.job.cost import JobCost, cost_of
 from etrain_jupyter.notebook.job.feed import EventFeed, Listener
 from etrain_jupyter.notebook.job.history import LatestValues, peek_log
 from etrain_jupyter.notebook.job.interrupts import Interrupts
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import SLICE_S, JobLink
 from etrain_jupyter.notebook.job.plot import plot_job
 from etrain_jupyter.notebook.job.requests import ENDED, REQUEST_S, JobRequests
@@ -48,7 +48,7 @@ GLANCE_S = 1.0
 """Total time that properties may wait for the history, in seconds."""
 CATCH_UP_S = 10.0
 """Timeout of the wait for the history in a method that needs all of it, in seconds."""
-ANSWER_S = 5.0
+RESPONSE_S = 5.0
 """Timeout of the wait for the coordinator's first response, in seconds."""
 
 Model = TypeVar("Model")
@@ -72,7 +72,7 @@ class TrainingJob(JobRequests):
         was_interrupted: True if the interrupt key stopped the job during ``wait``.
     """
 
-    def __init__(self, record: JobRecord, link: JobLink | None) -> None:
+    def __init__(self, record: RunRecord, link: JobLink | None) -> None:
         self.record = record
         self.screen: Screen | None = None
         self.was_interrupted = False
@@ -91,8 +91,10 @@ class TrainingJob(JobRequests):
             refresh=lambda: try_refresh_log(record),
         )
 
-    def follow_again(self, record: JobRecord, link: JobLink | None) -> None:
+    def follow_again(self, record: RunRecord, link: JobLink | None) -> None:
         """Follow the next attempt of a resumed job, from the beginning of its log."""
+        # The thread of the old feed may still deliver a batch. It changes only the old view, which
+        # is not read any more; the screen skips events that it knows.
         self._feed.close()
         self.record, self._link, self.was_interrupted = record, link, False
         self._view = LatestValues()
@@ -101,10 +103,10 @@ class TrainingJob(JobRequests):
         if self.screen is not None:
             self._feed.subscribe(self.screen.add_events)
 
-    def has_gone_on(self) -> bool:
+    def has_continued(self) -> bool:
         """Return True if the log continues after the end at which following stopped."""
         is_over = self._feed.ended.is_set() and not self._feed.lost
-        # A job in a bucket continues in the bucket only, so update the copy here first.
+        # Another machine writes only to the bucket, so update the copy on this one first.
         if is_over:
             try_refresh_log(self.record)
         return is_over and not peek_log(self.record.log_path).is_terminal
@@ -113,7 +115,7 @@ class TrainingJob(JobRequests):
     def is_reachable(self) -> bool:
         """True unless the scheduler is known to be unreachable; waits for its first response."""
         self._latest()
-        self._feed.wait_until_answered(ANSWER_S)
+        self._feed.wait_until_responded(RESPONSE_S)
         return not self._feed.trouble
 
     @property
@@ -121,9 +123,9 @@ class TrainingJob(JobRequests):
         """Why only the job's log is followed; empty if its cluster is reachable."""
         return self._link.why if isinstance(self._link, StoreLink) else ""
 
-    def resume_as(self, wish: ResumeRequest) -> str:
+    def resume_as(self, request: ResumeRequest) -> str:
         """Resume a job that has ended, or whose cluster has ended; see ``resume``."""
-        return resume_job(self, wish)
+        return resume_job(self, request)
 
     # --- identity and progress -------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class TrainingJob(JobRequests):
     @property
     def status(self) -> str:
         """One of submitted, waiting, running, paused, finished, stopped, failed."""
+        # The log of a lost job has no end, so its last status is the one before the cluster ended.
         view = self._glance()
         return "failed" if self._feed.lost else view.status
 
@@ -151,8 +154,9 @@ class TrainingJob(JobRequests):
         this says so, and the status is the last known one.
         """
         view = self._glance()
-        # The trouble is known only after a response or a timeout.
-        self._feed.wait_until_answered(self._glance_left(), is_last=False)
+        # The trouble is known only after a response or a timeout. Not the last wait: a method with
+        # a longer timeout may wait for the same response.
+        self._feed.wait_until_responded(self._glance_left(), is_last=False)
         return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
     @property
@@ -221,6 +225,7 @@ class TrainingJob(JobRequests):
 
         The states are those of the dashboard: starting, warm, training, waiting.
         """
+        # The coordinator of an ended job has released its workers, or has ended itself.
         if self._latest().status in TERMINAL_STATUSES or self._link is None:
             return []
         found = self._link.call(ListWorkers(job_id=self.id), timeout=REQUEST_S)
@@ -244,12 +249,13 @@ class TrainingJob(JobRequests):
         """Prove from the durable log which samples were trained, and that weights were equal."""
         from etrain_jupyter.notebook.audit import audit_log
 
-        # The log on disk is complete; the feed may not have received its end yet.
+        # The feed may not have received the end of the log yet; the log itself is complete.
         refresh_log(self.record)
         try:
             events = read_log(self.record.log_path)
         except (OSError, EtrainError):
-            # An unreadable log: fall back to the events that the coordinator sent.
+            # An unreadable log: fall back to the events that the coordinator sent, which may be
+            # incomplete; the audit reports gaps.
             events = Events()
         return audit_log(events or self.events())
 
@@ -297,16 +303,19 @@ class TrainingJob(JobRequests):
         """
         self._feed.start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
+        # With a condition, an interrupt only ends the wait: the cell watches the job and does not
+        # own it.
         if until is not None:
             return self._wait_until(until, deadline)
         kind = ""
         with self._interrupts() as interrupts:
-            # Wait in slices: an interrupt only sets a flag, which `_answer` acts on.
+            # Wait in slices: the signal handler only records an interrupt, since it must not take
+            # locks or print. `_handle_interrupts` acts on it.
             while time.monotonic() < deadline:
-                kind = self._say_trouble(kind)
+                kind = self._print_trouble(kind)
                 if self._feed.ended.wait(SLICE_S):
                     break
-                self._answer(interrupts)
+                self._handle_interrupts(interrupts)
         return self.status
 
     def _wait_until(self, condition: Callable[[TrainingJob], bool], deadline: float) -> str:
@@ -314,7 +323,8 @@ class TrainingJob(JobRequests):
         started_at = time.monotonic()
         kind = ""
         while True:
-            # Read this before the condition, which must see all events up to the end.
+            # Read this before the condition. In the other order, the last events could come in
+            # between, and a condition that they fulfil would count as failed.
             has_ended = self._feed.ended.is_set()
             if condition(self):
                 return self.status
@@ -331,7 +341,7 @@ class TrainingJob(JobRequests):
                     f"the condition of job.wait(until=...) does not hold after {waited_s:.0f} s: "
                     f"{self!r}. The job continues. Wait again, or with a longer timeout."
                 )
-            kind = self._say_trouble(kind)
+            kind = self._print_trouble(kind)
             self._feed.ended.wait(min(SLICE_S, max(0.0, deadline - time.monotonic())))
 
     def __await__(self) -> Generator[Any, None, str]:
@@ -343,33 +353,35 @@ class TrainingJob(JobRequests):
 
     async def _wait_async(self) -> str:
         self._feed.start()
-        said = ""
+        printed = ""
         with self._interrupts() as interrupts:
             while not self._feed.ended.is_set():
-                said = self._say_trouble(said)
+                printed = self._print_trouble(printed)
+                # A sleep, not a wait for the event: that would block the kernel's event loop.
                 await asyncio.sleep(SLICE_S)
-                self._answer(interrupts)
+                self._handle_interrupts(interrupts)
         return self.status
 
     def _interrupts(self) -> Interrupts:
-        # Sent without waiting for the response: another interrupt may come first.
+        # Sent without waiting for the response, so that a second press can still speed it up.
         return Interrupts(self.id, lambda now: self._send_request("stop", {"now": now}))
 
-    def _answer(self, interrupts: Interrupts) -> None:
-        interrupts.answer()
+    def _handle_interrupts(self, interrupts: Interrupts) -> None:
+        interrupts.handle()
+        # Stays set after the wait, so that the cell ends with an error and "Run All" stops.
         self.was_interrupted |= interrupts.were_any
 
-    def _say_trouble(self, said: str) -> str:
-        """Print a change of the trouble since ``said``, or its end; return the current trouble."""
+    def _print_trouble(self, printed: str) -> str:
+        """Print the trouble if its kind is not ``printed`` yet, or its end; return the kind."""
         feed = self._feed
         # Print each kind of trouble once, although its text may change at every retry.
         kind = "scheduler" if feed.trouble else "log" if feed.log_trouble else ""
-        if kind and kind != said:
+        if kind and kind != printed:
             trouble = feed.trouble or feed.log_trouble
-            print(f"etrain: {self.id} was {self._view.status}; {trouble}. The wait goes on.")
-        elif said and not kind and not feed.ended.is_set():
-            is_back = "answers" if said == "scheduler" else "is written"
-            print(f"etrain: the {said} of {self.id} {is_back} again.")
+            print(f"etrain: {self.id} was {self._view.status}; {trouble}. Still waiting.")
+        elif printed and not kind and not feed.ended.is_set():
+            is_back = "responds" if printed == "scheduler" else "can be written"
+            print(f"etrain: the {printed} of {self.id} {is_back} again.")
         return kind
 
     def result(self) -> dict[str, Any]:
@@ -380,7 +392,7 @@ class TrainingJob(JobRequests):
             JobLostError: If the cluster ended before the job.
         """
         self.wait()
-        self.raise_for_status()
+        self.raise_for_status()  # also waits for the whole history
         view = self._view
         return {
             "job_id": self.id,
@@ -399,14 +411,14 @@ class TrainingJob(JobRequests):
         if self._feed.lost:
             raise JobLostError(
                 f"job {self.id} is lost at step {view.step}: {self._feed.lost}. "
-                f"{self._what_remains()} %etrain resume lets it go on from there."
+                f"{self._describe_saved()} To continue it, type %etrain resume {self.id}."
             )
         if view.status == "failed":
             error = view.user_error
+            flag = f" with --resume {self.id} to continue from there" if view.saved_step else ""
             raise JobFailedError(
-                f"job {self.id} failed {self._cause_of_failure()} {self._what_remains()} Mend it "
-                "and run the cell again, with --resume JOB to go on from there; %etrain logs shows "
-                "what the workers printed.",
+                f"job {self.id} failed {self._cause_of_failure()} {self._describe_saved()} Fix the "
+                f"cause and run the cell again{flag}; %etrain logs shows the workers' output.",
                 job_id=self.id,
                 traceback=error.traceback if error else "",
             )
@@ -442,7 +454,7 @@ class TrainingJob(JobRequests):
             CheckpointError: If the checkpoint does not exist.
             ConfigError: If ``which`` is invalid.
         """
-        return load_weights(find_saved(self.record, which, self._reached()))
+        return load_weights(find_saved(self.record, which, self._best_evals()))
 
     def load_into(self, model: Model, which: str | int = "last") -> Model:
         """Load saved weights into ``model`` and return it; ``which`` as in ``state_dict``.
@@ -482,7 +494,7 @@ class TrainingJob(JobRequests):
         from etrain_jupyter.notebook.job.export import export_file, export_folder, find_format
 
         is_folder = find_format(format, model) == "transformers"
-        saved = find_saved(self.record, which, self._reached())
+        saved = find_saved(self.record, which, self._best_evals())
         if is_folder:
             return export_folder(self.record, saved, Path(path), model=model, overwrite=overwrite)
         return export_file(self.record, saved, Path(path), overwrite=overwrite)
@@ -499,12 +511,12 @@ class TrainingJob(JobRequests):
         """
         from etrain_jupyter.notebook.job.saved_records import records_of
 
-        where, listed, best = list_saved(self.record, self._reached(), verify=verify)
+        where, listed, best = list_saved(self.record, self._best_evals(), verify=verify)
         stalls = self._latest().stalls
         return records_of(listed, best=best, where=where, now=time.time(), stalls=stalls)
 
-    def _reached(self) -> dict[int, float]:
-        """Return the best evaluations so far as logged: value by step."""
+    def _best_evals(self) -> dict[int, float]:
+        # The log may be ahead of the newest checkpoint, which has the same values.
         return {best.step: best.value for best in self._latest().best}
 
     # --- display ---------------------------------------------------------------------------------
@@ -526,7 +538,6 @@ class TrainingJob(JobRequests):
         return {"text/plain": repr(self), "text/html": table}
 
     def _latest(self) -> LatestValues:
-        """Return the folded values, including the whole history."""
         self._feed.start()
         self._feed.wait_until_caught_up(CATCH_UP_S)
         return self._view
@@ -538,13 +549,13 @@ class TrainingJob(JobRequests):
         log, these are the values at the end of the log on this machine.
         """
         self._feed.start()
-        # All properties share one second, so a slow bucket delays a cell only once.
+        # All properties share one second per attempt, so a slow bucket delays a cell only once.
         if self._feed.wait_until_caught_up(self._glance_left()):
             return self._view
         return peek_log(self.record.log_path)
 
     def _glance_left(self) -> float:
-        """Return how long properties may still wait; the time starts with the first property."""
+        # The time starts with the first property that is read, not with the object.
         if self._glance_until == math.inf:
             self._glance_until = time.monotonic() + GLANCE_S
         return max(0.0, self._glance_until - time.monotonic())

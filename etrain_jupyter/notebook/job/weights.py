@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.errors import CheckpointError, ConfigError
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.storage.checkpoints import (
     CheckpointStore,
     ListedCheckpoint,
@@ -24,7 +24,7 @@ from etrain_jupyter.storage.checkpoints import (
 MODEL_PART = "model.safetensors"
 STATE_PART = "state.json"
 NOTHING: dict[str, list[Any]] = {"best": []}
-NEVER_EVALUATED = "nothing was evaluated before its newest checkpoint"
+NEVER_EVALUATED = "no evaluation ran before its newest checkpoint"
 MOST_NAMED = 5
 """Maximum number of tensor names in a message."""
 
@@ -48,6 +48,7 @@ def check_which(which: Which) -> None:
     Raises:
         ConfigError: If it is neither ``last``, ``best`` nor a step.
     """
+    # `True` is an int too, but means no step.
     is_step = isinstance(which, int) and not isinstance(which, bool) and which >= 0
     if not is_step and which not in ("last", "best"):
         raise ConfigError(
@@ -56,13 +57,13 @@ def check_which(which: Which) -> None:
         )
 
 
-def find_saved(record: JobRecord, which: Which, reached: Mapping[int, float]) -> Saved:
+def find_saved(record: RunRecord, which: Which, best_evals: Mapping[int, float]) -> Saved:
     """Return the newest checkpoint, the best one or that of a step.
 
     Args:
         record: The job.
         which: ``last`` is the newest valid checkpoint.
-        reached: Value by step of the evaluations that were the best so far, from the log.
+        best_evals: Value by step of the evaluations that were the best so far, from the log.
 
     Raises:
         CheckpointError: If there is none, with the reason for each checkpoint that was refused.
@@ -70,7 +71,7 @@ def find_saved(record: JobRecord, which: Which, reached: Mapping[int, float]) ->
     """
     check_which(which)
     if which == "best":
-        return _find_best(record, reached)
+        return _find_best(record, best_evals)
     if isinstance(which, int):
         return _find_step(record, which)
     newest = _open_newest(record)
@@ -86,7 +87,7 @@ def load_weights(saved: Saved) -> dict[str, Any]:
 
 
 def list_saved(
-    record: JobRecord, reached: Mapping[int, float], *, verify: bool = False
+    record: RunRecord, best_evals: Mapping[int, float], *, verify: bool = False
 ) -> tuple[str, list[ListedCheckpoint], int | None]:
     """Return the store, its checkpoints with the newest first, and the step of the best one.
 
@@ -98,52 +99,52 @@ def list_saved(
     best = None
     if sound and _best_rule(record):
         # The log overrides the checkpoint, which may be older.
-        values = {**_judged_in(store, sound[0].manifest), **reached}
+        values = {**_best_evals_in(store, sound[0].manifest), **best_evals}
         steps = {row.step for row in sound}
         best = next((s for s in _best_first(record, values) if s in steps), None)
     return str(store), listed, best
 
 
-def _judged_in(store: CheckpointStore, manifest: Manifest | None) -> dict[int, float]:
+def _best_evals_in(store: CheckpointStore, manifest: Manifest | None) -> dict[int, float]:
     """Return the best evaluations recorded in a checkpoint; empty if it is unreadable."""
     try:
         part = manifest.parts[STATE_PART] if manifest is not None else None
-        return _judged(store.get_part(part)) if part is not None else {}
+        return _read_best_evals(store.get_part(part)) if part is not None else {}
     except (CheckpointError, KeyError, ValueError):
         return {}
 
 
-def _judged(state_file: Path) -> dict[int, float]:
+def _read_best_evals(state_file: Path) -> dict[int, float]:
     try:
+        # "judge" is the best tracker's key in the file format.
         state = json.loads(state_file.read_text())
         return {step: value for step, value in (state["extras"].get("judge") or NOTHING)["best"]}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise CheckpointError(f"{STATE_PART} is not what a trainer writes ({exc})") from exc
+        raise CheckpointError(f"{STATE_PART} is invalid ({exc})") from exc
 
 
-def _best_rule(record: JobRecord) -> dict[str, Any]:
+def _best_rule(record: RunRecord) -> dict[str, Any]:
     return (record.config.get("checkpoint") or {}).get("best") or {}
 
 
-def _best_first(record: JobRecord, values: Mapping[int, float]) -> list[int]:
+def _best_first(record: RunRecord, values: Mapping[int, float]) -> list[int]:
     sign = -1 if _best_rule(record)["mode"] == "max" else 1
     return sorted(values, key=lambda step: (sign * values[step], step))
 
 
-def _find_best(record: JobRecord, reached: Mapping[int, float]) -> Saved:
-    """Return the best checkpoint.
-
-    The candidates come from two sources. The state of the newest checkpoint knows the next best one
-    if the very best could not be saved. The log may have newer evaluations than that state.
-    """
+def _find_best(record: RunRecord, best_evals: Mapping[int, float]) -> Saved:
+    # Candidates, where the log takes precedence for a step that is in both:
+    #   state of the newest checkpoint   also has runners-up, in case the best one was not saved
+    #   evaluations in the log           may be newer than that state
     if not _best_rule(record):
         raise CheckpointError(
-            f"job {record.job_id} keeps no best checkpoint: its cell asks for none. Write "
-            "checkpoint: {best: {metric: loss}} and run it again; which='last' loads the newest."
+            f"job {record.job_id} keeps no best checkpoint: its cell does not set checkpoint.best. "
+            "Add checkpoint: {best: {metric: loss}} and run it again, or use which='last'."
         )
-    values = {**_judged(_open_newest(record).files[STATE_PART]), **reached}
+    values = {**_read_best_evals(_open_newest(record).files[STATE_PART]), **best_evals}
     store, refused = _store_of(record), []
-    # Fall back to the next best one: the best may be pruned, damaged or not yet durable.
+    # The best one may be pruned or damaged, or not durable yet, because checkpoints are written in
+    # the background. Fall back to the next best one.
     for step in _best_first(record, values):
         try:
             return _open_step(store, step, record)
@@ -151,11 +152,11 @@ def _find_best(record: JobRecord, reached: Mapping[int, float]) -> Saved:
             refused.append(f"step {step}: {exc}")
     raise CheckpointError(
         f"job {record.job_id} has no best weights to load: {'; '.join(refused) or NEVER_EVALUATED}"
-        ". which='last' loads the newest ones."
+        ". which='last' loads the newest weights."
     )
 
 
-def _find_step(record: JobRecord, step: int) -> Saved:
+def _find_step(record: RunRecord, step: int) -> Saved:
     store = _store_of(record)
     steps = store.list_steps()
     if not steps:
@@ -163,42 +164,45 @@ def _find_step(record: JobRecord, step: int) -> Saved:
     if step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
         raise CheckpointError(
-            f"job {record.job_id} has no checkpoint of step {step}; the nearest "
-            f"{'is that' if len(near) == 1 else 'are those'} of step "
-            f"{' and '.join(map(str, near))}. %etrain checkpoints lists all."
+            f"job {record.job_id} has no checkpoint at step {step}; the nearest "
+            f"{'is at step' if len(near) == 1 else 'are at steps'} "
+            f"{' and '.join(map(str, near))}. %etrain checkpoints lists all of them."
         )
     try:
         return _open_step(store, step, record)
     except CheckpointError as exc:
         raise CheckpointError(
-            f"the checkpoint of step {step} of job {record.job_id} cannot be used: {exc}. "
-            "which='last' takes the newest that verifies; %etrain checkpoints --verify checks all."
+            f"the checkpoint at step {step} of job {record.job_id} cannot be used: {exc}. "
+            "which='last' loads the newest valid one; %etrain checkpoints --verify checks all."
         ) from exc
 
 
-def _open_newest(record: JobRecord) -> OpenCheckpoint:
+def _open_newest(record: RunRecord) -> OpenCheckpoint:
     from etrain_jupyter.trainer.state.parts import check_parts
 
+    # A running job with `checkpoint.keep: 1` replaces the checkpoint that is being opened:
+    #   here: list steps: 100              open 100: missing     list steps: 200 -> try again
+    #   job:                write 200, delete 100
+    # Each further attempt needs a further checkpoint, so the loop ends.
     store = _store_of(record)
     while True:
         steps = store.list_steps()
         try:
             return open_newest(store, job_id=record.job_id, check=check_parts)
         except CheckpointError as exc:
-            # With checkpoint.keep: 1, a running job may have replaced it meanwhile: look again.
             if store.list_steps() == steps:
                 raise CheckpointError(
-                    f"job {record.job_id} has no weights to load: {exc} A checkpoint is written "
-                    "after some seconds or as checkpoint.every says, at the end, and by %etrain "
+                    f"job {record.job_id} has no weights to load: {exc} Checkpoints are written "
+                    "at the interval checkpoint.every, at the end of the job, and by %etrain "
                     "checkpoint."
                 ) from exc
 
 
-def _store_of(record: JobRecord) -> CheckpointStore:
+def _store_of(record: RunRecord) -> CheckpointStore:
     return open_store(record.checkpoints)
 
 
-def _open_step(store: CheckpointStore, step: int, record: JobRecord) -> Saved:
+def _open_step(store: CheckpointStore, step: int, record: RunRecord) -> Saved:
     from etrain_jupyter.trainer.state.parts import check_parts
 
     manifest, files = open_step(store, step, job_id=record.job_id)
@@ -206,7 +210,7 @@ def _open_step(store: CheckpointStore, step: int, record: JobRecord) -> Saved:
     return Saved(step=step, files=files)
 
 
-def put_weights(state: dict[str, Any], model: Any, record: JobRecord) -> None:
+def put_weights(state: dict[str, Any], model: Any, record: RunRecord) -> None:
     """Load ``state`` into ``model``.
 
     Raises:
@@ -226,11 +230,11 @@ def differences(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Describe how saved tensors differ from those of a model, by name and shape."""
     lacking, unknown = [n for n in own if n not in state], [n for n in state if n not in own]
     other = [
-        f"{name} ({_shape(state[name])} is saved, the model has {_shape(own[name])})"
+        f"{name} ({_shape(state[name])} in the checkpoint, {_shape(own[name])} in the model)"
         for name in state
         if name in own and _shape(state[name]) != _shape(own[name])
     ]
-    found = [("of another shape", other), ("not in the checkpoint", lacking)]
+    found = [("different shape", other), ("not in the checkpoint", lacking)]
     found.append(("not in the model", unknown))
     return [f"{what}: {_first_of(names)}" for what, names in found if names]
 

@@ -47,7 +47,7 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
         state_roots,
     )
 
-    cluster_id, said = cluster.get("cluster_id", ""), cluster.get("address", "")
+    cluster_id, address_in_record = cluster.get("cluster_id", ""), cluster.get("address", "")
     state_dir = cluster.get("state_dir", "")
     # The cases, in this order:
     #   the record names no cluster                -> ended: it was never submitted
@@ -56,34 +56,34 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
     #   a scheduler that this user has named       -> its address
     #   a state directory of this user and host    -> ended, since its folder is gone
     #   otherwise, another user or host            -> only the log
-    if not said and not state_dir:
+    if not address_in_record and not state_dir:
         return Whereabouts(has_ended=True)
     own = find_cluster_dir(cluster_id)
     if own is not None and is_out_of_reach(own):
-        return Whereabouts(why=_why_not_asked(cluster, host))
+        return Whereabouts(why=_why_unreachable(cluster, host))
     if own is not None:
         address, process = address_of(own), own.record()
         is_alive = process is not None and process.is_here and process.is_alive
         return Whereabouts(address=address, is_alive=is_alive, has_ended=address is None)
     if not state_dir:
-        known = find_scheduler(cluster_id, said)
-        return Whereabouts(address=known, why="" if known else _why_not_asked(cluster, host))
+        known = find_scheduler(cluster_id, address_in_record)
+        return Whereabouts(address=known, why="" if known else _why_unreachable(cluster, host))
     # A live cluster of this user on this machine always has a folder, so without one it has ended.
     is_here = host in ("", platform.node()) and PurePath(state_dir).parent in state_roots()
-    return Whereabouts(has_ended=is_here, why="" if is_here else _why_not_asked(cluster, host))
+    return Whereabouts(has_ended=is_here, why="" if is_here else _why_unreachable(cluster, host))
 
 
-def _why_not_asked(cluster: Mapping[str, str], host: str) -> str:
+def _why_unreachable(cluster: Mapping[str, str], host: str) -> str:
     name = plain_line(cluster.get("cluster_id") or "unknown", 60)
     if cluster.get("state_dir"):
         where = plain_line(host or "another machine", 60)
         return (
-            f"its cluster {name} cannot be asked from here: only its log is followed. "
-            f"What only the cluster can do is done on {where}, by the user who submitted the job."
+            f"its cluster {name} is unreachable from here: only its log is followed. Commands "
+            f"for the job work on {where}, for the user who submitted it."
         )
     address = plain_line(cluster["address"], 80)
     return (
-        f"its scheduler at {address} is none that you know, so it is not asked: only its log is "
-        "followed. If it is yours, name it in your own pools.yaml (~/.config/etrain), for example "
+        f"its scheduler at {address} is unknown to you, so no connection is made: only its log "
+        "is followed. If it is yours, add it to your pools.yaml (~/.config/etrain), for example "
         f"'lab: {{kind: address, address: {address}}}'."
     )

@@ -21,6 +21,13 @@ from etrain_jupyter.storage.objects.s3_messages import (
 
 Kind = Literal["capacity", "quota", "unsupported", "transient", "credentials", "fatal"]
 
+#   kind          reaction of `fleet_state` and `fleet_launch`
+#   capacity      back off from this pool (type, zone, lifecycle), exponentially
+#   quota         back off from all pools of the request, for MAX_BACK_OFF_S
+#   unsupported   back off from this pool for an hour
+#   transient     retry with the same token
+#   credentials   no retry: renew them first
+#   fatal         count; after MAX_REFUSALS in a row, launches stop
 _KINDS: dict[str, Kind] = {
     "InsufficientInstanceCapacity": "capacity",
     "InsufficientCapacity": "capacity",
@@ -81,8 +88,8 @@ _CODES: dict[str, str] = {
     "capacity",
     "Unsupported": "this zone does not have this type. Remove it from capacity.types, or set zones",
     "OptInRequired": "the account may not use this region or service. Enable it in the console",
-    "PendingVerification": "AWS is still verifying the account. Wait for its mail",
-    "Blocked": "AWS has blocked the account. Contact its support",
+    "PendingVerification": "AWS is still verifying the account. Wait for the e-mail from AWS",
+    "Blocked": "AWS has blocked the account. Contact AWS Support",
     "RequestLimitExceeded": "EC2 limits the request rate. The next request retries",
 }
 _BEGINNINGS = (
@@ -95,7 +102,10 @@ _BEGINNINGS = (
     ("InvalidSubnet", "there is no such subnet in this region. Correct network.subnets"),
     ("InvalidGroup", "there is no such security group. Correct network.security_group"),
     ("InvalidSecurityGroupID", "there is no such security group. Correct network.security_group"),
-    ("InvalidLaunchTemplate", "the cluster's launch template is gone. Start the cluster again"),
+    (
+        "InvalidLaunchTemplate",
+        "the cluster's launch template was deleted. Run `%etrain down`, then run the cell again",
+    ),
     ("InvalidInstanceType", "there is no such type. Correct capacity.types"),
     ("ParameterNotFound", "there is no such parameter. Correct image.ami in pools.yaml"),
 )
@@ -103,11 +113,13 @@ _BEGINNINGS = (
 
 def kind_of(exc: BaseException) -> Kind:
     """Classify an error: wait for capacity, retry, renew credentials, or stop."""
+    # First, because boto3 also raises credential errors that are no ClientError and have no code.
     if is_credentials_error(exc):
         return "credentials"
     if isinstance(exc, ClientError):
         status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return kind_of_code(code_of(exc), is_server_error=status >= 500)
+    # Errors of the connection: it is unknown whether EC2 received the request.
     return "transient"
 
 
@@ -122,9 +134,12 @@ def kind_of_code(code: str, *, is_server_error: bool = False) -> Kind:
 
 def message_of_code(code: str, message: str = "") -> str:
     """Return the meaning of a code, and what to do about it."""
+    # EC2 appends details to these codes, such as InvalidAMIID.NotFound and .Malformed.
     for beginning, meaning in _BEGINNINGS:
         if code.startswith(beginning):
             return f"{meaning} ({code})"
+    # EC2 reports an unknown profile as InvalidParameterValue, with the parameter's name in the
+    # text.
     if "iamInstanceProfile" in message:
         return f"{_BEGINNINGS[1][1]} ({code})"
     if code in _CODES:
@@ -153,13 +168,8 @@ def message_of_error(exc: BaseException) -> str:
 
 
 def pool_error(what: str, exc: BaseException, done: str) -> PoolError:
-    """Return the error for users.
-
-    Args:
-        what: What failed, with its values.
-        exc: The error from AWS.
-        done: What the system did about it.
-    """
+    """Return the error for users: ``what`` failed, why, what was ``done``, and what to do next."""
+    # All messages above are "cause. advice (code)": put `done` between the two.
     cause, _, advice = message_of_error(exc).partition(". ")
     code = f" ({code_of(exc)})" if code_of(exc) and code_of(exc) not in cause else ""
     advice = advice.removesuffix(f" ({code_of(exc)})")

@@ -49,6 +49,7 @@ def config_of(
     supervisor: str = "",
 ) -> NodeConfig:
     """Return the configuration for a cluster's agents."""
+    # Empty means the default of NodeConfig, which this module does not repeat.
     given = {"supervisor": supervisor} if supervisor else {}
     return NodeConfig(
         cluster_id=cluster_id,
@@ -56,6 +57,8 @@ def config_of(
         role_env=dict(spec.environment),
         imds_poll_s=spec.interruption.imds_poll,
         lease_ttl_s=spec.lifetime.lease_ttl,
+        # Ten checks per ttl: a node turns itself off at most two checks after the lease has
+        # expired.
         lease_check_s=spec.lifetime.lease_ttl / 10,
         lifetime_s=spec.lifetime.max,
         drain_s=spec.interruption.drain,
@@ -83,7 +86,7 @@ def tags_of(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BootFacts:
-    """What a node's agent needs to read its files."""
+    """Facts that a node's agent needs to read its files."""
 
     keys: str
     """Folder of the cluster's keys, below its home."""
@@ -93,6 +96,8 @@ class BootFacts:
 
 def keys_folder(tls_dir: Path) -> str:
     """Return the folder of a cluster's keys, derived from a key: each head finds the same."""
+    # Derived instead of stored: only a member of the cluster can compute it. The hash does not
+    # reveal the key to those who can read the user-data.
     secret = (tls_dir / "worker.key").read_bytes()
     return f"{KEYS}/{hashlib.sha256(b'etrain keys folder' + secret).hexdigest()[:32]}"
 
@@ -114,6 +119,8 @@ def put_node_files(
     try:
         for name in NODE_TLS:
             bucket.put(f"{folder}/{keys}/{name}", (tls_dir / name).read_bytes(), "storing a key")
+        # Not below the folder of the nodes' keys: nodes must not read the scheduler's and client's
+        # keys.
         for name in HEAD_TLS if with_head else ():
             data = (tls_dir / name).read_bytes()
             bucket.put(f"{folder}/tls-head/{name}", data, "storing a key")
@@ -128,10 +135,14 @@ def put_node_files(
 
 
 def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str = "node") -> str:
-    """Return the script that a node runs first.
+    """Return the script that a node runs first, as root.
 
-    Its first line arms a timer that turns the machine off if all else fails; an agent that serves
-    arms it again for the lifetime.
+    ::
+
+        shutdown -h +BOOT       a timer that turns the machine off if all else fails
+        archive, setup          the environment
+        python -m ...agent      serves until the end, and re-arms the timer for the lifetime
+        shutdown -h now         if the agent did not start, or failed to turn the machine off
 
     Raises:
         PoolError: If it is too long for EC2, or ``image.archive`` has no digest.
@@ -148,9 +159,9 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
     command = [AGENT, spec.home(cluster_id), "--keys", boot.keys]
     command += ["--owner", boot.owner] if boot.owner else []
     lines.append(f"{spec.image.python} -m {shlex.join(command)}")
-    # If the agent does not even start, turn the machine off.
     lines.append("shutdown -h now")
     text = "\n".join(lines) + "\n"
+    # EC2's limit is before base64.
     size = len(text.encode())
     if size > MOST_USER_DATA:
         raise PoolError(
@@ -177,12 +188,15 @@ def _unpack_archive(spec: AwsSpotSpec, boot: BootFacts) -> list[str]:
     bucket, key = split_s3_url(archive)
     get = ["aws", "s3api", "get-object", "--bucket", bucket, "--key", key]
     if boot.owner and bucket == spec.bucket:
+        # The owner is that of the pool's bucket; another bucket may belong to another account.
         get += ["--expected-bucket-owner", boot.owner]
     refused = (
         f"etrain: {archive} could not be fetched, or does not match image.archive_sha256. "
         "Nothing was unpacked."
     )
     return [
+        # Verify the complete file before tar reads any of it: a pipe into tar would unpack as root
+        # what turns out to be wrong at its end. /var/tmp, because /tmp may be in memory.
         "ARCHIVE=$(mktemp -d -p /var/tmp)/archive.tar.gz",
         f'{shlex.join(get)} "$ARCHIVE" > /dev/null &&'
         f' echo "{digest}  $ARCHIVE" | sha256sum --check --quiet -'
@@ -192,11 +206,7 @@ def _unpack_archive(spec: AwsSpotSpec, boot: BootFacts) -> list[str]:
 
 
 def find_image(clients: Clients, spec: AwsSpotSpec) -> tuple[str, str]:
-    """Return the image's id and the name of its root device.
-
-    Raises:
-        PoolError: If there is no such image, or AWS refuses the request.
-    """
+    """Return the image's id and root device; raise ``PoolError`` if EC2 has no such image."""
     named = spec.image.ami
     try:
         ami = named
@@ -205,6 +215,7 @@ def find_image(clients: Clients, spec: AwsSpotSpec) -> tuple[str, str]:
             ami = clients.ssm.get_parameter(Name=name)["Parameter"]["Value"]
         images = clients.ec2.describe_images(ImageIds=[ami])["Images"]
         if not images:
+            # Treat an empty list like the error that EC2 returns for an unknown id.
             error = {"Error": {"Code": "InvalidAMIID.NotFound", "Message": ""}}
             raise ClientError(error, "DescribeImages")
         return ami, images[0].get("RootDeviceName") or "/dev/xvda"
@@ -222,11 +233,7 @@ def make_template(
     *,
     role: str = "node",
 ) -> str:
-    """Return the id of the cluster's launch template; create it if it does not exist.
-
-    Raises:
-        PoolError: If EC2 refuses it.
-    """
+    """Return the id of the cluster's launch template; create it if it does not exist."""
     name = f"etrain-{cluster_id}" + ("" if role == "node" else f"-{role}")
     # Look it up first: an on-demand head may use templates, but not create them.
     filters = [{"Name": "launch-template-name", "Values": [name]}]
@@ -242,6 +249,7 @@ def make_template(
         )
         return str(made["LaunchTemplate"]["LaunchTemplateId"])
     except ClientError as exc:
+        # Another head of this cluster created it since the look-up: use that one.
         if code_of(exc) != "InvalidLaunchTemplateName.AlreadyExistsException":
             raise pool_error("the launch template cannot be created", exc, NOTHING) from exc
     found = clients.ec2.describe_launch_templates(LaunchTemplateNames=[name])["LaunchTemplates"]
@@ -259,11 +267,12 @@ def template_data(
     root: str,
     role: str = "node",
 ) -> dict[str, Any]:
-    """Return the template of all machines of a cluster, as EC2 takes it."""
+    """Return the ``LaunchTemplateData`` of all machines of a cluster."""
     script = user_data(spec, cluster_id, boot, role=role).encode()
     data: dict[str, Any] = {
         "ImageId": ami,
         "UserData": base64.b64encode(script).decode(),
+        # With the default, stop, `shutdown -h` would keep the disk, which costs money.
         "InstanceInitiatedShutdownBehavior": "terminate",
         "IamInstanceProfile": {
             "Name": spec.iam.head_profile if role == "head" else spec.iam.instance_profile
@@ -286,7 +295,9 @@ def template_data(
             }
         ],
         "TagSpecifications": [
-            {"ResourceType": kind, "Tags": tag_list(tags)} for kind in ("instance", "volume")
+            # Disks get tags of their own, so that `reap` finds one whose machine is gone.
+            {"ResourceType": kind, "Tags": tag_list(tags)}
+            for kind in ("instance", "volume")
         ],
     }
     if role == "head":

@@ -29,6 +29,7 @@ class WorkersSpec(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
+        # A model validator, because a field validator of `min` does not see `max` yet.
         for key in ("min", "want"):
             if (value := getattr(self, key)) is not None and value > self.max:
                 raise fault(
@@ -50,6 +51,7 @@ class GpuSpec(Section):
     @field_validator("memory_gib", mode="before")
     @classmethod
     def _at_least(cls, value: Any) -> Any:
+        # Accept ">=16" as well, which states that the number is a minimum.
         if isinstance(value, str) and (found := re.fullmatch(r"\s*>=\s*([0-9.]+)\s*", value)):
             return float(found[1])
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -93,6 +95,7 @@ class CapacitySpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_of_two(cls, data: Any) -> Any:
+        # Before validation, which fills in the default of types.
         if isinstance(data, Mapping) and data.get("types") and data.get("gpu"):
             raise fault(
                 "capacity.types and capacity.gpu exclude each other",
@@ -108,6 +111,7 @@ class CapacitySpec(Section):
         for name in value:
             if not re.fullmatch(r"[a-z][a-z0-9-]*\.[a-z0-9-]+", name):
                 raise fault(f"'{name}' is not a machine type", hint="write for example g5.xlarge")
+        # A type named twice would become two equal overrides of a launch.
         return tuple(dict.fromkeys(value))
 
     @field_validator("zones", mode="before")

@@ -33,8 +33,6 @@ from etrain_jupyter.storage.objects.s3_requests import S3Limits
 CLUSTER_TAG = "etrain:cluster"
 LIVING = ("pending", "running", "stopping", "stopped")
 """States of machines that are or may be charged for."""
-NUM_LAUNCH_TRIES = 4
-FIRST_PAUSE_S = 0.5
 S3_LIMITS = S3Limits(
     connect_timeout_s=3.0,
     read_timeout_s=10.0,
@@ -58,7 +56,7 @@ class Instance:
     launched_at: float
     private_ip: str = ""
     reason: str = ""
-    """EC2's code for why it ended, or is about to."""
+    """EC2's code for the reason of its termination, past or pending."""
     ended_at: float | None = None
     """None if EC2 does not report it."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -76,18 +74,15 @@ class TypeFacts:
     gpus: int = 0
     gpu_memory_gib: float = 0.0
     encrypts_traffic: bool = False
-    architecture: str = "x86_64"
 
 
 class Clients:
-    """boto3 clients for one spec, created on first use; safe to use from several threads.
-
-    Args:
-        spec: Region, profile and endpoint; everything else comes from boto3's configuration.
-    """
+    """boto3 clients for one spec, created on first use; safe to use from several threads."""
 
     def __init__(self, spec: AwsSpotSpec) -> None:
         self._spec = spec
+        # Reentrant: `_account` creates a client while it holds it. boto3 clients may be shared
+        # among threads, but sessions, which create them, may not.
         self._lock = threading.RLock()
         self._made: dict[str, Any] = {}
         self._session: Any = None
@@ -96,6 +91,7 @@ class Clients:
     @property
     def ec2(self) -> Any:
         """Client for reads and idempotent requests."""
+        # Adaptive mode also slows down the client itself when EC2 limits the rate.
         return self._client("ec2", {"mode": "adaptive", "total_max_attempts": 6})
 
     @property
@@ -159,6 +155,8 @@ class Clients:
                     sts_client = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
                     self._own_account = str(sts_client.get_caller_identity()["Account"])
                 except AwsErrors as exc:
+                    # The caller explains expired credentials better than a missing permission for
+                    # STS.
                     if is_credentials_error(exc):
                         raise
                     raise StoreError(
@@ -173,11 +171,13 @@ class Clients:
     def forget(self) -> None:
         """Drop all clients and read the credentials again: they have expired."""
         with self._lock:
+            # Threads that still hold an old client fail once more, and then get a new one.
             self._made.clear()
             self._session = None
 
     def _s3(self, config: Config) -> Any:
         with self._lock:
+            # `Bucket` requests a new client when the credentials have expired: read them again.
             self._session = None
         return self._open().client("s3", endpoint_url=self._spec.endpoint_url, config=config)
 
@@ -206,6 +206,7 @@ class Clients:
                         user_agent_extra="etrain-jupyter",
                     ),
                 )
+                # boto3's timeouts do not limit a whole request: see `s3_deadlines`.
                 self._made[name] = guard(made)
             return self._made[name]
 
@@ -218,17 +219,14 @@ def list_instances(
 ) -> list[Instance]:
     """Return the machines with our tag, oldest first.
 
-    Args:
-        ec2: An EC2 client.
-        cluster_id: Only this cluster; empty for all.
-        states: Only these states; all if empty.
-        ids: Only these machines. Ids unknown to EC2 are ignored.
+    All filters are optional: one cluster, some states, some ids. Ids unknown to EC2 are ignored.
     """
     by_tag = {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]}
     filters = [by_tag if cluster_id else {"Name": "tag-key", "Values": [CLUSTER_TAG]}]
     if states:
         filters.append({"Name": "instance-state-name", "Values": list(states)})
     if ids:
+        # A filter instead of InstanceIds=, which fails as a whole if one id is unknown.
         filters.append({"Name": "instance-id", "Values": list(ids)})
     pages = ec2.get_paginator("describe_instances").paginate(Filters=filters)
     found = [
@@ -244,6 +242,7 @@ _AT = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)")
 
 
 def _instance(data: Mapping[str, Any]) -> Instance:
+    # The only field with the time of the end: "User initiated (2026-11-22 08:00:00 GMT)".
     transition = str(data.get("StateTransitionReason") or "")
     at = _AT.search(transition)
     ended = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC) if at else None
@@ -257,6 +256,7 @@ def _instance(data: Mapping[str, Any]) -> Instance:
         launched_at=data["LaunchTime"].timestamp(),
         private_ip=data.get("PrivateIpAddress") or "",
         reason=(data.get("StateReason") or {}).get("Code") or transition,
+        # A stopped machine has such a text, too, but can still cost money.
         ended_at=ended.timestamp() if ended and state not in LIVING else None,
         tags={tag["Key"]: tag["Value"] for tag in data.get("Tags", ())},
     )
@@ -294,7 +294,6 @@ def _facts(data: Mapping[str, Any]) -> TypeFacts:
         gpus=sum(one["Count"] for one in gpus),
         gpu_memory_gib=min(memory, default=0.0),
         encrypts_traffic=bool(data.get("NetworkInfo", {}).get("EncryptionInTransitSupported")),
-        architecture=data.get("ProcessorInfo", {}).get("SupportedArchitectures", ["x86_64"])[0],
     )
 
 
@@ -302,6 +301,7 @@ def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) ->
     """Return EC2's scores of zones, 1 to 10; empty if they are not available."""
     try:
         zones = ec2.describe_availability_zones()["AvailabilityZones"]
+        # Scores use zone ids (use1-az1), everything else the account's own names (us-east-1a).
         names = {zone["ZoneId"]: zone["ZoneName"] for zone in zones}
         answer = ec2.get_spot_placement_scores(
             InstanceTypes=list(types),
@@ -341,10 +341,12 @@ def terminate(ec2: Any, ids: Sequence[str]) -> None:
     except ClientError as exc:
         if not code_of(exc).startswith("InvalidInstanceID"):
             raise
+        # EC2 rejects the whole request if one id is unknown, as a machine is in its first seconds.
+        # One by one, the others end; the caller lists the machines and retries the rest.
         for id in ids if len(ids) > 1 else ():
             terminate(ec2, [id])
 
 
 def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return tags as boto3 takes them."""
+    """Return tags in the form of EC2's requests."""
     return [{"Key": key, "Value": value} for key, value in tags.items()]

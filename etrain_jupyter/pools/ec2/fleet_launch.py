@@ -38,29 +38,24 @@ def create_fleet(
 ) -> FleetResult | None:
     """Request machines; return the result, or None if it is unknown.
 
-    Args:
-        launcher: A client without retries.
-        request: All its machines have equally many workers, so that EC2 cannot launch more workers
-            than requested; with ``WeightedCapacity`` it may.
-        template_id: The cluster's launch template.
-        subnets: Subnet of each zone.
-        allocation: How EC2 chooses among the overrides.
-        tags: For fleet, machines and disks. The template has them, too, but IAM conditions apply
-            to the tags in the request itself.
-        pause: Waits between attempts.
+    ``launcher`` is a client without retries, and ``subnets`` has the subnet of each zone.
     """
     arguments = _arguments(request, template_id, subnets, allocation, tags)
     for attempt in range(NUM_ATTEMPTS):
         if attempt:
+            # Jitter, because several clusters of an account share one rate limit.
             pause(random.uniform(0.5, 1.0) * FIRST_PAUSE_S * 2.0**attempt)
         try:
             return _result(launcher.create_fleet(**arguments), request, subnets)
         except AwsErrors as exc:
             kind = kind_of(exc)
+            # The reconciler renews the clients; the request stays unanswered and keeps its token.
             if kind == "credentials":
                 raise
             if kind != "transient":
+                # An answer: EC2 has rejected the request as a whole, so no machine was launched.
                 return FleetResult(refusals=(_refusal("", "", code_of(exc), str(exc)),))
+    # Unknown: EC2 may have launched the machines. The caller repeats the request with its token.
     return None
 
 
@@ -79,9 +74,13 @@ def _arguments(
     options = (
         {"SpotOptions": {"AllocationStrategy": allocation}}
         if is_spot
+        # On-demand machines are not interrupted, so only their price counts.
         else {"OnDemandOptions": {"AllocationStrategy": "lowest-price"}}
     )
+    # All machines of a request have equally many workers. With WeightedCapacity, EC2 may launch
+    # more workers than requested.
     return {
+        # Synchronous, and without a fleet that would itself replace interrupted machines later.
         "Type": "instant",
         "ClientToken": request.token,
         "LaunchTemplateConfigs": [
@@ -95,6 +94,8 @@ def _arguments(
         },
         "TagSpecifications": [
             {"ResourceType": kind, "Tags": tag_list(tags)}
+            # The template has these tags, too, but IAM conditions apply to those in the request
+            # itself.
             for kind in ("fleet", "instance", "volume")
         ],
         **options,
@@ -108,6 +109,7 @@ def _result(
     now = time.time()
 
     def place(one: Mapping[str, Any]) -> tuple[str, str]:
+        # Machines and errors carry these facts in different places.
         override = one.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
         zone = override.get("AvailabilityZone") or zones.get(override.get("SubnetId", ""), "")
         return one.get("InstanceType") or override.get("InstanceType", ""), zone

@@ -1,7 +1,12 @@
 """State of the fleet's rules: launches in progress, back-offs, failures.
 
-Plain data, written to disk before each launch. A head that is killed between a request and its
-answer repeats the request with the same token, and so gets the same machines.
+Plain data, written to disk before each launch. A launch goes through these states::
+
+    sent          answered              listed
+     |  unanswered   |        acks         |  a row of EC2's listing
+     |---------------|---------------------|----------------------------->
+     |  no answer: repeat with its token   |
+                     |  not listed after VISIBLE_S: query by id (looked_up)
 """
 
 from __future__ import annotations
@@ -93,7 +98,7 @@ class BackOff:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetState:
-    """What the rules know in addition to EC2's listing."""
+    """State of the rules, in addition to EC2's listing."""
 
     life: int = 1
     """Incarnation number of the head; part of the tokens."""
@@ -123,23 +128,29 @@ class FleetState:
 
     def sent(self, request: LaunchRequest, now: float) -> FleetState:
         """Record a request before it is sent or repeated."""
+        # A repeated request keeps its number, and so its token; only its time changes.
         is_new = all(known.token != request.token for known, _ in self.unanswered)
         rest = tuple(one for one in self.unanswered if one[0].token != request.token)
         return self.with_(seq=self.seq + is_new, unanswered=(*rest, (request, now)))
 
     def answered(self, request: LaunchRequest, answer: FleetResult, now: float) -> FleetState:
         """Record the answer to a request: machines, and pools without capacity."""
+        # A repeated request may return machines that an earlier answer has already acknowledged.
         known = {ack.id for ack in self.acks}
         acks = (*self.acks, *(ack for ack in answer.acks if ack.id not in known))
         back_offs = dict(self.back_offs)
         for ack in answer.acks:
+            # The pool has capacity again: the next refusal starts with the shortest back-off.
             back_offs.pop((ack.type, ack.zone, ack.lifecycle), None)
         refusals = answer.refusals
+        # EC2 gave neither machines nor reasons: back off from all pools, or the loop would be
+        # tight.
         if not refusals and not answer.acks:
             refusals = (LaunchFailure(type="", zone="", code="", message="", kind="capacity"),)
         for refusal in refusals:
             for key in _keys_of(refusal, request):
-                back_offs[key] = _longer(self.back_offs.get(key), refusal.kind, now)
+                back_offs[key] = _next_back_off(self.back_offs.get(key), refusal.kind, now)
+        # A request that launched anything shows that credentials, image and template work.
         is_fatal = not answer.acks and any(one.kind == "fatal" for one in refusals)
         state = self.with_(
             acks=acks, back_offs=back_offs, num_refusals=self.num_refusals + 1 if is_fatal else 0
@@ -156,11 +167,13 @@ class FleetState:
     def listed(self, ids: Iterable[str]) -> FleetState:
         """Record which machines EC2 lists, in any state."""
         seen = set(ids)
+        # From now on the listing counts them; counting both would be one worker too many.
         return self.with_(acks=tuple(ack for ack in self.acks if ack.id not in seen))
 
     def looked_up(self, found: Iterable[str], missing: Iterable[str], now: float) -> FleetState:
         """Record the result of querying machines that EC2 should have listed by now."""
         there, gone = set(found), set(missing)
+        # EC2 knows the machine by id, but does not list it yet: allow it VISIBLE_S once more.
         acks = (dataclasses.replace(a, at=now) if a.id in there else a for a in self.acks)
         return self.with_(acks=tuple(ack for ack in acks if ack.id not in gone))
 
@@ -215,6 +228,7 @@ class FleetState:
 
 
 def _keys_of(refusal: LaunchFailure, request: LaunchRequest) -> tuple[PoolKey, ...]:
+    # A quota counts vCPUs of a family over all zones, so no pool of the request would succeed.
     if refusal.kind == "quota" or not refusal.type:
         return request.keys
     return tuple(
@@ -222,7 +236,8 @@ def _keys_of(refusal: LaunchFailure, request: LaunchRequest) -> tuple[PoolKey, .
     )
 
 
-def _longer(known: BackOff | None, kind: str, now: float) -> BackOff:
+def _next_back_off(known: BackOff | None, kind: str, now: float) -> BackOff:
+    # 15 s, 30 s, 60 s ... 300 s; min(num, 10) keeps the power finite after weeks of refusals.
     num = known.num if known else 0
     if kind == "unsupported":
         return BackOff(until=now + UNSUPPORTED_S, num=num)

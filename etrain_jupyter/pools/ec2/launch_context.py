@@ -33,7 +33,7 @@ AFTER_LIFE_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchContext:
-    """What launch requests refer to."""
+    """AWS resources that launch requests refer to."""
 
     types: Mapping[str, TypeFacts]
     subnets: Mapping[str, str]
@@ -74,6 +74,7 @@ def make_offers(
 
 def workers_of(spec: AwsSpotSpec, facts: TypeFacts | None) -> int:
     """Return the number of workers of a machine type."""
+    # The machine itself counts its GPUs at boot (`machine.children`); both must agree.
     return spec.workers.per_node or max(1, facts.gpus if facts else 1)
 
 
@@ -90,15 +91,21 @@ def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
             what = f"capacity.gpu ({capacity.gpu.count} of {capacity.gpu.memory_gib:g} GiB)"
         else:
             known = describe_types(clients.ec2, capacity.types)
+            # In the user's order. Types that the region lacks are left out; only if none is left,
+            # that is an error.
             found = {name: known[name] for name in capacity.types if name in known}
             what = f"capacity.types ({', '.join(capacity.types)})"
     except AwsErrors as exc:
         raise pool_error(f"the types of {spec.region} cannot be listed", exc, NOTHING) from exc
+    # Filtered before the check for an empty result, so that the error names this key.
     if spec.network.require_nitro_encryption:
         found = {name: facts for name, facts in found.items() if facts.encrypts_traffic}
         what += " with network.require_nitro_encryption"
     if not found:
-        raise PoolError(f"{spec.region} has none of {what}. {NOTHING} Name types that it has.")
+        raise PoolError(
+            f"{spec.region} offers none of {what}. {NOTHING} Set capacity.types to types that "
+            "`aws ec2 describe-instance-type-offerings` lists."
+        )
     return found
 
 
@@ -128,9 +135,11 @@ def set_up(
         PoolError: If one cannot be created. Those created before carry the cluster's tag.
     """
     types = find_types(clients, spec)
+    # The head postpones the expiry while it runs, so the cluster of a dead head expires.
     tags = tags_of(spec, cluster_id, expires_at=time.time() + spec.lifetime.max + AFTER_LIFE_S)
     try:
         with_head = spec.head == "on-demand"
+        # The files come first: the template's user-data contains the name of the keys' folder.
         boot = put_node_files(clients, cluster_id, config, tls_dir, with_head=with_head)
         network = open_network(clients.ec2, spec, cluster_id, tags)
         template = make_template(clients, spec, cluster_id, network, tags, boot)

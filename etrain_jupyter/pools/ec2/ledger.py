@@ -41,6 +41,8 @@ class PriceBook:
         points = self.spot.get((type, zone), ())
         if not points:
             return None
+        # The last point at or before `at`. EC2's history may start after a launch: take the first
+        # then.
         return points[max(0, bisect_right(points, (at, float("inf"))) - 1)][1]
 
     def rate(self, type: str, zone: str, lifecycle: str, at: float) -> float | None:
@@ -54,8 +56,13 @@ class PriceBook:
         points = self.spot.get((type, zone), ())
         if not points:
             return None
+        # Each price applies from its point to the next one; the first also before, the last also
+        # after.
         total = 0.0
         for number, (at, usd) in enumerate(points):
+            #   points        p0         p1         p2
+            #   price   p0 ---|--- p0 ---|--- p1 ---|--- p2 --->
+            #                     begin                  end
             since = begin if number == 0 else max(begin, at)
             until = min(end, points[number + 1][0]) if number + 1 < len(points) else end
             total += max(0.0, until - since) / 3600 * usd
@@ -135,6 +142,7 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
     begin = row.launched_at
     end = max(begin, now if row.ended_at is None else row.ended_at)
     # A running machine is charged for its run time; one that ended, for at least a minute.
+    # `committed` sets ended_at to now, and so counts the minimum for running machines as well.
     charged_end = end if row.ended_at is None else max(end, begin + LEAST_S)
     full = prices.on_demand.get(row.type)
     on_demand = None if full is None else (charged_end - begin) / 3600 * full
@@ -142,6 +150,7 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
     if row.lifecycle == "spot":
         spot = prices.spot_between(row.type, row.zone, begin, charged_end)
         machine = spot if spot is not None else on_demand
+    # EC2 does not waive the disk of a machine that it reclaims.
     disk = row.volume_gib * prices.volume_gib_month / HOURS_OF_MONTH * (charged_end - begin) / 3600
     waived = (machine or 0.0) if row.is_waived else 0.0
     spent = (machine or 0.0) - waived + disk
@@ -168,6 +177,11 @@ class Ledger:
         rows = dict(self.rows)
         for row in seen:
             known = rows.get(row.id)
+            #   known row         new row         result
+            #   ended             running         known: a late listing does not revive a machine
+            #   ended, reason     ended           known: the first end time counts
+            #   ended, no reason  ended           known, with the new reason
+            #   else              any             new
             if known is not None and known.ended_at is not None:
                 if row.ended_at is None or known.reason:
                     continue
@@ -184,9 +198,9 @@ class Ledger:
         return sum(self.charges(prices, now).values(), Charge())
 
     def committed(self, prices: PriceBook, now: float) -> float:
-        """Return US dollars owed even if everything ended now: first minutes are charged in full.
+        """Return the US dollars owed if all machines were terminated now, with minimum charges.
 
-        With ``total``, machines that have just been launched would exceed the budget.
+        The budget uses this instead of ``total``, which machines just launched would exceed later.
         """
         rows = [
             row if row.ended_at is not None else dataclasses.replace(row, ended_at=now)
@@ -197,6 +211,7 @@ class Ledger:
     def rate(self, prices: PriceBook, now: float) -> float:
         """Return US dollars an hour of running machines, including disks."""
         living = [row for row in self.rows.values() if row.ended_at is None]
+        # An unknown price counts as zero; with a budget, such types are never launched.
         machines = [prices.rate(row.type, row.zone, row.lifecycle, now) or 0.0 for row in living]
         disks = sum(row.volume_gib for row in living)
         return sum(machines) + disks * prices.volume_gib_month / HOURS_OF_MONTH
@@ -221,14 +236,12 @@ class WorstCase:
     """With all machines at the highest price."""
     total: float
     """For a whole lifetime."""
-    uncapped_total: float
-    """The total without ``budget``."""
 
 
 def worst_case(
     *,
     num_nodes: int,
-    dearest_usd: float,
+    highest_usd: float,
     lifetime_s: float,
     volume_gib: float = 0.0,
     volume_gib_month: float = 0.08,
@@ -240,15 +253,14 @@ def worst_case(
 
     ``head_usd`` is the cost of the head in US dollars an hour, if it has its own machine.
 
-    >>> worst_case(num_nodes=4, dearest_usd=0.5, lifetime_s=7200, max_total=3.0).total
+    >>> worst_case(num_nodes=4, highest_usd=0.5, lifetime_s=7200, max_total=3.0).total
     3.0
     """
     disk = volume_gib * volume_gib_month / HOURS_OF_MONTH
-    hourly = num_nodes * (dearest_usd + disk) + (head_usd + disk if head_usd else 0.0)
+    hourly = num_nodes * (highest_usd + disk) + (head_usd + disk if head_usd else 0.0)
     capped_hourly = hourly if max_hourly is None else min(hourly, max_hourly)
     total = capped_hourly * lifetime_s / 3600
     return WorstCase(
         hourly=capped_hourly,
         total=total if max_total is None else min(total, max_total),
-        uncapped_total=hourly * lifetime_s / 3600,
     )

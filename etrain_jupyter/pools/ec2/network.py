@@ -19,11 +19,10 @@ NOTHING = "Nothing was launched."
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What launch requests need to know."""
+    """Subnets and security group for launch requests."""
 
     subnets: Mapping[str, str]
     """Subnet of each zone."""
-    vpc_id: str
     security_group: str
     is_ours: bool
     """The group was created for the cluster, and is removed with it."""
@@ -39,10 +38,11 @@ def open_network(ec2: Any, spec: AwsSpotSpec, cluster_id: str, tags: Mapping[str
         vpc_id, subnets = find_subnets(ec2, spec)
         group = spec.network.security_group
         if group != "auto":
+            # Fail here with a clear message, and not at the first launch.
             ec2.describe_security_groups(GroupIds=[group])
-            return Network(subnets=subnets, vpc_id=vpc_id, security_group=group, is_ours=False)
+            return Network(subnets=subnets, security_group=group, is_ours=False)
         made = make_security_group(ec2, vpc_id, cluster_id, tags)
-        return Network(subnets=subnets, vpc_id=vpc_id, security_group=made, is_ours=True)
+        return Network(subnets=subnets, security_group=made, is_ours=True)
     except ClientError as exc:
         raise pool_error(f"the network of {spec.region} cannot be used", exc, NOTHING) from exc
 
@@ -56,16 +56,18 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     """
     named = spec.network.subnets
     if named == "auto":
+        # One default subnet per zone, all in the default VPC.
         filters = [{"Name": "default-for-az", "Values": ["true"]}]
         found = _pages(ec2, "describe_subnets", "Subnets", Filters=filters)
         if not found:
             raise PoolError(
-                f"{spec.region} has no default VPC with subnets. {NOTHING} Name some in pools.yaml,"
-                " network: {subnets: [subnet-...]}, or type `aws ec2 create-default-vpc`."
+                f"{spec.region} has no default VPC with subnets. {NOTHING} List subnets in "
+                "pools.yaml, network: {subnets: [subnet-...]}, or run `aws ec2 create-default-vpc`."
             )
     else:
         found = _pages(ec2, "describe_subnets", "Subnets", SubnetIds=list(named))
     vpcs = sorted({one["VpcId"] for one in found})
+    # A security group belongs to one VPC, too.
     if len(vpcs) > 1:
         raise PoolError(
             f"network.subnets belong to {len(vpcs)} VPCs ({', '.join(vpcs)}); workers can only "
@@ -80,8 +82,8 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     if zones != "auto":
         if missing := [zone for zone in zones if zone not in subnets]:
             raise PoolError(
-                f"there is no subnet in {', '.join(missing)} (capacity.zones), but in "
-                f"{', '.join(subnets)}. {NOTHING} Correct capacity.zones, or add a subnet."
+                f"there is no subnet in {', '.join(missing)} (capacity.zones). Zones with a "
+                f"subnet: {', '.join(subnets)}. {NOTHING} Correct capacity.zones, or add a subnet."
             )
         subnets = {zone: subnets[zone] for zone in zones}
     return vpcs[0], subnets
@@ -91,18 +93,16 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
     """Return the cluster's security group, which admits only members; create it if missing.
 
     A notebook that runs the head must be a member, or be in ``network.security_group``.
-
-    Raises:
-        ClientError: If EC2 refuses a request.
     """
     name = f"etrain-{cluster_id}"
     ours = [
         {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]},
         {"Name": "group-name", "Values": [name]},
     ]
+    # A previous head of this cluster may have died between creating the group and its rule.
     for known in _pages(ec2, "describe_security_groups", "SecurityGroups", Filters=ours):
-        if not _lets_members_in(known):
-            _let_members_in(ec2, known["GroupId"])
+        if not _admits_members(known):
+            _admit_members(ec2, known["GroupId"])
         return str(known["GroupId"])
     made: str = ec2.create_security_group(
         GroupName=name,
@@ -110,12 +110,12 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
         VpcId=vpc_id,
         TagSpecifications=[{"ResourceType": "security-group", "Tags": tag_list(tags)}],
     )["GroupId"]
-    _let_members_in(ec2, made)
+    _admit_members(ec2, made)
     return made
 
 
-def _lets_members_in(group: Mapping[str, Any]) -> bool:
-    """Return whether the rule exists; an on-demand head may use the group, but not change it."""
+def _admits_members(group: Mapping[str, Any]) -> bool:
+    """Return True if the rule exists. An on-demand head may use the group, but not change it."""
     return any(
         rule.get("IpProtocol") == "-1" and pair.get("GroupId") == group["GroupId"]
         for rule in group.get("IpPermissions", ())
@@ -123,11 +123,12 @@ def _lets_members_in(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _let_members_in(ec2: Any, group: str) -> None:
+def _admit_members(ec2: Any, group: str) -> None:
     rule = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
     try:
         ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
     except ClientError as exc:
+        # Another head has added the rule since the check.
         if code_of(exc) != "InvalidPermission.Duplicate":
             raise
 

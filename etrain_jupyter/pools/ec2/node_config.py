@@ -44,6 +44,8 @@ class NodeConfig:
         data = json.loads(text)
         if not isinstance(data, dict):
             raise ValueError("config.json is not a mapping")
+        # The image may have an older version than the head. What it does not know has a default
+        # there.
         known = {f.name for f in dataclasses.fields(cls)}
         try:
             return cls(**{key: value for key, value in data.items() if key in known})

@@ -55,20 +55,18 @@ def best_zone(offers: Sequence[Offer], candidates: Sequence[Offer], lifecycle: s
     """Return the zone with the lowest risk-adjusted price per worker; empty if none.
 
     The price is multiplied by 1 (score 10) to 1.9 (score 1), and by up to 1.5 for the share of the
-    zone's types that have just been refused.
-
-    Args:
-        offers: All offers.
-        candidates: Offers that may be requested.
-        lifecycle: Lifecycle to launch.
+    zone's types that have just been refused. ``candidates`` are those of ``offers`` that may be
+    requested.
     """
     rated: list[tuple[float, str]] = []
     for zone in sorted({offer.zone for offer in candidates}):
         here = [offer for offer in candidates if offer.zone == zone]
         num_all = sum(1 for offer in offers if offer.zone == zone)
         price = min((offer.usd(lifecycle) or 0.0) / offer.workers for offer in here)
+        # EC2 scores a zone for all types together, so all offers of a zone have the same score.
         score = max(offer.score for offer in here) or UNKNOWN_SCORE
         risk = 1 + (10 - score) / 10
+        # `here` lacks the offers that are backing off.
         refused = 1 + 0.5 * (1 - len(here) / max(1, num_all))
         rated.append((price * risk * refused, zone))
     return min(rated)[1] if rated else ""
@@ -80,22 +78,19 @@ def best_size(
     """Return offers of one size, and the number of machines to launch.
 
     All machines of a request have equally many workers, so that EC2 cannot launch more than
-    requested.
-
-    Args:
-        candidates: Offers that may be requested.
-        lifecycle: Lifecycle to launch.
-        missing: Wanted workers that are neither running nor being launched.
-        room: Maximum additional workers, ``missing`` included.
+    requested. ``room`` is the maximum number of additional workers, ``missing`` included.
     """
     best: tuple[float, int, int] | None = None
     for size in sorted({offer.workers for offer in candidates}):
+        # Rounded down: what is left over is requested with a smaller size in the next tick, if
+        # there is one.
         count = missing // size
         if count == 0 and size <= room:
             count = 1  # more than wanted, because nothing smaller is available
         if count:
             same = [offer for offer in candidates if offer.workers == size]
             price = min(offer.usd(lifecycle) or 0.0 for offer in same) / size
+            # Price per wanted worker: the spare ones are charged as well.
             spare = max(0, count * size - missing)
             rated = (price * (missing + spare) / missing, size, count)
             best = min(best, rated) if best else rated
@@ -115,18 +110,13 @@ def within_budget(
     """Return the offers and the number of machines that ``room_usd`` pays for in the worst case.
 
     EC2 may fill a request from the most expensive offer alone. Expensive offers are left out if
-    that allows more machines.
-
-    Args:
-        candidates: Offers of one size.
-        lifecycle: Lifecycle to launch.
-        count: Machines wanted.
-        room_usd: Remaining US dollars an hour; None without a budget.
-        disk_usd: US dollars an hour of one machine's disk.
+    that allows more machines. ``room_usd`` is in US dollars an hour; None without a budget.
     """
     if room_usd is None:
         return list(candidates), count
     best: tuple[list[Offer], int] = ([], 0)
+    # Trade the number of machines against the number of pools, each of which may lack capacity:
+    # among limits that allow equally many machines, the highest one keeps the most pools.
     for limit in sorted({offer.usd(lifecycle) or 0.0 for offer in candidates}):
         each = limit + disk_usd
         fit = count if each <= 0 else min(count, int(room_usd / each + 1e-9))

@@ -50,13 +50,7 @@ VOLUME_USD = {"gp3": 0.08, "gp2": 0.10}
 
 @dataclass(kw_only=True)
 class Prices:
-    """Prices, refreshed when they are old. Used by one thread.
-
-    Args:
-        clients: Clients for EC2 and the Pricing API.
-        region: Region of the prices.
-        volume_type: Volume type of the nodes' disks.
-    """
+    """Prices, refreshed when they are old. Used by one thread."""
 
     clients: Clients
     region: str
@@ -79,26 +73,25 @@ class Prices:
         )
 
     def refresh(self, types: Iterable[str], *, since: float, now: float) -> None:
-        """Fetch missing or old prices.
-
-        Args:
-            types: Machine types.
-            since: Prices are needed from this time on, in seconds since the epoch.
-            now: The current time.
+        """Fetch missing or old prices; spot prices are needed from ``since`` on.
 
         Raises:
             ClientError: If EC2 refuses the request for spot prices.
         """
         wanted = sorted(set(types))
+        # On-demand rates hardly ever change: request each type once.
         missing = [t for t in wanted if t not in self.on_demand and t not in self.unknown]
         if missing:
             self._fetch_on_demand(missing)
         have = {type for type, _ in self.spot}
         if now - self.fetched_at < REFRESH_S and have >= set(wanted):
             return
+        # A new type needs its whole history, which the others get again; duplicates disappear
+        # below.
         begin = since if not self.fetched_at or not have >= set(wanted) else self.fetched_at - 60
         fetched = spot_history(self.clients.ec2, wanted, min(begin, now - 60))
         for pool, points in fetched.items():
+            # The intervals overlap, and EC2 repeats the price in force at the start of each.
             self.spot[pool] = sorted({*self.spot.get(pool, ()), *points})
         self.fetched_at = now
 
@@ -113,6 +106,7 @@ class Prices:
             # A separate service: the role may lack the permission, a simulation the service.
             self.source = f"built-in table, {TABLE_REGION}, {TABLE_DATE}"
         for type in types:
+            # The table also fills gaps of the Pricing API.
             usd = found.get(type, ON_DEMAND_USD.get(type))
             if usd is None:
                 self.unknown.add(type)
@@ -121,6 +115,7 @@ class Prices:
 
     def describe(self) -> str:
         """Return the sources of the prices as text, for the screen."""
+        # The message names the source and the time, because the amounts may differ from the bill.
         at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.fetched_at))
         summary = f"spot prices: EC2, {at}; on-demand rates: {self.source or 'not requested'}"
         if self.source.startswith("built-in") and self.region != TABLE_REGION:
@@ -145,6 +140,7 @@ def spot_history(
     )
     for page in pages:
         for one in page["SpotPriceHistory"]:
+            # Not every endpoint applies the filter.
             if one.get("ProductDescription") not in ("Linux/UNIX", None):
                 continue
             pool = (one["InstanceType"], one["AvailabilityZone"])
@@ -155,11 +151,7 @@ def spot_history(
 
 
 def on_demand_rate(pricing: Any, type: str, region: str) -> float | None:
-    """Return US dollars an hour for Linux from the Pricing API; None if it lacks the type.
-
-    Raises:
-        ClientError: If the request fails.
-    """
+    """Return US dollars an hour for Linux from the Pricing API; None if it lacks the type."""
     attributes = {
         "instanceType": type,
         "regionCode": region,
@@ -172,6 +164,7 @@ def on_demand_rate(pricing: Any, type: str, region: str) -> float | None:
         {"Type": "TERM_MATCH", "Field": key, "Value": word} for key, word in attributes.items()
     ]
     answer = pricing.get_products(ServiceCode="AmazonEC2", Filters=filters, MaxResults=10)
+    # One product: a type in a region, without licences. Reserved terms and zero prices are skipped.
     for text in answer["PriceList"]:
         product = json.loads(text) if isinstance(text, str) else text
         for term in product.get("terms", {}).get("OnDemand", {}).values():

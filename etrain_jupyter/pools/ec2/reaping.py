@@ -27,10 +27,10 @@ from etrain_jupyter.pools.ec2.prices import ON_DEMAND_USD, spot_history
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects.s3_messages import code_of
 
-LOOK_S = 0.5
-MAX_LOOK_S = 5.0
-NUM_CLEAN_LOOKS = 2
-"""Number of consecutive listings without machines: EC2's listings lag behind."""
+POLL_S = 0.5
+MAX_POLL_S = 5.0
+NUM_EMPTY_LISTINGS = 2
+"""Required number of consecutive empty listings: EC2's listings lag behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +63,12 @@ class Tagged:
 
     @property
     def is_expired(self) -> bool:
-        """Its cluster should have ended."""
+        """True if its cluster should have shut down."""
         return bool(self.expires_at) and time.time() > self.expires_at
 
 
 def find_tagged(clients: Clients, region: str, *, cluster_id: str = "") -> list[Tagged]:
-    """Return all resources in a region with our tag, or with that of one cluster.
-
-    Raises:
-        PoolError: If EC2 refuses a request.
-    """
+    """Return all resources in a region with our tag, or with that of one cluster."""
     ec2 = clients.ec2
     try:
         found = [*_instances(ec2, region, cluster_id)]
@@ -89,10 +85,13 @@ def _instances(ec2: Any, region: str, cluster_id: str) -> list[Tagged]:
     living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
     prices: dict[tuple[str, str], list[tuple[float, float]]] = {}
     if any(one.lifecycle == "spot" for one in living):
+        # An hour: EC2 always returns the price in force at the start, so there is at least one
+        # point.
         prices = spot_history(ec2, {one.type for one in living}, time.time() - 3600)
     found = []
     for one in living:
         points = prices.get((one.type, one.zone))
+        # The newest point is the price in force.
         usd = points[-1][1] if points else None
         if one.lifecycle != "spot":
             usd = ON_DEMAND_USD.get(one.type)
@@ -176,15 +175,17 @@ def remove(
         spares_head: Keep the head's machine, which is this one, with its template and security
             group.
         pause: Waits between two attempts.
-
-    Raises:
-        PoolError: If EC2 cannot list the resources.
     """
     deadline = time.monotonic() + timeout_s
+    #   machines            terminated, until NUM_EMPTY_LISTINGS listings are empty
+    #   templates, disks,   deleted with retries: the group is in use until its machines have ended
+    #   security group
+    #   objects             last: nodes that still run read their lease and keys there
+    #   ledger              kept: the costs must remain known
     first = find_tagged(clients, region, cluster_id=cluster_id)
     home = home or next((one.home for one in first if one.home), "")
     left = _end_machines(clients.ec2, cluster_id, deadline, pause, spares_head=spares_head)
-    wait_s = LOOK_S
+    wait_s = POLL_S
     while True:
         others = [
             one
@@ -195,7 +196,7 @@ def remove(
         if not stuck or time.monotonic() > deadline:
             break
         pause(wait_s)  # a group is in use until its machines have ended, which takes minutes
-        wait_s = min(2 * wait_s, MAX_LOOK_S)
+        wait_s = min(2 * wait_s, MAX_POLL_S)
     return Leftovers(
         processes=tuple(left), files=(*stuck, *_remove_objects(clients, home, cluster_id))
     )
@@ -209,13 +210,15 @@ def _end_machines(
     *,
     spares_head: bool,
 ) -> list[str]:
-    clean, last = 0, ""
+    num_empty, last = 0, ""
     while True:
         living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
         if spares_head:
+            # A head that shuts its cluster down runs this code on that machine.
             living = [one for one in living if one.tags.get("etrain:role") != "head"]
-        clean = 0 if living else clean + 1
-        if clean >= NUM_CLEAN_LOOKS:
+        # An empty listing may be one that a machine launched just before is not in yet.
+        num_empty = 0 if living else num_empty + 1
+        if num_empty >= NUM_EMPTY_LISTINGS:
             return []
         try:
             terminate(ec2, [one.id for one in living])
@@ -223,7 +226,7 @@ def _end_machines(
             last = f" ({message_of_error(exc)})"
         if time.monotonic() > deadline:
             return [f"{one.id} {one.type} {one.state}{last}" for one in living]
-        pause(LOOK_S)
+        pause(POLL_S)
 
 
 _DELETE = {
@@ -238,6 +241,7 @@ def _delete(ec2: Any, one: Tagged) -> str:
     try:
         getattr(ec2, operation)(**{key: one.id})
     except ClientError as exc:
+        # Another process removes the same cluster, or a previous attempt did without its answer.
         if "NotFound" in code_of(exc) or "NotExist" in code_of(exc):
             return ""
         return f"{one.id} {one.kind} ({message_of_error(exc)})"
@@ -245,7 +249,8 @@ def _delete(ec2: Any, one: Tagged) -> str:
 
 
 def _remove_objects(clients: Clients, home: str, cluster_id: str) -> list[str]:
-    """Delete a cluster's folder in the bucket; its ledger is elsewhere and stays."""
+    # The URL comes from a tag, which anyone who may tag resources can write: never delete anything
+    # but the folder of this cluster, and only in the bucket that the clients were made for.
     if not home.startswith(S3) or not home.endswith(f"/clusters/{cluster_id}"):
         return []
     name, key = split_s3_url(home)
@@ -262,66 +267,29 @@ def _remove_objects(clients: Clients, home: str, cluster_id: str) -> list[str]:
         return [f"{home} ({exc})"]
 
 
-def reap(
-    clients_of: Callable[[str], Clients],
-    regions: Sequence[str],
-    *,
-    cluster_id: str = "",
-    all_clusters: bool = False,
-    timeout_s: float = 120.0,
-) -> dict[str, Leftovers]:
-    """Remove one cluster, all expired ones, or all; return what remains of each.
-
-    Args:
-        clients_of: Returns the clients of a region.
-        regions: Regions to search.
-        cluster_id: Only this cluster, expired or not.
-        all_clusters: Include clusters that have not expired.
-        timeout_s: Timeout per cluster, in seconds.
-    """
-    done: dict[str, Leftovers] = {}
-    for region in regions:
-        clients = clients_of(region)
-        found = find_tagged(clients, region, cluster_id=cluster_id)
-        for one, own in by_cluster(found).items():
-            if is_meant(own, cluster_id=cluster_id, all_clusters=all_clusters):
-                done[one] = remove(clients, region, one, timeout_s=timeout_s)
-    return done
-
-
 def by_cluster(found: Sequence[Tagged]) -> dict[str, list[Tagged]]:
     """Group resources by cluster id."""
     ids = sorted({one.cluster_id for one in found})
     return {name: [one for one in found if one.cluster_id == name] for name in ids}
 
 
-def is_meant(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
-    """Return whether to remove a cluster.
-
-    Args:
-        own: Its resources.
-        cluster_id: Only this cluster, expired or not; empty for any.
-        all_clusters: Include clusters that have not expired.
-    """
+def should_remove(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
+    """Return True if a cluster is to be removed: the named one, or all, or an expired one."""
     if cluster_id:
         return own[0].cluster_id == cluster_id
+    # All: a running head postpones the expiry of its machines, template and group, not of disks.
     return all_clusters or all(one.is_expired for one in own)
 
 
 def remove_found(
     spec: AwsSpotSpec, found: Sequence[Tagged], *, timeout_s: float = 120.0
 ) -> Leftovers:
-    """Remove one cluster whose resources are known; their tags contain its bucket.
-
-    Args:
-        spec: Region, profile and endpoint.
-        found: Its resources.
-        timeout_s: When to stop retrying, in seconds.
-    """
+    """Remove one cluster whose resources are known; their tags contain its bucket."""
     [cluster_id] = {one.cluster_id for one in found}
     home = next((one.home for one in found if one.home), "")
     if home:
         bucket, key = split_s3_url(home)
         prefix = key.removesuffix(f"clusters/{cluster_id}")
+        # The cluster may be another pool's, of the same region.
         spec = spec.model_copy(update={"bucket": bucket, "prefix": prefix})
     return remove(Clients(spec), spec.region, cluster_id, timeout_s=timeout_s, home=home)

@@ -125,6 +125,7 @@ class ImageSpec(Section):
     @field_validator("python", mode="after")
     @classmethod
     def _absolute(cls, value: str) -> str:
+        # The path is written into user-data unquoted: allow no characters that a shell interprets.
         if not re.fullmatch(r"[\w./+-]+", value):
             raise fault(f"{{key}} '{value}' is not the path of an interpreter")
         return value
@@ -221,11 +222,7 @@ class AwsSpotSpec(Section):
 
     @classmethod
     def parse(cls, data: Mapping[str, Any], source: SourceMap = NOWHERE) -> AwsSpotSpec:
-        """Parse a pool's keys.
-
-        Args:
-            data: The entry in ``pools.yaml``; it may contain ``pool`` or ``kind``.
-            source: Positions of the keys in the file, with paths relative to the entry.
+        """Parse a pool's keys, which may include ``pool`` or ``kind``.
 
         Raises:
             ConfigError: If a key is invalid, with its path, and its line if there is a file.
@@ -233,6 +230,7 @@ class AwsSpotSpec(Section):
         >>> AwsSpotSpec.parse({"region": "us-east-1", "bucket": "my-bucket"}).workers.max
         4
         """
+        # A wrong kind is kept, so that it is reported as an unknown key.
         own = {k: v for k, v in data.items() if k not in ("pool", "kind") or v != KIND}
         return parse_section(own, cls, source)
 
@@ -249,6 +247,7 @@ class AwsSpotSpec(Section):
     @classmethod
     def _like_a_region(cls, value: str) -> str:
         if not re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", value):
+            # us-east-1a is a zone of us-east-1.
             hint = f"write {value[:-1]}" if re.fullmatch(r"[a-z-]+-\d[a-z]", value) else ""
             raise fault(
                 f"{{key}} '{value}' is not a region", hint=hint or "write for example us-east-1"
@@ -262,9 +261,11 @@ class AwsSpotSpec(Section):
             _, prefix = split_s3_url(value if value.startswith(S3) else S3 + value)
         except ValueError as exc:
             raise fault(f"{{key}} {exc}") from None
+        # s3://bucket/folder would set two keys at once; the hint shows both.
         if value.startswith(S3) or prefix:
             raise fault(
-                f"{{key}} '{value}' is not only a name", hint="write bucket: name, prefix: folder/"
+                f"{{key}} '{value}' must be a bucket's name only",
+                hint="write bucket: name, prefix: folder/",
             )
         return value
 
@@ -275,6 +276,7 @@ class AwsSpotSpec(Section):
             _, prefix = split_s3_url(f"{S3}bucket/{value}")
         except ValueError as exc:
             raise fault(f"{{key}} '{value}' {exc}") from None
+        # split_s3_url has normalized the slashes; keys are appended directly.
         return f"{prefix}/" if prefix else ""
 
     @field_validator("bucket_owner", mode="before")
@@ -302,10 +304,12 @@ class AwsSpotSpec(Section):
         for name, word in value.items():
             if isinstance(word, bool) or not isinstance(word, str | int | float):
                 raise fault(f"{{key}}.{name} must be a text or a number, not {in_words(word)}")
+        # YAML reads OMP_NUM_THREADS: 4 as a number.
         return {name: str(word) for name, word in value.items()}
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
+        # The head renews the lease every quarter of lease_ttl, and can do so only once per tick.
         if self.lifetime.lease_ttl < 4 * self.tick:
             raise fault(
                 f"lifetime.lease_ttl of {self.lifetime.lease_ttl:g} s is too short to be renewed "

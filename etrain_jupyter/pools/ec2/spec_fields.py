@@ -11,7 +11,6 @@ from etrain_jupyter.config.source_map import in_words
 
 
 def _duration(value: Any) -> float:
-    """Return the seconds of a duration with a unit."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise fault(
             f"the number {value} needs a unit", hint=f"write '{value} s', '{value} min' or '2 h'"
@@ -31,7 +30,7 @@ Duration = Annotated[
 
 
 def _usd(value: Any) -> Any:
-    """Accept a whole number, and explain how to write ``$6``."""
+    # YAML reads $6 as a string.
     if isinstance(value, str):
         raise fault(
             f"{{key}} must be a number of US dollars, not {in_words(value)}",

@@ -1,7 +1,13 @@
 """Coordinator as a guest in a scheduler that others started and keep using.
 
 It is idle while no job runs: then it does not tick, and the supervisors send no heartbeats and keep
-no spare trainer. A failure of it must not take the scheduler's workers down.
+no spare trainer::
+
+    _submit --> _wake: _work is set,           ticks until no job is active and all logs
+                WakeSupervisor to all    --->  and reports are written   --->  _rest: _work is
+                                                                               cleared, all rest
+
+A failure of it must not take the scheduler's workers down.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ SILENCE_S = 60.0
 """Heartbeat timeout here: tasks of others share the supervisor's process, and some hold the GIL for
 long."""
 
-LOOK_S = 0.1
+POLL_S = 0.1
 DRAIN_S = 10.0
 """Default timeout in seconds for the last checkpoints."""
 
@@ -57,6 +63,7 @@ class GuestNodes(NoNodes):
         """Retire a worker: Dask moves its results elsewhere and closes it."""
         address = self._address_of(worker)
         if address and worker not in self.leaving:
+            # `drain_s` has no effect here: Dask has no deadline for a retirement.
             retire = self._scheduler.retire_workers(workers=[address], close_workers=True)
             task = asyncio.get_running_loop().create_task(retire)
             self.leaving[worker] = task
@@ -75,22 +82,19 @@ class GuestNodes(NoNodes):
 
 
 class GuestCoordinator(Coordinator):
-    """Run our jobs on the workers that the scheduler has.
-
-    Args:
-        cluster_id: The scheduler's own id.
-    """
+    """Run our jobs on the workers that the scheduler has."""
 
     idempotent = True
     """Dask keeps the registered one when a second notebook sends its own."""
 
     def __init__(self, *, cluster_id: str) -> None:
+        # Created here and attached later, because the scheduler is known only at registration.
         self._guests = GuestNodes()
         super().__init__(
             self._guests, cluster_id=cluster_id, on_shutdown=lambda: None, silence_s=SILENCE_S
         )
         self._unfit: dict[str, str] = {}
-        """Why workers take no part, by name."""
+        """Reasons why workers cannot train, by name."""
         self._work = asyncio.Event()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,8 +108,8 @@ class GuestCoordinator(Coordinator):
 
     def _handlers(self) -> dict[type[q.Request[Any]], Handler]:
         return super()._handlers() | {
-            q.ShutDownCluster: self._leave,
-            q.RemoveCoordinator: self._forget,
+            q.ShutDownCluster: self._stop_jobs,
+            q.RemoveCoordinator: self._uninstall,
             q.ListNodes: self._list_nodes,
             q.WantWorkers: self._want,
             q.ReleaseWorker: self._release,
@@ -119,18 +123,22 @@ class GuestCoordinator(Coordinator):
             await asyncio.sleep(TICK_S)
             with self._defects.watch(None, "a tick"):
                 self.tick()
+            # Rest only when nothing is left to write or to acknowledge: no later event would wake
+            # us.
             is_behind = any(job.is_log_behind for job in self._jobs.values())
             if not (self._active() or is_behind) and self._acknowledgements.is_empty:
                 self._rest()
 
     def tick(self) -> None:
-        """Do what is due. With jobs, the scheduler is not idle although it has no tasks."""
+        """Run what is due, and mark a scheduler with jobs as busy: it has no Dask tasks."""
         super().tick()
         if self._active():
+            # Otherwise `idle_timeout` or an adaptive cluster would shut the scheduler down during a
+            # job.
             self._scheduler.idle_since = None
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Return the workers that Dask may close by itself: it does not see our ranks."""
+        """Return the workers that Dask may close on its own: it does not see our ranks."""
         return [state for state in workers if not self.is_busy(str(state.name))]
 
     def _wake(self) -> None:
@@ -138,6 +146,7 @@ class GuestCoordinator(Coordinator):
             return
         self._work.set()
         now = clock.now()
+        # The roster counts the time without ticks as a suspension of this process, not as silence.
         self._workers.tick(now)
         for facts in self._workers:
             self._workers.hear(facts.address, now)  # it sent no heartbeats while it rested
@@ -152,6 +161,7 @@ class GuestCoordinator(Coordinator):
 
     def _greet(self, hello: m.SupervisorHello, worker: str, now: float) -> None:
         super()._greet(hello, worker, now)
+        # None if this incarnation is fenced: it stays unfit, and asleep.
         facts = self._workers.hear(worker, now)
         if facts is not None:
             self._unfit.pop(facts.name, None)
@@ -159,15 +169,16 @@ class GuestCoordinator(Coordinator):
                 self._send_to(facts.name, m.WakeSupervisor())
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Note that a worker cannot take part. Called by the scheduler for all its events."""
+        """Record that a worker cannot train. Called by the scheduler for all its events."""
         if topic != UNFIT:
             return
         self._unfit[msg["name"]] = msg["why"]
         for job in self._active():
-            _say_unfit(job, msg["name"], msg["why"])
+            _log_unfit(job, msg["name"], msg["why"])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **values: Any) -> None:
         """Handle a closed connection of a worker. Called by the scheduler."""
+        # Forget the reasons of workers that are gone: one of the same name may be repaired.
         present = {str(state.name) for state in scheduler.workers.values()}
         self._unfit = {name: why for name, why in self._unfit.items() if name in present}
         super().remove_worker(scheduler, worker, **values)
@@ -176,50 +187,49 @@ class GuestCoordinator(Coordinator):
 
     async def _submit(self, request: q.SubmitJob) -> q.Submitted:
         job = request.job
+        # With a place, the run is in a bucket, and no folder is shared.
         if not job.get("place"):
             await self._check_folder(str(job["run_dir"]))
         self._wake()
         reply = await super()._submit(request)
         if job["job_id"] not in self._jobs:
-            return reply  # its bundle comes first
+            return reply  # the kernel sends its bundle first
         for name, why in self._unfit.items():
-            _say_unfit(self._jobs[job["job_id"]], name, why)
+            _log_unfit(self._jobs[job["job_id"]], name, why)
         return reply
 
     async def _check_folder(self, folder: str) -> None:
-        """Refuse a job whose folder only the notebook's machine has.
-
-        Raises:
-            RequestError: If the scheduler or a worker does not see it.
-        """
+        """Refuse a job whose folder only the notebook's machine has."""
         from os.path import isdir
 
         import cloudpickle
 
-        blind = [] if isdir(folder) else ["the scheduler"]
+        # The notebook has created the folder. Check before `_open` creates it on another disk.
+        without_folder = [] if isdir(folder) else ["the scheduler"]
         workers = [facts.address for facts in self._workers]
         # An RPC of Dask, as `Client.run` makes it; a worker that just went does not answer.
-        asked = {
+        request_to_run = {
             "op": "run",
             "function": cloudpickle.dumps(isdir),
             "args": cloudpickle.dumps((folder,)),
         }
         answers: dict[str, Any] = {}
         with contextlib.suppress(TimeoutError):
+            # Workers that do not answer in time are not refused: they may just be busy.
             async with asyncio.timeout(ANSWER_S):
                 answers = await self._scheduler.broadcast(
-                    msg=asked, workers=workers, on_error="ignore"
+                    msg=request_to_run, workers=workers, on_error="ignore"
                 )
-        blind += [
+        without_folder += [
             facts.name
             for facts in self._workers
             if (answer := answers.get(facts.address)) and not answer.get("result")
         ]
-        if blind:
+        if without_folder:
             raise RequestError(
-                f"the job's folder {folder} is not there for {', '.join(blind)}: log and "
-                "checkpoints would be scattered over machines. Nothing was submitted. Set "
-                "ETRAIN_RUNS to a folder that all of them share, or to s3://BUCKET/PREFIX."
+                f"the job's folder {folder} does not exist on {', '.join(without_folder)}: the log "
+                "and the checkpoints would be split over several disks. Nothing was submitted. Set "
+                "ETRAIN_RUNS to a folder that all machines share, or to s3://BUCKET/PREFIX."
             )
 
     async def _describe(self, request: q.DescribeCluster) -> q.ClusterFacts:
@@ -236,12 +246,12 @@ class GuestCoordinator(Coordinator):
     def _node_of(self, state: Any) -> dict[str, Any]:
         name = str(state.name)
         facts = self._workers.get(name)
-        standing = "running" if facts else "starting"
+        status = "running" if facts else "starting"
         if name in self._guests.leaving or (facts and facts.leaves_at):
-            standing = "draining"
+            status = "draining"
         return {
             "worker": name,
-            "state": standing,
+            "state": status,
             "pid": facts.pid if facts else 0,
             "device": facts.device if facts else "",
             "zone": get_address_host(state.address),
@@ -249,7 +259,7 @@ class GuestCoordinator(Coordinator):
 
     async def _want(self, request: q.WantWorkers) -> q.WorkersPresent:
         logger.info(
-            "%d workers are wanted (%s); the owner of this cluster starts them",
+            "%d workers requested (%s); etrain does not start workers on this cluster",
             request.count,
             request.reason,
         )
@@ -261,6 +271,8 @@ class GuestCoordinator(Coordinator):
         jobs = [job for job in self._active() if job.state.of_worker(worker) is not None]
         if jobs:
             # Its job leaves it at a step boundary first.
+            # The same path as EC2's notice, so the ranks leave at a step boundary and the state is
+            # copied.
             self._injector.give_notice(worker, drain_s)
             return q.Done()
         if facts is not None:
@@ -268,15 +280,17 @@ class GuestCoordinator(Coordinator):
         self._guests.release(worker, drain_s=drain_s)
         return q.Done()
 
-    async def _leave(self, request: q.ShutDownCluster) -> q.ShuttingDown:
+    async def _stop_jobs(self, request: q.ShutDownCluster) -> q.ShuttingDown:
         """Stop all jobs, with a checkpoint if there is time for one."""
         drain_s = DRAIN_S if request.drain_s is None else request.drain_s
         deadline = time.monotonic() + drain_s
         jobs = self._active()
         for job in jobs:
             job.handle(s.StopAsked(now=False))
+        #   StopAsked(now=False)      deadline                 StopAsked(now=True)
+        #       |--- last checkpoint ----|--- if still active ------|
         while self._is_ending() and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         for job in self._active():
             job.handle(s.StopAsked(now=True))
         self._after_change()
@@ -285,9 +299,10 @@ class GuestCoordinator(Coordinator):
     def _is_ending(self) -> bool:
         return bool(self._active()) or any(job.is_uploading for job in self._jobs.values())
 
-    async def _forget(self, request: q.RemoveCoordinator) -> q.Done:
-        """Leave the scheduler as it was."""
+    async def _uninstall(self, request: q.RemoveCoordinator) -> q.Done:
+        """Restore the scheduler's handlers and plugins."""
         scheduler = self._scheduler
+        # Stop ticking and upload the last logs before the handlers are removed.
         await self.close()
         for handled in self._handlers():
             scheduler.handlers.pop(handled.op, None)
@@ -301,8 +316,8 @@ def _make(cluster_id: str) -> GuestCoordinator:
     return GuestCoordinator(cluster_id=cluster_id)
 
 
-def _say_unfit(job: HostedJob, name: str, why: str) -> None:
-    job.log(LogLine, level="warning", worker=name, text=f"worker {name} takes no part: {why}")
+def _log_unfit(job: HostedJob, name: str, why: str) -> None:
+    job.log(LogLine, level="warning", worker=name, text=f"worker {name} cannot train: {why}")
 
 
 def _ignore(**_: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from distributed import WorkerPlugin
 
 UNFIT = "etrain-unfit"
-"""Dask topic for the reason why a worker cannot take part."""
+"""Dask topic for the reason why a worker cannot train."""
 
 
 class GuestSupervisor(WorkerPlugin):
@@ -37,6 +37,7 @@ class GuestSupervisor(WorkerPlugin):
     async def setup(self, worker: Any) -> None:
         """Start the supervisor, or log why it cannot start."""
         try:
+            # Not at the top: this module is sent as code, see its docstring.
             from etrain_jupyter.pools.external.guest_worker import make_supervisor
 
             self._supervisor = make_supervisor(self._version)
@@ -62,6 +63,8 @@ _num_sending = 0
 @contextlib.contextmanager
 def sent_as_code() -> Iterator[None]:
     """Make Dask pickle this module's definitions by value while the context is active."""
+    # cloudpickle's registry is global to the process and does not count: the first kernel that is
+    # done would switch it off for the other one.
     global _num_sending
     import cloudpickle
 

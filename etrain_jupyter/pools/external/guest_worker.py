@@ -19,10 +19,8 @@ DEVICES = Path("/dev")
 def look_here(dask_scheduler: Any = None) -> dict[str, str]:
     """Return the versions that are installed in this process's environment, and its location.
 
-    Dask pickles this function by name. Where the import fails, Dask returns the import error.
-
-    Args:
-        dask_scheduler: The scheduler; Dask passes it if the function runs there.
+    Dask pickles this function by name. Where the import fails, Dask returns the import error. On
+    the scheduler, Dask passes ``dask_scheduler``.
     """
     found = {
         "host": platform.node(),
@@ -48,16 +46,15 @@ def _version_of(package: str) -> str:
 def make_supervisor(wanted: str) -> Supervisor:
     """Return a supervisor that uses no resources until there is a job.
 
-    Args:
-        wanted: Version of etrain-jupyter that the coordinator runs.
-
     Raises:
-        RuntimeError: If a different version is installed here, or torch is missing.
+        RuntimeError: If a version other than ``wanted`` is installed here, or torch is missing.
     """
     if wanted != __version__:
         raise RuntimeError(f"etrain-jupyter {__version__} is installed there, not {wanted}")
     if not _version_of("torch"):
         raise RuntimeError("torch is not installed there")
+    # `rests`: the workers are shared with others, so no spare trainer and no heartbeats without
+    # jobs.
     return Supervisor(device=find_device(), rests=True)
 
 
@@ -69,7 +66,9 @@ def find_device() -> str:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
+        # Spellings of "no GPU": by users, by CUDA's convention, and by SLURM.
         has_gpu = visible.strip() not in ("", "-1", "NoDevFiles")
     else:
         has_gpu = any(DEVICES.glob("nvidia[0-9]*"))
+    # Within the visible devices, numbers start at 0.
     return "cuda:0" if has_gpu and torch_has_cuda() else "cpu"

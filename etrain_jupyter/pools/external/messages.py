@@ -62,11 +62,13 @@ async def unreachable(address: str, exc: BaseException) -> PoolError:
     =========================  ==================================================
     """
     cause = exc
+    # Dask wraps the error of the operating system or of OpenSSL several times.
     while cause.__cause__ is not None:
         cause = cause.__cause__
     is_tls = address.startswith("tls://")
     text = f"{exc} {cause}"
     try:
+        # Without TLS: this separates "cannot connect" from "connects, but the handshake fails".
         await _probe(address)
     except ConnectionRefusedError:
         return NotListeningError(
@@ -78,6 +80,7 @@ async def unreachable(address: str, exc: BaseException) -> PoolError:
             f"{address} cannot be reached from this machine ({_short(failure)}). Nothing was done. "
             "Correct the address, or check with its administrator whether the port is open to you."
         )
+    # The text, too, because some of Dask's wrappers keep only that.
     if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY" in text:
         return PoolError(
             f"the certificate of {address} was not signed by the authority in tls.ca "
@@ -104,13 +107,8 @@ async def unreachable(address: str, exc: BaseException) -> PoolError:
 
 
 async def _probe(address: str) -> None:
-    """Open a connection and close it again.
-
-    Raises:
-        ConnectionRefusedError: If no process listens at the port.
-        OSError: If the machine is not found or not reachable.
-        TimeoutError: If the machine does not answer.
-    """
+    """Open a connection and close it again; raise what prevents it."""
+    # An IPv6 host is in brackets, and contains colons itself.
     host, _, port = address.partition("://")[2].rpartition(":")
     async with asyncio.timeout(PROBE_S):
         _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
@@ -172,13 +170,11 @@ def unfit_workers(
 ) -> UnfitWorkers | None:
     """Return a message about the workers that cannot train; None if all can.
 
-    Args:
-        address: Address of the scheduler.
-        found: Installed versions by worker, or the exception of the query.
-        here: Installed versions of the kernel.
+    ``found`` has the installed versions by worker, or the exception of the query.
     """
     by_reason: dict[str, list[str]] = {}
     for worker, facts in found.items():
+        # One line per reason: on a cluster of many machines, usually all have the same one.
         if reason := _reason(facts, here):
             by_reason.setdefault(reason, []).append(worker)
     if not by_reason:
@@ -196,6 +192,7 @@ def _reason(facts: Any, here: Mapping[str, str]) -> str:
     if not isinstance(facts, Mapping):
         return f"installed versions are unknown ({_short(facts)})"
     for name in REQUIRED:
+        # Python first: its version often explains the other differences.
         there = facts.get(name, "")
         if not there:
             return f"{name} is missing"
@@ -205,6 +202,7 @@ def _reason(facts: Any, here: Mapping[str, str]) -> str:
 
 
 def _comparable(name: str, version: str) -> str:
+    # Bytecode is compatible within a minor version. "+cu124" names a build, not another version.
     return _minor(version) if name == "python" else version.partition("+")[0]
 
 

@@ -212,6 +212,11 @@ class AddressPool:
         try:
             if not self._with_client(self._is_installed):
                 return Leftovers()
+            #   ShutDownCluster     jobs save a checkpoint and stop        up to timeout_s
+            #   worker plugin       unregistered: supervisors and trainers end
+            #   RemoveCoordinator   handlers and plugin leave the scheduler
+            #
+            # The coordinator goes last: without it, the supervisors' last reports would be lost.
             stop = ShutDownCluster(drain_s=timeout_s)
             ask(self._address, stop, timeout_s=timeout_s + CONNECT_S)
             return self._with_client(self._uninstall)
@@ -223,11 +228,7 @@ class AddressPool:
     # --- checks that need no network ---
 
     def _check(self) -> None:
-        """Validate the address and the certificate files.
-
-        Raises:
-            PoolError: If the address is invalid, or certificates are missing or superfluous.
-        """
+        """Validate the address and the certificate files, without a connection."""
         scheme, _, rest = self._address.address.partition("://")
         host, _, port = rest.rpartition(":")
         if scheme not in ("tcp", "tls") or not host or not port.isdigit():
@@ -262,11 +263,7 @@ class AddressPool:
     # --- requests through Dask's client ---
 
     def _with_client(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-        """Run ``work`` with a Dask client, in a thread: the kernel's thread runs a loop already.
-
-        Raises:
-            PoolError: If the scheduler cannot be reached.
-        """
+        """Run ``work`` with a Dask client, in a thread: the kernel's thread runs a loop already."""
 
         async def run() -> T:
             import distributed
@@ -304,14 +301,19 @@ class AddressPool:
 
         address = self._address.address
         here = installed_here()
+        # Check everything before the first change: a scheduler with only one of the plugins would
+        # need cleaning up.
         await self._check_scheduler(client, here)
         await self._check_workers(client, here)
         info = client.scheduler_info()
         coordinator = GuestCoordinator(cluster_id=str(info["id"]))
+        # The coordinator first: supervisors report to it as soon as they start.
         await client.register_plugin(coordinator)
         # Pickle the plugin by value: by name, a worker without etrain-jupyter could not start.
         with sent_as_code():
             await client.register_plugin(GuestSupervisor(__version__))
+        # From now on the scheduler's own id: a restarted scheduler at the same address is another
+        # cluster.
         values = self._address.to_dict() | {"address": address, "cluster_id": str(info["id"])}
         return SchedulerAddress.from_dict(values)
 
@@ -327,6 +329,7 @@ class AddressPool:
             raise PoolError(unfit_scheduler(address, exc, here)) from exc
         if found["etrain-jupyter"] != __version__:
             raise PoolError(of_other_version(address, found, here))
+        # A class of ours with another name is the coordinator of a local or EC2 cluster.
         if found["coordinator"] not in ("", "GuestCoordinator"):
             raise PoolError(
                 f"{address} is a cluster that etrain started itself. Nothing was done. Remove the "
@@ -337,6 +340,7 @@ class AddressPool:
         """Reject a cluster without a usable worker; notify the user of unusable workers."""
         from etrain_jupyter.pools.external.guest_worker import look_here
 
+        # "return": one broken worker must not hide the others' answers.
         found = await client.run(look_here, on_error="return")
         if not found:
             self._notify_once(

@@ -28,6 +28,13 @@ LOST_MEANWHILE = "lost while the scheduler was down"
 
 def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
     """Adopt the trainers that were found, and count the other workers as lost."""
+    # Trainers train on while no scheduler runs:
+    #
+    #   scheduler 1   forms generation 4   dies
+    #   trainers      ------ step 40 ------------ 41 -- 42 -- 43 -----------
+    #   scheduler 2                               starts   hellos   TrainersFound, here
+    #
+    # A rank that has left generation 4 meanwhile is still found inside: its report follows.
     for found in stimulus.found:
         turn.put(_member_of(turn, found, stimulus.is_ready))
     turn.assign(found.worker for found in stimulus.found)
@@ -41,7 +48,7 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
     if not ranked:
         turn.enter_phase("gathering")
         return
-    is_short = len(ranked) < stimulus.world_size
+    is_short = len(ranked) < stimulus.world_size  # the others wait for the missing rank
     current = replace(
         turn.state.current,
         world_size=stimulus.world_size,
@@ -51,10 +58,11 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
         has_lost=is_short and bool(stimulus.lost),
     )
     turn.adopt_generation(current)
-    turn.enter_phase("running")
+    turn.enter_phase("running")  # from which an abort starts
     if is_short:
         begin_collecting(turn, "lost" if stimulus.lost else "restart")
     elif not stimulus.is_ready:
+        # Ranks connect through the store, which the dead scheduler relayed: entries may be lost.
         begin_collecting(turn, "restart")
 
 
@@ -74,7 +82,7 @@ def _member_of(turn: Turn, found: s.SurvivorFound, is_ready: bool) -> Member:
     return Member(
         trainer=found.trainer,
         worker=found.worker,
-        order=int(found.trainer.rpartition("/")[2]),
+        order=int(found.trainer.rpartition("/")[2]),  # see ``Turn.start``
         device=found.device,
         gpu=found.gpu,
         phase=phase,
@@ -89,5 +97,5 @@ def _phase_of(found: s.SurvivorFound) -> MemberPhase:
     if found.is_inside:
         return "ranked"
     if found.progress != s.NO_PROGRESS:
-        return "reported"
+        return "reported"  # at a step boundary, with a state that others may lack
     return "warm" if found.is_warm else "starting"

@@ -17,7 +17,7 @@ class StartTrainer:
 
 @dataclass(frozen=True, kw_only=True)
 class AnnounceChange:
-    """Have all ranks leave the generation after the same step."""
+    """Have all ranks leave the generation at the same step boundary."""
 
     generation: int
     trainers: tuple[str, ...]

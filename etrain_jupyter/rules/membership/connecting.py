@@ -19,7 +19,7 @@ from etrain_jupyter.rules.policy.backend import (
 )
 
 _GLOO_REMEDY = (
-    "Check that the workers reach each other on every TCP port (firewall, security group)"
+    "Check that the workers can connect to each other on every TCP port (firewall, security group)"
 )
 _STRANGER_REMEDY = (
     "Stop that process, or keep other users and machines away from the workers' ports; then resume "
@@ -28,26 +28,16 @@ _STRANGER_REMEDY = (
 
 
 def count_failed_form(turn: Turn) -> None:
-    """Count the generation that has just been aborted, if no lost worker explains it.
-
-    ==============================================  ==============================================
-    case, the first that applies                    what happens
-    ==============================================  ==============================================
-    a rank was lost                                 the count of failures in a row starts over
-    the scheduler had died, or a rank has an        nothing: the connections are not the cause
-    excuse (out of memory, an injected fault)
-    it stepped, and then stalled                    counts without a wait: stalled steps have a
-                                                    budget of their own, and took long enough
-    otherwise                                       counts; the next attempt waits longer each
-                                                    time, and the last failure fails the job
-    ==============================================  ==============================================
-    """
+    """Count the generation that has just been aborted, if no lost worker explains it."""
     state, current, faults = turn.state, turn.state.current, turn.state.faults
     if state.phase != "collecting" or state.ending:
         return
+    # A lost rank explains the break, also one that is missing since the scheduler's restart.
     if current.has_lost or len(state.in_phase("reported")) < current.world_size:
         turn.update_faults(replace(faults, failed_forms=faults.failed_forms.after_loss()))
         return
+    # The scheduler had died, or a rank has an excuse (out of memory, an injected fault): the
+    # connections are not the cause.
     if "restart" in state.next_whys or any(found.is_excused for found in current.breaks):
         return
     failed = faults.failed_forms.after_failure(
@@ -56,12 +46,14 @@ def count_failed_form(turn: Turn) -> None:
         has_stepped=state.step > current.first_step,
         stepped_s=turn.now - current.ready_at if current.ready_at is not None else 0.0,
     )
+    # It stepped and then stalled. That took long enough to need no wait, and stalled steps have a
+    # budget of their own (``count_step_fault``).
     if current.is_ready and "stalled" in state.next_whys:
         turn.update_faults(replace(faults, failed_forms=failed))
         return
-    form_at = turn.now + failed.wait_s
+    form_at = turn.now + failed.wait_s  # longer each time; the last failure fails the job
     turn.update_faults(replace(faults, failed_forms=failed, form_at=form_at))
-    turn.log(f"{_what(state)}{_because(failed)}")
+    turn.log(f"{_describe_break(state)}{_describe_cause(failed)}")
     if failed.is_final:
         _fail(turn, failed)
 
@@ -71,6 +63,7 @@ def backend_for(turn: Turn, members: Sequence[Member]) -> str:
     state = turn.state
     if state.backend == GLOO or choose_backend([(m.device, m.gpu) for m in members]) == GLOO:
         return GLOO
+    # ``backend: nccl`` never falls back: the user prefers an error to slow steps.
     is_avoided = state.faults.failed_forms.avoids_nccl([m.worker for m in members])
     return GLOO if state.backend == AUTO and is_avoided else NCCL
 
@@ -81,6 +74,7 @@ def why_gloo(state: JobState) -> str:
     The state is that of the generation that has just been formed.
     """
     ranked = state.in_phase("ranked")
+    # The devices alone would allow NCCL: otherwise gloo needs no explanation.
     could = choose_backend([(m.device, m.gpu) for m in ranked]) == NCCL
     failed = state.faults.failed_forms
     if state.current.backend == NCCL or state.backend != AUTO or not could or not failed.num_nccl:
@@ -97,7 +91,7 @@ def why_retrying(state: JobState) -> str:
     """Explain why the job waits before it forms the next generation."""
     failed = state.faults.failed_forms
     attempt = f"attempt {failed.num + 1} of {MAX_FAILED_FORMS} follows"
-    return f"{_what(state)}{_because(failed)}; {attempt}"
+    return f"{_describe_break(state)}{_describe_cause(failed)}; {attempt}"
 
 
 def why_not_with_nccl(state: JobState) -> str:
@@ -109,7 +103,7 @@ def why_not_with_nccl(state: JobState) -> str:
     if not why:
         return ""
     return (
-        f"backend: nccl needs a GPU of its own for every worker, but {why}. "
+        f"backend: nccl needs a separate GPU for every worker, but {why}. "
         "Write backend: auto, or use workers with one GPU each"
     )
 
@@ -131,10 +125,10 @@ def _fail(turn: Turn, failed: FailedForms) -> None:
     turn.fail(UserError(error=error, traceback="", workers=workers, step=state.step))
 
 
-def _what(state: JobState) -> str:
+def _describe_break(state: JobState) -> str:
     did = f"broke at step {state.step + 1}" if state.current.is_ready else "did not form"
     return f"generation {state.generation} {did} although no worker was lost"
 
 
-def _because(failed: FailedForms) -> str:
+def _describe_cause(failed: FailedForms) -> str:
     return f" ({failed.error})" if failed.error else ""

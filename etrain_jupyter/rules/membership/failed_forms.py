@@ -93,6 +93,7 @@ class FailedForms:
             has_stepped: True if it has committed a step.
             stepped_s: Seconds for which all its ranks had been stepping; 0.0 if they never did.
         """
+        # Other workers may have other connections, and a committed step proves that they work.
         workers = frozenset(found.worker for found in breaks)
         is_repeated = workers == self.workers and not has_stepped
         after = dataclasses.replace(
@@ -103,8 +104,9 @@ class FailedForms:
         )
         if not is_of_nccl(breaks, backend):
             return after
-        # One more failure is enough if NCCL has failed with a worker that has left since.
+        # Unlike above, a step does not reset this count: NCCL may break in the first steps again.
         num_before = self.num_nccl if stepped_s < HEALTHY_S else 0
+        # One more failure is enough if NCCL has failed with a worker that has left since.
         if not self.nccl_workers <= workers:
             num_before = min(num_before, MAX_NCCL_FAILURES - 1)
         return dataclasses.replace(
@@ -120,12 +122,16 @@ def is_of_nccl(breaks: Sequence[Break], backend: str) -> bool:
 
     A rank that leaves closes its gloo connections: the others may report only that.
     """
+    # NCCL reports an error              {"nccl", "gloo"}, {"nccl"}     yes
+    # only gloo does                     {"gloo"}                       no: its own connections
+    # none does, or without a backend    {}, {""}                       yes
     backends = {found.backend for found in breaks if found.error}
     return backend == NCCL and (NCCL in backends or GLOO not in backends)
 
 
 def _cause(breaks: Sequence[Break], backend: str) -> str:
-    """Return the most specific error, after the name of its worker."""
+    # The most specific error is one of the generation's own backend; gloo's connections also close
+    # when a rank leaves for another reason.
     found = [b for b in breaks if b.error]
     found.sort(key=lambda b: b.backend != backend)  # stable: the first to report comes first
     return f"{found[0].worker}: {found[0].error}" if found else ""

@@ -43,17 +43,23 @@ ADMISSION_GRACE_S = 1.0
 """Seconds that warm newcomers wait for others that still warm up: one change admits all of them."""
 
 MAX_FAULTS = 3
-"""Faults in a row in the same place (before the first step, or in one step) that fail the job: the
-notebook's code is at fault, not a machine."""
+"""Consecutive faults in the same place (before the first step, or in one step) that fail the job:
+then the notebook's code is at fault, not a machine."""
 
 GUARDED_S = 600.0
-"""Seconds after a failed attempt to form in which the ranks accept only connections that they have
-announced to each other. This costs a few milliseconds per generation, and lets a job form while
-other processes connect to its ports."""
+"""Seconds after a failed attempt to form during which ranks accept only announced connections. This
+costs a few milliseconds per generation, and lets a job form although other processes connect to its
+ports."""
 
 
 def advance(turn: Turn) -> None:
     """Take the actions that are due after the stimulus was applied."""
+    # A planned change and an abort. Both lead to ``_settle`` once no rank steps any more:
+    #
+    #   running --AnnounceChange--> changing      each rank reports at the agreed step boundary
+    #   running --AbortGeneration-> collecting    each rank undoes the step in flight and reports
+    #
+    # A change becomes an abort if a rank is lost before it has reported.
     _check_budgets(turn)
     phase = turn.state.phase
     if phase == "running":
@@ -65,15 +71,13 @@ def advance(turn: Turn) -> None:
         _settle(turn)
     elif phase == "closing" and not _awaits_exit(turn.state):
         close_job(turn)
-        if turn.state.phase == "gathering":
+        if turn.state.phase == "gathering":  # the end was cancelled: its last state is lost
             _settle(turn)
 
 
 def _awaits_exit(state: JobState) -> bool:
-    """Return whether a holder of the state was killed and has not exited.
-
-    A generation that formed now would include it, and break.
-    """
+    # A holder of the state was killed and has not exited: it would be part of a generation that
+    # formed now, which would break.
     return any(m.killed_at for m in state.in_phase("reported"))
 
 
@@ -84,10 +88,11 @@ def _check_budgets(turn: Turn) -> None:
     if state.ending or faults.last is None:
         return
     if faults.num_warm_ups >= MAX_FAULTS:
-        text = f"{faults.num_warm_ups} trainers in a row ended before they were ready to train"
+        text = f"{faults.num_warm_ups} trainers in a row exited before they were ready to train"
+    # A step that was committed since then proves that the code gets past it: it clears this budget.
     elif step == state.step and len(generations) >= MAX_FAULTS:
-        what = "ended a trainer" if faults.last.workers else "did not complete"
-        text = f"step {step + 1} {what} in {len(generations)} generations in a row"
+        did = "lost a trainer" if faults.last.workers else "did not complete"
+        text = f"step {step + 1} {did} in {len(generations)} generations in a row"
     else:
         return
     turn.fail(replace(faults.last, error=f"{text}, {faults.last.error}", step=state.step))
@@ -95,43 +100,29 @@ def _check_budgets(turn: Turn) -> None:
 
 
 def _announce_if_due(turn: Turn) -> None:
-    """Begin a planned change if members come or go, or too few are left to continue.
-
-    The ranks that leave now depend on the members that would remain: the staying ranks and the warm
-    newcomers:
-
-    =============================  ==========================================================
-    would remain                   leave now
-    =============================  ==========================================================
-    none: all state would go       ranks past ``save_at``; until then all train on, and the
-                                   state is backed up in the background
-    fewer than ``min_workers``     ranks without a deadline or past ``save_at``: the others
-                                   train on, because the job would have to wait without them
-    enough                         all of them
-    =============================  ==========================================================
-
-    Timeline of a job with one worker, whose machine receives a notice::
-
-        notice -> background checkpoint -> ... trains on ... -> save_at -> change -> report
-               -> last checkpoint (``_save_before_it_is_gone``) -> release -> interruption
-
-    A change waits until the generation has formed: one change at a time.
-    """
+    """Begin a planned change if members come or go, or too few are left to continue."""
     state = turn.state
     ranked = state.in_phase("ranked")
     stays = [m for m in ranked if not m.leaving]
     newcomers = _admissible(turn)
     leaves = [m for m in ranked if m.leaving]
+    # Which leaving ranks go now depends on the members that would remain. A single worker:
+    #
+    #   notice -> background checkpoint -> ... trains on ... -> save_at -> change -> report
+    #          -> last checkpoint (``_save_before_it_is_gone``) -> release -> interruption
     if not (stays or newcomers):
+        # None would remain: all train on as long as possible, and the state is backed up.
         _back_up(turn, ranked)
         leaves = [m for m in leaves if m.save_at <= turn.now]
     elif len(stays) + len(newcomers) < state.min_workers:
+        # Too few would remain, and the job would wait: ranks that still have time train on.
         leaves = [m for m in leaves if not _has_time(m, turn.now)]
+    # Newcomers that wait for others count, too: they join in a moment.
     is_short = len(ranked) + len(_newcomers(turn.state)) < state.min_workers
     if not (newcomers or leaves or is_short or state.pause or state.ending):
         return
     if any(not m.formed for m in ranked):
-        return
+        return  # one change at a time
     if newcomers:
         turn.add_why("join")
     if leaves:
@@ -144,16 +135,18 @@ def _announce_if_due(turn: Turn) -> None:
 
 
 def _back_up(turn: Turn, ranked: Sequence[Member]) -> None:
-    """Save the state once while training continues, in case the interruption comes early."""
+    # Once per generation, while training continues: the interruption may come before ``save_at``.
     current = turn.state.current
-    is_noticed = any(m.save_at < math.inf for m in ranked)
+    is_noticed = any(m.save_at < math.inf for m in ranked)  # not if it is only scaled down
     if is_noticed and not current.has_backup:
         turn.update_generation(replace(current, has_backup=True))
         turn.do(AskForCheckpoint(trainers=tuple(m.trainer for m in ranked)))
 
 
 def _admissible(turn: Turn) -> list[Member]:
-    """Return the warm newcomers; none while it pays to wait for others that still warm up."""
+    # Workers that arrive together join in one change, because each change costs a new generation:
+    #
+    #   w2 warm ------- w3 warm: both join          w3 not warm after ADMISSION_GRACE_S: w2 joins
     warm = _newcomers(turn.state)
     if not warm or not turn.state.in_phase("starting"):
         return warm
@@ -167,12 +160,14 @@ def _newcomers(state: JobState) -> list[Member]:
 
 def _settle(turn: Turn) -> None:
     """Form the next generation, wait, or end the job. Called while no rank steps."""
+    # The order matters: a non-finite loss removes its step from the undone ones, and may fail or
+    # pause the job; undone steps need the survivors as members; a failed form may fail the job.
     _settle_nan_loss(turn)
     publish_undone(turn)
     count_failed_form(turn)
     if turn.state.ending:
         close_job(turn)
-        if turn.state.ending:
+        if turn.state.ending:  # else cancelled: its last state is lost
             return
     newcomers = _newcomers(turn.state)
     holders = _release_leavers(turn)
@@ -185,6 +180,7 @@ def _settle(turn: Turn) -> None:
         turn.set_status("paused", state.pause.reason)
     elif not has_enough:
         turn.enter_phase("gathering")
+        # A new job stays ``submitted`` while its first trainers warm up.
         if state.generation or not state.in_phase("starting"):
             turn.set_status("waiting", _why_too_few(state, len(members)))
     elif is_saving:
@@ -193,16 +189,14 @@ def _settle(turn: Turn) -> None:
     elif turn.now < state.faults.form_at:
         turn.enter_phase("gathering")
         turn.set_status("waiting", why_retrying(state))
+    # After a change or an abort the ranks are idle: form at once.
     elif state.phase != "gathering" or _is_worth_forming(turn):
         _form(turn, members)
 
 
 def _settle_nan_loss(turn: Turn) -> None:
-    """Fail or pause the job after a loss that was not finite, when all ranks have reported.
-
-    This holds even if the generation ended in another way meanwhile: the step would have the same
-    loss again.
-    """
+    # Fail or pause the job, even if the generation was aborted meanwhile: the step would have the
+    # same loss again.
     state, current = turn.state, turn.state.current
     found = current.nan_loss
     if found is None:
@@ -220,7 +214,7 @@ def _settle_nan_loss(turn: Turn) -> None:
         saved_step=max(0, state.saved_step),
     )
     if state.ending:
-        return
+        return  # the user has stopped it, or it failed already
     if state.pauses_on_nan:
         remedy = "%etrain resume retries the step, %etrain stop ends the job"
         turn.pause(f"{text}. {remedy}")
@@ -238,31 +232,20 @@ def _settle_nan_loss(turn: Turn) -> None:
 def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
     """Save the newest state if all its holders leave and no other trainer can take it over.
 
-    ==========================================================  ==============================
-    case, the first that applies                                what happens
-    ==========================================================  ==============================
-    a holder is writing it already                              wait; an order to form would
-                                                                queue behind the checkpoint
-    a holder stays, or there is none                            nothing
-    the next generation has a member that stays                 nothing: it takes the state
-    the state is durable                                        nothing
-    all holders are past ``save_at``                            save now, and wait
-    some deadline is known, and too few are here to form        save now: nothing else to do
-    otherwise                                                   nothing: train on for a while
-    ==========================================================  ==============================
-
     Returns:
         True if the next generation has to wait for the checkpoint.
     """
     if saver_of(turn.state) is not None:
-        return True
+        return True  # the order to form would queue behind the checkpoint
     holders = newest_holders(turn.state)
     if not holders or not all(m.leaving for m in holders):
-        return False
+        return False  # one stays, or there is no state
     if _has_successor(turn.state) or is_newest_durable(turn.state):
-        return False
+        return False  # a member that stays will receive it, or a checkpoint has it
     is_due = all(m.save_at <= turn.now for m in holders)
     is_known = any(m.save_at < math.inf for m in holders)
+    # Before the deadline: train on if enough ranks are here, else use the time to save. Without a
+    # deadline there is no hurry.
     if not is_due and (has_enough or not is_known):
         return False
     save_newest(turn)
@@ -270,16 +253,15 @@ def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
 
 
 def _why_it_saves(state: JobState) -> str:
-    """Explain why no rank steps although enough are here, shortly before an interruption."""
     going = ", ".join(m.worker for m in newest_holders(state))
     failure = f"; the last attempt failed ({state.saving.error})" if state.saving.error else ""
     return f"saving step {state.step} before {going} is interrupted{failure}"
 
 
 def _why_too_few(state: JobState, num_here: int) -> str:
-    """Explain which workers are missing, and the known reasons."""
     known = [f"{m.worker} is warming up" for m in state.in_phase("starting")]
     known += [f"{w} was lost: {cause}" for w, cause in state.faults.lost if not state.of_worker(w)]
+    # The workers that held the state are gone: say that it is not lost.
     has_no_holder = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))
     if state.step > 0 and has_no_holder and state.saved_step >= state.step:
         known.append(f"the state is in the checkpoint of step {state.saved_step}")
@@ -288,35 +270,26 @@ def _why_too_few(state: JobState, num_here: int) -> str:
 
 
 def _release_leavers(turn: Turn) -> list[Member]:
-    """Release the members that leave, if the newest state stays here; return those that remain.
-
-    ==================================================  ==========================================
-    the newest state is held by ...                     released
-    ==================================================  ==========================================
-    a member that stays                                 all that leave; if too few would be left,
-                                                        only those without a deadline or past it
-    leaving members only, and one still has time, or    those past ``save_at``: the others keep
-    no member that stays could take the state over      the state until it is durable
-    leaving members only, all past ``save_at``, and a   none: they hand the state over in the next
-    member that stays would be in the next generation   generation, and leave after that
-    ==================================================  ==========================================
-
-    In every case none is released if the newest state would be lost with them, or if one of them is
-    writing it. If the newest state leaves as a checkpoint, the remaining holders are older than
-    that: they drop their state, and the next generation restores the checkpoint.
-    """
+    """Release the members that leave, if the newest state stays here; return those that remain."""
     holders = turn.state.in_phase("reported")
     newest = newest_holders(turn.state)
     if any(not m.leaving for m in newest):
+        # The newest state stays. All that leave go; but if too few ranks would be left to train,
+        # those that have time until their deadline stay.
         going = [m for m in holders if m.leaving]
         num_left = len(holders) - len(going) + len(_newcomers(turn.state))
         if num_left < turn.state.min_workers:
             going = [m for m in going if not _has_time(m, turn.now)]
     elif any(m.save_at > turn.now for m in newest) or not _has_successor(turn.state):
+        # Only leaving members hold it. Those past ``save_at`` go; the others keep it until it is
+        # durable or handed over.
         going = [m for m in holders if m.leaving and m.save_at <= turn.now]
     else:
+        # All of them are due: they hand it over in the next generation, and leave after that.
         return holders
     stays = [m for m in holders if m not in going]
+    # Whatever the case: never release the last holder of a state that is not durable, nor a member
+    # that is writing it.
     is_kept = any(m in stays for m in newest) or is_newest_durable(turn.state)
     if not is_kept or saver_of(turn.state) in going:
         return holders
@@ -324,17 +297,15 @@ def _release_leavers(turn: Turn) -> list[Member]:
         assert member.leaving
         release(turn, member, member.leaving)
     if not any(m in stays for m in newest):
+        # Only the checkpoint has the newest state now. The others hold an older one: they drop it,
+        # and the next generation restores the checkpoint.
         for member in stays:
             turn.put(replace(member, progress=s.NO_PROGRESS))
     return [turn.state.members[m.trainer] for m in stays]
 
 
 def _has_time(member: Member, now: float) -> bool:
-    """Return whether the deadline of its machine is known and not due.
-
-    Such a rank trains on if the job would have too few ranks without it.
-    """
-    return now < member.save_at < math.inf
+    return now < member.save_at < math.inf  # a deadline is known, and not due
 
 
 def _has_successor(state: JobState) -> bool:
@@ -345,32 +316,30 @@ def _has_successor(state: JobState) -> bool:
 
 
 def _still_missing(state: JobState, num_ranks: int) -> tuple[tuple[str, str], ...]:
-    """Return the lost workers that have not been replaced."""
+    # A lost worker returns under its own name, or another one takes its place: a job that has its
+    # maximum of ranks lacks none.
     num_missing = max(0, state.max_workers - num_ranks)
     away = [pair for pair in state.faults.lost if state.of_worker(pair[0]) is None]
     return tuple(away[-num_missing:]) if num_missing else ()
 
 
 def _is_worth_forming(turn: Turn) -> bool:
-    """Return whether to form now; at the start, wait briefly for workers that warm up together."""
+    # Idle ranks need not wait for newcomers; the first generation waits briefly.
     return bool(turn.state.in_phase("reported")) or bool(_admissible(turn))
 
 
 def _form(turn: Turn, members: Sequence[Member]) -> None:
-    """Form the next generation: newest state first, so that rank 0 holds it.
-
-    ::
-
-        rank        0          1          2          3
-        progress  (7, 1)     (7, 1)     (6, 1)     none       step 7, behind = (2, 3)
-        progress   none       none       none                 restore, behind = (1, 2)
-    """
+    # Newest state first, so that rank 0 holds it; among equals the oldest trainer:
+    #
+    #   rank        0          1          2          3
+    #   progress  (7, 1)     (7, 1)     (6, 1)     none       step 7, behind = (2, 3)
+    #   progress   none       none       none                 restore, behind = (1, 2)
     state = turn.state
     ranks = sorted(members, key=lambda m: (-m.progress[0], -m.progress[1], m.order))
     newest = ranks[0].progress
     restore = newest == s.NO_PROGRESS and state.generation > 0
     behind = tuple(rank for rank, m in enumerate(ranks) if rank and m.progress != newest)
-    if newest == s.NO_PROGRESS:
+    if newest == s.NO_PROGRESS:  # the initial weights may differ, and rank 0 restores for all
         behind = tuple(range(1, len(ranks)))
     previous = state.current
     current = GenerationState(
@@ -416,7 +385,6 @@ def _form(turn: Turn, members: Sequence[Member]) -> None:
 
 
 def _whys(state: JobState) -> list[str]:
-    """Return the reasons of the next generation as the log names them."""
     # If no worker was lost, the connections between the ranks were.
     lost = "lost" if state.current.has_lost else "broken"
     return [lost if why == "lost" else why for why in state.next_whys or ("start",)]

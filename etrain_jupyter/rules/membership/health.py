@@ -47,9 +47,10 @@ def after_fault(
     (1.0, 7.0)
     """
     num_faults = 1
+    # In a row: no long healthy phase and no long pause between this fault and the previous one.
     if previous is not None and stepped_s < HEALTHY_S and now - previous.last_at < FORGET_S:
         num_faults = previous.num_faults + 1
-    wait_s = wait_after(num_faults - was_ready)
+    wait_s = wait_after(num_faults - was_ready)  # one less if it was ready: no wait the first time
     return Health(num_faults=num_faults, last_at=now, retry_at=now + wait_s)
 
 
@@ -61,4 +62,5 @@ def wait_after(num_faults: int) -> float:
     """
     if num_faults < 1:
         return 0.0
+    # The exponent is bounded, because a float overflows at 2.0 ** 1024.
     return min(MAX_WAIT_S, FIRST_WAIT_S * 2.0 ** min(num_faults - 1, 10))

@@ -32,4 +32,6 @@ def is_of_job(*, generation: int, step: int, starts: Sequence[int]) -> bool:
     >>> is_of_job(generation=3, step=40, starts=starts)
     True
     """
+    # ``starts[generation]`` belongs to the next generation, because generations count from 1. All
+    # later ones matter: the third may go back behind the start of the second.
     return all(step <= start for start in starts[generation:])

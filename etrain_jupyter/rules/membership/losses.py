@@ -14,7 +14,7 @@ from etrain_jupyter.rules.membership.turn import Turn, begin_collecting, start_m
 
 def take_worker_gone(turn: Turn, stimulus: s.WorkerGone) -> None:
     """Remove a worker that is gone, with its trainer. No budget counts that."""
-    turn.unassign(stimulus.worker)
+    turn.unassign(stimulus.worker)  # until the coordinator assigns it again
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
         _lose(turn, member, stimulus.cause, stimulus.detected_s)
@@ -25,11 +25,12 @@ def take_trainer_lost(turn: Turn, stimulus: s.TrainerLost) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None:
         return
+    # Counted first: the rule depends on the member's phase, and on the other members.
     if not stimulus.injected:
         _count_fault(turn, member, stimulus)
     _lose(turn, member, stimulus.cause, stimulus.detected_s)
     if not turn.state.ending:
-        start_missing(turn)
+        start_missing(turn)  # if its back-off is over; otherwise a tick starts it
 
 
 def exclude_newcomer(turn: Turn, member: Member, stimulus: s.UserErrorSeen) -> None:
@@ -49,23 +50,15 @@ def exclude_newcomer(turn: Turn, member: Member, stimulus: s.UserErrorSeen) -> N
 def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
     """Distinguish a machine's fault from a fault of the notebook's code, which would recur forever.
 
-    =======================  ==========================================================
-    the trainer exited       counts as
-    =======================  ==========================================================
-    in a generation          a fault in the current step, see ``count_step_fault``
-    while it warmed up       a warm-up fault, unless another trainer is ready: then the
-                             notebook's code is not the cause
-    otherwise                nothing but a fault of its worker, which backs off
-    =======================  ==========================================================
-
     The count ignores which worker it was: a step's samples go to the same rank each time, and if
     the others can train without a broken machine, they commit steps meanwhile.
     """
     state = turn.state
-    _back_off(turn, member)
+    _back_off(turn, member)  # a fault of its worker, in any phase
     error = f"the last on {member.worker}: {stimulus.cause}"
     if member.phase == "ranked":
         count_step_fault(turn, error, output=stimulus.last_words, workers=(member.worker,))
+    # If another trainer is warm, the notebook's code can warm up and is not the cause.
     elif member.phase == "starting" and not state.in_phase("warm", "ranked", "reported"):
         fault = UserError(
             error=error,
@@ -86,7 +79,6 @@ def count_step_fault(
 
 
 def _back_off(turn: Turn, member: Member) -> None:
-    """Delay the worker's next trainer if they keep exiting there, and log the delay."""
     stepped_s = turn.now - member.steps_since if member.steps_since else 0.0
     faults = turn.state.faults
     health = after_fault(
@@ -95,18 +87,21 @@ def _back_off(turn: Turn, member: Member) -> None:
         stepped_s=stepped_s,
         was_ready=member.phase != "starting",
     )
+    # Forget workers that the job may not use any more, or the mapping would grow without bound.
     known = {w: h for w, h in faults.health.items() if w in turn.state.assigned}
     turn.update_faults(replace(faults, health={**known, member.worker: health}))
     wait_s = health.retry_at - turn.now
     if wait_s > 0:
-        times = "once" if health.num_faults == 1 else f"{health.num_faults} times in a row"
-        turn.log(f"{member.worker}: its trainer ended {times}; the next starts in {wait_s:.0f} s")
+        times = "" if health.num_faults == 1 else f" {health.num_faults} times in a row"
+        what = f"its trainer exited{times}; the next one starts in {wait_s:.0f} s"
+        turn.log(f"{member.worker}: {what}")
 
 
 def _lose(turn: Turn, member: Member, cause: str, detected_s: float) -> None:
     turn.update_faults(turn.state.faults.with_lost(member.worker, cause))
     turn.remove(member)
     turn.publish(events.WorkerLost, worker=member.worker, cause=cause, detected_s=detected_s)
+    # No rank waits for a newcomer, or for one that has reported.
     if member.phase == "ranked":
         turn.update_generation(replace(turn.state.current, has_lost=True))
         turn.add_why("lost")

@@ -29,7 +29,7 @@ class LifeSigns:
 
     seen: ProgressSeen
     heard_at: float
-    """When the supervisor sent it."""
+    """When the coordinator received it."""
     moved_at: float
     """When the counters of collectives and beats last changed."""
 
@@ -156,6 +156,7 @@ class Faults:
 
     def with_lost(self, worker: str, cause: str) -> Faults:
         """Return a copy that lists ``worker`` as the newest lost one."""
+        # A worker is listed once, with its newest cause.
         others = tuple(pair for pair in self.lost if pair[0] != worker)
         return replace(self, lost=(*others, (worker, cause))[-KEEP_LOST:])
 
@@ -166,8 +167,8 @@ class Faults:
     def with_step_fault(self, fault: UserError, *, generation: int) -> Faults:
         """Return a copy with one more generation that broke in the step after ``fault.step``."""
         step, generations = self.at_step
-        known = generations if step == fault.step else ()
-        if generation not in known:
+        known = generations if step == fault.step else ()  # another step starts a new count
+        if generation not in known:  # several ranks may exit in one generation
             known = (*known, generation)
         return replace(self, at_step=(fault.step, known), last=fault)
 
@@ -240,9 +241,10 @@ class JobState:
     """The status that the log shows; a terminal one if and only if the job has ended."""
     reason: str = ""
     phase: JobPhase = "gathering"
-    """``gathering``: no generation is formed. ``running``: one steps. ``changing``: its ranks leave
-    after the current step. ``collecting``: it was aborted, and its ranks have not all reported.
-    ``closing``: no generation follows; the last checkpoint is written, or the job has ended."""
+    """``gathering``: no generation is formed. ``running``: one forms or steps. ``changing``: its
+    ranks leave at the next agreed step boundary. ``collecting``: it was aborted, and its ranks have
+    not all reported. ``closing``: no generation follows; the last checkpoint is written, or the job
+    has ended."""
     since: float = 0.0
     """When this phase began."""
     pause: Pause | None = None
@@ -284,7 +286,7 @@ class JobState:
     def in_phase(self, *phases: MemberPhase) -> list[Member]:
         """Return the members in one of these phases, oldest first."""
         found = [m for m in self.members.values() if m.phase in phases]
-        return sorted(found, key=lambda m: m.order)
+        return sorted(found, key=lambda m: m.order)  # the mapping's order depends on the updates
 
     def of_worker(self, worker: str) -> Member | None:
         """Return the worker's trainer, or None."""

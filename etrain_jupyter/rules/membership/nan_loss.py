@@ -25,6 +25,7 @@ class NanLoss:
         'the loss of step 12 is nan on rank 1 (w1); no rank updated its weights, which are those \
 of step 11; the newest checkpoint is of step 8'
         """
+        # All ranks know the mean, but only its source knows where it came from, and may be lost.
         named = [f"rank {rank} ({worker})" for rank, worker in self.sources]
         where = f" on {', '.join(named)}" if named else " (the ranks that computed it were lost)"
         newest = f"the newest checkpoint is of step {saved_step}"

@@ -1,7 +1,7 @@
 """Wait for checkpoints: before the last holder of the newest state leaves, or at the end.
 
-One holder of the newest state at a time is ordered to write it. If it fails, the next holder is;
-if all fail, they retry after a while, because a full disk or an unreachable store may recover.
+The holders of the newest state try to write it, one after another. If all fail, they retry after a
+delay, because a full disk or an unreachable store may recover.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from etrain_jupyter.rules.membership.membership import Finishing, JobState, Memb
 from etrain_jupyter.rules.membership.turn import Turn, end_job, newest_step
 
 SAVE_WAITS_S = (5.0, 10.0, 20.0)
-"""Seconds until the next round after a round in which no holder could write the checkpoint: the
-first, the second, and all later ones. At the end of a job there is one retry per entry, and then
-the job ends without the checkpoint."""
+"""Delays in seconds after the first, the second and each later round in which no holder could write
+the checkpoint. At its end, a job has one retry per entry, and then ends without the checkpoint."""
 
-FORGET_SAVES = 0.8
+SAVE_TIME_DECAY = 0.8
 """Factor by which each faster checkpoint lowers the known duration of a checkpoint."""
 
 
@@ -44,7 +43,11 @@ def saver_of(state: JobState) -> Member | None:
 
 
 def save_newest(turn: Turn) -> None:
-    """Order one holder of the newest state to save it, unless one does or a retry is not due."""
+    """Order one holder of the newest state to save it, unless one does already or must wait."""
+    # One round over three holders of the newest state, and the next one:
+    #
+    #   w1 fails -> w2 fails -> w3 fails | wait 5 s | w1 ... succeeds: ``Saving()``
+    #   failed=(w1,)  (w1, w2)  (w1, w2, w3) -> () num_rounds=1
     state = turn.state
     if saver_of(state) is not None or turn.now < state.saving.retry_at:
         return
@@ -54,11 +57,10 @@ def save_newest(turn: Turn) -> None:
         turn.update_saving(replace(state.saving, trainer=able[0].trainer, since=turn.now))
         turn.do(SaveCheckpoint(trainer=able[0].trainer))
     elif holders:
-        _wait_for_the_store(turn)
+        _delay_next_round(turn)
 
 
-def _wait_for_the_store(turn: Turn) -> None:
-    """End a round in which all holders failed, and let all of them retry after a while."""
+def _delay_next_round(turn: Turn) -> None:
     saving = turn.state.saving
     wait_s = SAVE_WAITS_S[min(saving.num_rounds, len(SAVE_WAITS_S) - 1)]
     retry_at, num_rounds = turn.now + wait_s, saving.num_rounds + 1
@@ -77,11 +79,11 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
             # A slow checkpoint raises the estimate immediately; faster ones lower it gradually,
             # because a deadline that is missed costs more than one that is early.
             timings = turn.state.timings
-            save_s = max(saved.duration_s, timings.save_s * FORGET_SAVES)
+            save_s = max(saved.duration_s, timings.save_s * SAVE_TIME_DECAY)
             turn.update_timings(replace(timings, save_s=save_s))
     saver = saver_of(turn.state)
     if saver is None or saved.trainer not in ("", saver.trainer):
-        return
+        return  # a background checkpoint: no rank waits for it
     if saved.step < saver.progress[0]:
         return  # an older checkpoint, still in progress when this one was ordered
     if saved.ok:
@@ -93,34 +95,32 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
 
 
 def _is_given_up(state: JobState) -> bool:
-    """Return whether the job ends without its last checkpoint."""
+    # Only at the end: before an interruption it retries for as long as the machine exists.
     return state.phase == "closing" and state.saving.num_rounds > len(SAVE_WAITS_S)
 
 
 def close_job(turn: Turn) -> None:
-    """Make the newest state durable, then end the job. Called again with each later stimulus.
-
-    ======================================================  ======================================
-    case, the first that applies                            what happens
-    ======================================================  ======================================
-    it finished, but all holders of its last steps died     train them again from an older state
-    the newest state here is durable                        end; a last checkpoint that could not
-                                                            be written is part of the reason
-    all retries have failed                                 end without the last checkpoint
-    otherwise                                               save, and wait for the answer
-    ======================================================  ======================================
-    """
+    """Make the newest state durable, then end the job. Called again with each later stimulus."""
+    # all ranks have reported -> closing: save
+    #
+    #   durable                                     end_job
+    #   all retries fail                            end_job, without the last checkpoint
+    #   a finished job loses its last holder        gathering: train the last steps again
     state = turn.state
     has_finished = isinstance(state.ending, Finishing)
     if has_finished and max(newest_step(state), state.saved_step) < state.step:
-        # Other jobs may have the workers, because this job was about to end.
+        # All holders of its last steps died. Other jobs may have the workers by now, because this
+        # job was about to end: so it gets workers assigned again.
         turn.train_on()
         turn.enter_phase("gathering")
     elif is_newest_durable(state):
+        # What is left here is durable. If a checkpoint was ordered and the state of ``state.step``
+        # is gone all the same, the reason says so.
         is_unsaved = bool(state.saving.since) and state.saved_step < state.step
         end_job(turn, unsaved=_describe_loss(state) if is_unsaved else "")
     else:
         if state.phase != "closing":
+            # Failed rounds before this point were those of an interruption: they do not count.
             turn.enter_phase("closing")
             turn.update_saving(replace(state.saving, num_rounds=0, retry_at=0.0))
         save_newest(turn)
@@ -131,7 +131,7 @@ def close_job(turn: Turn) -> None:
 def _describe_loss(state: JobState) -> str:
     durable = f"the newest checkpoint is of step {state.saved_step}"
     if state.saved_step < 0:
-        durable = "there is no other checkpoint"
+        durable = "there is no earlier checkpoint"
     error = state.saving.error or "all workers that held its state were lost"
     return (
         f"trained to step {state.step}, but the last checkpoint could not be written "

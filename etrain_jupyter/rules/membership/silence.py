@@ -1,4 +1,4 @@
-"""Detect supervisors without heartbeats, not counting time in which none could be received."""
+"""Detect supervisors whose heartbeats time out, not counting suspensions of the coordinator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Hearing:
     tick_s: float
     """Ordinary interval between two calls of ``tick``, in seconds."""
     heard_at: dict[str, float] = field(default_factory=dict)
-    _ticked_at: float | None = None
+    _ticked_at: float | None = None  # None before the first tick
 
     def hear(self, name: str, now: float) -> None:
         """Record a message from a supervisor."""
@@ -34,6 +34,9 @@ class Hearing:
 
     def tick(self, now: float) -> float:
         """Advance the time, and return the seconds for which the coordinator was suspended."""
+        # tick   tick                           tick    tick_s is the ordinary interval
+        #  |------|------- suspended ------------|
+        #         |<-tick_s->|<---- asleep_s --->|      heard_at moves by asleep_s
         passed_s = self.tick_s if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
         if 0 <= passed_s < LATE_S:

@@ -2,10 +2,9 @@
 
 All ranks start the same collectives in the same order. So when no rank makes progress, the others
 wait for the rank that has started the fewest. A process that is stopped, or in which one thread
-holds the GIL, may have started as many as the others; its pulse identifies it. Only the straggler
-is killed. If there is no clear straggler, the connections may be the cause: the generation is
-aborted and the next one formed. The hung rank is then the one that does not report, which
-identifies it.
+holds the GIL, may have started as many as the others; the age of its pulse identifies it. Only the
+straggler is killed. Without a clear straggler, the connections may be the cause: the generation is
+aborted, and the next one forms. If a rank does hang, it is then the one that does not report.
 
 ========================================  ========================================================
 no progress for ``patience_s`` and ...    action
@@ -43,7 +42,7 @@ FROZEN_S = 3.0
 """A running process pulses four times a second; without a pulse for this many seconds it is
 frozen."""
 
-NEWS_S = 5.0
+MAX_REPORT_AGE_S = 5.0
 """If a trainer's last report is older than this many seconds, its state is unknown."""
 
 KILL_PATIENCE_S = 10.0
@@ -56,6 +55,7 @@ def take_progress(turn: Turn, seen: s.ProgressSeen) -> None:
     member = turn.state.members.get(seen.trainer)
     if member is None:
         return
+    # Both instants are the coordinator's: the trainer's clock is not compared with ours.
     old = member.signs
     has_moved = old is None or _position(old.seen) != _position(seen)
     moved_at = turn.now if old is None or has_moved else old.moved_at
@@ -83,6 +83,7 @@ def check_stalls(turn: Turn) -> None:
 
 def excuse_sleep(turn: Turn, asleep_s: float) -> None:
     """Do not count the time in which the coordinator itself was suspended."""
+    # Shift every instant that a timeout is measured from.
     for member in list(turn.state.members.values()):
         signs = member.signs
         if signs is not None:
@@ -104,8 +105,13 @@ def _check_generation(turn: Turn) -> None:
     state = turn.state
     ranked = state.in_phase("ranked")
     quiet_s = turn.now - _moved_at(state, ranked)
-    if not ranked or quiet_s <= patience_s(state) or not _have_news(turn, ranked):
+    # Without news of a rank, its supervisor is the problem: ``silence`` evicts that worker.
+    if not ranked or quiet_s <= patience_s(state) or not _have_fresh_reports(turn, ranked):
         return
+    # last progress of any rank                    now
+    #  |----------------- quiet_s ------------------|
+    #  |-- patience_s: max(hang_s, 10 steps) --|         the straggler is killed; its exit aborts
+    #                                                    the generation (``take_trainer_lost``)
     suspects = find_suspects(state, now=turn.now, quiet_s=quiet_s)
     for member in suspects:
         num_waiting = state.current.world_size - len(suspects)
@@ -113,6 +119,7 @@ def _check_generation(turn: Turn) -> None:
     if suspects:
         return
     if state.current.world_size == 1:
+        # It waits for no other rank, so it is busy: only the user can tell whether that is normal.
         _warn(turn, ranked[0], f"no progress for {quiet_s:.0f} s at step {state.step + 1}")
     else:
         _restart_generation(turn, quiet_s)
@@ -120,8 +127,10 @@ def _check_generation(turn: Turn) -> None:
 
 def patience_s(state: JobState) -> float:
     """Return how many seconds all ranks of a generation may make no progress."""
+    # Before the first step the duration of a step is unknown (0.0): a warm-up includes one.
     slow_s = STEPS_PER_LIMIT * state.timings.step_s or WARM_UPS_PER_LIMIT * state.timings.warm_s
     limit_s = max(state.hang_s, slow_s)
+    # The other ranks wait while rank 0 reads the checkpoint.
     if state.current.is_restoring and not all(m.formed for m in state.in_phase("ranked")):
         limit_s *= RESTORE_PATIENCE
     return limit_s
@@ -140,9 +149,12 @@ def find_suspects(state: JobState, *, now: float, quiet_s: float) -> list[Member
         quiet_s: Seconds for which no rank has made progress.
     """
     ranked = state.in_phase("ranked")
+    # Frozen ranks first: they may have started as many collectives as the ranks that wait.
     frozen = [m for m in ranked if _is_frozen(m, now, quiet_s, state.hang_s)]
     if frozen:
         return frozen
+    # collectives started    41   41   40   41     the third rank is behind: kill it
+    #                        41   40   40   41     unclear: abort the generation
     places = {m.trainer: _place(state, m) for m in ranked}
     behind = [m for m in ranked if places[m.trainer] == min(places.values())]
     return behind if len(behind) == 1 and state.current.world_size > 1 else []
@@ -156,32 +168,30 @@ def _place(state: JobState, member: Member) -> tuple[bool, int]:
 
 
 def _is_frozen(member: Member, now: float, quiet_s: float, hang_s: float) -> bool:
-    """Return whether a rank is frozen.
-
-    Its process has then run no Python code since the ranks last made progress, or for ``hang_s``. A
-    busy machine delays a pulse, but not by that much; and a rank may freeze in the middle of a
-    step.
-    """
+    # Frozen: its process has run no Python code since the ranks last made progress, or for
+    # ``hang_s``. A busy machine delays a pulse, but not by that much. The factor is for a rank that
+    # froze in the middle of a step, a little after the last progress.
     if member.signs is None:
         return False
-    age_s = member.signs.seen.alive_age_s
+    age_s = member.signs.seen.alive_age_s  # when its supervisor read the page
     frozen_s = age_s + now - member.signs.heard_at
     return age_s > min(FROZEN_S, hang_s / 2) and frozen_s >= min(0.9 * quiet_s, hang_s)
 
 
 def _moved_at(state: JobState, ranked: list[Member]) -> float:
-    """Return when any of these ranks last made progress, or another one reported."""
+    # A report counts as progress of the generation: the others have just begun to wait for less.
     moves = [m.signs.moved_at for m in ranked if m.signs]
     reports = [m.since for m in state.in_phase("reported")]
     return max([state.since, *moves, *reports])
 
 
-def _have_news(turn: Turn, members: list[Member]) -> bool:
-    return all(m.signs and turn.now - m.signs.heard_at <= NEWS_S for m in members)
+def _have_fresh_reports(turn: Turn, members: list[Member]) -> bool:
+    return all(m.signs and turn.now - m.signs.heard_at <= MAX_REPORT_AGE_S for m in members)
 
 
 def _restart_generation(turn: Turn, quiet_s: float) -> None:
-    """Abort a stalled generation without a clear straggler: its connections may be the cause."""
+    # The connections may be the cause, and a new generation connects again. If one rank does hang,
+    # it is the one that does not report, and ``_check_reports`` kills it.
     state = turn.state
     num_ranks = len(state.in_phase("ranked"))
     what = f"{num_ranks} ranks made no progress for {quiet_s:.0f} s, without a clear straggler"
@@ -195,10 +205,12 @@ def _restart_generation(turn: Turn, quiet_s: float) -> None:
 
 
 def _check_reports(turn: Turn) -> None:
-    """Kill the ranks of an aborted generation that neither report nor make progress."""
+    # After an abort each rank is on its own: it may still be in the notebook's code, for as long as
+    # a step takes, but no other rank can hold it up.
     state = turn.state
     limit_s = max(state.hang_s, STEPS_PER_LIMIT * state.timings.step_s)
     for member in state.in_phase("ranked"):
+        # Without the other members, whose reports would count as progress.
         quiet_s = turn.now - _moved_at(replace(state, members={}), [member])
         if quiet_s > limit_s:
             is_frozen = _is_frozen(member, turn.now, quiet_s, state.hang_s)
@@ -208,21 +220,21 @@ def _check_reports(turn: Turn) -> None:
 
 
 def _check_saver(turn: Turn) -> None:
-    """Kill the writer of a checkpoint that blocks the job if it makes no progress for very long."""
+    # A slow store is not a hang: be patient with a writer that is alive.
     state = turn.state
     saver = saver_of(state)
     _check_frozen(turn, [saver] if saver else [], state.hang_s)
     if saver is None:
         return
     quiet_s = turn.now - _moved_at(replace(state, members={}, since=state.saving.since), [saver])
-    if quiet_s > RESTORE_PATIENCE * state.hang_s and _have_news(turn, [saver]):
+    if quiet_s > RESTORE_PATIENCE * state.hang_s and _have_fresh_reports(turn, [saver]):
         _kill(turn, saver, f"no progress for {quiet_s:.0f} s while saving step {state.step}")
 
 
 def _check_newcomers(turn: Turn) -> None:
-    """Kill newcomers that are frozen, and warn of slow ones: no rank waits for them."""
+    # No rank waits for newcomers: slow ones are only logged, frozen ones are killed.
     state = turn.state
-    patience = WARM_UP_PATIENCE * state.hang_s
+    patience = WARM_UP_PATIENCE * state.hang_s  # one long call may build the model or the data
     _check_frozen(turn, state.in_phase("starting"), patience)
     _check_frozen(turn, state.in_phase("warm"), state.hang_s)
     for member in turn.state.in_phase("starting"):
@@ -240,6 +252,8 @@ def _check_frozen(turn: Turn, members: list[Member], limit_s: float) -> None:
 
 
 def _declare_unkillable_lost(turn: Turn) -> None:
+    # SIGKILL takes effect only when the kernel lets the process go, for example after a read from a
+    # dead network file system. The job does not wait for that.
     for member in list(turn.state.members.values()):
         if member.killed_at and turn.now - member.killed_at > KILL_PATIENCE_S:
             take_trainer_lost(turn, s.TrainerLost(trainer=member.trainer, cause=member.killed_why))
@@ -250,13 +264,13 @@ def _declare_unkillable_lost(turn: Turn) -> None:
 
 def _kill(turn: Turn, member: Member, why: str) -> None:
     if member.killed_at:
-        return
+        return  # its exit, ``TrainerLost``, is still to come
     turn.put(replace(member, killed_at=turn.now, killed_why=why))
     turn.do(KillTrainer(trainer=member.trainer, why=why, stacks=True))
 
 
 def _warn(turn: Turn, member: Member, what: str) -> None:
-    """Log once, with its stacks, that a member is slow; it may continue: no rank waits for it."""
+    # Once until it makes progress again: the stacks are long.
     if member.is_warned_of or member.signs is None or member.killed_at:
         return
     turn.put(replace(member, is_warned_of=True))
@@ -281,6 +295,7 @@ def _describe_freeze(member: Member) -> str:
     process = member.signs.seen.process if member.signs else ""
     if process == "stopped":
         return "stopped (SIGSTOP)"
+    # The process may run, but its pulse thread does not: another thread does not release the GIL.
     if process in ("", "running", "sleeping"):
         return "held the GIL"
     return f"frozen ({process})"

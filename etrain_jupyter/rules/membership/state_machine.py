@@ -64,9 +64,10 @@ def handle(
         The job after, and the commands in the order in which to carry them out.
     """
     if state.is_ended:
-        return state, []
+        return state, []  # released trainers may still report
     turn = Turn(state, now, now if wall is None else wall)
     _take(turn, stimulus)
+    # No rule waits for a particular stimulus: after each one, everything that is due is done.
     if not turn.state.is_ended:
         advance(turn)
     return turn.state, turn.commands
@@ -116,35 +117,33 @@ def _take(turn: Turn, stimulus: s.Stimulus) -> None:
 
 def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
     turn.assign(stimulus.workers)
+    # A job that is about to end starts no trainers, and keeps those that hold its newest state: the
+    # last checkpoint needs one of them.
     if turn.state.phase == "closing" or turn.state.ending:
         return
     for member in list(turn.state.members.values()):
         is_assigned = member.worker in stimulus.workers
         if not is_assigned and not member.leaving:
             ask_to_leave(turn, member, "scaled down")
+        # Scaled up again before it had left. A preempted member leaves in any case.
         elif is_assigned and member.leaving == "scaled down":
-            turn.put(replace(member, leaving=""))  # scaled up again before it had left
+            turn.put(replace(member, leaving=""))
     start_missing(turn)
 
 
 def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
-    """Let a worker leave before its machine is interrupted.
-
-    ::
-
-        notice                      save_at              deadline
-          |------- it trains on -------|------ lead_s ------|
-          |------------------- left_s ----------------------|
-
-    The lead is 30 s or half of the notice, whichever is less; but at least as long as the recent
-    checkpoints took, with a margin. Only the last holder of the state uses the time until
-    ``save_at``; every other member leaves at the next step boundary.
-    """
-    turn.unassign(stimulus.worker)
+    # notice                      save_at              deadline
+    #   |--- it may train on --------|------ lead_s ------|
+    #   |------------------- left_s ----------------------|
+    #
+    # Only the last holder of the state uses the time until ``save_at``; every other member leaves
+    # at the next step boundary.
+    turn.unassign(stimulus.worker)  # or the next trainer would start there
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
         left_s = max(0.0, stimulus.deadline - turn.now)
         lead_s = min(LAST_SAVE_S, left_s / 2)
+        # A slow store needs a longer lead, if need be the whole notice.
         lead_s = max(lead_s, min(left_s, SAVES_PER_LEAD * turn.state.timings.save_s))
         member = replace(member, save_at=stimulus.deadline - lead_s)
         turn.put(member)
@@ -153,14 +152,17 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
 
 def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
     member = turn.state.members.get(stimulus.trainer)
+    # A restarted scheduler gets unacknowledged reports again: it knows of this one from the hello.
     if member is None or member.phase != "starting":
         return
     turn.put(
         replace(member, phase="warm", since=turn.now, device=stimulus.device, gpu=stimulus.gpu)
     )
+    # One warm trainer proves that the notebook's code can warm up: the count starts over.
     turn.update_faults(replace(turn.state.faults, num_warm_ups=0))
     timings = turn.state.timings
     turn.update_timings(replace(timings, warm_s=max(timings.warm_s, stimulus.warm_s)))
+    # Not known earlier: a trainer reports its device and GPU when it is warm.
     why = why_not_with_nccl(turn.state)
     if why:
         seen = s.UserErrorSeen(
@@ -181,8 +183,9 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
     if turn.state.current.is_restoring and not any(m.formed for m in turn.state.in_phase("ranked")):
         turn.restored_at(stimulus.step)
     times = (stimulus.connect_s, stimulus.sync_s, stimulus.wrap_s)
-    since = member.steps_since or turn.now
+    since = member.steps_since or turn.now  # kept over generations: the age of the trainer counts
     turn.put(replace(member, formed=True, steps_since=since, form_times=times))
+    # A fast rank may have left the generation again before the slowest one has formed.
     ranks = [m for m in turn.state.in_phase("ranked", "reported") if m.formed]
     if len(ranks) == turn.state.current.world_size:
         turn.ready()
@@ -198,9 +201,11 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
 
 def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
     member = turn.state.members.get(stimulus.trainer)
+    # Fence reports of an older generation, and a second report of the same one.
     if member is None or member.phase != "ranked" or stimulus.generation != turn.state.generation:
         return
     turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
+    # Its step records may still be on the way: they are reported by rank 0 only.
     turn.committed(stimulus.progress[0])
     current = turn.state.current
     if stimulus.undone:
@@ -214,8 +219,9 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
                 backend=stimulus.backend,
                 is_excused=stimulus.is_excused,
             )
-            current = turn.state.current
+            current = turn.state.current  # ``undone`` may just have changed it
             turn.update_generation(replace(current, breaks=(*current.breaks, found)))
+            # The others may be waiting in a collective that this rank has left.
             begin_collecting(turn)
         case "done":
             turn.finish(stimulus.ending)
@@ -227,7 +233,8 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
 
 
 def _expect_reports(turn: Turn) -> None:
-    """Wait for the reports of all ranks, which leave the generation by themselves."""
+    # No command: all ranks leave after the same step, by a decision that they share (a change, the
+    # last step, a loss that is not finite).
     if turn.state.phase == "running":
         turn.enter_phase("changing")
 
@@ -239,6 +246,8 @@ def _take_nan_loss(turn: Turn, stimulus: s.NonFiniteLoss) -> None:
     step = stimulus.progress[0] + 1
     turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
     turn.committed(stimulus.progress[0])
+    # Every rank reports the same mean. What differs is whose own share was not finite, so the
+    # sources are collected until all ranks have reported (``_settle_nan_loss``).
     current = turn.state.current
     found = current.nan_loss or NanLoss(step=step, loss=stimulus.loss)
     if stimulus.is_source:
@@ -259,7 +268,7 @@ def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
     holds_none = stimulus.progress == s.NO_PROGRESS
     step = turn.state.step if holds_none else stimulus.progress[0]
     match turn.state.ending:
-        case Failing(error=known):
+        case Failing(error=known):  # often the same error on each rank: the first text is enough
             error = replace(known, workers=(*known.workers, member.worker))
         case _:
             error = UserError(
@@ -269,16 +278,15 @@ def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
                 step=step,
             )
     turn.fail(error)
+    # An error of the warm-up has generation 0, and the trainer holds no state.
     if member.phase == "ranked" and stimulus.generation == turn.state.generation:
         turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
     begin_collecting(turn)
 
 
 def _is_dispensable(state: JobState, member: Member) -> bool:
-    """Return whether the job can drop this member.
-
-    Other members then hold a state that the same code made, so the code is not the cause.
-    """
+    # If other members hold a state that the same code has made, the code works: the cause is on the
+    # newcomer's worker, and the job can train without it.
     is_newcomer = member.phase in ("starting", "warm")
     return is_newcomer and state.has_trained and bool(state.in_phase("ranked", "reported"))
 
@@ -298,6 +306,7 @@ def _take_bounds(turn: Turn, stimulus: s.BoundsChanged) -> None:
 
 def _take_resume(turn: Turn) -> None:
     turn.unpause()
+    # The reason is logged only for a job that has come to rest.
     if turn.state.phase == "gathering":
         turn.add_why("resume")
 
@@ -312,6 +321,7 @@ def _take_stop(turn: Turn, stimulus: s.StopAsked) -> None:
 
 
 def _take_tick(turn: Turn, stimulus: s.Tick) -> None:
+    # Before the check: after a suspension of the head every rank would seem to be stalled.
     if stimulus.asleep_s:
         excuse_sleep(turn, stimulus.asleep_s)
     check_stalls(turn)

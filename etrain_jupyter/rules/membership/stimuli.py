@@ -94,7 +94,7 @@ class TrainerReported:
 class NonFiniteLoss:
     """A rank has undone a step whose mean loss is NaN or infinite, and left its generation.
 
-    All ranks of the generation do so on their own, unless they are lost.
+    All ranks of the generation do so, unless they are lost: they see the same mean.
     """
 
     trainer: str
@@ -122,9 +122,9 @@ class TrainerLost:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressSeen:
-    """One reading of a trainer's progress page, which its supervisor reports once a second.
+    """One reading of a trainer's progress page; see ``wire.progress_page.TrainerProgress``.
 
-    See ``trainer.control.progress.TrainerProgress`` for the numbers.
+    A supervisor reports it with each heartbeat, once a second.
     """
 
     trainer: str

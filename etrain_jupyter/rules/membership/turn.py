@@ -65,7 +65,7 @@ class Turn:
     def enter_phase(self, phase: JobPhase) -> None:
         """Enter a phase now; a new generation restarts the clock of ``running``."""
         if phase != self.state.phase or phase == "running":
-            self.state = replace(self.state, phase=phase, since=self.now)
+            self.state = replace(self.state, phase=phase, since=self.now)  # ``stalls`` reads it
 
     def set_status(self, status: events.JobStatus, reason: str = "") -> None:
         """Change the job's status and log it, unless it is the current one."""
@@ -123,6 +123,7 @@ class Turn:
 
     def start(self, worker: str) -> None:
         """Start the next trainer on a worker."""
+        # The number is never reused, so late reports cannot be attributed to a successor.
         number = self.state.num_started + 1
         trainer = f"{self.state.job_id}/{worker}/{number}"
         self.state = replace(self.state, num_started=number)
@@ -162,12 +163,14 @@ class Turn:
 
     def restored_at(self, step: int) -> None:
         """Start the newest generation from the checkpoint that its ranks could read."""
+        # Newer checkpoints could not be read, and their steps are trained again.
         known = tuple(saved for saved in self.state.saved_steps if saved <= step)
         current = replace(self.state.current, first_step=step)
         self.state = replace(self.state, step=step, saved_steps=known, current=current)
 
     def ready(self) -> None:
         """Record that all ranks of the newest generation have formed."""
+        # From now on an error on a newcomer is the newcomer's: ``state_machine._is_dispensable``.
         current = replace(self.state.current, ready_at=self.now)
         self.state = replace(self.state, current=current, has_trained=True)
 
@@ -178,7 +181,7 @@ class Turn:
         self.state = replace(self.state, step=max(self.state.step, step))
 
     def saved(self, steps: Iterable[int]) -> None:
-        """Replace the steps of the durable checkpoints."""
+        """Replace the steps of the durable checkpoints, oldest first."""
         self.state = replace(self.state, saved_steps=tuple(steps))
 
     def update_saving(self, saving: Saving) -> None:
@@ -224,8 +227,13 @@ def release(turn: Turn, member: Member, reason: events.LeaveReason) -> None:
 
 def begin_collecting(turn: Turn, why: FormReason = "lost") -> None:
     """Abort the generation, to free the ranks that wait for one that will never respond."""
+    # t  rank 0                       rank 1          rank 2
+    # |  all-reduce of step 8         same            killed
+    # |  waits                        waits
+    # |  <---------- BreakGeneration (this command) ----------
+    # v  undoes step 8, reports 7     the same        ``_settle`` forms the next one from step 7
     if turn.state.phase not in ("running", "changing"):
-        return
+        return  # aborted already: several ranks report the same loss
     turn.add_why(why)
     ranked = turn.state.in_phase("ranked")
     turn.enter_phase("collecting")
@@ -240,12 +248,10 @@ def newest_step(state: JobState) -> int:
 
 
 def publish_undone(turn: Turn) -> None:
-    """Log the undone step once, with all survivors that had begun it.
-
-    A step that one survivor has committed is not lost, although another survivor undid its part.
-    It stays in ``undone``, because it is lost if that survivor dies before it has handed its state
-    over.
-    """
+    """Log the undone step once, with all survivors that had begun it."""
+    # w1 commits step 7 and dies; w2, w3 undo it       lost: StepUndone 7, by w2 and w3
+    # w1 commits step 7 and survives; w2 undoes it     not lost: w1 will hand its state over to w2
+    # ... but w1 dies before it has                    lost then: so the entry stays until then
     newest = newest_step(turn.state)
     current = turn.state.current
     lost = sorted({step for step, _ in current.undone if step > newest})

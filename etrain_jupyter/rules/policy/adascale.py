@@ -1,14 +1,13 @@
-"""Estimate the gain of AdaScale: how many base steps a larger batch is worth.
+"""Estimate the gain of AdaScale: the number of base steps that a larger batch is worth.
 
 A batch that is ``S`` times as large is worth up to ``S`` steps of the base batch if the gradient is
-mostly noise, and hardly more than one if it is not. The gain is that number of steps, and scales
-the learning rate: at most linearly, and less where the gradients have little noise.
+mostly noise, and hardly more than one if it is not. This gain is the factor of the learning rate.
 
 Source: Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML
 2020. With ``v`` the variance of one worker's mean gradient (summed over its components) and ``q``
 the square norm of the true gradient, the gain of ``W`` workers over ``b`` is
-``(v / b + q) / (v / W + q)``. Both are estimated in each step, without a bias, from what the ranks'
-own gradients and their mean have as square norms, and averaged over recent steps.
+``(v / b + q) / (v / W + q)``. Each step gives an unbiased estimate of both, from the square norms
+of the ranks' gradients and of their mean; the estimates are averaged over recent steps.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-FORGETFUL_OVER = 1000.0
-"""Each step of ``W`` workers has the weight ``W / FORGETFUL_OVER`` in the running means."""
+AVERAGING_WINDOW = 1000.0
+"""Each step of ``W`` workers has the weight ``W / AVERAGING_WINDOW`` in the running means."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +43,15 @@ class GradientNoise:
         >>> GradientNoise().take(mean_of_squares=5.0, square_of_mean=3.0, world_size=2)
         GradientNoise(variance=4.0, square_norm=1.0, num_estimates=1)
         """
+        # fp16 overflows give infinite gradients; their update is skipped, too.
         if world_size < 2 or not math.isfinite(mean_of_squares + square_of_mean):
             return self
+        # E[mean_of_squares] = v + q and E[square_of_mean] = v / W + q, solved for v and q.
         variance = (mean_of_squares - square_of_mean) * world_size / (world_size - 1)
         square_norm = square_of_mean - variance / world_size
         count = self.num_estimates + 1
-        weight = max(1.0 / count, min(1.0, world_size / FORGETFUL_OVER))
+        # A plain mean at first, then an exponential one. Larger steps measure better: weight ~ W.
+        weight = max(1.0 / count, min(1.0, world_size / AVERAGING_WINDOW))
         return type(self)(
             variance=self.variance + weight * (variance - self.variance),
             square_norm=self.square_norm + weight * (square_norm - self.square_norm),
@@ -69,6 +71,7 @@ class GradientNoise:
         scale = world_size / base_workers
         if not self.num_estimates:
             return min(scale, 1.0)
+        # An unbiased estimate may be negative, although what it estimates is not.
         variance, square_norm = max(self.variance, 0.0), max(self.square_norm, 0.0)
         present = variance / world_size + square_norm
         if present <= 0.0:  # no gradient at all

@@ -1,4 +1,4 @@
-"""Allocate workers to jobs: first the minimum of each job, then the rest in order."""
+"""Allocate workers to jobs: first the minimum of each job, then up to its maximum."""
 
 from __future__ import annotations
 
@@ -22,22 +22,27 @@ class Claim:
 def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Share ``workers`` among jobs.
 
-    Each job is brought to its minimum in order of submission, then to its maximum, again in that
-    order. A job keeps its workers as long as its share allows, so that no worker moves without
-    need.
+    In order of submission, each job gets its minimum, and then, in the same order, up to its
+    maximum. A job keeps its workers as far as its share allows, so that workers move only if they
+    have to.
 
     Args:
-        claims: One a job, in order of submission.
+        claims: One per job, in order of submission.
         workers: Names of all workers that may be used.
 
     Returns:
-        Job id to its workers; every worker is in at most one job. A job may get fewer than its
-        share if other jobs hold the only workers that can run it.
+        Workers by job id; every worker is in at most one job. A job may get fewer than its share
+        if other jobs hold the only workers that can run it.
 
     >>> allocate([Claim(job_id="a", min_workers=1, max_workers=4, held=("w1", "w2")),
     ...           Claim(job_id="b", min_workers=1, max_workers=2)], ["w1", "w2"])
     {'a': ('w1',), 'b': ('w2',)}
     """
+    # First the numbers, then the names. With 5 workers, for jobs of 1 to 4 and of 2 to 2:
+    #
+    #             minimum   maximum (what is left, in order of submission)
+    #   job a        1         1 + 2 = 3
+    #   job b        2         2
     free = len(workers)
     shares = {claim.job_id: 0 for claim in claims}
     for bound in ("min_workers", "max_workers"):
@@ -52,6 +57,7 @@ def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple
 def _pick(
     claims: Sequence[Claim], workers: Sequence[str], shares: dict[str, int]
 ) -> dict[str, tuple[str, ...]]:
+    # All jobs keep theirs before any gets another one: a running rank is worth more than a choice.
     usable = set(workers)
     kept: dict[str, tuple[str, ...]] = {}
     for claim in claims:
@@ -59,7 +65,7 @@ def _pick(
         held = tuple(name for name in claim.held if name in fit)[: shares[claim.job_id]]
         kept[claim.job_id] = held
         usable -= set(held)
-    # Jobs that fit few workers choose first.
+    # Jobs that fit few of the free workers choose first: the others can take what is left.
     for claim in sorted(claims, key=lambda claim: -len(claim.unfit & usable)):
         missing = shares[claim.job_id] - len(kept[claim.job_id])
         spare = [name for name in workers if name in usable and name not in claim.unfit]

@@ -1,7 +1,4 @@
-"""Choose the backend that sums a generation's gradients: NCCL or gloo.
-
-Also format the message for users: the error of NCCL, and what usually fixes it.
-"""
+"""Choose the backend that sums the gradients, NCCL or gloo, and explain NCCL's errors."""
 
 from __future__ import annotations
 
@@ -12,17 +9,18 @@ AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 MAX_MESSAGE_CHARS = 300
 """Length of NCCL's message in a status; the log has the whole text."""
 
-_UNKNOWN_REMEDY = "NCCL_DEBUG=INFO in the workers' environment logs what NCCL does"
+_UNKNOWN_REMEDY = "set NCCL_DEBUG=INFO in the workers' environment, and read NCCL's log there"
 
+# Specific causes first: many messages also have a general word like "socket".
 _REMEDIES = (
     (
-        ("/dev/shm", "shared memory", "no space left on device"),
+        ("/dev/shm", "shared memory", "no space left on device"),  # Docker's default is 64 MB
         "give the container more shared memory (docker run --shm-size=1g), or set "
         "NCCL_SHM_DISABLE=1 in the workers' environment",
     ),
     (
         ("duplicate gpu", "invalid usage"),
-        "NCCL needs a GPU of its own for every rank: check CUDA_VISIBLE_DEVICES of the workers",
+        "give every rank a separate GPU: check CUDA_VISIBLE_DEVICES of the workers",
     ),
     (
         ("driver version", "cuda driver", "cudadriver"),
@@ -50,12 +48,10 @@ _REMEDIES = (
 
 
 def choose_backend(devices: Sequence[tuple[str, str]]) -> str:
-    """Return ``nccl`` if every rank has a GPU of its own, else ``gloo``.
-
-    NCCL rejects two ranks on one GPU, and does not support CPUs.
+    """Return ``nccl`` if no two ranks share a GPU and none trains on a CPU, else ``gloo``.
 
     Args:
-        devices: Of each rank, the device as torch names it and the GPU's identifier, empty if
+        devices: For each rank, the device as torch names it and the GPU's identifier, empty if
             unknown.
 
     >>> choose_backend([("cuda:0", "GPU-1f"), ("cuda:0", "GPU-2e")])
@@ -63,6 +59,7 @@ def choose_backend(devices: Sequence[tuple[str, str]]) -> str:
     >>> choose_backend([("cuda:0", "GPU-1f"), ("cuda:0", "GPU-1f")])
     'gloo'
     """
+    # By identifier: ``cuda:0`` is a different GPU on each machine, and perhaps in each process.
     gpus = [gpu for device, gpu in devices if device.startswith("cuda") and gpu]
     return NCCL if devices and len(gpus) == len(set(gpus)) == len(devices) else GLOO
 
@@ -71,7 +68,7 @@ def why_no_nccl(devices: Sequence[tuple[str, str, str]]) -> str:
     """Explain why NCCL cannot connect these ranks; empty if it can.
 
     Args:
-        devices: Of each rank, its worker, and the device and GPU as in ``choose_backend``.
+        devices: For each rank, its worker, and the device and GPU as in ``choose_backend``.
 
     >>> why_no_nccl([("w1", "cuda:0", "GPU-1f"), ("w2", "cpu", "")])
     'w2 trains on cpu'
@@ -97,6 +94,10 @@ def shorten_message(text: str) -> str:
     ...     "ncclSystemError: System call failed.\nLast error:\nNo space left on device")
     'ncclSystemError: No space left on device'
     """
+    # NCCL error in: a.cpp:77, unhandled system error ...     where in torch: of no use to users
+    # ncclSystemError: System call failed.                    the kind
+    # Last error:
+    # No space left on device                                 the cause
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kinds = [line.partition(":")[0] for line in lines if line.startswith("nccl") and ":" in line]
     last: list[str] = []
@@ -107,7 +108,7 @@ def shorten_message(text: str) -> str:
 
 
 def remedy_for(text: str) -> str:
-    """Return what usually fixes an error of NCCL with this message.
+    """Return the usual fix for an error of NCCL with this message.
 
     >>> remedy_for("Bootstrap : no socket interface found").partition(" in ")[0]
     'set NCCL_SOCKET_IFNAME'

@@ -30,7 +30,7 @@ class Chaos:
         mode: One of ``MODES``; ``mix`` draws a kind for each fault.
         seed: The same seed, with the same workers at the same times, gives the same faults.
         now: Start time.
-        duration_s: Duration in seconds; None until the job ends.
+        duration_s: Seconds after which no more faults are due; None for the whole job.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Chaos:
         self._next_at = now + self._random.expovariate(1 / mtbf_s)
 
     def is_over(self, now: float) -> bool:
-        """Whether no more faults will follow."""
+        """Return whether no more faults will follow."""
         return now >= self._ends_at
 
     def due(self, workers: Sequence[str], now: float) -> Strike | None:
@@ -61,6 +61,8 @@ class Chaos:
             return None
         self._next_at = now + self._random.expovariate(1 / self._mtbf_s)
         kind = self._random.choice(FAULT_KINDS) if self._mode == "mix" else self._mode
+        # Draw the same numbers of the generator with and without workers: later faults then do not
+        # depend on whether the job happened to wait now.
         number = self._random.random()
         if not workers:
             return None

@@ -1,9 +1,9 @@
 """Choose the interval of ``checkpoint.every: auto`` from the cost and the benefit of a checkpoint.
 
-A checkpoint is needed when no trainer holds the state; while one rank survives, it has the weights,
-and no checkpoint is read. So the relevant rate is not that of lost workers but that of losing all
-holders before a replacement has the state, or of the user continuing elsewhere. That rate and the
-measured cost of a checkpoint give the interval that wastes the least time.
+While one rank survives, it has the weights, and no checkpoint is read. So the rate that matters is
+not that of lost workers, but that of losing all ranks before a replacement has the state, or of
+resuming on another cluster. This rate and the measured cost of a checkpoint give the interval that
+wastes the least time.
 
 Sources:
     J. W. Young, A first order approximation to the optimum checkpoint interval, Communications of
@@ -25,9 +25,9 @@ FIRST_S = 10.0
 SHORTEST_S, LONGEST_S = 10.0, 600.0
 """Bounds in seconds: below the first, checkpoints follow each other needlessly; the second limits
 the lost work of a user who continues elsewhere."""
-MOST_COST = 0.01
+MAX_COST_SHARE = 0.01
 """Maximum share of the time; takes precedence over the bounds above."""
-MOST_WRITING = 0.5
+MAX_WRITING_SHARE = 0.5
 """Maximum share of the time in which a slow store is written to."""
 
 PRIOR_WORKER_S = 24 * 3600.0
@@ -35,12 +35,12 @@ PRIOR_WORKER_S = 24 * 3600.0
 PRIOR_JOB_S = 24 * 3600.0
 """Prior: one loss of everything at once (a machine, the cluster, the session) per this many seconds
 of a job."""
-TOGETHER = 0.1
+COMMON_LOSS_SHARE = 0.1
 """Share of single losses that take all other workers along: a spot market may interrupt a whole
 zone. A tenth is the usual estimate without data; see Fleming."""
-REPLACED_S = 120.0
+REPLACEMENT_S = 120.0
 """Seconds until another worker has the state of a lost one."""
-MATERIAL = 1.25
+MIN_CHANGE_FACTOR = 1.25
 """A new interval takes effect, and is logged, if it differs by this factor."""
 
 
@@ -96,20 +96,24 @@ def worker_loss_rate(seen: Interruptions) -> float:
 def total_loss_rate(seen: Interruptions) -> float:
     """Return the expected rate of losing all holders of the state, per second.
 
-    Three ways: one event takes all at once, as observed or according to the prior; one loss takes
-    the others along; or all are lost one by one, each before another one has been replaced. The
-    last is the rate at which ``n`` units with independent failures and repairs are down together:
-    ``n / r * (x / (1 + x)) ** n``, where ``x`` is the rate times the time ``r`` of a repair.
+    The sum of three rates: one event takes all at once (observed, and a prior); one loss takes the
+    others along; all are lost one by one, before the first has been replaced. The last is the rate
+    at which ``n`` units with independent failures and repairs are down together:
+    ``n / r * (x / (1 + x)) ** n``, where ``x`` is the failure rate times the repair time ``r``.
 
     >>> alone, four = (total_loss_rate(Interruptions(num_holders=n)) for n in (1, 4))
     >>> round(alone * 24 * 3600, 2), round(four * 24 * 3600, 2)  # a day
     (2.0, 1.4)
     """
     rate, num = worker_loss_rate(seen), max(1, seen.num_holders)
-    at_once = (1 + seen.num_all_lost) / (PRIOR_JOB_S + seen.job_s)
-    share = rate * REPLACED_S / (1 + rate * REPLACED_S)
-    one_by_one = num / REPLACED_S * share**num
-    together = TOGETHER * num * rate if num > 1 else 0.0
+    at_once = (1 + seen.num_all_lost) / (PRIOR_JOB_S + seen.job_s)  # the prior is one loss, again
+    share = (
+        rate * REPLACEMENT_S / (1 + rate * REPLACEMENT_S)
+    )  # of the time, in which a worker is away
+    one_by_one = num / REPLACEMENT_S * share**num
+    together = (
+        COMMON_LOSS_SHARE * num * rate if num > 1 else 0.0
+    )  # with one holder: the same as one by one
     return at_once + together + one_by_one
 
 
@@ -124,7 +128,7 @@ def daly_interval(cost_s: float, mean_time_s: float) -> float:
     (84.2, 84.9)
     """
     if cost_s >= 2 * mean_time_s:
-        return mean_time_s
+        return mean_time_s  # outside of the series' range
     ratio = cost_s / (2 * mean_time_s)
     young_s = math.sqrt(2 * cost_s * mean_time_s)
     return young_s * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
@@ -141,10 +145,12 @@ def choose_interval(costs: Costs, seen: Interruptions) -> Choice:
     optimum_s, limit = daly_interval(costs.cost_s, 1 / rate), ""
     if optimum_s > LONGEST_S:
         optimum_s, limit = LONGEST_S, "longest"
+    # Lower bounds override the upper one: checkpoints of 10 s each stay below 1 % of the time,
+    # although their interval then exceeds ``LONGEST_S``. The largest bound applies, and is named.
     least = {
         "shortest": SHORTEST_S,
-        "writing": costs.duration_s / MOST_WRITING,
-        "cost": costs.cost_s / MOST_COST,
+        "writing": costs.duration_s / MAX_WRITING_SHARE,
+        "cost": costs.cost_s / MAX_COST_SHARE,
     }
     for name, least_s in least.items():
         if least_s > optimum_s:
@@ -155,18 +161,18 @@ def choose_interval(costs: Costs, seen: Interruptions) -> Choice:
 
 
 def is_material(new: Choice, old: Choice | None) -> bool:
-    """Whether the interval differs from the current one by more than measurement noise."""
+    """Return whether the interval differs from the current one by more than measurement noise."""
     if old is None:
         return True
     shorter, longer = sorted((new.interval_s, old.interval_s))
-    return longer >= MATERIAL * shorter
+    return longer >= MIN_CHANGE_FACTOR * shorter
 
 
 _WHY = {
-    "shortest": "the shortest",
-    "longest": "the longest",
-    "cost": f"so that they cost no more than {MOST_COST:.0%} of the time",
-    "writing": f"so that they are written for no more than {MOST_WRITING:.0%} of the time",
+    "shortest": "the minimum",
+    "longest": "the maximum",
+    "cost": f"so that they cost no more than {MAX_COST_SHARE:.0%} of the time",
+    "writing": f"so that they are written for no more than {MAX_WRITING_SHARE:.0%} of the time",
 }
 
 
@@ -174,16 +180,16 @@ def describe_choice(choice: Choice) -> str:
     """Return the choice as text for users.
 
     >>> describe_choice(Choice(interval_s=84.2, cost_s=1.0, loss_rate_per_h=1.0, limit=""))
-    'every 84 s: one costs 1.0 s of training, and all holders of the state are expected to be lost \
-once in 1.0 h'
+    'every 84 s: each costs 1.0 s of training, and the loss of all ranks with the state is \
+expected once in 1.0 h'
     """
     why = f", {_WHY[choice.limit]}" if choice.limit else ""
+    cost = _format_duration(choice.cost_s)
     return (
-        f"every {choice.interval_s:.0f} s{why}: one costs {_span(choice.cost_s)} of training, and "
-        f"all holders of the state are expected to be lost once in {1 / choice.loss_rate_per_h:.1f}"
-        " h"
+        f"every {choice.interval_s:.0f} s{why}: each costs {cost} of training, and the loss of all "
+        f"ranks with the state is expected once in {1 / choice.loss_rate_per_h:.1f} h"
     )
 
 
-def _span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"

@@ -1,7 +1,7 @@
 """Track the best evaluations and decide on early stopping.
 
-Every rank evaluates the same numbers, which all ranks have summed, so all come to the same
-decision. A value that is not finite is never better than another one.
+All ranks get the same sums, so each of them comes to the same decision without communication. A
+value that is not finite is never better than another one.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def add_evaluation(
     >>> [e.step for e in add_evaluation(known, EvaluationRecord(30, 0.9), mode="max")]
     [20, 30, 10]
     """
+    # A repeated evaluation of a step replaces the earlier one.
     others = [known for known in best if known.step != found.step]
     if not math.isfinite(found.value):
         return tuple(others)
@@ -67,7 +68,7 @@ def add_evaluation(
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """How a metric has developed over the evaluations so far."""
+    """Best and newest evaluation of a metric, for early stopping."""
 
     best: float | None = None
     """None before the first finite one."""
@@ -79,6 +80,7 @@ class Trend:
 
     def after(self, found: EvaluationRecord, *, mode: Mode, min_delta: float) -> Trend:
         """Return the trend after one more evaluation."""
+        # ``min_delta`` is measured from the best one, so small gains add up until they count.
         if is_better(found.value, self.best, mode=mode, min_delta=min_delta):
             return Trend(best=found.value, best_step=found.step, step=found.step)
         return dataclasses.replace(self, step=found.step, num_stale=self.num_stale + 1)
@@ -88,12 +90,12 @@ def words_of_end(trend: Trend, *, metric: str) -> str:
     """Explain why a job ends early.
 
     >>> words_of_end(Trend(best=0.912, best_step=1200, step=1800, num_stale=3), metric="accuracy")
-    'early stopping: accuracy was best at step 1200, 0.912, and not better in 3 evaluations since'
+    'early stopping: accuracy has not improved in 3 evaluations since its best, 0.912 at step 1200'
     """
     since = "1 evaluation" if trend.num_stale == 1 else f"{trend.num_stale} evaluations"
     if trend.best is None:
         return f"early stopping: {metric} was not finite in {since}"
     return (
-        f"early stopping: {metric} was best at step {trend.best_step}, {trend.best:.4g}, and not "
-        f"better in {since} since"
+        f"early stopping: {metric} has not improved in {since} since its best, {trend.best:.4g} at "
+        f"step {trend.best_step}"
     )

@@ -1,8 +1,8 @@
-"""Split the cost of a cluster's nodes among its jobs. Pure.
+"""Split the cost of a cluster's nodes among its jobs.
 
 While workers of a node are ranks of jobs, these jobs pay for it. While it boots, warms up, drains
-or waits for its termination, the active jobs share its cost, which counts as wasted once they have
-trained. A refund by EC2 goes back to the jobs that paid.
+or waits for its termination, all active jobs share its cost; for a job that has trained before,
+this share counts as wasted. A refund by EC2 goes to the jobs that paid.
 """
 
 from __future__ import annotations
@@ -19,22 +19,18 @@ class Spent(Protocol):
     @property
     def node_id(self) -> str:
         """The node."""
-        ...
 
     @property
     def workers(self) -> tuple[str, ...]:
         """Its workers, present and past."""
-        ...
 
     @property
     def spent_usd(self) -> float:
         """US dollars so far. May decrease, by a refund."""
-        ...
 
     @property
     def on_demand_usd(self) -> float:
-        """What the same hours would have cost without spot prices."""
-        ...
+        """Cost of the same hours at on-demand prices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +39,9 @@ class RunningCost:
 
     spent_usd: float = 0.0
     on_demand_usd: float = 0.0
-    """What the same hours would have cost without spot prices."""
+    """Cost of the same hours at on-demand prices."""
     wasted_usd: float = 0.0
-    """The part of ``spent_usd`` in which its nodes did not train, after it had trained first."""
+    """Part of ``spent_usd`` for times after its first step in which a node did not train."""
 
     def plus(self, other: RunningCost) -> RunningCost:
         """Return the sum."""
@@ -69,15 +65,15 @@ class JobCosts:
     """
 
     def __init__(self) -> None:
+        # Cost of each node at the last update; None before the first.
         self._known: dict[str, tuple[float, float]] | None = None
-        """Cost of each node at the last update; None before the first."""
+        # Cost that each job has paid, by node: a refund is shared like the payments for the node.
         self._paid: dict[str, dict[str, RunningCost]] = defaultdict(dict)
-        """Cost that each job has paid, by node."""
         self._has_trained: set[str] = set()
 
     def begin(self, job_id: str, cost: RunningCost, *, has_trained: bool) -> None:
         """Start with the earlier cost of a job, under another scheduler or on another cluster."""
-        self._paid[""][job_id] = cost
+        self._paid[""][job_id] = cost  # under no node, so that no refund touches it
         if has_trained:
             self._has_trained.add(job_id)
 
@@ -99,7 +95,7 @@ class JobCosts:
     ) -> None:
         """Share the cost since the last update among jobs.
 
-        The first update only sets the baseline: that cost is from another scheduler.
+        The first update only sets the baseline: a previous scheduler has shared that cost.
 
         Args:
             nodes: All nodes, present and past.
@@ -114,7 +110,7 @@ class JobCosts:
         for node in nodes:
             spent, on_demand = previous.get(node.node_id, (0.0, 0.0))
             spent, on_demand = node.spent_usd - spent, node.on_demand_usd - on_demand
-            if spent < 0:
+            if spent < 0:  # EC2 does not charge the first hour of an instance that it reclaims
                 self._refund(node.node_id, -spent)
                 spent = 0.0
             self._charge(node, spent, on_demand, ranks, active)
@@ -127,6 +123,7 @@ class JobCosts:
         ranks: Mapping[str, str],
         active: Collection[str],
     ) -> None:
+        # A job with two ranks on the node is listed twice, and pays two shares.
         users = [ranks[worker] for worker in node.workers if worker in ranks]
         payers = users or sorted(active)
         for job_id in payers:
@@ -139,7 +136,7 @@ class JobCosts:
             paid[job_id] = paid.get(job_id, RunningCost()).plus(share)
 
     def _refund(self, node_id: str, amount_usd: float) -> None:
-        """Share a refund in proportion to the payments for the node."""
+        # In proportion to the payments. ``on_demand_usd`` stays: it is a price, not a payment.
         payers = self._paid[node_id]
         total = sum(paid.spent_usd for paid in payers.values())
         left = max(0.0, 1.0 - amount_usd / total) if total else 0.0

@@ -1,10 +1,10 @@
 """Scale the learning rate with a batch that grows and shrinks with the workers.
 
 The batch of a job with ``batch.per_worker`` is ``scale`` times its base batch. A rule gives the
-factor of the learning rate for a scale. A larger factor is approached over several steps: a jump
-would also multiply the noisy momentum of the small batch, and the loss may overshoot and not
-recover. A smaller factor takes effect at once, because the smaller batch would not be stable with
-the old rate. The momentum buffer itself never changes.
+factor of the learning rate for a scale. The factor increases over several steps: a jump would also
+multiply the noisy momentum of the small batch, and the loss might overshoot and not recover. It
+decreases immediately, because the previous rate may be unstable for a smaller batch. The momentum
+buffer itself never changes.
 
 Source: Lin et al., "Dynamic Mini-batch SGD for Elastic Distributed Training", 2019, arXiv
 1904.12043. Its compensation is a linear ramp of the rate over T steps; T follows from the condition
@@ -81,6 +81,11 @@ class Ramp:
             momentum: See ``ramp_length``.
             length: Steps for a growing factor, instead of those that follow from ``momentum``.
         """
+        # Called before each step; the target changes only with the number of workers:
+        #
+        #   factor  4        _______
+        #                 __/       |
+        #           1  __/          |_____    up over several steps, down at once
         if target == self.target:
             return self
         growth = target / self.factor

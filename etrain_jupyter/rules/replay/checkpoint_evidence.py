@@ -1,7 +1,7 @@
 """Fold a job's checkpoints and interruptions from its log, for ``checkpoint_interval``.
 
-Only from events: the coordinator that resumes a job knows what the previous one knew, and nothing
-is lost with rank 0.
+It uses only events, so a coordinator that resumes a job gets the same result as the previous one,
+and the death of rank 0 loses nothing.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ class Evidence:
         """The current interval; None before the first choice."""
         self._costs: deque[Costs] = deque(maxlen=KEEP_COSTS)
         self._seen = Interruptions()
-        self._began_at: float | None = None
-        """Time since which ``num_holders`` ranks train; None while none does."""
-        self._newest_at = 0.0
+        self._began_at: float | None = None  # ``num_holders`` ranks train since then; None: none do
+        self._newest_at = 0.0  # time of the newest event
+        # When the newest durable state was current; at first, the start of training.
         self._saved_at: float | None = None
-        """Time at which the newest durable state was current; at first, the start of training."""
-        self._is_resuming = False
+        self._is_resuming = False  # between ``JobResumed`` and the restore that follows
 
     def fold(self, event: t.Event, at: float | None = None) -> None:
         """Add one event of the log.
 
         Args:
             event: The event.
-            at: Its time by the clock of ``review``. None uses the event's wall time, for a log that
-                is read: ``shift`` then converts all of it to that clock.
+            at: Its time by the clock of ``review``. None for an event of an old log: its wall time
+                counts, and ``shift`` converts all instants afterwards.
         """
         at = event.time if at is None else at
         match event:
@@ -116,6 +115,8 @@ class Evidence:
     # --- events ---
 
     def _on_formed(self, event: t.GenerationFormed, at: float) -> None:
+        # generation     1 (4 ranks)     2 (3 ranks)     waiting     3 (4 ranks)
+        # worker_s       + 4 x 60 s      + 3 x 20 s      + 0         + 4 x ...
         self._stop_clock(at)
         self._seen = dataclasses.replace(self._seen, num_holders=max(1, event.world_size))
         self._began_at = at
@@ -132,10 +133,11 @@ class Evidence:
         self._saved_at = at  # nothing was trained since
 
     def _on_resumed(self, event: t.JobResumed) -> None:
+        # Stop at the previous event: nothing trained between the end and the resume.
         self._stop_clock(self._newest_at)
         self._is_resuming = True
         self._saved_at = None
-        if event.from_status not in t.TERMINAL_STATUSES:
+        if event.from_status not in t.TERMINAL_STATUSES:  # the whole cluster died
             self._count_all_lost()
 
     def _count_all_lost(self) -> None:
@@ -144,7 +146,7 @@ class Evidence:
     def _on_committed(self, event: t.CheckpointCommitted, at: float) -> None:
         cost_s = event.stall_s + event.slowed_s
         self._costs.append(Costs(cost_s=cost_s, duration_s=event.duration_s))
-        self._saved_at = at - event.duration_s
+        self._saved_at = at - event.duration_s  # its state is that of the step boundary
 
     def _on_chosen(self, event: t.CheckpointIntervalChosen) -> None:
         self.choice = Choice(

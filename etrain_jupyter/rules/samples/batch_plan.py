@@ -9,18 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from etrain_jupyter.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchPlan:
-    """The shares of a full step."""
-
-    samples_per_rank: tuple[int, ...]
-    """Shape ``(world_size,)``; sums to the global batch size, and no two differ by more than 1."""
-    num_micro_steps: int
-    """Forward passes of each rank between two updates, the same number on all ranks."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
@@ -32,41 +20,6 @@ class StepPlan:
     """Shape ``(world_size,)``: samples of each rank; 0 only if ranks outnumber samples."""
     num_micro_steps: int
     """Forward passes that the largest share needs; at least 1."""
-
-
-def plan_batches(
-    *, global_batch_size: int, world_size: int, micro_batch_size: int | None
-) -> BatchPlan:
-    """Share ``global_batch_size`` samples over ``world_size`` ranks as evenly as possible.
-
-    The step means the same at any world size: ranks may get unequal counts, so the gradient
-    is the sum over all samples divided by ``global_batch_size``, never a mean of per-rank means.
-
-    Args:
-        global_batch_size: Samples per optimizer step over all ranks.
-        world_size: Ranks in this generation.
-        micro_batch_size: Maximum samples per forward pass on one rank; None for no limit.
-
-    Returns:
-        The plan; ``samples_per_rank`` has shape ``(world_size,)``.
-
-    Raises:
-        ConfigError: If a rank would get no sample.
-
-    >>> plan_batches(global_batch_size=256, world_size=3, micro_batch_size=32)
-    BatchPlan(samples_per_rank=(86, 85, 85), num_micro_steps=3)
-    """
-    if global_batch_size < world_size:
-        raise ConfigError(
-            f"global_batch_size={global_batch_size} leaves {world_size - global_batch_size} of "
-            f"{world_size} ranks without a sample. Use batch.global of {world_size} or more, "
-            f"or workers.max of {global_batch_size}.",
-            path=("batch", "global"),
-        )
-    step = plan_step(
-        count=global_batch_size, world_size=world_size, micro_batch_size=micro_batch_size
-    )
-    return BatchPlan(samples_per_rank=step.counts, num_micro_steps=step.num_micro_steps)
 
 
 def plan_step(
@@ -98,8 +51,9 @@ def plan_step(
     counts = share_samples(count, num_busy) + (0,) * (world_size - num_busy)
     starts = tuple(accumulate(counts[:-1], initial=0))
     micro = micro_batch_size or max(counts[0], 1)
-    num_asked = min(num_passes, max(1, counts[0] // min_share))
-    num_micro_steps = max(1, num_asked, -(-counts[0] // micro))
+    # From the largest share, that of rank 0; the passes of smaller shares are smaller.
+    num_wanted = min(num_passes, max(1, counts[0] // min_share))
+    num_micro_steps = max(1, num_wanted, -(-counts[0] // micro))  # rounded up
     return StepPlan(starts=starts, counts=counts, num_micro_steps=num_micro_steps)
 
 
@@ -114,7 +68,7 @@ def share_samples(count: int, world_size: int) -> tuple[int, ...]:
 
 
 def share_range(num_samples: int, rank: int, world_size: int) -> range:
-    """Return the indices that ``rank`` evaluates: contiguous, and each sample on exactly one rank.
+    """Return the contiguous indices that ``rank`` evaluates; each sample is on exactly one rank.
 
     >>> [share_range(7, rank, 3) for rank in range(3)]
     [range(0, 3), range(3, 5), range(5, 7)]

@@ -4,9 +4,9 @@ The order of an epoch is a pure function of ``(seed, epoch, num_samples)``, and 
 advances one cursor over it. It does not depend on the world size, so no history of joins and losses
 can lose or repeat a sample, and the durable log alone proves which samples were trained.
 
-Everything here must give the same numbers for ever: a job resumed by a later version continues in
-the order of the earlier one. So the hash is our own and not ``numpy.random``, whose shuffles
-may change between versions. It is SplitMix64: Guy L. Steele Jr., Doug Lea, Christine H. Flood,
+No version may change the numbers of this module: a job that a later version resumes continues in
+the same order. So it has its own hash instead of ``numpy.random``, whose shuffles may change
+between versions. The hash is SplitMix64: Guy L. Steele Jr., Doug Lea, Christine H. Flood,
 "Fast splittable pseudorandom number generators", OOPSLA 2014, as in their public
 ``splitmix64.c`` (whose constants are David Stafford's "Mix13").
 """
@@ -62,6 +62,7 @@ class Cursor:
         Raises:
             ValueError: If ``count`` crosses the end of the epoch, which no step may.
         """
+        # A step within one epoch has one permutation, and each epoch visits every sample once.
         end = self.first + count
         if count < 0 or end > num_samples:
             raise ValueError(f"{count} samples from {self.first} leave the epoch of {num_samples}")
@@ -79,11 +80,14 @@ def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]
         num_samples: Length of the training set.
 
     Returns:
-        A permutation of ``range(num_samples)``, shape ``(num_samples,)``, the same for ever.
+        A permutation of ``range(num_samples)``, shape ``(num_samples,)``; every version returns the
+        same one.
 
     >>> epoch_order(seed=0, epoch=0, num_samples=8).tolist()
     [0, 7, 2, 5, 4, 6, 3, 1]
     """
+    # Each sample gets a hash of (seed, epoch, index), and the order is that of the hashes. Unlike a
+    # shuffle, this needs no random number generator and no state.
     key = _mix_int(_mix_int(seed + _GAMMA) + (epoch + 1) * _GAMMA)
     keys = _mix(_index_states(np.arange(num_samples, dtype=np.uint64), key))
     # The mix is a bijection and the states differ, so there are no ties; with ``stable`` the
@@ -187,19 +191,19 @@ def total_steps(
 
 
 def _index_states(indices: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return the generator's states: one gamma further for each index."""
+    # SplitMix64 advances its state by gamma for each number, so any state can be computed directly.
     return (indices + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(key)
 
 
 def _mix(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash 64-bit states, elementwise; arrays wrap around silently, as intended."""
+    # Arrays wrap around silently, as intended.
     z = (states ^ (states >> np.uint64(30))) * np.uint64(_MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
     return z ^ (z >> np.uint64(31))
 
 
 def _mix_int(state: int) -> int:
-    """Hash one 64-bit state, as ``_mix`` does; numpy warns when a scalar wraps around."""
+    # The same as ``_mix`` for one Python integer: numpy warns when a scalar wraps around.
     z = state & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX_2) & _MASK

@@ -24,14 +24,14 @@ Merge = tuple[int, int]
 
 
 class Subtree(NamedTuple):
-    """A node of the tree: the shards from ``first`` up to and without ``stop``."""
+    """A node of the tree: the shards ``first`` to ``stop - 1``."""
 
     first: int
     stop: int
 
     @property
     def is_shard(self) -> bool:
-        """Whether it is a single shard, a leaf."""
+        """True for a leaf: a single shard."""
         return self.stop - self.first == 1
 
     def halves(self) -> tuple[Subtree, Subtree]:
@@ -47,7 +47,7 @@ class ShardPass(NamedTuple):
     slot: int
     """Slot of the shard's sum."""
     is_fresh: bool
-    """Whether the slot starts at zero; otherwise the shard is added to its content."""
+    """True if the slot starts at zero; otherwise the shard is added to its content."""
     merges: tuple[Merge, ...]
     """Slots to add up afterwards."""
 
@@ -106,7 +106,7 @@ def subtrees_within(shards: range, num_shards: int) -> tuple[Subtree, ...]:
         if tree.stop <= shards.start or shards.stop <= tree.first:
             return
         if shards.start <= tree.first and tree.stop <= shards.stop:
-            yield tree
+            yield tree  # whole: its halves need not be added separately
             return
         for half in tree.halves():
             yield from search(half)
@@ -119,6 +119,9 @@ def merge_order(leaves: Sequence[Subtree], root: Subtree) -> tuple[Merge, ...]:
     index_of = {tree: index for index, tree in enumerate(leaves)}
     merges: list[Merge] = []
 
+    # leaves [0] (0,2)   [1] (2,3)   [2] (3,4)      of the tree over range(4)
+    # (2,4) = [1] + [2]: merge (1, 2)               children first, from left to right
+    # (0,4) = [0] + (2,4): merge (0, 1)             the total is in slot 0
     def add_up(tree: Subtree) -> int:
         if tree in index_of:
             return index_of[tree]
@@ -148,7 +151,7 @@ def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[Sh
 
     Args:
         subtrees: Those of the rank, from left to right.
-        adds_in_place: Whether a shard's value may be accumulated onto its left neighbour's. That
+        adds_in_place: True if a shard's value may be accumulated onto its left neighbour's. That
             is the same sum only if the value is computed in one piece.
 
     >>> for p in plan_passes([Subtree(0, 4)], adds_in_place=True):
@@ -160,6 +163,8 @@ def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[Sh
     """
     passes: list[ShardPass] = []
 
+    # Depth first: a sum is added to its left neighbour as soon as it is complete. Over 8 shards,
+    # slots 0 to 3 hold: 0 | 0+1 | 0+1, 2 | 0+1, 2+3 -> 0..3 | 0..3, 4 | ... | 0..3, 4+5, 6, 7.
     def descend(tree: Subtree, slot: int) -> None:
         if tree.is_shard:
             passes.append(ShardPass(tree.first, slot, True, ()))
@@ -170,6 +175,7 @@ def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[Sh
             passes.append(ShardPass(right.first, slot, False, ()))
             return
         descend(right, slot + 1)
+        # The last pass completes the right half; its own merges come first.
         passes[-1] = passes[-1]._replace(merges=(*passes[-1].merges, (slot, slot + 1)))
 
     for slot, tree in enumerate(subtrees):

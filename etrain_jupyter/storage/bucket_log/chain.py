@@ -32,9 +32,9 @@ PIECE_EVENTS = 1_000
 """Maximum events in one object of ``log/``."""
 PACKS = (EVENTS_PER_SEGMENT, 1_000)
 """Events per pack, the larger first; the smaller packs are deleted when a larger one exists."""
-_MOST_PACK_BYTES = 512 * 1024 * 1024
+_MAX_PACK_BYTES = 512 * 1024 * 1024
 FETCH_THREADS = 8
-_RELISTS = 3
+_RELISTS = 3  # consecutive listings without progress before an event counts as missing
 _PIECE_KEY = re.compile(r"log/(\d{12})\.jsonl")
 _PACK_KEY = re.compile(r"packs/(\d{12})-(\d{12})\.jsonl\.gz")
 
@@ -121,6 +121,8 @@ class Chain:
         for _ in range(_RELISTS):
             if self.objects.put_if_absent(piece_key(piece.first), piece.to_bytes()):
                 return piece
+            # The object may be our own, if the response to the first attempt was lost. The caller
+            # compares. It may also have been deleted in between: then try again.
             found = self.read_piece(piece.first)
             if found is not None:
                 return found
@@ -128,6 +130,8 @@ class Chain:
 
     def list_pieces(self, seq: int) -> list[int]:
         """Return the sorted first events of the objects that may contain ``seq`` or later ones."""
+        # An object with `seq` begins at most PIECE_EVENTS earlier. Starting the listing there keeps
+        # it short, however long the log is.
         before = max(0, seq - PIECE_EVENTS)
         found = (_PIECE_KEY.fullmatch(k) for k in self.objects.keys("log", after=piece_key(before)))
         return [int(match[1]) for match in found if match]
@@ -149,9 +153,10 @@ class Chain:
         if data is None:
             return None
         try:
+            # A small object can expand a thousandfold, and its writer may be hostile: stop at the
+            # limit, where `eof` is still False. (wbits=31 selects the gzip format.)
             unpacker = zlib.decompressobj(wbits=31)
-            unpacked = unpacker.decompress(data, _MOST_PACK_BYTES)
-            # A small object can expand a thousandfold, and its writer may be hostile.
+            unpacked = unpacker.decompress(data, _MAX_PACK_BYTES)
             lines = unpacked.split(b"\n")[:-1] if unpacker.eof else []
         except zlib.error:
             lines = []
@@ -163,7 +168,8 @@ class Chain:
         return lines
 
     def put_pack(self, first: int, lines: Sequence[bytes]) -> None:
-        """Write a pack if it does not exist: all writers would write the same one."""
+        """Write a pack if it does not exist."""
+        # Without a time stamp, all writers produce the same bytes, so either one may win.
         data = gzip.compress(b"".join(line + b"\n" for line in lines), 3, mtime=0)
         self.objects.put_if_absent(pack_key(first, len(lines)), data)
 
@@ -173,18 +179,27 @@ class Chain:
         Raises:
             RunStoreError: If a part is missing or truncated, after yielding those before it.
         """
+        # The writer packs while we read:
+        #
+        #   reader                                    writer
+        #   list packs/ and log/
+        #                                             put packs/...0001-...1000
+        #                                             delete log/...0041 and others in it
+        #   get log/...0041: missing, a gap
+        #   list again: the pack has the events
+        #
+        # A gap that several listings do not close is a real one.
         at, num_tries = seq, 0
         while True:
-            begun_at = at
+            started_at = at
             for first, lines in self._read_listed(at):
                 yield first, lines
                 at = first + len(lines)
-            if at > begun_at:
+            if at > started_at:
                 num_tries = 0
             newest = self.list_pieces(at)
             if not newest or newest[-1] < at:
-                return
-            # Parts were packed and deleted while we were reading: list again.
+                return  # no object begins after the last event that was read: the log's end
             num_tries += 1
             if num_tries == _RELISTS:
                 raise RunStoreError(
@@ -205,9 +220,10 @@ class Chain:
                 yield first, lines
                 at = first + size
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="etrain-runs") as pool:
-            # The last object that starts at or before the wanted event may contain it.
+            # Of the objects that begin at or before the wanted event, only the last can contain it.
             begins = [first for first in pieces if first <= at][-1:]
             wanted = begins + [first for first in pieces if first > at]
+            # In batches, so that a consumer that stops early has not fetched the whole log.
             for start in range(0, len(wanted), 8 * FETCH_THREADS):
                 batch = wanted[start : start + 8 * FETCH_THREADS]
                 for piece in pool.map(self.read_piece, batch):

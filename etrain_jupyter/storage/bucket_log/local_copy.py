@@ -1,8 +1,8 @@
 """This machine's copy of a job's log, filled from the bucket by readers.
 
-A copy is changed by at most one process: the coordinator while it writes there, otherwise a reader
-while it fills the copy. That process holds a lock (``flock``) on ``.copy.lock``; a reader that does
-not get the lock reads the present copy.
+Only one process at a time changes a copy: the coordinator that writes the log, otherwise a reader
+that fills the copy. It holds a lock (``flock``) on ``.copy.lock``. A reader that does not get the
+lock reads the copy as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LogCopy:
         self._chain = chain
         self.path = log_path
         self._is_checked = False
-        """The copy was checked to be the beginning of the log, or to continue from its end."""
+        """The copy was compared with the log: one of the two is the beginning of the other."""
         self._listed_at = 0.0
 
     def refresh(self) -> None:
@@ -61,6 +61,9 @@ class LogCopy:
 
         A copy that differs from the log is renamed: its writer was fenced.
         """
+        # The key of the next object follows from `seq`, so one request shows whether there are new
+        # events, without a listing. If that key is missing, its events may already be packed, and
+        # only a listing finds them.
         seq, line = end_of(self.path)
         if self._is_checked and time.monotonic() - self._listed_at < RELIST_S:
             while (piece := self._chain.read_piece(seq + 1)) is not None:
@@ -77,12 +80,20 @@ class LogCopy:
         self._is_checked = False
 
     def _fill_from(self, seq: int, line: bytes) -> int:
+        # Cases, for a copy whose last event is `seq`:
+        #
+        #   the log has `seq`, with the same line     add the events after it
+        #   the log has `seq`, with another line      another writer continued: set the copy aside
+        #   the log ends earlier, with a line of      the copy's writer was killed before it
+        #     the copy                                  uploaded the rest: keep the copy
+        #   the log ends earlier, with another line   set the copy aside
         common = 0
         for first, lines in self._chain.read_from(max(seq, 1)):
             fresh: Sequence[bytes] = lines
+            # The first part read may begin before `seq`.
             if seq and first <= seq:
                 if lines[seq - first] != line:
-                    return self._begin_anew()
+                    return self._restart_copy()
                 fresh = lines[seq - first + 1 :]
             self._append(fresh)
             common = first + len(lines) - 1
@@ -92,10 +103,11 @@ class LogCopy:
             return common
         end, last = self._chain.end()
         if end and line_at(self.path, end) != last:
-            return self._begin_anew()
-        return end  # the copy is ahead: its writer ended before everything was uploaded
+            return self._restart_copy()
+        return end
 
-    def _begin_anew(self) -> int:
+    def _restart_copy(self) -> int:
+        # Renamed, not deleted: its last events exist nowhere else.
         aside = self.path.with_name(f"{self.path.stem}.{time.time_ns()}.lost.jsonl")
         self.path.rename(aside)
         shutil.rmtree(segments_of(self.path), ignore_errors=True)
@@ -107,15 +119,16 @@ class LogCopy:
             file.write(b"".join(line + b"\n" for line in lines))
 
     def _fetch_columns(self, first: int) -> None:
-        """Fetch the column file, which makes reading fast; readers check it against the lines."""
+        # Columns make reading fast, but are optional. Readers check them against the lines.
         key = columns_key(first)
         path = self.path.parent / key
         if path.exists() or (data := self._chain.objects.get(key)) is None:
             return
         path.parent.mkdir(exist_ok=True)
-        hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
-        hidden.write_bytes(data)
-        hidden.rename(path)
+        # Readers of the log take any file with the final name, so it must be complete.
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+        temporary.write_bytes(data)
+        temporary.rename(path)
 
 
 @contextlib.contextmanager
@@ -140,8 +153,8 @@ def take_lock(folder: Path, *, patience_s: float) -> int | None:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         raise RunStoreError(
-            f"this machine's copy of the job cannot be kept in {folder} ({exc.strerror}). Make it "
-            "writable, or set ETRAIN_STATE to a folder of yours"
+            f"this machine's copy of the job cannot be stored in {folder} ({exc.strerror}). Make "
+            "the folder writable, or set ETRAIN_STATE to another one"
         ) from exc
     deadline = time.monotonic() + patience_s
     while True:
@@ -149,8 +162,9 @@ def take_lock(folder: Path, *, patience_s: float) -> int | None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return handle
         except OSError as exc:
+            # The file system has no locks: assume that no other process changes the copy.
             if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return handle  # no locks on this file system: assume one user on one machine
+                return handle
             if time.monotonic() >= deadline:
                 os.close(handle)
                 return None
@@ -165,6 +179,8 @@ def end_of(path: Path) -> tuple[int, bytes]:
     """
     try:
         with path.open("r+b") as file:
+            # Read the end in growing blocks. The last line is complete in the block only if the
+            # newline before it is also in it, or the block is the whole file.
             size = file.seek(0, os.SEEK_END)
             length, data = _TAIL_BYTES, b""
             while True:
@@ -174,6 +190,7 @@ def end_of(path: Path) -> tuple[int, bytes]:
                 if whole.count(b"\n") > 1 or length >= size:
                     break
                 length *= 4
+            # A line without a newline was cut off by a crash in `_append` or in the coordinator.
             file.truncate(size - (len(data) - len(whole)))
     except FileNotFoundError:
         return 0, b""

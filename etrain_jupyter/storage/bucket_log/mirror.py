@@ -1,7 +1,7 @@
 """Upload a job's log to the bucket while it is written here, in a background thread.
 
-The thread ``etrain-mirror-<job>`` ends after ``finish``: when everything is uploaded, or when the
-bucket has not been reachable for ``GIVE_UP_S`` since then. Training never waits for it.
+The thread ``etrain-mirror-<job>`` ends after ``finish``, when everything is uploaded or the bucket
+has been unreachable for ``GIVE_UP_S``. Training never waits for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ BEAT_S = 5.0
 """Interval of the coordinator's heartbeat in the bucket, in seconds."""
 SILENT_S = 45.0
 """A coordinator without a heartbeat for this long counts as gone, if it cannot be queried."""
+# Pauses after consecutive failures: 1, 2, 4, 8, then 15 seconds.
 RETRY_S = 1.0
-RETRY_MOST_S = 15.0
+MAX_RETRY_S = 15.0
 GIVE_UP_S = 600.0
 """Timeout for uploading the rest after the job's end, in seconds."""
 
@@ -34,12 +35,12 @@ class Mirror:
 
     Args:
         uploads: The uploader; from now on used by this thread only.
-        lock: An open file with the lock of the copy; closed when the copy is no longer written or
-            read here.
+        lock: An open file with the lock of the copy; closed when this process neither writes nor
+            reads the copy any more.
         name: The job, for the thread's name.
         on_trouble: Called from the thread with the reason when the bucket fails, and with an empty
             text when all events are uploaded again.
-        on_fenced: Called from the thread with the new writer when another one has taken over.
+        on_fenced: Called from the thread with an explanation when another writer has taken over.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Mirror:
         return str(self._uploads.chain.objects)
 
     def hurry(self) -> None:
-        """Upload now, without waiting for more events."""
+        """Upload now instead of at the end of the interval."""
         self._wake.set()
 
     def finish(self) -> None:
@@ -101,7 +102,7 @@ class Mirror:
             logger.error("%s", exc)
             self._on_fenced(str(exc))
         except Exception as exc:
-            # A bug: the job continues, its log is on this machine.
+            # A bug. The job must not fail for it: its log is complete on this machine.
             logger.exception("uploading the log has stopped")
             self._on_trouble(f"{type(exc).__name__}: {exc}")
         finally:
@@ -111,7 +112,12 @@ class Mirror:
             self.is_done.set()
 
     def _unlock_at_end(self) -> None:
-        """Release the copy once it is complete and uploaded."""
+        # The two conditions become true in either order, on two threads:
+        #
+        #   finish() first    the job has ended, and the thread uploads the rest
+        #   thread first      it was fenced or failed, while the job still appends to the copy
+        #
+        # The second one closes the lock. Until then, no reader may change the copy.
         if self._has_ended and self._is_finishing.is_set() and self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -120,6 +126,8 @@ class Mirror:
         num_failures = 0
         while True:
             try:
+                # Read the flag before uploading: if `finish` is called in between, events that
+                # were appended just before it are uploaded in one more round.
                 is_finishing = self._is_finishing.is_set()
                 self._upload_all(is_last=is_finishing)
                 if self.trouble:
@@ -132,18 +140,25 @@ class Mirror:
                 raise
             except (RunStoreError, OSError) as exc:  # OSError: this machine's disk
                 num_failures += 1
-                pause_s = min(RETRY_MOST_S, RETRY_S * 2 ** min(num_failures - 1, 8))
+                pause_s = min(MAX_RETRY_S, RETRY_S * 2 ** min(num_failures - 1, 8))
                 if not self.trouble:
                     self.trouble = str(exc)
-                    logger.warning("%s; the log continues here and is uploaded later", exc)
+                    logger.warning("%s; events are kept on this machine and uploaded later", exc)
                     self._on_trouble(self.trouble)
                 if self._has_given_up():
-                    logger.error("%s; the rest of the log is on this machine only", exc)
+                    logger.error(
+                        "%s; gave up after %.0f s: the events after %d are on this machine only",
+                        exc,
+                        GIVE_UP_S,
+                        self._uploads.seq,
+                    )
                     return
             self._wake.wait(pause_s)
             self._wake.clear()
 
     def _upload_all(self, *, is_last: bool) -> None:
+        # Events come first, because other machines wait for them. The heartbeat is next: it names
+        # the newest uploaded event. Packs are only copies.
         while self._uploads.upload():
             pass
         if is_last or time.monotonic() - self._beat_at >= BEAT_S:
@@ -152,9 +167,10 @@ class Mirror:
         try:
             self._uploads.pack()
         except RunStoreError as exc:
+            # A last pack that fails is not worth GIVE_UP_S of retries.
             if not is_last:
                 raise
-            logger.warning("%s; the log is complete without it", exc)
+            logger.warning("%s; all events are in the bucket nevertheless", exc)
 
     def _has_given_up(self) -> bool:
         is_finishing = self._is_finishing.is_set()

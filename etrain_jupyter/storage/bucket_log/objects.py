@@ -41,7 +41,7 @@ class RunObjects:
     def _bucket(self) -> Bucket:
         if self._opened is None:
             try:
-                # Imported here because it loads boto3, which takes a moment.
+                # Imported here because boto3 is an optional dependency, and slow to import.
                 from etrain_jupyter.storage.objects.s3_bucket import Bucket
                 from etrain_jupyter.storage.objects.s3_requests import S3Limits
             except ModuleNotFoundError as exc:
@@ -49,6 +49,7 @@ class RunObjects:
                     f"the run store {self.url} needs boto3, which is not installed "
                     f'({sys.executable}). Install it there: pip install "etrain-jupyter[s3]"'
                 ) from exc
+            # Shorter than for checkpoints: small objects, and a notebook or a job's end waits.
             limits = S3Limits(
                 connect_timeout_s=3.0,
                 read_timeout_s=10.0,
@@ -127,6 +128,8 @@ class RunObjects:
         Raises:
             RunStoreError: If not; two writers could then write one log.
         """
+        # The first request may create the probe. The second one must find it, so if it succeeds,
+        # the endpoint has ignored the condition.
         if self.put_if_absent(PROBE, b"{}\n") and self.put_if_absent(PROBE, b"{}\n"):
             raise RunStoreError(
                 f"{self.url}: its endpoint ignores the condition If-None-Match and overwrites "

@@ -53,12 +53,13 @@ def private_root(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def spool_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of this machine's copies: they must survive a restart."""
+    """Return the folder of this machine's copies of logs."""
     return private_root(environment) / "runs"
 
 
 def spool_of_root(root: str) -> Path:
     """Return the folder with this machine's copies of a run store's jobs."""
+    # The bucket's name is for people. The digest separates several run stores in one bucket.
     bucket, _ = split_s3_url(root)
     return spool_root() / f"{bucket}-{hashlib.sha256(root.encode()).hexdigest()[:12]}"
 

@@ -51,9 +51,11 @@ class Uploads:
         self.writer = writer or str(known.get("writer") or new_writer())
         self.seq = int(known.get("seq", 0)) if seq is None else seq
         self._own: list[int] = []
-        """First events of our objects that may be deleted once they are packed."""
+        """First events of our objects that may be deleted once they are packed, in order. Those of
+        an earlier process with the same writer are not known, and stay in the bucket."""
         self._packed: dict[int, int] = {}
         """Last packed event by size of the packs; empty before the first listing."""
+        # The key of our first object stays taken forever: it is what fences the previous writer.
         self._began_at = self.seq + 1
         self._reader: LogReader | None = None
         self._pending: list[bytes] = []
@@ -72,16 +74,21 @@ class Uploads:
         if not self._pending:
             return False
         piece = LogObject(first=self.seq + 1, lines=tuple(self._pending), writer=self.writer)
+        # Cases, if the key was taken:
+        #
+        #   writer    lines                     meaning
+        #   we        the same                  the response to our first attempt was lost
+        #   we        the first ones of ours    written before a crash; continue after them
+        #   otherwise                           another writer has taken over: we are fenced
         found = self.chain.put_piece(piece)
         count = len(found.lines)
-        # We may have written a shorter object before a crash; those after it are not ours.
         if found.writer != self.writer or list(found.lines) != self._pending[:count]:
             raise FencedError(
                 f"event {piece.first} of {self.chain.objects} was written by {found.writer}: the "
                 "job continues there"
             )
         self._pending = self._pending[count:]
-        self._take(found)
+        self._record_written(found)
         return True
 
     def write_next(self, line: bytes) -> None:
@@ -90,6 +97,8 @@ class Uploads:
         Raises:
             FencedError: If another writer has taken over this log; then nothing was written.
         """
+        # The chain first: if the key is taken, the copy must not change. After a crash between the
+        # two writes, the copy lacks the line, and the next `LogCopy.fill` adds it.
         piece = LogObject(first=self.seq + 1, lines=(line,), writer=self.writer)
         found = self.chain.put_piece(piece)
         if found != piece:
@@ -101,11 +110,10 @@ class Uploads:
             file.write(line + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        self._take(piece)
-        self._reader, self._pending = None, []
+        self._record_written(piece)
+        self._reader, self._pending = None, []  # the reader has not seen this line
 
-    def _take(self, piece: LogObject) -> None:
-        """Record that our object was written."""
+    def _record_written(self, piece: LogObject) -> None:
         for line in _status_lines(piece.lines):
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
@@ -132,7 +140,6 @@ class Uploads:
                 self._remove_packed(first, size)
 
     def _write_pack(self, first: int, size: int) -> bool:
-        """Write one pack; return False if its columns are not written yet."""
         lines = self._lines_from(first, size)
         if len(lines) != size:
             raise RunStoreError(f"{self._path} has fewer lines than were uploaded from it")
@@ -140,12 +147,15 @@ class Uploads:
             try:
                 columns = (self._path.parent / columns_key(first)).read_bytes()
             except FileNotFoundError:
-                return False
+                return False  # the columns are written in the background: try in the next round
+            # Before the pack, so that a reader that finds the pack also finds its columns.
             self.chain.objects.put_if_absent(columns_key(first), columns)
         self.chain.put_pack(first, lines)
         return True
 
     def _remove_packed(self, first: int, size: int) -> None:
+        # An object ends where our next one begins. It may start before this pack: then the
+        # previous pack has its first events. One that ends after this pack stays.
         end = first + size
         following = [*self._own[1:], self.seq + 1]
         covered = [own for own, next_ in zip(self._own, following, strict=True) if next_ <= end]
@@ -157,7 +167,10 @@ class Uploads:
                 self.chain.objects.delete(pack_key(start, PACKS[1]))
 
     def beat(self, *, has_ended: bool = False) -> None:
-        """Write the job's status, which is also the writer's heartbeat."""
+        """Write the job's status, which is also the writer's heartbeat.
+
+        Readers take its age from S3's clock, so the clocks of the machines do not matter.
+        """
         status = {
             **self.facts,
             "writer": self.writer,
@@ -183,7 +196,7 @@ _FACTS = ("status", "reason", "step", "total_steps", "world_size", "time")
 
 
 def _status_lines(lines: tuple[bytes, ...]) -> list[bytes]:
-    """Return the lines that determine a job's status, in order; of the steps only the last one."""
+    # Thousands of lines may arrive at once. Select by their first bytes, and parse only these.
     steps = [n for n, line in enumerate(lines) if line.startswith(b'{"event":"StepCompleted"')]
     last = steps[-1] if steps else -1
     return [line for n, line in enumerate(lines) if n == last or line.startswith(_STATUS_EVENTS)]
@@ -206,12 +219,24 @@ def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -
         FencedError: If another process writes the log.
         RunStoreError: If the bucket cannot be read and written.
     """
+    # Taking a log over, with --force, from a writer A that may still be running:
+    #
+    #   A                                        B (here)
+    #   put log/...0041: written
+    #   (paused, or cut off from its cluster)    fill the copy: 80 events
+    #                                            put log/...0081, a line that names B: written
+    #   put log/...0081: the key is taken by B
+    #   FencedError: A writes no more            continues at event 82
+    #
+    # If A is faster and takes the key, B fills its copy again and tries the next one.
     writer = new_writer()
     for attempt in range(CLAIM_TRIES):
         uploads = Uploads(chain, copy.path, writer=writer, seq=copy.fill())
         try:
+            # Events that never reached the bucket, of a writer on this machine that was killed.
             while uploads.upload():
                 pass
+            # The log has grown since the caller looked at it.
             if end is not None and uploads.seq != end:
                 raise FencedError(f"it has {uploads.seq} events instead of {end}")
             uploads.write_next(_claim_line(job_id, uploads))
@@ -219,9 +244,10 @@ def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -
             if attempt + 1 == CLAIM_TRIES or end is not None:
                 raise FencedError(
                     f"the log of job {job_id} is being written by another process: {exc}. Nothing "
-                    "was done here. %etrain attach follows it; --force takes it over"
+                    f"was changed. Follow the job with %etrain attach {job_id}, or add --force to "
+                    "take it over"
                 ) from exc
-            copy.forget()
+            copy.forget()  # compare again: the last events of the copy may not be in the log
         else:
             return uploads
     raise AssertionError("unreachable")
@@ -241,7 +267,8 @@ def new_writer() -> str:
 
 
 def _reader_after(path: Path, seq: int) -> LogReader:
-    """Return a reader of the events after ``seq``; starts at the finished segment before it."""
+    # Start at the end of the last finished segment before `seq`, whose byte position is known,
+    # instead of counting lines from the beginning. (1 << 62: only the positions, no events.)
     offset = lines = 0
     for _, place in finished_segments(path, since=1 << 62):
         if lines + EVENTS_PER_SEGMENT > seq:
@@ -261,7 +288,6 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 
 
 def _write_mark(folder: Path, writer: str, seq: int) -> None:
-    """Record the progress; if this file is lost, the bucket is listed instead."""
-    hidden = folder / f"{MARK_FILE}.tmp"
-    hidden.write_text(json.dumps({"writer": writer, "seq": seq}), encoding="utf-8")
-    hidden.replace(folder / MARK_FILE)
+    temporary = folder / f"{MARK_FILE}.tmp"
+    temporary.write_text(json.dumps({"writer": writer, "seq": seq}), encoding="utf-8")
+    temporary.replace(folder / MARK_FILE)

@@ -1,6 +1,6 @@
 """Checkpoint stores, the manifest protocol, and retention.
 
-Here a part of a checkpoint is bytes or a file; ``trainer`` defines its content.
+A part of a checkpoint is bytes or a file here; ``trainer`` defines its content.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _open_folder(url: str) -> CheckpointStore:
 
 
 def _open_s3(url: str) -> CheckpointStore:
-    # Imported here because it loads boto3, which takes a moment.
+    # Imported here because boto3 is an optional dependency, and slow to import.
     try:
         from etrain_jupyter.storage.checkpoints.s3 import S3Store
     except ModuleNotFoundError as exc:

@@ -24,6 +24,15 @@ def ignore_progress(num_bytes: int) -> None:
     """Do nothing."""
 
 
+# What each call leaves in the store, and what readers see if the writer crashes after it:
+#
+#   begin(1200)        checkpoints/step_00001200/              an empty folder; no checkpoint
+#   put_part ...       .../model.safetensors, verified         parts without a manifest; none
+#   commit             manifests/step_00001200.json            the checkpoint, complete
+#   prune([...])       first the manifest is deleted           parts without a manifest; none
+#                      then the parts                          nothing
+#
+# At no point does a manifest refer to a part that is missing.
 class CheckpointStore(Protocol):
     """A folder, or a prefix of a bucket, with the checkpoints of one job.
 
@@ -171,8 +180,11 @@ def used_folders(
         try:
             parts = store.read_manifest(step).parts.values()
         except CheckpointError:
-            # The manifest may be readable later: keep all folders that may contain its data.
+            # Possibly a network error, and the manifest is readable later: keep all folders that
+            # may contain its data.
             used |= {name for name in names if step_of_folder(name) == step}
         else:
+            # One manifest may use two folders: if a rank is late with its part, rank 0 writes that
+            # part to a new folder, because the late rank may still be writing the old key.
             used |= {check_key(part.key).parts[1] for part in parts}
     return used

@@ -23,6 +23,7 @@ _CHUNK_BYTES = 4 << 20
 _SCRATCH, _LOCK = "etrain-checkpoint-", "lock"
 _SCRATCH_AGE_S = 60.0
 """A younger scratch folder may not be locked yet."""
+# What link() returns on file systems such as FAT, some FUSE mounts and some network shares.
 _HAS_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -75,7 +76,8 @@ def link_if_absent(source: Path, target: Path) -> bool:
 
 
 def _copy_if_absent(source: Path, target: Path) -> bool:
-    """Copy, on file systems without hard links: one writer, but a crash may truncate the copy."""
+    # Exclusive creation still selects one of several writers. A crash may leave a truncated copy,
+    # which readers detect: the manifest contains its own digest.
     try:
         write_new(target, source)
     except FileExistsError:
@@ -114,15 +116,16 @@ def fsync_folder(folder: Path) -> None:
 
 
 class ScratchFile(PosixPath):
-    """The path of a temporary file, which is deleted when this object is garbage-collected."""
+    """The path of a temporary file, from ``new_scratch_file``.
 
-    def __init__(self, *_: object) -> None:
-        super().__init__()
-        weakref.finalize(self, _unlink, os.fspath(self))
+    The file is deleted when this object is garbage-collected. Paths derived from it delete nothing.
+    """
 
 
 def new_scratch_file() -> ScratchFile:
     """Return an unused path in this process's scratch folder.
+
+    Its file is deleted when the returned object is garbage-collected.
 
     The folder is deleted when the process exits. A process that is killed leaves its folder, which
     the next process that needs such a folder finds unlocked and deletes.
@@ -131,14 +134,26 @@ def new_scratch_file() -> ScratchFile:
         CheckpointError: If the folder cannot be created.
     """
     try:
-        return ScratchFile(_scratch_of(os.getpid()) / secrets.token_hex(8))
+        path = ScratchFile(_scratch_of(os.getpid()) / secrets.token_hex(8))
     except OSError as exc:
         raise CheckpointError(
             f"no folder for copies of checkpoints can be created in {tempfile.gettempdir()}: "
             f"{exc.strerror}. Free space there, or set TMPDIR"
         ) from exc
+    # A string, because a reference to the path itself would keep it alive forever. Not in __init__:
+    # from Python 3.12 on, it also runs for each path that is derived from this one.
+    weakref.finalize(path, _unlink, os.fspath(path))
+    return path
 
 
+# A scratch folder is in use while its lock is held:
+#
+#   mkdtemp    open(lock)    flock      the process runs      exit: rmtree
+#   |--- no lock yet, but -----|----- locked: others skip ---|
+#   |    younger than 60 s     |                              killed: the kernel releases the lock,
+#                                                             and the next process deletes it
+#
+# The cache has the process id as its key, so that a forked child creates its own folder.
 @functools.cache
 def _scratch_of(_pid: int) -> Path:
     remove_unlocked_scratch()

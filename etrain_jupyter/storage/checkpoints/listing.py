@@ -35,15 +35,16 @@ def list_checkpoints(
     Raises:
         CheckpointError: If the store cannot be listed.
     """
-    listed = [_look_at(store, step, job_id, verify) for step in reversed(store.list_steps())]
+    listed = [_check_step(store, step, job_id, verify) for step in reversed(store.list_steps())]
     if any(row.problem for row in listed):
-        # A running job deletes old ones meanwhile: a manifest that is gone by now is not broken.
-        left = set(store.list_steps())
-        listed = [row for row in listed if not row.problem or row.step in left]
+        # The running job may have pruned a checkpoint between the listing and the read. A manifest
+        # that no longer exists is not broken.
+        remaining = set(store.list_steps())
+        listed = [row for row in listed if not row.problem or row.step in remaining]
     return listed
 
 
-def _look_at(store: CheckpointStore, step: int, job_id: str, verify: bool) -> ListedCheckpoint:
+def _check_step(store: CheckpointStore, step: int, job_id: str, verify: bool) -> ListedCheckpoint:
     manifest, problem = None, ""
     try:
         manifest = store.read_manifest(step)

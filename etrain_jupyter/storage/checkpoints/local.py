@@ -35,7 +35,7 @@ from etrain_jupyter.storage.checkpoints.manifest import (
 from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
 from etrain_jupyter.untrusted import read_regular
 
-_MOST_MANIFEST_BYTES = 64_000_000
+_MAX_MANIFEST_BYTES = 64_000_000
 
 
 class LocalStore:
@@ -60,13 +60,15 @@ class LocalStore:
     def begin(self, step: int) -> str:
         """Return the key of a new, empty folder for the parts of this step."""
         attempt = 0
-        with self._explained(f"{step_name(step)} cannot be started"):
+        with self._as_checkpoint_error(f"{step_name(step)} cannot be started"):
             (self.root / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
             self._refuse_links()
             while True:
                 key = folder_key(step, attempt)
                 try:
-                    # mkdir is atomic: only one of several processes creates the folder.
+                    # mkdir is atomic: only one of several processes creates the folder. A folder
+                    # that exists is never reused, since its writer may have been evicted without
+                    # having ended yet.
                     (self.root / key).mkdir()
                 except FileExistsError:
                     attempt += 1
@@ -86,27 +88,32 @@ class LocalStore:
         key = f"{folder}/{name}"
         path = self._path_of(key)
         temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
-        with self._explained(f"{key} cannot be written"), removed_on_failure(temporary):
+        with self._as_checkpoint_error(f"{key} cannot be written"), removed_on_failure(temporary):
+            # This check need not be atomic: the folder belongs to one attempt, in which each rank
+            # writes a part with another name.
             if path.exists():
                 raise CheckpointError(f"{key} already exists; keys are never used twice")
             size, digest = write_new(temporary, data, progress)
             part = Part(key=key, sha256=digest, size=size)
+            # Verify before the rename: a file that has its final name is complete and correct.
             check_file(part, temporary)
             os.rename(temporary, path)
             fsync_folder(path.parent)
         return part
 
     def commit(self, manifest: Manifest) -> bool:
-        """Link the manifest to its name, which only one of several writers can do."""
+        """Write the manifest if the step has none."""
         name = step_name(manifest.step)
         for part in manifest.parts.values():
-            self._check_is_there(part)
+            self._check_exists(part)
         path = self.root / manifest_key(manifest.step)
         temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
-        with self._explained(f"the manifest of {name} cannot be written"):
+        with self._as_checkpoint_error(f"the manifest of {name} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with removed_at_end(temporary):
                 write_new(temporary, manifest.to_json().encode())
+                # A rename would replace the manifest of another writer; a link fails if the name
+                # exists, and the file is complete from the beginning.
                 is_new = link_if_absent(temporary, path)
                 fsync_folder(path.parent)
         return is_new or self._is_committed(manifest)
@@ -119,7 +126,7 @@ class LocalStore:
     def read_manifest(self, step: int) -> Manifest:
         """Return a step's manifest."""
         try:
-            text = read_regular(self.root / manifest_key(step), most_bytes=_MOST_MANIFEST_BYTES)
+            text = read_regular(self.root / manifest_key(step), most_bytes=_MAX_MANIFEST_BYTES)
         except OSError as exc:
             raise CheckpointError(
                 f"{step_name(step)}: its manifest cannot be read ({exc.strerror})"
@@ -137,10 +144,12 @@ class LocalStore:
         self._refuse_links()
         listed = self.list_steps()
         kept = [step for step in listed if step in keep_steps]
-        with self._explained("old checkpoints cannot be deleted"):
+        with self._as_checkpoint_error("old checkpoints cannot be deleted"):
             removed = [manifest_key(step) for step in listed if step not in keep_steps]
             for key in removed:
                 (self.root / key).unlink(missing_ok=True)
+            # The manifests must be gone for good before the first part is deleted. Otherwise, a
+            # power failure could bring a manifest back whose parts are missing.
             if removed:
                 fsync_folder(self.root / MANIFESTS_FOLDER)
             dropped = set(listed) - set(kept)
@@ -153,17 +162,15 @@ class LocalStore:
         return removed
 
     def _remove_temporary_manifests(self, *, before: int) -> None:
+        # `.step_00001200.1a2b3c4d`, left by a writer that was killed in `commit`. One of the newest
+        # kept step or a later one may belong to a commit in progress.
         for name in self._names_in(MANIFESTS_FOLDER):
             step = step_of_folder(name[1:].rpartition(".")[0]) if name.startswith(".") else None
             if step is not None and step < before:
                 (self.root / MANIFESTS_FOLDER / name).unlink(missing_ok=True)
 
     def _refuse_links(self) -> None:
-        """Refuse to write or delete through a symbolic link.
-
-        Raises:
-            CheckpointError: If one of the two folders is a link.
-        """
+        # Through a link, writing and pruning would act on files elsewhere, which may not be ours.
         for name in (PARTS_FOLDER, MANIFESTS_FOLDER):
             if (self.root / name).is_symlink():
                 raise CheckpointError(
@@ -172,7 +179,7 @@ class LocalStore:
                     "FOLDER} in the cell"
                 )
 
-    def _check_is_there(self, part: Part) -> None:
+    def _check_exists(self, part: Part) -> None:
         try:
             size = self._path_of(part.key).stat().st_size
         except OSError as exc:
@@ -204,8 +211,7 @@ class LocalStore:
             raise CheckpointError(f"{self.root} cannot be listed ({exc.strerror})") from exc
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Convert OSErrors to CheckpointErrors that name the folder."""
+    def _as_checkpoint_error(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as exc:

@@ -68,7 +68,7 @@ class Manifest:
 
 
 class AlteredError(CheckpointError):
-    """A part's bytes differ from those that were written."""
+    """A part has its size, but not its SHA-256."""
 
 
 def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
@@ -85,6 +85,7 @@ def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
         version = body.pop("version")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointError(f"{name}: its manifest is truncated or not a manifest") from exc
+    # Before the digest: a later format may compute its digest in another way.
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{name}: its manifest has format {version}, this version reads {FORMAT_VERSION}"
@@ -106,6 +107,8 @@ def check_key(key: str) -> PurePosixPath:
     Raises:
         CheckpointError: If the key points outside of the folder of parts.
     """
+    # PurePosixPath normalizes "a//b" and "a/./b": keys that it changes are refused, because S3
+    # would take them as other objects.
     path = PurePosixPath(key)
     is_plain = str(path) == key and ".." not in path.parts and "\\" not in key and "\0" not in key
     if not is_plain or len(path.parts) != 3 or path.parts[0] != PARTS_FOLDER:
@@ -120,6 +123,7 @@ def check_file(part: Part, path: Path) -> None:
         CheckpointError: If it is missing, or its size or SHA-256 differs.
     """
     try:
+        # The size first: it finds a truncated file without reading gigabytes.
         size = path.stat().st_size
         if size != part.size:
             raise CheckpointError(f"{part.key} has {size} bytes instead of {part.size}")
@@ -173,6 +177,7 @@ def _manifest_from(body: Mapping[str, Any], name: str) -> Manifest:
         manifest = Manifest(**{**body, "parts": parts})
     except (TypeError, KeyError, AttributeError) as exc:
         raise CheckpointError(f"{name}: its manifest has missing or unknown keys ({exc})") from exc
+    # The digest does not protect against a hostile writer, who can compute it, too.
     for part in parts.values():
         check_key(part.key)
     return manifest

@@ -44,6 +44,11 @@ def choose_folders_to_remove(
     ... )
     ['step_00000100']
     """
+    # step of the folder    its manifest    decision
+    # dropped               deleted         remove
+    # < newest kept         none            remove: its writer crashed, was evicted or lost a race
+    # = newest kept         another folder  keep: the writer that lost the race may still be writing
+    # > newest kept         none            keep: it is probably being written
     newest = max(kept, default=0)
     chosen = []
     for name in sorted(names):

@@ -50,8 +50,6 @@ CLAIM = ".begun"
 
 
 def _checkpoint_errors(method: Callable[P, T]) -> Callable[P, T]:
-    """Let a method raise ``CheckpointError`` where the bucket raises ``StoreError``."""
-
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -95,7 +93,8 @@ class S3Store:
         while not self._claim(key := folder_key(step, attempt), what):
             attempt += 1
         if not self._is_conditional:
-            # Check once: an endpoint that ignores the condition would let two writers commit.
+            # Claim the folder again, which must fail. An endpoint that ignores the condition would
+            # let two writers commit the same step. One check per process is enough.
             if self._claim(key, what):
                 raise CheckpointError(
                     f"{what} in {self}: {self._bucket.endpoint()} ignores the condition "
@@ -133,10 +132,11 @@ class S3Store:
         return part
 
     def _read_back(self, part: Part, stored: Stored) -> None:
-        """Compare S3's checksum of the object, or download it if S3 has no checksum."""
         known = self._bucket.head(part.key, f"{part.key} cannot be read back")
         if known is None:
             raise CheckpointError(f"{part.key} is missing after it was written to {self}")
+        # S3 computed the checksum from the bytes that it stored. Some compatible services have
+        # none: then only a download, which verifies SHA-256, shows that the object is correct.
         if not stored.is_confirmed_by(known) or known["ContentLength"] != part.size:
             self._fetch(part)
 
@@ -146,13 +146,15 @@ class S3Store:
         name = step_name(manifest.step)
         what = f"the manifest of {name} cannot be written"
         for part in manifest.parts.values():
-            self._check_is_there(part, what)
+            self._check_exists(part, what)
         data = manifest.to_json().encode()
+        # The result of the write is not used. What is stored now shows who committed, also after a
+        # lost response and in a repeated call.
         self._bucket.put_if_absent(manifest_key(manifest.step), data, what)
         found = self._bucket.get(manifest_key(manifest.step), what)
         return found == data or self._is_same(found, manifest)
 
-    def _check_is_there(self, part: Part, what: str) -> None:
+    def _check_exists(self, part: Part, what: str) -> None:
         check_key(part.key)
         known = self._bucket.head(part.key, what)
         if known is None:
@@ -210,7 +212,9 @@ class S3Store:
         try:
             return self._fetch_once(part, what)
         except AlteredError:
-            return self._fetch_once(part, what)  # corrupted in transit only, perhaps
+            # The bytes may have been corrupted in transit. A second mismatch means that the object
+            # is corrupt, and the caller falls back to an older checkpoint.
+            return self._fetch_once(part, what)
 
     def _fetch_once(self, part: Part, what: str) -> ScratchFile:
         path = new_scratch_file()
@@ -221,11 +225,7 @@ class S3Store:
 
     @_checkpoint_errors
     def prune(self, keep_steps: Collection[int]) -> list[str]:
-        """Delete other checkpoints, manifest first, then leftovers and incomplete uploads.
-
-        Uploads come last: a role that may not list them can still delete the parts. ``notice``
-        then names what is left.
-        """
+        """Delete other checkpoints, manifest first, then leftovers and incomplete uploads."""
         what = "old checkpoints cannot be deleted"
         listed = self.list_steps()
         kept = [step for step in listed if step in keep_steps]
@@ -234,33 +234,33 @@ class S3Store:
             self._bucket.delete(key, what)
         dropped = set(listed) - set(kept)
         keys = self._bucket.keys(PARTS_FOLDER, what)
-        _, unused = self._sort_folders({_folder_of(key) for key in keys}, kept, dropped)
+        _, unused = self._split_folders({_folder_of(key) for key in keys}, kept, dropped)
         for key in keys:
             if _folder_of(key) in unused:
                 self._bucket.delete(key, what)
+        # The uploads come last: a role that may not list them can still delete all else.
         folders = set(unused) | self._abort_uploads(kept, dropped)
         return removed + [f"{PARTS_FOLDER}/{name}" for name in sorted(folders)]
 
-    def _sort_folders(
+    def _split_folders(
         self, names: Collection[str], kept: Collection[int], dropped: Collection[int]
     ) -> tuple[set[str], list[str]]:
-        """Return the folders that manifests refer to, and those to delete."""
         used = used_folders(self, kept, names)
         return used, choose_folders_to_remove(names, kept=kept, dropped=dropped, used=used)
 
     def _abort_uploads(self, kept: Collection[int], dropped: Collection[int]) -> set[str]:
-        """Abort incomplete multipart uploads; return their unused folders.
-
-        Raises nothing: all else has been deleted before. After a denial, it is not tried again.
-        """
+        """Abort incomplete multipart uploads; return their unused folders. Raises nothing."""
+        # After a denial, do not repeat the request with each checkpoint.
         if self._may_not_list_uploads:
             return set()
         what = "incomplete uploads of crashed writers cannot be aborted"
         try:
             uploads = self._bucket.uploads(PARTS_FOLDER, what)
             names = {_folder_of(key) for key, _ in uploads}
-            used, unused = self._sort_folders(names, kept, dropped) if names else (set(), [])
+            used, unused = self._split_folders(names, kept, dropped) if names else (set(), [])
             for key, upload in uploads:
+                # In a folder that a manifest refers to, all parts are complete: what is still open
+                # there is the upload of a late rank whose part rank 0 has written elsewhere.
                 if _folder_of(key) in used.union(unused):
                     self._bucket.abort(key, upload, what)
         except AccessDeniedError:

@@ -30,6 +30,7 @@ def expected_owner(bucket: str) -> str:
     Raises:
         StoreError: If ``ETRAIN_BUCKET_OWNERS`` is invalid.
     """
+    # The environment wins over a pool. Parsed for each request, so that a change takes effect.
     named = parse_owners(os.environ.get(VARIABLE, ""))
     owner = named.get(bucket) or _registered.get(bucket, "")
     return "" if owner == ANY else owner
@@ -69,5 +70,6 @@ def parse_owners(text: str) -> dict[str, str]:
 
 def with_owner(text: str, bucket: str, owner: str) -> str:
     """Return the variable's text with one more bucket, unless the bucket is already in it."""
+    # The user's own entries come last, because they win.
     owners = {bucket: owner, **parse_owners(text)} if owner else parse_owners(text)
     return ",".join(f"{name}={account}" for name, account in owners.items())

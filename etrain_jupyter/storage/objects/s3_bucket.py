@@ -33,9 +33,9 @@ from etrain_jupyter.storage.objects.s3_transfers import (
 
 T = TypeVar("T")
 
-PIECE_BYTES = 64 << 10
+READ_BYTES = 64 << 10
 """Bytes of a body to read before the deadline is extended."""
-MAX_AGED_BYTES = 1_000_000
+MAX_SMALL_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +107,14 @@ class Bucket:
         """Return a small object and its age; None if it does not exist."""
 
         def fetch() -> AgedObject:
-            answer = self._s3.request("get_object", Key=key)
-            data = self._read_body(answer, MAX_AGED_BYTES)
-            date = answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
+            response = self._s3.request("get_object", Key=key)
+            data = self._read_body(response, MAX_SMALL_BYTES)
+            date = response["ResponseMetadata"]["HTTPHeaders"].get("date", "")
             try:
                 now = parsedate_to_datetime(date)
             except ValueError as exc:
                 raise StoreError(f"{what} in {self}: the response has no Date ({date!r})") from exc
-            age_s = (now - answer["LastModified"]).total_seconds()
+            age_s = (now - response["LastModified"]).total_seconds()
             return AgedObject(data=data, age_s=max(0.0, age_s))
 
         try:
@@ -141,6 +141,13 @@ class Bucket:
             token: Stored with the object, to recognize it: if the response to a successful request
                 is lost, the retry finds our own object under the key. Then True is returned.
         """
+        # Why the token is needed:
+        #
+        #   client                                  S3
+        #   PUT key, If-None-Match: *  -----------> creates the object
+        #                         X <-------------- 200, but the response is lost
+        #   PUT key (a retry)  -------------------> 412: the key exists
+        #   HEAD key  ----------------------------> metadata has our token: it is our own object
         arguments = {
             "IfNoneMatch": "*",
             "ChecksumAlgorithm": "SHA256",
@@ -166,40 +173,30 @@ class Bucket:
         known = self.head(key, what)
         return known is not None and known.get("Metadata", {}).get("etrain") == token
 
-    def _read_body(self, answer: Mapping[str, Any], most_bytes: int | None = None) -> bytes:
-        """Read an object, or its first bytes; each piece received extends the deadline.
-
-        Args:
-            answer: That of ``get_object``.
-            most_bytes: Bytes to read; None for all.
-
-        Raises:
-            IncompleteReadError: If the connection ended early. Neither urllib3 nor botocore detect
-                it if a body is read in pieces.
-        """
-        size = int(answer["ContentLength"])
+    def _read_body(self, response: Mapping[str, Any], most_bytes: int | None = None) -> bytes:
+        size = int(response["ContentLength"])
         size = size if most_bytes is None else min(size, most_bytes)
         data = bytearray()
-        with answer["Body"] as body:
-            while len(data) < size and (piece := body.read(min(PIECE_BYTES, size - len(data)))):
+        with response["Body"] as body:
+            while len(data) < size and (piece := body.read(min(READ_BYTES, size - len(data)))):
                 data += piece
+                # The caller does not know the size in advance, so the deadline grows with the
+                # bytes. A server that sends less than slowest_bytes_per_s still exceeds it.
                 if (deadline := current()) is not None:
                     deadline.extend(len(piece) / self._s3.limits.slowest_bytes_per_s)
+        # Neither urllib3 nor botocore detects a truncated body that is read in pieces.
         if len(data) < size:
             raise IncompleteReadError(actual_bytes=len(data), expected_bytes=size)
         return bytes(data)
 
     def _unless_absent(self, key: str, what: str, fetch: Callable[[], T]) -> T | None:
-        """Return what ``fetch`` reads; None if the object does not exist.
-
-        For a missing object, a role that may not list the bucket gets "access denied" instead of
-        "not found". Listing the one prefix that the role may list tells the two apart.
-        """
         try:
             return self._s3.attempt(what, fetch)
         except MissingError:
             return None
         except AccessDeniedError:
+            # For a missing object, a role that may not list the whole bucket gets "access denied"
+            # instead of "not found". It may list our prefix, which tells the two apart.
             with suppress(StoreError):
                 full = self._s3.full_key(key)
                 pages = self._s3.pages(what, "list_objects_v2", full)
@@ -271,6 +268,7 @@ class Bucket:
         if size <= self._s3.limits.chunk_bytes:
             self.put(key, path.read_bytes(), what)
         else:
+            # `upload` only creates. A reader finds no object until the upload is complete.
             self.delete(key, what)
             self.upload(key, path, size, what)
 
@@ -290,8 +288,8 @@ class Bucket:
         begin = {"ChecksumAlgorithm": "SHA256", "Metadata": {"etrain": token}}
 
         def create() -> str:
-            answer = self._s3.request("create_multipart_upload", Key=key, **begin)
-            return str(answer["UploadId"])
+            response = self._s3.request("create_multipart_upload", Key=key, **begin)
+            return str(response["UploadId"])
 
         upload = self._s3.attempt(what, create)
         is_ours = False
@@ -299,8 +297,9 @@ class Bucket:
             parts, stored = upload_chunks(self._s3, key, upload, source, size, what, progress)
             is_ours = self._complete(key, upload, parts, token, what)
         finally:
+            # S3 charges for the parts of an upload that is neither completed nor aborted.
             if not is_ours:
-                with suppress(StoreError):  # the next prune aborts it
+                with suppress(StoreError):  # the next prune of the checkpoints aborts it
                     self.abort(key, upload, what)
         return is_ours, stored
 

@@ -33,6 +33,16 @@ class DeadlineError(OSError):
     """A request did not complete before its deadline, or was started after it."""
 
 
+# A server that sends one byte every few seconds, with a deadline of 20 s:
+#
+#   requesting thread                     watcher thread              server
+#   with Deadline(20): start the clock    wait until 20 s
+#   send request, hold(its socket)
+#   recv() returns a byte                                             byte at 0 s, 4 s, 8 s ...
+#   recv() blocks                         shutdown() of the socket
+#   recv() fails; boto3 may retry, but
+#   a new request raises DeadlineError
+#   __exit__ raises DeadlineError
 class Deadline:
     """Limit the time of this thread's requests to guarded clients, as a context manager.
 
@@ -49,10 +59,9 @@ class Deadline:
         self.is_over = False
 
     def __enter__(self) -> Self:
-        """Start the timeout."""
         self._outer = getattr(_local, "deadline", None)
         _local.deadline = self
-        self.renew()
+        self.renew()  # before add(): the watcher would take at=0.0 as expired
         _watcher.add(self)
         return self
 
@@ -84,18 +93,21 @@ class Deadline:
 
     def hold(self, connection: socket.socket) -> None:
         """Shut this connection down when the deadline passes."""
+        # A duplicate, because urllib3 may close its own descriptor at any time, and the kernel may
+        # give its number to another file. shutdown() of a duplicate ends the same connection.
         handle = socket.fromfd(connection.fileno(), connection.family, connection.type)
         with self._lock:
             self._connections.append(handle)
+            # The deadline may have passed after the check that precedes every request.
             if self.is_over:
-                _shut(handle)
+                _shut_down(handle)
 
     def cut(self) -> None:
         """Shut down all connections in use; called by the watcher thread."""
         with self._lock:
             self.is_over = True
             for handle in self._connections:
-                _shut(handle)
+                _shut_down(handle)
 
 
 def current() -> Deadline | None:
@@ -114,7 +126,7 @@ def guard(client: Any) -> Any:
     return client
 
 
-def _shut(handle: socket.socket) -> None:
+def _shut_down(handle: socket.socket) -> None:
     with contextlib.suppress(OSError):
         handle.shutdown(socket.SHUT_RDWR)
 
@@ -135,6 +147,7 @@ class _Watcher:
                     target=self._run, name="etrain-s3-deadlines", daemon=True
                 )
                 self._thread.start()
+            # The new deadline may be earlier than the one that the thread waits for.
             self._changed.notify()
 
     def remove(self, deadline: Deadline) -> None:
@@ -157,7 +170,7 @@ _watcher = _Watcher()
 
 
 def _restart_after_fork() -> None:
-    """Replace the watcher: its thread does not survive a fork, and its lock may be held."""
+    # The thread does not survive a fork, and its lock may have been held at that moment.
     global _watcher
     _watcher = _Watcher()
 
@@ -171,21 +184,23 @@ class _Guarded:
     sock: socket.socket | None
 
     def _new_conn(self) -> socket.socket:
-        _check()
+        _check_deadline()
         made: socket.socket = super()._new_conn()  # type: ignore[misc]
         if (deadline := current()) is not None:
             deadline.hold(made)
         return made
 
     def request(self, *args: Any, **kwargs: Any) -> Any:
-        _check()
+        _check_deadline()
         # A reused connection; a new one is opened below, and registers itself.
         if (deadline := current()) is not None and self.sock is not None:
             deadline.hold(self.sock)
         return super().request(*args, **kwargs)  # type: ignore[misc]
 
 
-def _check() -> None:
+def _check_deadline() -> None:
+    # boto3 retries when the watcher has shut a connection down. Refuse that request at once instead
+    # of connecting again, which may take the whole connect timeout.
     if (deadline := current()) is not None and deadline.is_over:
         raise DeadlineError(_OVER)
 

@@ -27,6 +27,7 @@ _INTERNAL = "S3 has an internal error. The next checkpoint retries"
 _REGION = "the bucket is in another region. Set AWS_REGION or the profile's region"
 _CORRUPT = "the bytes were corrupted in transit. Check the worker's network and memory"
 
+# Bare statuses such as "403" are the codes of failed HEAD requests, whose responses have no body.
 _CODES: dict[str, str] = {
     "NoSuchBucket": f"there is no such bucket. {_BUCKET}",
     "InvalidBucketName": f"the bucket's name is invalid. {_BUCKET}",
@@ -97,6 +98,8 @@ _BOTO: tuple[tuple[type[Exception], str], ...] = (
     (boto.HTTPClientError, "the connection was closed. Check the network"),
 )
 
+# In order: access key ids, "name=value" pairs of a signed request, and anything as long as a
+# secret key (40 characters of base64), because services repeat them in unforeseen places.
 _SECRETS = re.compile(
     r"(?:AKIA|ASIA)[A-Z0-9]{8,}|(?i:signature|token|secret|credential)[^\s=:]*\s*[=:]\s*\S+"
     r"|[A-Za-z0-9/+=]{40,}"
@@ -133,6 +136,8 @@ def message_of(exc: BaseException, *, setting: str = "checkpoint.to") -> str:
     message = _message_of(exc)
     if setting == "checkpoint.to":
         return message
+    # The texts are written for checkpoints. Elsewhere no checkpoint follows, and the machine is
+    # not always a worker: a notebook that follows a job in a bucket is none.
     message = message.replace("checkpoint.to", setting)
     message = message.replace("The next checkpoint retries", "The next request retries")
     for worker in ("of this worker", "on this worker", "the worker reads", "the worker's"):
@@ -150,8 +155,9 @@ def _message_of(exc: BaseException) -> str:
             return f"{message} ({type(exc).__name__})"
     if isinstance(exc, OSError):
         return exc.strerror or type(exc).__name__
-    is_botos = isinstance(exc, BotoCoreError)
-    message = _service_message(exc) if is_botos else "the connection was closed"
+    # Other errors come from urllib3, whose texts repeat the URL: only their class is shown.
+    is_boto_error = isinstance(exc, BotoCoreError)
+    message = _service_message(exc) if is_boto_error else "the connection was closed"
     return f"{message} ({type(exc).__name__})"
 
 

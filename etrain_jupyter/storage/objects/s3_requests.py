@@ -47,17 +47,16 @@ PROBE_S = 5.0
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _DENIED = frozenset({"403", "AccessDenied"})
 _TAKEN = frozenset({"412", "PreconditionFailed"})
+# boto3 does not retry these.
 _TRANSIENT = frozenset(
     {
-        "BadDigest",
+        "BadDigest",  # these three: the bytes were corrupted or cut off in transit
         "XAmzContentSHA256Mismatch",
         "IncompleteBody",
-        "ConditionalRequestConflict",
+        "ConditionalRequestConflict",  # another conditional write of the key is in progress
         "409",
     }
 )
-"""Errors that boto3 does not retry: bytes corrupted in transit, and a conflicting write in progress
-whose outcome S3 does not know yet."""
 
 
 class AccessDeniedError(StoreError):
@@ -147,6 +146,13 @@ class S3Requests:
         Raises:
             StoreError: After the last attempt; the subclasses tell expected cases apart.
         """
+        # Three layers of timeouts and retries, from the inside out:
+        #
+        #   urllib3   connect_timeout_s and read_timeout_s, for each operation of the socket
+        #   boto3     num_requests tries of one request, with its own backoff
+        #   here      num_attempts calls of `act`, each with one Deadline over all of its requests
+        #
+        # `act` may be more than one request and reads the body, which boto3 no longer retries.
         limits = self.limits
         last_begin = time.monotonic() + limits.patience_s
         timeout_s = limits.deadline_s + num_bytes / limits.slowest_bytes_per_s
@@ -156,6 +162,7 @@ class S3Requests:
                 with deadline:
                     return act()
             except (BotoCoreError, ClientError, HTTPError, OSError, ResponseParserError) as exc:
+                # Not retried: the deadline is at least as long as patience_s in all our limits.
                 if deadline.is_over:
                     raise StoreError(
                         f"{what} in {self}: S3 did not complete the request within "
@@ -166,6 +173,7 @@ class S3Requests:
                 is_last = attempt == limits.num_attempts or time.monotonic() > last_begin
                 if is_last or not _is_worth_retrying(exc):
                     raise self._error_of(what, exc) from exc
+            # Random, so that ranks whose requests failed together do not retry together.
             time.sleep(random.uniform(0, 0.2 * 2**attempt))
         raise AssertionError("unreachable")
 
@@ -181,9 +189,9 @@ class S3Requests:
     def request(self, operation: str, *, Key: str, **arguments: Any) -> dict[str, Any]:
         """Send one request about an object, without retries of our own."""
         call = getattr(self.connect(), operation)
-        place = {"Bucket": self.name, "Key": self.full_key(Key), **self._owner_argument()}
-        answer: dict[str, Any] = call(**place, **arguments)
-        return answer
+        target = {"Bucket": self.name, "Key": self.full_key(Key), **self._owner_argument()}
+        response: dict[str, Any] = call(**target, **arguments)
+        return response
 
     def pages(
         self, what: str, operation: str, prefix: str, **arguments: str
@@ -201,6 +209,7 @@ class S3Requests:
                 **arguments,
             ):
                 found.append(page)
+                # A listing has any number of pages, so each page gets the full timeout.
                 if (deadline := current()) is not None:
                     deadline.renew()
             return found
@@ -209,6 +218,7 @@ class S3Requests:
 
     def connect(self) -> Any:
         """Return the client; create it if there is none or its credentials have expired."""
+        # Threads share one client, which is thread-safe; creating one parses the service's model.
         with self._lock:
             if self._client is None:
                 core = botocore.session.get_session()
@@ -234,22 +244,22 @@ class S3Requests:
         return {"ExpectedBucketOwner": owner} if owner else {}
 
     def _message_of(self, exc: Exception) -> str:
-        """Return the reason; S3 reports a wrong owner as "access denied" only."""
         message = message_of(exc, setting=self._setting)
+        # S3 reports a wrong owner as "access denied", like a missing permission. Only a request
+        # without an expected owner tells the two apart.
         owner = self._owner_argument().get("ExpectedBucketOwner")
         if code_of(exc) not in _DENIED or not owner:
             return message
-        if not self._is_open_without_owner():
+        if not self._is_readable_without_owner():
             return f"{message}. If the role has it, the bucket is not owned by account {owner}"
         return (
             f"the bucket does not belong to account {owner}, but to another one: it may have been "
             "deleted and created again by another account. None of its data was used. If this is "
-            f"intended, name its account: {OWNERS}={self.name}=ACCOUNT, or bucket_owner in "
-            "pools.yaml for the bucket of a pool"
+            f"intended, set {OWNERS}={self.name}=ACCOUNT, or bucket_owner in pools.yaml for the "
+            "bucket of a pool"
         )
 
-    def _is_open_without_owner(self) -> bool:
-        """Return whether listing the prefix succeeds if no owner is expected."""
+    def _is_readable_without_owner(self) -> bool:
         try:
             folder = f"{self.prefix}/" if self.prefix else ""
             with Deadline(min(PROBE_S, self.limits.deadline_s)):
@@ -300,16 +310,13 @@ def _user_setting(core: botocore.session.Session, name: str) -> Any:
 
 
 def _is_worth_retrying(exc: Exception) -> bool:
-    """Return whether to retry after an error; boto3 has already retried the usual ones.
-
-    ========================================  =====================================================
-    a bare status as the code, not of HEAD    the error's body was cut off (HEAD never has a body)
-    invalid or expired credentials            the files or the role may have new ones by now
-    reading the body failed                   boto3 returned the response before the body was read
-    anything else that boto3 raises           final
-    the connection broke                      retry
-    ========================================  =====================================================
-    """
+    # boto3 has already retried the usual errors. What is left for us:
+    #
+    #   a bare status as the code, not of HEAD    the error's body was cut off (HEAD has no body)
+    #   invalid or expired credentials            the files or the role may have new ones by now
+    #   reading the body failed                   boto3 returned the response before reading it
+    #   anything else that boto3 raises           final
+    #   the connection broke                      retry
     if isinstance(exc, ClientError):
         code = code_of(exc)
         if code in _MISSING | _TAKEN:

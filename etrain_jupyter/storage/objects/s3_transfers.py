@@ -32,8 +32,8 @@ class Stored:
     sha256: str
     """Of all bytes, in hexadecimal digits."""
     checksum: str
-    """In S3's format: base64; of a multipart upload, the checksum of its parts' checksums, ``-``
-    and their number."""
+    """In S3's format, base64; of a multipart upload, the checksum of its parts' checksums, followed
+    by ``-`` and the number of parts."""
 
     def is_confirmed_by(self, known: dict[str, Any]) -> bool:
         """Return whether S3 reports this checksum; some endpoints omit the number of parts."""
@@ -49,10 +49,16 @@ def upload_chunks(
     what: str,
     progress: Callable[[int], None],
 ) -> tuple[list[dict[str, Any]], Stored]:
-    """Send all parts of a multipart upload; return what completes it, and the checksums."""
+    """Send all parts of a multipart upload.
+
+    Returns:
+        The list of parts for ``complete_multipart_upload``, and the checksums.
+    """
     chunk = max(s3.limits.chunk_bytes, -(-size // MAX_CHUNKS))
     starts = range(0, size, chunk)
 
+    # Runs in the pool. Deadlines belong to a thread, so each chunk has its own one and its own
+    # retries: a broken connection repeats 16 MiB, not the whole object.
     def put(first: int) -> dict[str, Any]:
         data = read_chunk(source, first, min(chunk, size - first))
         part = _upload_part(s3, key, upload, first // chunk + 1, data, what)
@@ -61,7 +67,8 @@ def upload_chunks(
 
     with _threads(s3) as pool:
         futures = [pool.submit(put, first) for first in starts]
-        # S3 has no SHA-256 of the whole object: compute it while the chunks are sent.
+        # S3 has no SHA-256 of the whole object: compute it while the chunks are sent. A file is
+        # read twice, usually from the page cache.
         whole = hashlib.sha256()
         for first in starts:
             whole.update(read_chunk(source, first, min(chunk, size - first)))
@@ -80,12 +87,12 @@ def _upload_part(
         "ChecksumAlgorithm": "SHA256",
         "ChecksumSHA256": base64_sha256(data),
     }
-    answer = s3.attempt(
+    response = s3.attempt(
         what,
         lambda: s3.request("upload_part", Key=key, Body=data, **arguments),
         num_bytes=len(data),
     )
-    return {"ETag": answer["ETag"]} | {
+    return {"ETag": response["ETag"]} | {
         name: arguments[name] for name in ("PartNumber", "ChecksumSHA256")
     }
 
@@ -103,8 +110,8 @@ def download_chunks(s3: S3Requests, key: str, size: int, target: Path, what: str
 
 
 def _fetch_range(s3: S3Requests, key: str, file: int, first: int, end: int) -> None:
-    answer = s3.request("get_object", Key=key, Range=f"bytes={first}-{end - 1}")
-    with answer["Body"] as body:
+    response = s3.request("get_object", Key=key, Range=f"bytes={first}-{end - 1}")
+    with response["Body"] as body:
         while data := body.read(1 << 20):
             first += os.pwrite(file, data, first)
     if first != end:
@@ -116,10 +123,11 @@ def _threads(s3: S3Requests) -> ThreadPoolExecutor:
 
 
 def _results(futures: list[Future[T]]) -> list[T]:
-    """Wait for all futures; on the first error, cancel the rest and raise it."""
     try:
         return [future.result() for future in futures]
     except BaseException:
+        # Do not start the chunks that are still queued. Those in transfer run to their end,
+        # because leaving the pool's context waits for its threads.
         for future in futures:
             future.cancel()
         raise
@@ -127,7 +135,8 @@ def _results(futures: list[Future[T]]) -> list[T]:
 
 @contextmanager
 def _new_file(path: Path, what: str) -> Iterator[int]:
-    """Create a file for several threads to write to."""
+    # A descriptor instead of a file object: pwrite needs no common position, so several threads
+    # can write their ranges at the same time.
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as exc:

@@ -50,6 +50,7 @@ def make_account(
             iam.create_role(role, json.dumps(_TRUST), "/", None, "", [], "3600")
             iam.create_instance_profile(role, "/", [], [])
             iam.add_role_to_instance_profile(role, role)
+        # Replaced for an existing role, too: a test may call this again with another policy.
         if role_policy is not None:
             iam.put_role_policy(role, "etrain", json.dumps(role_policy))
         ec2 = ec2_backends[ACCOUNT][region]
@@ -108,9 +109,11 @@ def find_leftovers(backend: Backend, *, cluster: str, prefix: str) -> dict[str, 
     with backend.lock:
         for ec2 in list(ec2_backends[ACCOUNT].values()):
             instances = [one for held in ec2.reservations.values() for one in held.instances]
+            # EC2's listings still contain terminated instances, which are not left.
             alive = [one for one in instances if one.state in _LIVE]
             templates = list(ec2.launch_templates.values())
             groups = [one for held in ec2.groups.values() for one in held.values()]
+            # Each VPC has a group "default", which cannot be deleted.
             made = [one for one in groups if one.name != "default"]
             for kind, things in (
                 ("instances", alive),

@@ -21,12 +21,12 @@ from etrain_jupyter.testing.fakeaws.ec2 import Ec2
 from etrain_jupyter.testing.fakeaws.faults import FaultList
 from etrain_jupyter.testing.fakeaws.pricing import get_products
 from etrain_jupyter.testing.fakeaws.wire import (
-    Answer,
     ApiError,
     Call,
     Environ,
-    error_answer,
-    json_answer,
+    Response,
+    error_response,
+    json_response,
     read_call,
 )
 from etrain_jupyter.testing.s3_faults import CONTROL, FaultyS3, reset_connection
@@ -37,15 +37,14 @@ _MODIFIED = re.compile(rb"(?<=<LastModified>)[^<]+(?=</LastModified>)")
 
 
 class CloudApi:
-    """The application."""
+    """The application.
+
+    Args:
+        moto: Moto's application.
+        ec2: Our own actions.
+    """
 
     def __init__(self, moto: Wsgi, ec2: Ec2) -> None:
-        """Create it.
-
-        Args:
-            moto: Moto's application.
-            ec2: Our own actions.
-        """
         self._moto = moto
         self._s3 = FaultyS3(moto)
         self._ec2 = ec2
@@ -54,12 +53,15 @@ class CloudApi:
         """Seconds by which the cloud's clock is ahead of this machine's."""
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Process one request."""
+        """Check a request, and pass it to the service that it names."""
         if environ["PATH_INFO"].startswith(CONTROL):
             return self._s3(environ, start_response)
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         environ["wsgi.input"] = io.BytesIO(body)
         call = read_call(environ, body)
+        # Order of the checks, each of which may respond with an error: the test's faults, the
+        # caller's clock, its permissions. Then the service executes the request. A lost response
+        # comes last, since the request has been executed.
         chosen = [] if "HTTP_X_ETRAIN_AROUND" in environ else self.faults.choose(call)
         for fault in chosen:
             time.sleep(fault.seconds)
@@ -67,8 +69,8 @@ class CloudApi:
         error = error or self._skew_error(environ, call) or self._permission_error(call)
         if error is None and call.service == "s3":
             # S3 streams, and has its own faults.
-            return self._answer_s3(environ, start_response)
-        result = error_answer(call, error) if error is not None else self._answer(call)
+            return self._call_s3(environ, start_response)
+        result = error_response(call, error) if error is not None else self._execute(call)
         if any(fault.is_answer_lost for fault in chosen):
             return reset_connection(environ)
         status, headers, data = result
@@ -82,20 +84,20 @@ class CloudApi:
             return exc
         return None
 
-    def _answer(self, call: Call) -> Answer:
+    def _execute(self, call: Call) -> Response:
         try:
             if call.service == "ec2":
-                return self._ec2.answer(call, lambda: self._ask_moto(call))
+                return self._ec2.handle(call, lambda: self._call_moto(call))
             if call.service == "pricing":
-                return json_answer(get_products(json.loads(call.body), self._ec2.market))
-            return self._ask_moto(call)
+                return json_response(get_products(json.loads(call.body), self._ec2.market))
+            return self._call_moto(call)
         except ApiError as exc:
-            return error_answer(call, exc)
+            return error_response(call, exc)
         except Exception as exc:  # a bug: boto3 must be able to parse the response
             traceback.print_exc()
-            return error_answer(call, ApiError("InternalError", repr(exc)))
+            return error_response(call, ApiError("InternalError", repr(exc)))
 
-    def _ask_moto(self, call: Call) -> Answer:
+    def _call_moto(self, call: Call) -> Response:
         call.environ["wsgi.input"] = io.BytesIO(call.body)
         result: dict[str, Any] = {}
 
@@ -120,6 +122,7 @@ class CloudApi:
 
     def _skew_error(self, environ: Environ, call: Call) -> ApiError | None:
         """Refuse requests signed by a clock that is too far from the cloud's, as AWS does."""
+        # Checked only in tests that set a skew.
         signed = environ.get("HTTP_X_AMZ_DATE", "")
         if not self.clock_skew_s or not signed:
             return None
@@ -131,7 +134,9 @@ class CloudApi:
             code, "The difference between the request time and the current time is too large."
         )
 
-    def _answer_s3(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def _call_s3(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        # Shift the times that moto reports: the header Last-Modified of an object, and the element
+        # LastModified in listings. Other bodies are passed on unchanged.
         shift = timedelta(seconds=self.clock_skew_s)
         is_listing = False
 

@@ -26,12 +26,12 @@ from etrain_jupyter.testing.fakeaws.permissions import World
 from etrain_jupyter.testing.fakeaws.records import ACCOUNT
 from etrain_jupyter.testing.fakeaws.wire import ApiError
 
-SPOT_TAKEN = "Server.SpotInstanceTermination"
+SPOT_RECLAIMED = "Server.SpotInstanceTermination"
 HOST_FAILED = "Server.InternalError"
 GUEST_SHUTDOWN = "Client.InstanceInitiatedShutdown"
 USER_SHUTDOWN = "Client.UserInitiatedShutdown"
 _MESSAGES = {
-    SPOT_TAKEN: "Spot instance termination",
+    SPOT_RECLAIMED: "Spot instance termination",
     HOST_FAILED: "Internal error on launch",
     GUEST_SHUTDOWN: "Instance initiated shutdown",
     USER_SHUTDOWN: "User initiated shutdown",
@@ -61,7 +61,7 @@ class InstanceFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOrder:
+class LaunchRequest:
     """One machine to start for a fleet."""
 
     region: str
@@ -135,7 +135,7 @@ class Backend:
         Raises:
             ApiError: If there is no such subnet.
         """
-        if subnet is None:
+        if subnet is None:  # EC2 chooses a zone; here it is always the first
             return f"{region}a"
         try:
             return str(ec2_backends[ACCOUNT][region].get_subnet(subnet).availability_zone)
@@ -147,24 +147,25 @@ class Backend:
         if image not in ec2_backends[ACCOUNT][region].amis:
             raise ApiError("InvalidAMIID.NotFound", f"The image id '[{image}]' does not exist")
 
-    def launch(self, order: LaunchOrder) -> str:
+    def launch(self, request: LaunchRequest) -> str:
         """Create an instance from a launch template; return its id."""
-        ec2 = ec2_backends[ACCOUNT][order.region]
-        reference = {"LaunchTemplateId": order.template_id, "Version": order.version}
-        data = ec2.get_launch_template(order.template_id).get_version(order.version).data
+        ec2 = ec2_backends[ACCOUNT][request.region]
+        reference = {"LaunchTemplateId": request.template_id, "Version": request.version}
+        data = ec2.get_launch_template(request.template_id).get_version(request.version).data
         tags = {"instance": {}, "volume": _template_tags(data, "volume")}
-        for kind, more in order.tags.items():
+        for kind, more in request.tags.items():
             tags[kind] = {**tags.get(kind, {}), **more}
         arguments: dict[str, Any] = {
-            "instance_type": order.pool.instance_type,
+            "instance_type": request.pool.instance_type,
             "is_instance_type_default": False,
             "launch_template": reference,
-            "placement": None if order.subnet else order.pool.zone,
-            "region_name": order.region,
-            "subnet_id": order.subnet,
+            # A subnet determines the zone.
+            "placement": None if request.subnet else request.pool.zone,
+            "region_name": request.region,
+            "subnet_id": request.subnet,
             "tags": tags,
         }
-        if order.lifecycle == "spot":
+        if request.lifecycle == "spot":
             arguments["instance_market_options"] = "spot"
         if data.get("BlockDeviceMappings"):
             arguments["block_device_mappings"] = data["BlockDeviceMappings"]
@@ -179,6 +180,8 @@ class Backend:
 
         The instance is pending afterwards.
         """
+        # moto starts instances as running, and of a launch template it applies only part of the
+        # settings. A template is known by the tags that EC2 adds to its instances.
         instance = self.find(instance_id)
         instance.nics[0].private_ip_address = address
         state = instance.instance_state
@@ -202,7 +205,8 @@ class Backend:
         return self._facts(instance, tags, role)
 
     def _take_profile(self, instance: Any, of_template: Mapping[str, Any]) -> str:
-        """Associate the template's profile; return its role."""
+        # Associate the template's profile and return its role. A profile that the request itself
+        # names has been associated by moto, and takes precedence.
         iam = iam_backends[ACCOUNT]["aws"]
         held = instance.ec2_backend.iam_instance_profile_associations.get(instance.id)
         if held is not None:
@@ -235,13 +239,14 @@ class Backend:
             role=role,
             tags=tags,
             shows_tags=instance.metadata_options.instance_metadata_tags == "enabled",
+            # EC2 does not stop one-time spot instances: a shutdown from inside terminates them.
             stops=instance.instance_initiated_shutdown_behavior == "stop"
             and lifecycle == "on-demand",
             disk_gb=sum(sizes),
         )
 
     def set_running(self, instance_id: str) -> None:
-        """Set its state to running."""
+        """Set its state to running, unless it has ended meanwhile."""
         instance = self.find(instance_id)
         if instance.state == "pending":
             state = instance.instance_state
@@ -260,10 +265,12 @@ class Backend:
 
     def role_credentials(self, role: str, session: str) -> str:
         """Return credentials of a role in the format of the metadata service."""
+        # EC2 renews credentials five minutes before they expire; with the short lifetimes of
+        # tests, after half of it.
         expires_at, document = self._credentials.get(session, (0.0, ""))
-        # EC2 renews credentials five minutes before they expire.
         if expires_at - time.time() > min(300, self.role_ttl_s / 2):
             return document
+        # Credentials of moto's STS, so that its checks of signatures know them.
         with self.lock:
             made = sts_backends[ACCOUNT]["aws"].assume_role(
                 region_name="us-east-1",
@@ -320,7 +327,7 @@ def _template_tags(data: Mapping[str, Any], kind: str) -> dict[str, str]:
 
 
 def _decoded(user_data: Any) -> str:
-    """Return user data as text; moto has its own class for it, with base64."""
+    # moto has its own class for user data, which decodes base64.
     if not user_data:
         return ""
     try:

@@ -80,6 +80,7 @@ class Bill:
 
 def is_waived(lifecycle: Lifecycle, reason: str, seconds: float) -> bool:
     """Return whether the machine is free: EC2 reclaimed a spot machine in its first hour."""
+    # A machine that the user terminates is charged, even during an interruption notice.
     return (
         lifecycle == "spot" and reason.startswith("Server.SpotInstance") and seconds < FIRST_HOUR_S
     )
@@ -93,8 +94,10 @@ def make_bill(usages: Iterable[Usage], market: Market, now: float) -> Bill:
 def _row(usage: Usage, market: Market, now: float) -> BillRow:
     end = now if usage.ended_at is None else usage.ended_at
     seconds = max(0.0, end - usage.launched_at)
-    charged_to = usage.launched_at + max(seconds, LEAST_S)
-    usd = market.charge_usd(usage.pool, usage.lifecycle, usage.launched_at, charged_to)
+    # At least LEAST_S are charged. The waiver depends on the real duration, and needs an
+    # end: a running machine is charged.
+    charged_until = usage.launched_at + max(seconds, LEAST_S)
+    usd = market.charge_usd(usage.pool, usage.lifecycle, usage.launched_at, charged_until)
     free = usage.ended_at is not None and is_waived(usage.lifecycle, usage.reason, seconds)
     disk_end = now if usage.disk_ended_at is None else usage.disk_ended_at
     disk_s = max(LEAST_S, disk_end - usage.launched_at)
@@ -107,7 +110,7 @@ def _row(usage: Usage, market: Market, now: float) -> BillRow:
         compute_usd=0.0 if free else usd,
         waived_usd=usd if free else 0.0,
         disk_usd=disk_s / 3600 * usage.disk_gb * DISK_USD_PER_GB_H,
-        on_demand_usd=market.charge_usd(usage.pool, "on-demand", usage.launched_at, charged_to),
+        on_demand_usd=market.charge_usd(usage.pool, "on-demand", usage.launched_at, charged_until),
         is_alive=usage.ended_at is None,
         reason=usage.reason,
     )

@@ -34,7 +34,7 @@ from etrain_jupyter.testing.s3_server import S3Endpoint
 from etrain_jupyter.testing.serving import Closing
 
 CLUSTERS = "etrain/clusters/"
-ANSWER_S = 120.0
+RESPONSE_S = 120.0
 ImdsFault = Literal["", "500", "hang", "expired", "expire-tokens"]
 
 
@@ -67,7 +67,7 @@ class FakeAws(Closing):
         region: str = "us-east-1",
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it.
+        """Start the cloud's process.
 
         Args:
             mode: ``namespaces`` gives each instance its own network and process table (requires
@@ -94,7 +94,8 @@ class FakeAws(Closing):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Own session: Jupyter signals a kernel's whole group, but the cloud must end in order.
+            # Own session: Jupyter signals the kernel's whole process group, but the cloud must
+            # first switch off its instances.
             start_new_session=True,
             # Without this machine's profile, endpoint and clusters.
             env={
@@ -103,11 +104,14 @@ class FakeAws(Closing):
                 if not name.startswith(("AWS_", "ETRAIN_"))
             },
         )
+        # Blocks until the cloud listens, or returns nothing if it has failed.
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self.close()
-            raise RuntimeError("the fake cloud did not start; its output above says why")
+            raise RuntimeError(
+                "The simulated cloud did not start. See its output above for the reason."
+            )
         reply = json.loads(line)
         self.mode: Literal["namespaces", "loopback"] = reply["mode"]
         self.host_address: str = reply["host_address"]
@@ -152,14 +156,14 @@ class FakeAws(Closing):
             role_policy: Policy of the role; only used with ``enforce_iam``.
         """
         policy = dict(role_policy) if role_policy is not None else None
-        reply = self._ask(
+        reply = self._call(
             "make_account", region=self.region, bucket=bucket, role=role, role_policy=policy
         )
         return Account(**reply)
 
     def make_user(self, name: str, *policies: Mapping[str, Any]) -> dict[str, str]:
         """Create a user with these policies; return the environment variables for boto3."""
-        reply: dict[str, str] = self._ask("make_user", name=name, policies=list(policies))
+        reply: dict[str, str] = self._call("make_user", name=name, policies=list(policies))
         return reply
 
     def enforce_iam(self, is_on: bool = True) -> None:
@@ -167,18 +171,18 @@ class FakeAws(Closing):
 
         Policies are evaluated with resources and conditions, see ``testing.iam``.
         """
-        self._ask("enforce_iam", is_on=is_on)
+        self._call("enforce_iam", is_on=is_on)
 
     def permissions(self) -> list[tuple[Request, bool]]:
         """Return the requests to IAM since ``enforce_iam``, and whether they were allowed."""
         return [
             (Request(action, resource, context), is_permitted)
-            for action, resource, context, is_permitted in self._ask("permissions")
+            for action, resource, context, is_permitted in self._call("permissions")
         ]
 
     def set_role_ttl(self, seconds: int) -> None:
         """Set the lifetime of role credentials issued from now on."""
-        self._ask("set_role_ttl", seconds=seconds)
+        self._call("set_role_ttl", seconds=seconds)
 
     # The market ---------------------------------------------------------------------------------
 
@@ -194,18 +198,18 @@ class FakeAws(Closing):
             on_demand: On-demand offers: ``instance_type``, ``price_usd`` and optionally
                 ``capacity``.
         """
-        self._ask("set_market", pools=[*map(dict, pools)], on_demand=[*map(dict, on_demand)])
+        self._call("set_market", pools=[*map(dict, pools)], on_demand=[*map(dict, on_demand)])
 
     def set_price(self, usd: float, *, instance_type: str = "", zone: str = "") -> None:
         """Set the spot price from now on, in all pools or those of a type or zone."""
-        self._ask("change_pools", instance_type=instance_type, zone=zone, price_usd=usd)
+        self._call("change_pools", instance_type=instance_type, zone=zone, price_usd=usd)
 
     def set_capacity(self, capacity: int, *, instance_type: str = "", zone: str = "") -> None:
         """Set the spot capacity, in all pools or those of a type or zone.
 
         Machines in use count; those beyond the capacity keep running until they are preempted.
         """
-        self._ask("change_pools", instance_type=instance_type, zone=zone, capacity=capacity)
+        self._call("change_pools", instance_type=instance_type, zone=zone, capacity=capacity)
 
     def set_on_demand(
         self,
@@ -215,7 +219,7 @@ class FakeAws(Closing):
         price_usd: float | None = None,
     ) -> None:
         """Set on-demand capacity or price, of all types or one."""
-        self._ask(
+        self._call(
             "change_on_demand",
             instance_type=instance_type,
             capacity=capacity,
@@ -226,7 +230,7 @@ class FakeAws(Closing):
 
     def instances(self, *states: str) -> list[InstanceRecord]:
         """Return all instances, oldest first, or those in some states."""
-        records = [InstanceRecord(**reply) for reply in self._ask("instances")]
+        records = [InstanceRecord(**reply) for reply in self._call("instances")]
         return [one for one in records if not states or one.state in states]
 
     def preempt(
@@ -245,7 +249,7 @@ class FakeAws(Closing):
             rebalance_s: Time of a rebalance recommendation before the notice; None for none.
             silent: End it now, without a notice. Also for on-demand instances: their host fails.
         """
-        self._ask(
+        self._call(
             "preempt",
             instance_id=instance_id,
             notice_s=notice_s,
@@ -255,25 +259,25 @@ class FakeAws(Closing):
 
     def recommend_rebalance(self, instance_id: str) -> None:
         """Send an instance a rebalance recommendation only."""
-        self._ask("recommend_rebalance", instance_id=instance_id)
+        self._call("recommend_rebalance", instance_id=instance_id)
 
     def console(self, instance_id: str) -> str:
         """Return an instance's console output."""
-        text: str = self._ask("console", instance_id=instance_id)
+        text: str = self._call("console", instance_id=instance_id)
         return text
 
     def imds_requests(self, instance_id: str) -> list[str]:
         """Return the requests of an instance to its metadata service, oldest first."""
-        paths: list[str] = self._ask("imds_requests", instance_id=instance_id)
+        paths: list[str] = self._call("imds_requests", instance_id=instance_id)
         return paths
 
     def set_boot(self, seconds: float) -> None:
         """Set the pending time of instances that are started from now on."""
-        self._ask("set_boot", seconds=seconds)
+        self._call("set_boot", seconds=seconds)
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
         """Set additional environment variables of instances that are started from now on."""
-        self._ask("set_variables", variables=dict(variables))
+        self._call("set_variables", variables=dict(variables))
 
     def wait_until(self, is_true: Callable[[], object], *, within_s: float = 100.0) -> None:
         """Poll until a condition is true.
@@ -288,7 +292,10 @@ class FakeAws(Closing):
                     f"{one.instance_id} {one.state} {one.reason}\n{self.console(one.instance_id)}"
                     for one in self.instances()
                 ]
-                raise TimeoutError(f"not within {within_s} s; the instances:\n" + "\n".join(reply))
+                raise TimeoutError(
+                    f"The condition was still false after {within_s:g} s. The instances:\n"
+                    + "\n".join(reply)
+                )
             time.sleep(0.05)
 
     # Faults -------------------------------------------------------------------------------------
@@ -296,24 +303,24 @@ class FakeAws(Closing):
     def set_faults(self, *faults: ApiFault | S3Fault) -> None:
         """Replace all faults and reset the counters."""
         api = [fault.to_dict() for fault in faults if isinstance(fault, ApiFault)]
-        self._ask("set_faults", faults=api)
+        self._call("set_faults", faults=api)
         self.s3.set_faults(*(fault for fault in faults if isinstance(fault, S3Fault)))
 
     def calls(self) -> dict[str, int]:
         """Return the number of requests by ``service.Action`` since the faults were set."""
-        counted: dict[str, int] = self._ask("calls")
+        counted: dict[str, int] = self._call("calls")
         return counted
 
     def set_lag(self, seconds: float) -> None:
         """Hide younger instances from ``DescribeInstances``, as EC2 may."""
-        self._ask("set_lag", seconds=seconds)
+        self._call("set_lag", seconds=seconds)
 
     def set_clock_skew(self, seconds: float) -> None:
         """Set the cloud's clock (``Date``, S3's ``LastModified``) ahead of this machine's.
 
         As on AWS, requests with a signature time more than 15 minutes off are refused.
         """
-        self._ask("set_clock_skew", seconds=seconds)
+        self._call("set_clock_skew", seconds=seconds)
 
     def break_imds(self, instance_id: str, how: ImdsFault) -> None:
         """Make an instance's metadata service fail until it is set to ``""``.
@@ -321,13 +328,13 @@ class FakeAws(Closing):
         ``500`` responds with errors, ``hang`` does not respond, ``expired`` refuses all tokens;
         ``expire-tokens`` expires existing tokens, once.
         """
-        self._ask("break_imds", instance_id=instance_id, how=how)
+        self._call("break_imds", instance_id=instance_id, how=how)
 
     # Results --------------------------------------------------------------------------------------
 
     def bill(self) -> Bill:
         """Return the real cost of everything so far."""
-        return Bill(rows=tuple(BillRow(**row) for row in self._ask("bill")))
+        return Bill(rows=tuple(BillRow(**row) for row in self._call("bill")))
 
     def leftovers(self, cluster: str = "", *, prefix: str = CLUSTERS) -> dict[str, list[str]]:
         """Return what is left, by kind; empty if all is gone.
@@ -339,30 +346,33 @@ class FakeAws(Closing):
             cluster: The value of the tag ``etrain:cluster``; empty for any, with or without it.
             prefix: Prefix of the clusters' objects; each cluster has a folder with its name.
         """
-        found: dict[str, list[str]] = self._ask("leftovers", cluster=cluster, prefix=prefix)
+        found: dict[str, list[str]] = self._call("leftovers", cluster=cluster, prefix=prefix)
         return found
 
     def reset(self) -> None:
         """Restore the initial state: instances, objects, account, market, faults, clock."""
-        self._ask("reset")
+        self._call("reset")
         self.s3.set_faults()
 
-    def _ask(self, verb: str, **arguments: Any) -> Any:
+    def _call(self, verb: str, **arguments: Any) -> Any:
         request = urllib.request.Request(
             f"{self.url}/_fakeaws/{verb}",
             json.dumps(arguments).encode(),
             {"Content-Type": "application/json"},
         )
+        # Without HTTP_PROXY of the environment: the cloud is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=ANSWER_S) as answer:
-                return json.load(answer)
+            with opener.open(request, timeout=RESPONSE_S) as response:
+                return json.load(response)
         except urllib.error.HTTPError as exc:
             with exc:
                 raise ValueError(json.loads(exc.read())) from None
 
     def close(self) -> None:
         """End all instances and the process, and remove everything it created on this machine."""
+        # Closing its standard input makes the process shut down in order. If it does not within
+        # 60 s, it is killed, and its janitor cleans up.
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()

@@ -27,7 +27,16 @@ CONTROL = "/_fakeaws/"
 
 
 class Control:
-    """The verbs."""
+    """The verbs.
+
+    Args:
+        backend: Moto's state.
+        hypervisor: The machines.
+        ec2: Our own actions.
+        api: The application.
+        zones: Zones of the default market, which ``reset`` restores.
+        variables: Additional environment variables of the instances, also after a reset.
+    """
 
     def __init__(
         self,
@@ -39,16 +48,6 @@ class Control:
         zones: list[str],
         variables: Mapping[str, str],
     ) -> None:
-        """Create it.
-
-        Args:
-            backend: Moto's state.
-            hypervisor: The machines.
-            ec2: Our own actions.
-            api: The application.
-            zones: Zones of a new market.
-            variables: Additional environment variables of the instances, also after a reset.
-        """
         self._backend = backend
         self._hypervisor = hypervisor
         self._ec2 = ec2
@@ -60,6 +59,7 @@ class Control:
 
     def reset(self) -> None:
         """Restore the initial state: no instances, no objects, the default market, no faults."""
+        # The machines first: as long as one runs, it may still use the account.
         self._hypervisor.forget()
         with self._backend.lock:
             moto_api_backend.reset()
@@ -93,6 +93,7 @@ class Control:
                     price_usd=offer.get("price_usd"),
                     capacity=offer.get("capacity"),
                 )
+            # Machines that run keep their capacity in the new market.
             for usage in self._hypervisor.usages():
                 if usage.ended_at is None:
                     market.take(usage.instance_id, usage.pool, usage.lifecycle)
@@ -113,10 +114,14 @@ class Control:
                 for pool in market.pools()
                 if instance_type in ("", pool.instance_type) and zone in ("", pool.zone)
             ]
+            # A type and a zone together name a pool, which may be new.
             if not chosen and instance_type and zone:
                 chosen = [CapacityPool(instance_type, zone)]
             if not chosen:
-                raise ValueError(f"the market has no pool with {instance_type=} and {zone=}")
+                raise ValueError(
+                    f"The market has no pool with {instance_type=} and {zone=}. Give both to "
+                    "create one."
+                )
             for pool in chosen:
                 market.set_pool(pool, at=time.time(), capacity=capacity, price_usd=price_usd)
 
@@ -226,6 +231,7 @@ class Control:
 
     def leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
         """Return what is left, including processes of ended instances on this machine."""
+        # Before the lock is taken: this waits for machines that are being switched off.
         strays = self._hypervisor.find_strays()
         return {
             **account.find_leftovers(self._backend, cluster=cluster, prefix=prefix),
@@ -236,7 +242,7 @@ class Control:
 def with_control(app: Wsgi, control: Control) -> Wsgi:
     """Return an application that handles the verbs, and passes all else to another one."""
 
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path: str = environ["PATH_INFO"]
         if not path.startswith(CONTROL):
             return app(environ, start_response)
@@ -244,8 +250,9 @@ def with_control(app: Wsgi, control: Control) -> Wsgi:
         verb = path.removeprefix(CONTROL)
         status = "200 OK"
         try:
+            # The verbs are the public methods of Control, whose client is in the same package.
             if verb.startswith("_") or not hasattr(Control, verb):
-                raise ValueError(f"the fake cloud has no verb {verb!r}")
+                raise ValueError(f"The simulated cloud has no verb {verb!r}.")
             result = getattr(control, verb)(**json.loads(body or b"{}"))
         except Exception as exc:  # reported to the test
             if not isinstance(exc, ValueError):
@@ -256,4 +263,4 @@ def with_control(app: Wsgi, control: Control) -> Wsgi:
         start_response(status, headers)
         return [data]
 
-    return answer
+    return handle

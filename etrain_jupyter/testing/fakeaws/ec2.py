@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, Protocol
 
-from etrain_jupyter.testing.fakeaws.backend import Backend, LaunchOrder
+from etrain_jupyter.testing.fakeaws.backend import Backend, LaunchRequest
 from etrain_jupyter.testing.fakeaws.fleets import (
     Override,
     describe,
@@ -35,13 +35,13 @@ from etrain_jupyter.testing.fakeaws.market import (
 )
 from etrain_jupyter.testing.fakeaws.wire import (
     EC2_NAMESPACE,
-    Answer,
     ApiError,
     Call,
-    answer,
-    ec2_answer,
+    Response,
+    ec2_response,
     listed,
     nested,
+    response,
 )
 
 IDEMPOTENT = frozenset({"CreateFleet", "RunInstances"})
@@ -66,14 +66,14 @@ class Ec2:
         self._backend = backend
         self.market = market
         self._machines = machines
-        self._answers: dict[tuple[str, str, str], tuple[dict[str, Any], Answer]] = {}
+        self._responses: dict[tuple[str, str, str], tuple[dict[str, Any], Response]] = {}
         self._born: dict[str, float] = {}
         self.lag_s = 0.0
 
     def reset(self, market: Market) -> None:
         """Reset the state."""
         self.market = market
-        self._answers.clear()
+        self._responses.clear()
         self._born.clear()
         self.lag_s = 0.0
 
@@ -81,36 +81,41 @@ class Ec2:
         """Refuse a call to any service that the caller's policies do not allow."""
         self._backend.iam.check_permitted(call)
 
-    def answer(self, call: Call, ask_moto: Callable[[], Answer]) -> Answer:
+    def handle(self, call: Call, call_moto: Callable[[], Response]) -> Response:
         """Process a call to EC2."""
         with self._backend.lock:
             query = nested(call.body)
+            # A repeated request with the same token returns the first response, as in EC2: a client
+            # that has not received it must not get a second fleet.
             token = query.get("ClientToken", "")
             key = (call.region, call.action, token)
-            if token and call.action in IDEMPOTENT and key in self._answers:
-                before, result = self._answers[key]
+            if token and call.action in IDEMPOTENT and key in self._responses:
+                before, result = self._responses[key]
                 if before != query:
                     raise ApiError(
                         "IdempotentParameterMismatch",
                         f"The client token '{token}' was used with other parameters.",
                     )
                 return result
+            # moto may create instances in the request. Compare before and after.
             known = set(self._backend.states())
-            result = self._act(call, query, ask_moto)
+            result = self._act(call, query, call_moto)
             if call.action in IDEMPOTENT and result[0].startswith("200"):
-                self._answers[key] = (query, result)
+                self._responses[key] = (query, result)
             for instance_id in set(self._backend.states()) - known:
                 self._born[instance_id] = time.monotonic()
             self._machines.sync()
             return result
 
-    def _act(self, call: Call, query: dict[str, Any], ask_moto: Callable[[], Answer]) -> Answer:
+    def _act(
+        self, call: Call, query: dict[str, Any], call_moto: Callable[[], Response]
+    ) -> Response:
         match call.action:
             case "CreateFleet" if query.get("Type") == "instant":
                 return self._create_fleet(call, query)
             case "RunInstances":
-                self._check_room(call, query)
-                return ask_moto()
+                self._check_launchable(call, query)
+                return call_moto()
             case "DescribeSpotPriceHistory":
                 return self._price_history(call, query)
             case "GetSpotPlacementScores":
@@ -118,12 +123,12 @@ class Ec2:
             case "GetConsoleOutput":
                 return self._console_output(call, query)
             case "DescribeInstances" if self.lag_s:
-                return self._lagging(query, ask_moto())
-        return ask_moto()
+                return self._lagging(query, call_moto())
+        return call_moto()
 
     # CreateFleet --------------------------------------------------------------------------------
 
-    def _create_fleet(self, call: Call, query: dict[str, Any]) -> Answer:
+    def _create_fleet(self, call: Call, query: dict[str, Any]) -> Response:
         configs = listed(query, "LaunchTemplateConfigs")
         if not configs or "TargetCapacitySpecification" not in query:
             raise ApiError(
@@ -139,6 +144,7 @@ class Ec2:
             )
         launched: list[dict[str, Any]] = []
         errors: list[dict[str, Any]] = []
+        # On-demand first: its machines are taken before the spot part is planned.
         for demand in read_demands(query):
             usable, bad = self._usable(call.region, overrides, demand.lifecycle)
             errors += bad
@@ -147,7 +153,7 @@ class Ec2:
                 chosen = overrides[candidate.place]
                 launched.append(self._launch(call.region, chosen, demand.lifecycle, tags))
             errors += [refusal_entry(refusal, overrides) for refusal in plan.refusals]
-        return ec2_answer(
+        return ec2_response(
             "CreateFleet",
             {
                 "fleetId": f"fleet-{uuid.uuid4()}",
@@ -157,6 +163,7 @@ class Ec2:
         )
 
     def _overrides(self, region: str, configs: list[Any]) -> Iterator[Override]:
+        # `place` is the index over all configurations: the market's answer refers to it.
         place = 0
         for config in configs:
             version = self._backend.template(region, config["LaunchTemplateSpecification"])
@@ -192,7 +199,7 @@ class Ec2:
         self, region: str, chosen: Override, lifecycle: Lifecycle, tags: dict[str, dict[str, str]]
     ) -> dict[str, Any]:
         version = chosen.template
-        order = LaunchOrder(
+        request = LaunchRequest(
             region=region,
             template_id=version.template.id,
             version=str(version.number),
@@ -201,7 +208,7 @@ class Ec2:
             subnet=chosen.subnet,
             tags=tags,
         )
-        instance_id = self._backend.launch(order)
+        instance_id = self._backend.launch(request)
         self.market.take(instance_id, chosen.candidate.pool, lifecycle)
         return {
             "launchTemplateAndOverrides": describe(chosen),
@@ -212,7 +219,7 @@ class Ec2:
 
     # RunInstances -------------------------------------------------------------------------------
 
-    def _check_room(self, call: Call, query: dict[str, Any]) -> None:
+    def _check_launchable(self, call: Call, query: dict[str, Any]) -> None:
         """Refuse what moto accepts: too little capacity, an image that does not exist."""
         data: dict[str, Any] = {}
         if "LaunchTemplate" in query:
@@ -224,6 +231,7 @@ class Ec2:
         zone = zone or self._backend.zone_of(call.region, query.get("SubnetId"))
         instance_type = query.get("InstanceType") or data.get("InstanceType") or "m1.small"
         pool = CapacityPool(instance_type, zone)
+        # moto responds to a dry run itself.
         if query.get("DryRun") == "true":
             return
         self._backend.check_image(call.region, image)
@@ -238,7 +246,7 @@ class Ec2:
 
     # Reads ----------------------------------------------------------------------------------------
 
-    def _price_history(self, call: Call, query: dict[str, Any]) -> Answer:
+    def _price_history(self, call: Call, query: dict[str, Any]) -> Response:
         self._backend.iam.check_signed(call)
         filters = {one["Name"]: listed(one, "Value") for one in listed(query, "Filter")}
         types = listed(query, "InstanceType") or filters.get("instance-type", [])
@@ -255,10 +263,11 @@ class Ec2:
             if products and not any(name.startswith("Linux/UNIX") for name in products):
                 continue
             rows += _price_rows(pool, self.market.history(pool), since, until)
+        # The newest price comes first, as in EC2's response.
         rows.sort(key=lambda row: (row["timestamp"], row["instanceType"]), reverse=True)
-        return ec2_answer(call.action, {"spotPriceHistorySet": rows, "nextToken": ""})
+        return ec2_response(call.action, {"spotPriceHistorySet": rows, "nextToken": ""})
 
-    def _placement_scores(self, call: Call, query: dict[str, Any]) -> Answer:
+    def _placement_scores(self, call: Call, query: dict[str, Any]) -> Response:
         self._backend.iam.check_signed(call)
         types = listed(query, "InstanceType")
         units = int(query.get("TargetCapacity", 1))
@@ -284,14 +293,14 @@ class Ec2:
         else:
             score = min(most, self.market.score(pools, units))
             rows.append({"region": call.region, "score": score})
-        return ec2_answer(call.action, {"spotPlacementScoreSet": rows})
+        return ec2_response(call.action, {"spotPlacementScoreSet": rows})
 
-    def _console_output(self, call: Call, query: dict[str, Any]) -> Answer:
+    def _console_output(self, call: Call, query: dict[str, Any]) -> Response:
         self._backend.iam.check_signed(call)
         instance_id = query.get("InstanceId", "")
         self._backend.find(instance_id)
         output = self._machines.console(instance_id)[-LOG_BYTES:]
-        return ec2_answer(
+        return ec2_response(
             call.action,
             {
                 "instanceId": instance_id,
@@ -300,8 +309,10 @@ class Ec2:
             },
         )
 
-    def _lagging(self, query: dict[str, Any], result: Answer) -> Answer:
+    def _lagging(self, query: dict[str, Any], result: Response) -> Response:
         """Remove the instances that EC2's listings do not show yet."""
+        # A request that names a hidden instance fails. Otherwise hidden instances are removed from
+        # moto's XML, and with them the reservations that are empty then.
         now = time.monotonic()
         hidden = {name for name, at in self._born.items() if now - at < self.lag_s}
         for instance_id in listed(query, "InstanceId"):
@@ -324,7 +335,7 @@ class Ec2:
             inner = one.find(f"{prefix}instancesSet")
             if reservations is not None and (inner is None or not len(inner)):
                 reservations.remove(one)
-        return answer(200, ET.tostring(root), "text/xml")
+        return response(200, ET.tostring(root), "text/xml")
 
 
 def _price_rows(
@@ -336,6 +347,7 @@ def _price_rows(
     for (at, usd), end in zip(history, ends, strict=True):
         if (since is not None and end <= since) or (until is not None and at > until):
             continue
+        # A price that no test has set counts as one day old.
         shown = time.time() - 86_400 if at == BEFORE else at
         rows.append(
             {

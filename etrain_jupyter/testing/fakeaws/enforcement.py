@@ -44,6 +44,7 @@ class Enforcement:
 
     def is_enforcing(self) -> bool:
         """Return whether signatures and policies are checked."""
+        # moto's own switch: it checks requests after the first INITIAL_NO_AUTH_ACTION_COUNT.
         return bool(ActionAuthenticatorMixin.request_count >= settings.INITIAL_NO_AUTH_ACTION_COUNT)
 
     def enforce(self, is_on: bool) -> None:
@@ -77,8 +78,6 @@ class Enforcement:
     def check_permitted(self, call: Call) -> None:
         """Refuse a call that the caller's policies do not allow, conditions included.
 
-        An unknown caller is left to the check of the signature.
-
         Raises:
             ApiError: If it is refused.
         """
@@ -87,9 +86,10 @@ class Enforcement:
         with self._lock:
             policies = self._policies_of(call)
             if policies is None:
-                return
+                return  # an unknown caller: the check of the signature refuses it
             for request in requests_of(call, self._world_of(call.region)):
                 is_permitted = is_allowed(policies, request)
+                # By text: repeated requests, such as polls, count once.
                 self.requests[str(request)] = (request, is_permitted)
                 if not is_permitted:
                     code = "UnauthorizedOperation" if call.service == "ec2" else "AccessDenied"
@@ -106,7 +106,7 @@ class Enforcement:
 
 
 def _replace_motos_checks() -> None:
-    """Skip permission checks of the test's own S3 requests, which are not signed."""
+    # The test's own S3 requests are not signed, and must work with any policy.
     check = ActionAuthenticatorMixin._authenticate_and_authorize_action
 
     def check_others(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -119,4 +119,4 @@ def _replace_motos_checks() -> None:
 
 
 def _permit(self: IAMRequestBase, resource: str) -> None:
-    """Accept a request with a valid signature."""
+    """Accept any request: its signature and policies have been checked elsewhere."""

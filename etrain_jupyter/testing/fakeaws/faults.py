@@ -56,7 +56,7 @@ class ApiFault:
     @property
     def error(self) -> ApiError | None:
         """The error to respond with."""
-        return ApiError(self.code, "on purpose", self.status) if self.code else None
+        return ApiError(self.code, "injected fault", self.status) if self.code else None
 
 
 class FaultList:
@@ -82,13 +82,14 @@ class FaultList:
             return dict(self._calls)
 
     def choose(self, call: Call) -> list[ApiFault]:
-        """Count a request and return the fault that affects it."""
+        """Count a request and return the faults that affect it."""
         chosen = []
         with self._lock:
             self._calls[f"{call.service}.{call.action}"] += 1
             for place, fault in enumerate(self._faults):
                 if not fault.concerns(call):
                     continue
+                # Matching requests 0 to skip - 1 pass, the next `count` are affected.
                 number = self._seen[place] - fault.skip
                 self._seen[place] += 1
                 if number >= 0 and (not fault.count or number < fault.count):

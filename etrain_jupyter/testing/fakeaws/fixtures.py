@@ -19,6 +19,7 @@ from etrain_jupyter.testing.fakeaws.networks import why_no_namespaces
 
 __all__ = ["cloud", "cloud_process", "fresh_cloud", "loopback_cloud_process"]
 
+# Variables of this machine that would take precedence over those of the simulated cloud.
 _REPLACED = (
     "AWS_PROFILE",
     "AWS_SESSION_TOKEN",
@@ -62,7 +63,7 @@ def fresh_cloud(
 def cloud(fresh_cloud: FakeAws) -> Iterator[FakeAws]:
     """Provide a reset cloud for boto3; afterwards nothing may be left in it."""
     yield fresh_cloud
-    fresh_cloud.set_faults()
+    fresh_cloud.set_faults()  # faults would also affect the check
     assert fresh_cloud.leftovers() == {}
 
 

@@ -29,6 +29,7 @@ def read_demands(query: dict[str, Any]) -> list[Demand]:
     default: Literal["spot", "on-demand"] = (
         "spot" if capacity.get("DefaultTargetCapacityType") == "spot" else "on-demand"
     )
+    # Units of the total that neither target names have the default type.
     targets[default] += max(0.0, total - sum(targets.values()))
     demands = []
     for lifecycle, name in (("on-demand", "OnDemandOptions"), ("spot", "SpotOptions")):
@@ -93,6 +94,7 @@ def error_entry(one: Override, lifecycle: Lifecycle, code: str, message: str) ->
 
 def merged(launched: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Group instances of one override and lifecycle into one entry, as EC2 does."""
+    # Two entries belong together if they differ only in their instances.
     entries: list[dict[str, Any]] = []
     for one in launched:
         for entry in entries:

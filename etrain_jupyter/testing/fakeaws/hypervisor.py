@@ -17,7 +17,7 @@ from typing import Any
 from etrain_jupyter.testing.fakeaws.backend import (
     GUEST_SHUTDOWN,
     HOST_FAILED,
-    SPOT_TAKEN,
+    SPOT_RECLAIMED,
     USER_SHUTDOWN,
     Backend,
     InstanceFacts,
@@ -26,13 +26,25 @@ from etrain_jupyter.testing.fakeaws.bill import Usage
 from etrain_jupyter.testing.fakeaws.machine import SimulatedMachine, processes_of
 from etrain_jupyter.testing.fakeaws.market import Market
 from etrain_jupyter.testing.fakeaws.networks import SimulatedNetwork
-from etrain_jupyter.testing.fakeaws.power import PowerOrder, PowerSwitch
+from etrain_jupyter.testing.fakeaws.power import PowerCommand, PowerSwitch
 from etrain_jupyter.testing.fakeaws.records import InstanceRecord
 
 MAX_OFF_S = 60.0
 ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
 
 
+# State of a machine. "ended" is reached exactly once, by the first of several threads:
+#
+#   pending          running            ended                    off
+#   |--- _boot ------|-- first process -|-- _mark_ended ---------|-- _switch_off
+#     waits boot_s     of the machine     EC2's state, the bill,    processes killed,
+#                                         the market                network released
+#
+#   Causes of the end: TerminateInstances (sync), `shutdown` (_on_command) or its timer, the end of
+#   an interruption notice (_interrupt), a host failure (preempt with silent=True), the end of the
+#   first process without a shutdown (_boot).
+#
+# EC2 responds to TerminateInstances before the processes have ended, so there are two events.
 @dataclass
 class _Guest:
     machine: SimulatedMachine
@@ -47,7 +59,15 @@ class _Guest:
 
 
 class Hypervisor:
-    """Runs the machines."""
+    """Runs the machines, and listens for their shutdown commands.
+
+    Args:
+        backend: Moto's instances.
+        network: Connects the machines.
+        folder: Parent of the machines' folders.
+        minute_s: Duration of a minute of ``shutdown -h +1``, in seconds.
+        boot_s: Time for which a machine is pending, in seconds.
+    """
 
     def __init__(
         self,
@@ -58,15 +78,6 @@ class Hypervisor:
         minute_s: float,
         boot_s: float,
     ) -> None:
-        """Listen for the instances' shutdown commands.
-
-        Args:
-            backend: Moto's instances.
-            network: Connects the machines.
-            folder: Parent of the machines' folders.
-            minute_s: Duration of a minute of ``shutdown -h +1``, in seconds.
-            boot_s: Time for which a machine is pending, in seconds.
-        """
         self.endpoint = ""
         self.variables: dict[str, str] = {}
         self.market: Market | None = None
@@ -76,7 +87,7 @@ class Hypervisor:
         self._network = network
         self._folder = folder
         self._guests: dict[str, _Guest] = {}
-        self._switch = PowerSwitch(folder, self._on_order)
+        self._switch = PowerSwitch(folder, self._on_command)
 
     # Starting -----------------------------------------------------------------------------------
 
@@ -111,7 +122,7 @@ class Hypervisor:
 
     def _boot(self, guest: _Guest, facts: InstanceFacts) -> None:
         if guest.ended.wait(self.boot_s):
-            return
+            return  # terminated while pending
         try:
             guest.machine.start(
                 endpoint=self.endpoint,
@@ -123,11 +134,13 @@ class Hypervisor:
             self._end(guest, HOST_FAILED)
             return
         with self._backend.lock:
-            # Not earlier: a client that sees it running may use its metadata service.
+            # Only now: a client that sees it running may use its metadata service, for example
+            # to inject a fault.
             if not guest.ended.is_set():
                 self._backend.set_running(facts.instance_id)
         guest.machine.on_end()
-        # Its first process ended without a shutdown: the host has failed.
+        # If no other cause was recorded, the first process ended without a shutdown: the host has
+        # failed. Otherwise this call does nothing.
         self._end(guest, HOST_FAILED)
 
     # Ending -------------------------------------------------------------------------------------
@@ -143,7 +156,10 @@ class Hypervisor:
             self._switch_off(guest)
 
     def _mark_ended(self, guest: _Guest, code: str, *, is_stopped: bool) -> bool:
-        """Record its end in EC2 and on the bill; under the lock. False if it had ended before."""
+        """Record its end in EC2 and on the bill. Return False if it had ended before.
+
+        The caller holds the backend's lock.
+        """
         if guest.ended.is_set():
             return False
         guest.ended.set()
@@ -157,33 +173,35 @@ class Hypervisor:
         self._backend.set_ended(instance_id, code, is_stopped=is_stopped)
         if self.market is not None:
             # Capacity that EC2 reclaims is lost to us.
-            self.market.give_back(instance_id, is_lost=code == SPOT_TAKEN)
+            self.market.release(instance_id, is_lost=code == SPOT_RECLAIMED)
         return True
 
     def _switch_off(self, guest: _Guest) -> None:
+        # `forget` may call this while another thread does: the second one waits for the first.
         with guest.switching:
             if not guest.off.is_set():
                 guest.machine.power_off()
                 self._network.release(guest.machine.address)
                 guest.off.set()
 
-    def _on_order(self, instance_id: str, order: PowerOrder) -> str:
+    def _on_command(self, instance_id: str, command: PowerCommand) -> str:
         """Execute a ``shutdown`` from inside."""
         guest = self._guests.get(instance_id)
         if guest is None or guest.ended.is_set():
             return ""
         is_stopped = guest.machine.facts.stops
-        if order.minutes == 0:
+        if command.minutes == 0:
             # Not on this thread: the requesting command is one of the processes that end.
             self._run(f"off {instance_id}", self._end_from_inside, guest, is_stopped)
             return ""
+        # As with shutdown(8), a new request replaces the scheduled one, and -c only cancels it.
         with self._backend.lock:
             if guest.timer is not None:
                 guest.timer.cancel()
                 guest.timer = guest.off_at = None
-            if order.minutes is None:
+            if command.minutes is None:
                 return ""
-            left_s = order.minutes * self.minute_s
+            left_s = command.minutes * self.minute_s
             guest.off_at = time.time() + left_s
             guest.timer = threading.Timer(left_s, self._end_from_inside, (guest, is_stopped))
             guest.timer.daemon = True
@@ -200,23 +218,26 @@ class Hypervisor:
         self, instance_id: str, *, notice_s: float, rebalance_s: float | None, silent: bool
     ) -> None:
         """Reclaim a machine, in the background; see ``FakeAws.preempt``."""
-        guest = self._alive(instance_id)
+        guest = self._find_running(instance_id)
         is_spot = guest.usage.lifecycle == "spot"
         if not is_spot and not silent:
             raise ValueError(
                 f"{instance_id} is on-demand: EC2 never interrupts it. Use silent=True for a "
                 "host that fails."
             )
-        code = SPOT_TAKEN if is_spot else HOST_FAILED
+        code = SPOT_RECLAIMED if is_spot else HOST_FAILED
         if silent:
             self._end(guest, code)
             return
         self._run(f"preempt {instance_id}", self._interrupt, guest, notice_s, rebalance_s)
 
+    # rebalance recommendation --- rebalance_s ---> notice --- notice_s ---> EC2 ends the machine
+    #
+    # Each wait ends early if the machine shuts itself down: then there is nothing to reclaim.
     def _interrupt(self, guest: _Guest, notice_s: float, rebalance_s: float | None) -> None:
         imds = guest.machine.imds
-        if imds is None:  # still pending
-            self._end(guest, SPOT_TAKEN)
+        if imds is None:  # pending: there is no way to notify it
+            self._end(guest, SPOT_RECLAIMED)
             return
         if rebalance_s is not None:
             imds.recommend_rebalance()
@@ -224,7 +245,7 @@ class Hypervisor:
                 return
         imds.interrupt(time.time() + notice_s)
         if not guest.ended.wait(notice_s):
-            self._end(guest, SPOT_TAKEN)
+            self._end(guest, SPOT_RECLAIMED)
 
     def recommend_rebalance(self, instance_id: str) -> None:
         """Send a machine a rebalance recommendation."""
@@ -232,16 +253,21 @@ class Hypervisor:
 
     def imds(self, instance_id: str) -> Any:
         """Return a machine's metadata service."""
-        imds = self._alive(instance_id).machine.imds
+        imds = self._find_running(instance_id).machine.imds
         if imds is None:
-            raise ValueError(f"{instance_id} is pending: it has no metadata service yet")
+            raise ValueError(
+                f"{instance_id} is pending and has no metadata service yet. Wait until it is "
+                "running."
+            )
         return imds
 
-    def _alive(self, instance_id: str) -> _Guest:
+    def _find_running(self, instance_id: str) -> _Guest:
         guest = self._guests.get(instance_id)
         if guest is None or guest.ended.is_set():
             alive = [name for name, one in self._guests.items() if not one.ended.is_set()]
-            raise ValueError(f"instance {instance_id} is not running; running are {alive}")
+            raise ValueError(
+                f"Instance {instance_id} is not running. Running: {', '.join(alive) or 'none'}."
+            )
         return guest
 
     # Reads ----------------------------------------------------------------------------------------
@@ -278,7 +304,8 @@ class Hypervisor:
 
     def find_strays(self) -> dict[str, list[str]]:
         """Return what is left of machines that are off: processes and cables, by kind."""
-        self.wait_quiet()
+        # First let machines that have ended finish switching off, or they would count as strays.
+        self.wait_until_off()
         guests = list(self._guests.values())
         off = [one.usage.instance_id for one in guests if one.ended.is_set()]
         processes = [str(process.pid) for process in processes_of(*off)] if off else []
@@ -290,6 +317,7 @@ class Hypervisor:
 
     def forget(self) -> None:
         """Switch all machines off and forget them."""
+        # Not through `_end`: EC2 and the bill are reset or end, too, so nothing is recorded.
         with self._backend.lock:
             guests = list(self._guests.values())
             for guest in guests:
@@ -300,7 +328,7 @@ class Hypervisor:
             self._switch_off(guest)
         self._guests.clear()
 
-    def wait_quiet(self) -> None:
+    def wait_until_off(self) -> None:
         """Wait until machines that have ended are off; does not wait for interruptions."""
         for guest in list(self._guests.values()):
             if guest.ended.is_set():

@@ -9,8 +9,8 @@
         imds.interrupt(at=time.time() + 120)
         imds.break_("hang")
 
-On EC2 it listens on 169.254.169.254; here it does if the instance has its own network, otherwise on
-a port of the loopback interface. All requests need a token, as with ``HttpTokens=required``.
+It listens on 169.254.169.254 as on EC2 if the instance has its own network, otherwise on a port of
+the loopback interface. All requests need a token, as with ``HttpTokens=required``.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ class ImdsServer(Closing):
         """Guards the next four attributes."""
         self._pages: dict[str, Page] = dict(pages or {})
         self._tokens: dict[str, float] = {}
-        self._asked: list[str] = []
+        self._requests: list[str] = []
         self._broken: Broken = ""
-        self._mended = threading.Event()
-        self._mended.set()
+        self._is_responsive = threading.Event()  # cleared while the service hangs
+        self._is_responsive.set()
         self._server = _Server(listener, self)
         self._thread = serve_in_thread(self._server, "imds")
 
@@ -152,6 +152,7 @@ class ImdsServer(Closing):
 
     def interrupt(self, at: float) -> None:
         """Publish an interruption notice for a time (seconds since the epoch)."""
+        # Two paths with the same time; the second one is EC2's older interface.
         action = json.dumps({"action": "terminate", "time": timestamp(at)})
         self.set("meta-data/spot/instance-action", action)
         self.set("meta-data/spot/termination-time", timestamp(at))
@@ -164,13 +165,15 @@ class ImdsServer(Closing):
     def break_(self, how: Broken) -> None:
         """Fail in this way from now on; ``""`` repairs it."""
         if how not in get_args(Broken):
-            raise ValueError(f"a metadata service fails as one of {get_args(Broken)}, not {how!r}")
+            raise ValueError(
+                f"A metadata service has no fault {how!r}. Use one of {get_args(Broken)}."
+            )
         with self._lock:
             self._broken = how
         if how == "hang":
-            self._mended.clear()
+            self._is_responsive.clear()
         else:
-            self._mended.set()
+            self._is_responsive.set()
 
     def expire_tokens(self) -> None:
         """Expire all existing tokens; new ones are valid."""
@@ -180,23 +183,23 @@ class ImdsServer(Closing):
     def requests(self) -> list[str]:
         """Return the paths of requests with a valid token, oldest first."""
         with self._lock:
-            return list(self._asked)
+            return list(self._requests)
 
     def close(self) -> None:
         """Stop it, and close its connections."""
-        self._mended.set()
+        self._is_responsive.set()  # release the handlers that hang
         self._server.shutdown()
         self._server.close_all()
         self._thread.join()
 
-    def give_token(self, ttl_s: int) -> str:
+    def issue_token(self, ttl_s: int) -> str:
         """Return a new token (for the request handler)."""
         token = secrets.token_urlsafe(40)
         with self._lock:
-            self._tokens[token] = time.monotonic() + ttl_s
+            self._tokens[token] = time.monotonic() + ttl_s  # when it expires
         return token
 
-    def is_good(self, token: str | None) -> bool:
+    def is_valid(self, token: str | None) -> bool:
         """Return whether a token is valid (for the request handler)."""
         with self._lock:
             ends_at = self._tokens.get(token or "", 0.0)
@@ -204,18 +207,21 @@ class ImdsServer(Closing):
 
     def fails_now(self) -> bool:
         """Block while the service hangs; return whether it responds with an error."""
-        self._mended.wait(MAX_HANG_S)
+        # A client gives up long before MAX_HANG_S, which only ends the handler's thread.
+        self._is_responsive.wait(MAX_HANG_S)
         with self._lock:
             return self._broken == "500"
 
     def read(self, path: str) -> str | None:
         """Return the content of a path, or a listing of the paths below it, or None."""
         with self._lock:
-            self._asked.append(path)
+            self._requests.append(path)
             page = self._pages.get(path)
             known = sorted(self._pages)
+        # A function such as `Backend.role_credentials` takes other locks: call it without this one.
         if page is not None:
             return page if isinstance(page, str) else page()
+        # Like a directory listing: one line per entry, with a slash at the end of folders.
         folder = f"{path}/" if path else ""
         below = [key.removeprefix(folder) for key in known if key.startswith(folder)]
         names = {rest.split("/")[0] + ("/" if "/" in rest else "") for rest in below}
@@ -229,6 +235,7 @@ class _Server(ThreadingHTTPServer):
         self.imds = imds
         self._open: set[socket.socket] = set()
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=listener is None)
+        # A socket of another network namespace replaces the one that the base class has created.
         if listener is not None:
             self.socket.close()
             self.socket = listener
@@ -237,6 +244,8 @@ class _Server(ThreadingHTTPServer):
         # Not HTTPServer's method, which looks up the machine's name in DNS.
         self.socket.bind(self.server_address)
 
+    # Clients keep their connections open, and a handler blocks until the next request. Closing
+    # the connections ends the handlers.
     def process_request(self, request: Any, client_address: Any) -> None:
         self._open.add(request)
         super().process_request(request, client_address)
@@ -262,29 +271,29 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         imds = cast(_Server, self.server).imds
         if imds.fails_now():
-            return self._answer(500)
+            return self._respond(500)
         if self.path != "/latest/api/token":
-            return self._answer(404)
+            return self._respond(404)
         if self.headers.get("X-Forwarded-For"):
-            return self._answer(403)  # the request came through a proxy
+            return self._respond(403)  # the request came through a proxy
         ttl = self.headers.get(_TTL, "")
         if not ttl.isdecimal() or not 1 <= int(ttl) <= MAX_TOKEN_S:
-            return self._answer(400)
-        return self._answer(200, imds.give_token(int(ttl)), {_TTL: ttl})
+            return self._respond(400)
+        return self._respond(200, imds.issue_token(int(ttl)), {_TTL: ttl})
 
     def do_GET(self) -> None:
         imds = cast(_Server, self.server).imds
         if imds.fails_now():
-            return self._answer(500)
-        if not imds.is_good(self.headers.get(_TOKEN)):
-            return self._answer(401)
+            return self._respond(500)
+        if not imds.is_valid(self.headers.get(_TOKEN)):
+            return self._respond(401)
         path = unquote(self.path.partition("?")[0])
         if not f"{path}/".startswith("/latest/"):
-            return self._answer(404)
+            return self._respond(404)
         text = imds.read(path.removeprefix("/latest").strip("/"))
-        return self._answer(404) if text is None else self._answer(200, text)
+        return self._respond(404) if text is None else self._respond(200, text)
 
-    def _answer(
+    def _respond(
         self, status: int, text: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
         body = text.encode()

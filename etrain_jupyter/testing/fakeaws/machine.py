@@ -40,19 +40,11 @@ class SimulatedMachine:
     def __init__(
         self, facts: InstanceFacts, address: str, network: SimulatedNetwork, folder: Path
     ) -> None:
-        """Create it.
-
-        Args:
-            facts: Its description.
-            address: Its private address.
-            network: Connects it.
-            folder: The harness's folder, parent of the machine's own.
-        """
         self.facts = facts
         self.address = address
         self.imds: ImdsServer | None = None
         self._network = network
-        self._harness_folder = folder
+        self._harness_folder = folder  # of the whole cloud; the machines' folders are in it
         self._folder = folder / facts.instance_id
         self._folder.mkdir()
         self._process: subprocess.Popen[bytes] | None = None
@@ -82,9 +74,12 @@ class SimulatedMachine:
             variables: Additional environment variables.
             credentials: Returns the credentials of its role, if it has one.
         """
+        # The machine may have been terminated while it was pending.
         with self._lock:
             if self._is_off:
                 return
+            # Only the guest's first process starts here. It waits for the task below, because the
+            # network must be connected before the user-data runs.
             with (self._folder / "host.log").open("ab") as log:
                 self._process = subprocess.Popen(
                     self._network.wrap(python_script("init")),
@@ -100,14 +95,14 @@ class SimulatedMachine:
             if self.facts.role:
                 self.imds.set_role(self.facts.role, credentials)
             environment = self._environment(endpoint, variables)
-            order = {
+            task = {
                 "command": self._command(),
                 "environment": environment,
                 "folder": str(self._folder),
                 "console": str(self._folder / "console.log"),
             }
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.write(json.dumps(task).encode() + b"\n")
             self._process.stdin.flush()
 
     def _command(self) -> list[str]:
@@ -138,6 +133,7 @@ class SimulatedMachine:
             **variables,
             MARKER: self.facts.instance_id,
         }
+        # In a namespace, boto3 finds the service at its usual address.
         if self._network.mode == "loopback" and self.imds is not None:
             environment["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = self.imds.url
         return environment
@@ -184,6 +180,8 @@ class SimulatedMachine:
             if self._is_off:
                 return
             self._is_off = True
+        # The network first: a machine that loses power sends no last packet, and its peers must
+        # detect the loss by a timeout. (Without namespaces there is no cable to cut.)
         if self._process is not None:
             self._network.pull(self.address)
             self._kill(self._process)
@@ -191,9 +189,12 @@ class SimulatedMachine:
             self.imds.close()
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        # 1. Namespaces: kill the child of `unshare`, which is process 1 of the machine.
+        # 2. Close the pipe, the machine's power supply: the first process kills all others.
+        # 3. If it hangs or was killed before, find the processes by their environment.
         was_alive = process.poll() is None
         if was_alive and self._network.mode == "namespaces":
-            # Killing the first process of a process table kills all others.
+            # The kernel kills all processes of a process namespace with its first one.
             with suppress(psutil.NoSuchProcess):
                 for first in psutil.Process(process.pid).children():
                     first.kill()
@@ -207,7 +208,6 @@ class SimulatedMachine:
             process.wait()
             was_alive = False
         if not was_alive:
-            # It did not end its own processes: it was killed, or it hung.
             for one in processes_of(self.facts.instance_id):
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
@@ -220,6 +220,7 @@ class SimulatedMachine:
 
 def processes_of(*instance_ids: str) -> list[psutil.Process]:
     """Return the processes of instances, found by the marker in their environment."""
+    # Not by process group or parent: programs of a machine may start sessions of their own.
     wanted = {f"{MARKER}={instance_id}".encode() for instance_id in instance_ids}
     found = []
     for process in psutil.process_iter():

@@ -32,8 +32,7 @@ DEFAULT_ON_DEMAND_USD = {
     "t3.medium": 0.0416,
     "t3.small": 0.0208,
 }
-"""Default prices: Linux, us-east-1, rounded list prices. Only the simulation charges
-them."""
+"""Default prices: rounded list prices for Linux in us-east-1. Only the simulation charges them."""
 DEFAULT_CAPACITY = 20
 
 
@@ -154,6 +153,7 @@ class Market:
         if price_usd is not None:
             if offer.starts and at < offer.starts[-1]:
                 raise ValueError(f"{pool} already has a price for a later time")
+            # The first price also holds for all earlier instants, so that every machine has one.
             offer.starts.append(at if offer.starts else BEFORE)
             offer.prices.append(price_usd)
 
@@ -174,8 +174,9 @@ class Market:
         """Count a machine as used."""
         self._taken[instance_id] = (pool, lifecycle)
 
-    def give_back(self, instance_id: str, *, is_lost: bool = False) -> None:
+    def release(self, instance_id: str, *, is_lost: bool = False) -> None:
         """Release a machine; ``is_lost`` also reduces the spot capacity: other customers use it."""
+        # Unknown for a machine that was released before, or taken in an earlier market.
         pool, lifecycle = self._taken.pop(instance_id, (None, None))
         if pool is not None and is_lost and lifecycle == "spot" and pool in self._offers:
             self._offers[pool].capacity = max(0, self._offers[pool].capacity - 1)
@@ -193,7 +194,7 @@ class Market:
         return max(0, capacity - self._num_taken(pool, lifecycle))
 
     def _num_taken(self, pool: CapacityPool, lifecycle: Lifecycle) -> int:
-        # On-demand capacity is per type.
+        # Spot capacity is per type and zone, on-demand capacity per type.
         return sum(
             kind == lifecycle
             and (held == pool if kind == "spot" else held.instance_type == pool.instance_type)
@@ -226,6 +227,8 @@ class Market:
         """Return the cost of a machine between two instants, at the prices in force."""
         if lifecycle == "on-demand":
             return (end - start) / 3600 * (self.on_demand_usd(pool.instance_type) or 0.0)
+        # Sum over the prices: each holds until the next one, and only its overlap with the
+        # machine's time is charged.
         total = 0.0
         entries = self.history(pool)
         ends = [at for at, _ in entries[1:]] + [float("inf")]
@@ -235,14 +238,18 @@ class Market:
 
     def score(self, pools: Iterable[CapacityPool], units: int) -> int:
         """Return the likelihood that these pools together meet a target, from 1 to 10."""
+        # AWS does not publish its formula. Here, room for twice the target gives the full score.
         room = sum(self.free(pool, "spot") for pool in pools)
         return max(1, min(10, round(10 * room / max(1, 2 * units))))
 
     def plan(self, candidates: Sequence[Candidate], demand: Demand, at: float) -> FleetPlan:
         """Choose machines for a demand, without taking them."""
+        # 1. Groups of candidates that may be combined: all, or those of one zone or type.
+        # 2. Fill each group greedily, machine by machine, in the order of the strategy.
+        # 3. Take the group with the most units; of equal ones, the cheapest.
+        # 4. Fewer units than MinTargetCapacity: launch nothing.
         groups = _groups(candidates, demand)
         chosen = [self._fill(group, demand, at) for group in groups]
-        # If only one zone or type may be used: the one with the most capacity, then the cheapest.
         best = min(
             chosen,
             key=lambda got: (-min(_units(got), demand.target), self._usd(got, demand, at)),
@@ -259,17 +266,20 @@ class Market:
     def _fill(self, group: Sequence[Candidate], demand: Demand, at: float) -> list[Candidate]:
         got: list[Candidate] = []
         while _units(got) < demand.target:
-            room = [candidate for candidate in group if self._room(candidate, got, demand, at) > 0]
+            room = [
+                candidate for candidate in group if self._num_free(candidate, got, demand, at) > 0
+            ]
             if not room:
                 break
-            got.append(min(room, key=self._order(demand, got, at)))
+            got.append(min(room, key=self._sort_key(demand, got, at)))
         return got
 
-    def _room(
+    def _num_free(
         self, candidate: Candidate, got: Sequence[Candidate], demand: Demand, at: float
     ) -> int:
-        if demand.lifecycle == "spot" and self._is_too_dear(candidate, at):
+        if demand.lifecycle == "spot" and self._is_over_max_price(candidate, at):
             return 0
+        # `got` is chosen, but not taken yet: `free` does not count it.
         same = sum(
             one.pool == candidate.pool
             if demand.lifecycle == "spot"
@@ -278,7 +288,7 @@ class Market:
         )
         return self.free(candidate.pool, demand.lifecycle) - same
 
-    def _is_too_dear(self, candidate: Candidate, at: float) -> bool:
+    def _is_over_max_price(self, candidate: Candidate, at: float) -> bool:
         usd = self.spot_usd(candidate.pool, at)
         return (
             usd is not None
@@ -286,22 +296,22 @@ class Market:
             and (candidate.max_price_usd < usd)
         )
 
-    def _order(
+    def _sort_key(
         self, demand: Demand, got: Sequence[Candidate], at: float
     ) -> Callable[[Candidate], tuple[float, ...]]:
-        """Return the sort key of candidates with capacity, best first."""
-
+        # The sort key of candidates with capacity; the smallest is launched next. The strategies
+        # are EC2's, from "Allocation strategies for EC2 Fleet".
         def usd(candidate: Candidate) -> float:
             return self._hourly_usd(candidate, demand, at) / candidate.weight
 
         def room(candidate: Candidate) -> int:
-            return self._room(candidate, got, demand, at)
+            return self._num_free(candidate, got, demand, at)
 
         def used(candidate: Candidate) -> int:
             return sum(one.pool == candidate.pool for one in got)
 
         def is_new(candidate: Candidate) -> bool:
-            """Return whether it would exceed the number of pools for ``lowest-price``."""
+            # Whether it would exceed the number of pools for ``lowest-price``.
             num_used = len({one.pool for one in got})
             return used(candidate) == 0 and num_used >= demand.num_pools
 
@@ -315,7 +325,7 @@ class Market:
                 return lambda one: (one.priority, -room(one), one.place)
             case "diversified":
                 return lambda one: (used(one), usd(one), one.place)
-            case _:
+            case _:  # lowest-price: the cheapest `num_pools` pools; several are used evenly
                 return lambda one: (is_new(one), used(one) * (demand.num_pools > 1), usd(one))
 
     def _hourly_usd(self, candidate: Candidate, demand: Demand, at: float) -> float:
@@ -327,10 +337,10 @@ class Market:
         return sum(self._hourly_usd(candidate, demand, at) for candidate in got)
 
     def _refusal(self, candidate: Candidate, demand: Demand, at: float) -> MarketRefusal:
-        is_too_dear = demand.lifecycle == "spot" and self._is_too_dear(candidate, at)
+        is_over_max_price = demand.lifecycle == "spot" and self._is_over_max_price(candidate, at)
         return MarketRefusal(
             lifecycle=demand.lifecycle,
-            code=PRICE_TOO_LOW if is_too_dear else NO_CAPACITY,
+            code=PRICE_TOO_LOW if is_over_max_price else NO_CAPACITY,
             candidate=candidate,
         )
 

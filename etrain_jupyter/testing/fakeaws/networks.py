@@ -76,8 +76,8 @@ class SimulatedNetwork(Protocol):
 
 
 class _Addresses:
-    """Allocates the last number of an address; a released number is reused last."""
-
+    # A released address goes to the end of the list, so that it is reused as late as possible:
+    # connections of its previous machine may still be open elsewhere.
     def __init__(self, prefix: str, first: int) -> None:
         self._prefix = prefix
         self._free = [f"{prefix}.{number}" for number in range(first, first + _MAX_HOSTS - 10)]
@@ -103,6 +103,7 @@ class LoopbackNetwork:
     bridge = ""
 
     def __init__(self) -> None:
+        # 127.64.0.0 to 127.127.255.0, by the lower 14 bits of the process id.
         pid = os.getpid()
         self._addresses = _Addresses(f"127.{64 + (pid >> 8) % 64}.{pid % 256}", 1)
 
@@ -169,10 +170,9 @@ class NamespaceNetwork:
         return self._addresses.take()
 
     def release(self, address: str) -> None:
-        """Release an address and remove its cable.
-
-        Unclosed connections keep an empty namespace, and thus its cable, for minutes.
-        """
+        """Release an address and remove its cable."""
+        # The kernel removes a cable with its namespace, but unclosed TCP connections keep an empty
+        # namespace for minutes.
         _remove_link(self._cable(address))
         self._addresses.put_back(address)
 
@@ -182,6 +182,10 @@ class NamespaceNetwork:
 
     def plug(self, pid: int, address: str) -> socket.socket:
         """Create the cable; assign the machine's address and that of the metadata service."""
+        #   this machine                         the machine's namespace
+        #   bridge <host_address> -- etc<pid>n10 ======= eth0 <address>
+        #                            (veth pair)         lo   169.254.169.254, where this process
+        #                                                     listens
         path = f"/proc/{pid}/ns/net"
         _wait_for_own_namespace(path)
         cable = self._cable(address)
@@ -209,6 +213,7 @@ class NamespaceNetwork:
 
     def pull(self, address: str) -> None:
         """Take the cable's near end down."""
+        # Packets are lost without an error, as if the machine had lost power.
         with suppress(RuntimeError):
             _ip(["link", "set", self._cable(address), "down"])
 
@@ -227,6 +232,7 @@ class NamespaceNetwork:
 def remove_dead_links() -> list[str]:
     """Remove the bridges and cables of harnesses that have ended; return their names."""
     removed = []
+    # Left by a harness that was killed together with its janitor. The name contains the process id.
     for _, name in socket.if_nameindex():
         found = re.fullmatch(rf"(?:{PREFIX}|{CABLE})(\d+)(?:n\d+)?", name)
         if found is not None and not _is_harness(int(found[1])):
@@ -240,6 +246,7 @@ def _remove_link(name: str) -> None:
 
 
 def _is_harness(pid: int) -> bool:
+    # The process id may have been reused by another program.
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"fakeaws" in file.read() or pid == os.getpid()
     return False
@@ -271,6 +278,7 @@ def _ip_batch(*lines: str, inside: str = "") -> None:
 
 
 def _wait_for_own_namespace(path: str) -> None:
+    # `unshare` starts in our namespace and changes it a moment later.
     ours = os.readlink("/proc/self/ns/net")
     ends_at = time.monotonic() + 60
     while os.readlink(path) == ours:
@@ -284,7 +292,8 @@ def _listen_inside(path: str, address: tuple[str, int]) -> socket.socket:
     made: list[socket.socket | OSError] = []
 
     def make() -> None:
-        # Only this thread changes its namespace, and it ends afterwards.
+        # setns changes the namespace of the calling thread only. A socket keeps the namespace in
+        # which it was created, so this thread can end.
         handle = os.open(path, os.O_RDONLY)
         try:
             libc = ctypes.CDLL(None, use_errno=True)

@@ -58,17 +58,19 @@ def requests_of(call: Call, world: World) -> list[Request]:
         found = []  # GetCallerIdentity needs no permission
     else:
         found = [Request(f"{call.service}:{call.action}", "*")]
-    return [_as_aws_has_it(one) for one in found]
+    return [_with_supported_keys(one) for one in found]
 
 
-def _as_aws_has_it(request: Request) -> Request:
-    """Drop condition keys that AWS does not support for that action and resource."""
+def _with_supported_keys(request: Request) -> Request:
+    # Drop condition keys that AWS does not support for that action and resource: a policy that
+    # relies on one would work here and fail there.
     kind = kind_of(request.resource)
     known = {k: v for k, v in request.context.items() if is_supported(request.action, kind, k)}
     return Request(request.action, request.resource, known)
 
 
 def _parameter(call: Call, world: World) -> str:
+    # AWS's public parameters, such as the ids of its images, belong to no account.
     name = str(json_of(call).get("Name", "")).lstrip("/")
     account = "" if name.startswith("aws/") else world.account
     return f"arn:aws:ssm:{call.region}:{account}:parameter/{name}"
@@ -132,64 +134,72 @@ class _Ec2Call:
         elif action == "RunInstances":
             yield from self._run(self._query, self._query.get("LaunchTemplate"), self._tags)
         elif action in ("CreateLaunchTemplate", "CreateSecurityGroup"):
-            yield from self._made()
+            yield from self._create()
         elif action == "CreateTags":
-            yield from self._tagged()
+            yield from self._create_tags()
         elif action in IDS:
             kind, parameter = IDS[action]
             for id in listed(self._query, parameter) or ["unknown"]:
-                yield self._ask(action, kind, id, self._there(id))
+                yield self._request(action, kind, id, self._resource_tags(id))
         else:
             yield Request(f"ec2:{action}", "*")
 
-    def _ask(self, action: str, kind: str, id: str, context: Mapping[str, Any]) -> Request:
+    def _request(self, action: str, kind: str, id: str, context: Mapping[str, Any]) -> Request:
+        # ARNs of images and snapshots have no account. A resource that the call creates has no id
+        # yet: "new" stands for it, and a policy must match it by a wildcard.
         account = "" if kind in ("image", "snapshot") else self._world.account
         arn = f"arn:aws:ec2:{self._call.region}:{account}:{kind}/{id}"
         return Request(f"ec2:{action}", arn, {k: v for k, v in context.items() if v})
 
-    def _there(self, id: str) -> dict[str, Any]:
+    def _resource_tags(self, id: str) -> dict[str, Any]:
         return {f"aws:ResourceTag/{k}": v for k, v in self._world.tags_of(id).items()}
 
-    def _made(self) -> Iterator[Request]:
+    def _create(self) -> Iterator[Request]:
         action = self._call.action
         kind = "launch-template" if action == "CreateLaunchTemplate" else "security-group"
         tags = self._tags.get(kind, {})
-        yield self._ask(action, kind, "new", _asked(tags))
+        yield self._request(action, kind, "new", _request_tags(tags))
         if kind == "security-group":
             vpc = str(self._query.get("VpcId", "vpc-default"))
-            yield self._ask(action, "vpc", vpc, self._there(vpc))
-        yield from self._tags_at(action, kind, tags)
+            yield self._request(action, "vpc", vpc, self._resource_tags(vpc))
+        yield from self._tag_on_create(action, kind, tags)
 
-    def _tags_at(self, action: str, kind: str, tags: Mapping[str, str]) -> Iterator[Request]:
-        """Yield the permissions for tags that are set while creating a resource."""
+    def _tag_on_create(self, action: str, kind: str, tags: Mapping[str, str]) -> Iterator[Request]:
+        # Tags that are set while a resource is created need a permission of their own.
         if tags:
-            yield self._ask("CreateTags", kind, "new", {**_asked(tags), "ec2:CreateAction": action})
+            yield self._request(
+                "CreateTags", kind, "new", {**_request_tags(tags), "ec2:CreateAction": action}
+            )
 
-    def _tagged(self) -> Iterator[Request]:
+    def _create_tags(self) -> Iterator[Request]:
         tags = {one["Key"]: one.get("Value", "") for one in listed(self._query, "Tag")}
         for id in listed(self._query, "ResourceId"):
             kind = KINDS.get(id.partition("-")[0], "unknown")
-            yield self._ask("CreateTags", kind, id, {**_asked(tags), **self._there(id)})
+            yield self._request(
+                "CreateTags", kind, id, {**_request_tags(tags), **self._resource_tags(id)}
+            )
 
     def _fleet(self) -> Iterator[Request]:
-        yield self._ask("CreateFleet", "fleet", "new", _asked(self._tags.get("fleet", {})))
-        yield from self._tags_at("CreateFleet", "fleet", self._tags.get("fleet", {}))
+        yield self._request(
+            "CreateFleet", "fleet", "new", _request_tags(self._tags.get("fleet", {}))
+        )
+        yield from self._tag_on_create("CreateFleet", "fleet", self._tags.get("fleet", {}))
         for config in listed(self._query, "LaunchTemplateConfigs"):
             named = config["LaunchTemplateSpecification"]
             id, data = self._world.template(named)
-            yield self._ask("CreateFleet", "launch-template", id, self._there(id))
+            yield self._request("CreateFleet", "launch-template", id, self._resource_tags(id))
             for override in config.get("Overrides") or [{}]:
                 type = override.get("InstanceType") or data.get("InstanceType", "")
                 for kind in ("instance", "volume"):
-                    context = {**_asked(self._tags.get(kind, {})), "ec2:InstanceType": type}
-                    yield self._ask("CreateFleet", kind, "new", context)
+                    context = {**_request_tags(self._tags.get(kind, {})), "ec2:InstanceType": type}
+                    yield self._request("CreateFleet", kind, "new", context)
                 subnet = str(override.get("SubnetId", "subnet-default"))
-                yield self._ask("CreateFleet", "subnet", subnet, {"ec2:SubnetID": subnet})
+                yield self._request("CreateFleet", "subnet", subnet, {"ec2:SubnetID": subnet})
                 # EC2 launches with the caller's permissions.
                 yield from self._run(override, named, self._tags)
         capacity = self._query.get("TargetCapacitySpecification") or {}
         if capacity.get("DefaultTargetCapacityType") == "spot":
-            yield self._ask("RunInstances", "spot-instances-request", "new", {})
+            yield self._request("RunInstances", "spot-instances-request", "new", {})
 
     def _run(
         self,
@@ -197,9 +207,11 @@ class _Ec2Call:
         named: Mapping[str, Any] | None,
         tags: Mapping[str, Mapping[str, str]],
     ) -> Iterator[Request]:
-        """Yield the permissions for one kind of machine, in a fleet or ``RunInstances``."""
+        # One kind of machine, in a fleet or ``RunInstances``. Values of the request take
+        # precedence over those of the launch template.
         id, data = self._world.template(named) if named else ("", {})
         region, account = self._call.region, self._world.account
+        # On every resource of the launch, so that a policy can require a certain template.
         frame = {
             "ec2:LaunchTemplate": id and f"arn:aws:ec2:{region}:{account}:launch-template/{id}"
         }
@@ -216,28 +228,32 @@ class _Ec2Call:
         }
         machine = {
             **frame,
-            **_asked(tags["instance"]),
+            **_request_tags(tags["instance"]),
             "ec2:InstanceType": parameters.get("InstanceType") or data.get("InstanceType", ""),
             "ec2:MetadataHttpTokens": metadata.get("HttpTokens", "optional"),
             "ec2:InstanceProfile": profile and f"arn:aws:iam::{account}:instance-profile/{profile}",
         }
-        yield self._ask("RunInstances", "instance", "new", machine)
-        yield self._ask("RunInstances", "volume", "new", {**frame, **_asked(tags["volume"])})
-        yield self._ask("RunInstances", "network-interface", "new", frame)
+        yield self._request("RunInstances", "instance", "new", machine)
+        yield self._request(
+            "RunInstances", "volume", "new", {**frame, **_request_tags(tags["volume"])}
+        )
+        yield self._request("RunInstances", "network-interface", "new", frame)
         image = str(parameters.get("ImageId") or data.get("ImageId", ""))
         facts = {"ec2:Owner": self._world.owner_of(image), "ec2:ImageID": image}
-        yield self._ask("RunInstances", "image", image, {**frame, **facts})
-        yield self._ask("RunInstances", "snapshot", "snap-of-image", frame)
+        yield self._request("RunInstances", "image", image, {**frame, **facts})
+        yield self._request("RunInstances", "snapshot", "snap-of-image", frame)
         subnet = str(parameters.get("SubnetId", "subnet-default"))
-        yield self._ask("RunInstances", "subnet", subnet, {**frame, "ec2:SubnetID": subnet})
+        yield self._request("RunInstances", "subnet", subnet, {**frame, "ec2:SubnetID": subnet})
         for group in _groups(parameters) or _groups(data):
-            yield self._ask(
-                "RunInstances", "security-group", group, {**frame, **self._there(group)}
+            yield self._request(
+                "RunInstances", "security-group", group, {**frame, **self._resource_tags(group)}
             )
         if id:
-            yield self._ask("RunInstances", "launch-template", id, {**frame, **self._there(id)})
+            yield self._request(
+                "RunInstances", "launch-template", id, {**frame, **self._resource_tags(id)}
+            )
         for kind in _LAUNCHED:
-            yield from self._tags_at("RunInstances", kind, tags[kind])
+            yield from self._tag_on_create("RunInstances", kind, tags[kind])
         if profile:
             role = f"arn:aws:iam::{account}:role/{self._world.role_of(profile)}"
             yield Request("iam:PassRole", role, {"iam:PassedToService": "ec2.amazonaws.com"})
@@ -246,7 +262,7 @@ class _Ec2Call:
 _LAUNCHED = ("instance", "volume")
 
 
-def _asked(tags: Mapping[str, str]) -> dict[str, Any]:
+def _request_tags(tags: Mapping[str, str]) -> dict[str, Any]:
     return {f"aws:RequestTag/{k}": v for k, v in tags.items()} | {"aws:TagKeys": list(tags)}
 
 

@@ -17,24 +17,25 @@ from etrain_jupyter.testing.serving import serve_in_thread
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerOrder:
+class PowerCommand:
     """A parsed ``shutdown`` command."""
 
     minutes: int | None
     """Minutes until power-off; None cancels a scheduled one."""
 
 
-def parse_arguments(arguments: list[str]) -> PowerOrder:
+def parse_arguments(arguments: list[str]) -> PowerCommand:
     """Parse the arguments of shutdown(8), as far as powering off needs them.
 
     Raises:
         ValueError: If they are invalid, with the command's output.
 
     >>> parse_arguments(["-h", "+15"])
-    PowerOrder(minutes=15)
+    PowerCommand(minutes=15)
     >>> parse_arguments(["-c"]), parse_arguments(["-P", "now", "the", "end"])
-    (PowerOrder(minutes=None), PowerOrder(minutes=0))
+    (PowerCommand(minutes=None), PowerCommand(minutes=0))
     """
+    # What follows the time is the message to logged-in users, which is ignored.
     flags = [word for word in arguments if word.startswith("-")]
     rest = [word for word in arguments if not word.startswith("-")]
     known = {"-h", "-P", "-H", "-c", "--poweroff", "--halt", "--no-wall"}
@@ -42,26 +43,26 @@ def parse_arguments(arguments: list[str]) -> PowerOrder:
         if flag not in known:
             raise ValueError(f"shutdown: unsupported option {flag} in a fake instance")
     if "-c" in flags:
-        return PowerOrder(minutes=None)
+        return PowerCommand(minutes=None)
     when = rest[0] if rest else "+1"
     if when == "now":
-        return PowerOrder(minutes=0)
+        return PowerCommand(minutes=0)
     if not re.fullmatch(r"\+?\d+", when):
         raise ValueError(f"Failed to parse time specification: {when}")
-    return PowerOrder(minutes=int(when))
+    return PowerCommand(minutes=int(when))
 
 
 class PowerSwitch:
     """Listens in a folder for the ``shutdown`` commands of all instances, in threads."""
 
-    def __init__(self, folder: Path, on_order: Callable[[str, PowerOrder], str]) -> None:
+    def __init__(self, folder: Path, on_command: Callable[[str, PowerCommand], str]) -> None:
         """Start listening.
 
         Args:
             folder: Folder for the socket.
-            on_order: Executes an instance's command; returns the output.
+            on_command: Executes an instance's command; returns the output.
         """
-        self._server = _Server(folder, on_order)
+        self._server = _Server(folder, on_command)
         self._thread = serve_in_thread(self._server, "power")
 
     def close(self) -> None:
@@ -73,10 +74,10 @@ class PowerSwitch:
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
-    request_queue_size = 64
+    request_queue_size = 64  # all machines of a cluster may shut down at once; the default is 5
 
-    def __init__(self, folder: Path, on_order: Callable[[str, PowerOrder], str]) -> None:
-        self.on_order = on_order
+    def __init__(self, folder: Path, on_command: Callable[[str, PowerCommand], str]) -> None:
+        self.on_command = on_command
         super().__init__(str(folder / SOCKET), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -90,9 +91,10 @@ class _Handler(socketserver.StreamRequestHandler):
         message = json.loads(self.rfile.readline())
         status = 0
         try:
-            order = parse_arguments(message["arguments"])
-            text = cast(_Server, self.server).on_order(message["instance"], order)
+            command = parse_arguments(message["arguments"])
+            text = cast(_Server, self.server).on_command(message["instance"], command)
         except ValueError as exc:
             text, status = str(exc), 1
+        # The command may be gone: after `shutdown now`, its process is killed, too.
         with suppress(OSError):
             self.wfile.write(json.dumps({"text": text, "status": status}).encode() + b"\n")

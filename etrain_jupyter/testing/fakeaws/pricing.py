@@ -41,15 +41,16 @@ def get_products(request: dict[str, Any], market: Market) -> dict[str, Any]:
             if all(attributes.get(field) == value for field, value in wanted.items()):
                 usd = market.on_demand_usd(instance_type) or 0.0
                 products.append(json.dumps(_product(attributes, usd)))
+    # Pages as in the real API: NextToken is the index of the next product.
     most = int(request.get("MaxResults", 100))
     start = int(request.get("NextToken") or 0)
-    answer: dict[str, Any] = {
+    response: dict[str, Any] = {
         "FormatVersion": "aws_v1",
         "PriceList": products[start : start + most],
     }
     if start + most < len(products):
-        answer["NextToken"] = str(start + most)
-    return answer
+        response["NextToken"] = str(start + most)
+    return response
 
 
 def _attributes(instance_type: str, region: str, name: str) -> dict[str, str]:
@@ -72,6 +73,7 @@ def _attributes(instance_type: str, region: str, name: str) -> dict[str, str]:
 def _product(attributes: dict[str, str], usd: float) -> dict[str, Any]:
     named = f"{attributes['instanceType']} {attributes['regionCode']}"
     sku = hashlib.sha256(named.encode()).hexdigest()[:16].upper()
+    # AWS's own codes: JRTCKXETXF is the term "on demand", 6YS6EN2CT7 its rate per hour.
     term, rate = f"{sku}.JRTCKXETXF", f"{sku}.JRTCKXETXF.6YS6EN2CT7"
     described = f"${usd:.4f} per On Demand Linux {attributes['instanceType']} Instance Hour"
     dimension = {

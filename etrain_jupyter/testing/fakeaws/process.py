@@ -1,8 +1,8 @@
 """Process of the simulated cloud: ``python -m etrain_jupyter.testing.fakeaws.process SETTINGS``.
 
-It prints one line of JSON when it listens and serves until standard input or its parent ends. Then
-it ends the clusters' heads that use it, and switches all instances off. A janitor removes its
-network and its folder if it is killed.
+It prints one line of JSON as soon as it listens, and serves until its standard input closes or its
+parent ends. Then it kills the cluster heads that use it, and switches all instances off. If it is
+killed, a janitor removes its network and its folder.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ END_S = 5.0
 """Timeout for ending the heads, in seconds."""
 
 
+# Who cleans up what, after each kind of end:
+#
+#   end of this process          instances                 network and folder
+#   standard input closes        hypervisor.close()        network.close(), then the janitor
+#   parent is killed             the same                  the same
+#   it is killed itself          each one: its own pipe    the janitor, whose pipe has closed, too
+#                                to this process closes
 def main(word: str) -> None:
-    """Serve."""
+    """Serve until the end, then clean up."""
     settings = Settings(**json.loads(word))
     network = make_network(settings.mode)
     folder = Path(tempfile.mkdtemp(prefix="etrain-fakeaws-"))
@@ -48,6 +55,7 @@ def main(word: str) -> None:
 
 
 def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
+    # moto uses boto3, which must not look for a metadata service of this machine.
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
@@ -100,10 +108,8 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
 
 
 def end_heads_at(endpoint: str) -> None:
-    """Kill the heads on this machine that use this cloud.
-
-    With a real cloud, a head should outlive its notebook.
-    """
+    """Kill the heads on this machine that use this cloud."""
+    # With a real cloud, a head outlives its notebook on purpose. Here, its cloud ends, too.
     import psutil
 
     from etrain_jupyter.process.processes import MARKER, wait_until
@@ -128,7 +134,8 @@ def end_heads_at(endpoint: str) -> None:
 
 
 def wait_for_end(parent: int) -> None:
-    """Wait until standard input or the parent ends: a fork may hold the other end open."""
+    """Wait until standard input closes or the parent ends."""
+    # Standard input alone is not enough: a fork of the parent may hold the other end open.
     while os.getppid() == parent:
         if select.select([sys.stdin], [], [], 0.2)[0] and not os.read(sys.stdin.fileno(), 1024):
             return

@@ -21,7 +21,7 @@ class InstanceRecord:
     state: str
     """EC2's instance state."""
     reason: str
-    """EC2's code for why it ended; empty while it runs."""
+    """EC2's code for the reason of its end; empty while it runs."""
     launched_at: float
     ended_at: float | None
     tags: Mapping[str, str] = field(default_factory=dict)

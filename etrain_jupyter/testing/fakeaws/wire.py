@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 from xml.sax.saxutils import escape
 
 Environ = dict[str, Any]
-Answer = tuple[str, list[tuple[str, str]], bytes]
+Response = tuple[str, list[tuple[str, str]], bytes]
 """Status line, headers, body."""
 
 EC2_NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
@@ -77,6 +77,7 @@ def read_call(environ: Environ, body: bytes) -> Call:
     Service and region are in the scope of the signature, as in
     ``Credential=AKIA.../20260101/us-east-1/ec2/aws4_request``.
     """
+    # The action is in a header (JSON services), the method (S3) or the body (EC2, IAM, STS).
     scope = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition(",")[0]
     parts = scope.split("/")
     access_key, region, service = parts[0], "", ""
@@ -105,6 +106,8 @@ def nested(body: bytes) -> dict[str, Any]:
     >>> nested(b"Action=X&Tag.1.Key=a&Tag.2.Key=b&Spot.Price=1")
     {'Action': 'X', 'Tag': [{'Key': 'a'}, {'Key': 'b'}], 'Spot': {'Price': '1'}}
     """
+    # First dictionaries only ("Tag.1.Key" gives {"Tag": {"1": {"Key": ...}}}), then those with
+    # numbers as keys become lists.
     root: dict[str, Any] = {}
     for name, value in parse_qsl(body.decode(), keep_blank_values=True):
         *parents, last = name.split(".")
@@ -151,7 +154,7 @@ def xml(value: Any, tag: str) -> str:
     return f"<{tag}>{inner}</{tag}>"
 
 
-def ec2_answer(action: str, result: Mapping[str, Any]) -> Answer:
+def ec2_response(action: str, result: Mapping[str, Any]) -> Response:
     """Format EC2's response to an action."""
     inner = "".join(xml(part, name) for name, part in result.items())
     tag = f"{action}Response"
@@ -159,20 +162,20 @@ def ec2_answer(action: str, result: Mapping[str, Any]) -> Answer:
         f'<?xml version="1.0" encoding="UTF-8"?><{tag} xmlns="{EC2_NAMESPACE}">'
         f"<requestId>{uuid.uuid4()}</requestId>{inner}</{tag}>"
     )
-    return answer(200, text.encode(), "text/xml")
+    return response(200, text.encode(), "text/xml")
 
 
-def json_answer(result: Any, status: int = 200) -> Answer:
+def json_response(result: Any, status: int = 200) -> Response:
     """Format a response of a JSON service."""
-    return answer(status, json.dumps(result).encode(), "application/x-amz-json-1.1")
+    return response(status, json.dumps(result).encode(), "application/x-amz-json-1.1")
 
 
-def error_answer(call: Call, error: ApiError) -> Answer:
+def error_response(call: Call, error: ApiError) -> Response:
     """Format an error as the called service does."""
     code, message = escape(error.code), escape(error.message)
     request_id = uuid.uuid4()
     if "HTTP_X_AMZ_TARGET" in call.environ:
-        return json_answer({"__type": error.code, "message": error.message}, error.status)
+        return json_response({"__type": error.code, "message": error.message}, error.status)
     inner = f"<Code>{code}</Code><Message>{message}</Message>"
     if call.service == "ec2":
         text = (
@@ -186,11 +189,12 @@ def error_answer(call: Call, error: ApiError) -> Answer:
             f"<ErrorResponse><Error>{inner}</Error>"
             f"<RequestId>{request_id}</RequestId></ErrorResponse>"
         )
+    # A response to HEAD has no body; the client sees the status only.
     is_head = call.environ["REQUEST_METHOD"] == "HEAD"
-    return answer(error.status, b"" if is_head else text.encode(), "text/xml")
+    return response(error.status, b"" if is_head else text.encode(), "text/xml")
 
 
-def answer(status: int, body: bytes, content_type: str) -> Answer:
+def response(status: int, body: bytes, content_type: str) -> Response:
     """Assemble a response."""
     headers = [("Content-Type", content_type), ("Content-Length", str(len(body)))]
     return _STATUS.get(status, f"{status} Status"), headers, body

@@ -1,5 +1,5 @@
-"""What passes between a trainer and its supervisor: messages, signs of life, faults on purpose.
+"""Reports of a trainer to its supervisor, error classification and fault injection.
 
-``channel`` carries the messages, ``reporter`` keeps those of the last steps, ``progress`` is the
-page of signs of life, ``faults`` does what a plan says, ``blame`` tells whose error one is.
+``reporter`` sends the reports and keeps the records of the latest steps. ``device_errors`` and
+``error_origin`` decide who caused an error. ``faults`` injects the faults of a plan.
 """

@@ -1,22 +1,22 @@
-"""Classify CUDA errors: the notebook's, or the machine's.
+"""Classify CUDA errors by cause: the notebook's code, or the machine.
 
-Kernels run after Python has passed them. So a CUDA error shows at the next synchronization, which
-is mostly in this package, and the innermost frame says nothing about its origin. Afterwards most of
-them stay: every call of CUDA in the process fails, and only its end helps.
+Kernels run asynchronously. A CUDA error is raised at the next synchronization, which is usually in
+this package, so the innermost frame does not identify the cause. Most errors are sticky: every
+later CUDA call in the process fails, and the process must be replaced.
 
 ==============================  ==============================================================
-the notebook's                  device-side asserts (a label out of range), launch errors, no
+notebook                        device-side asserts (a label out of range), launch errors, no
                                 kernel image for the GPU
-the notebook's if alone, else   illegal memory access, misaligned address, illegal instruction,
-the machine's                   invalid program counter: a peer that dies in the middle of a
-                                transfer over NVLink causes them, too
-the machine's                   uncorrectable ECC or NVLink errors, a GPU that is busy, lost or
+notebook for a single rank,     illegal memory access, misaligned address, illegal instruction,
+else machine                    invalid program counter: a peer that dies during an NVLink
+                                transfer causes them, too
+machine                         uncorrectable ECC or NVLink errors, a GPU that is busy, lost or
                                 not found, driver errors, "unknown error", "unspecified launch
                                 failure", "hardware stack error", a launch that timed out
 ==============================  ==============================================================
 
-What counts as the machine's ends the trainer and not the job. If it is the notebook's all the same,
-it returns in the same step, and the job fails at the third time.
+An error of the machine ends the trainer and not the job. If the notebook is the cause after all,
+the error recurs in the same step, and the third occurrence fails the job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from etrain_jupyter.bundle.sources import CellSource, is_library, is_of_this_pac
 
 _CUDA = "CUDA error:"
 _NOT_STICKY = ("out of memory", "CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_")
-"""Errors that torch raises where they arise, and that leave the device usable."""
+"""Errors that torch raises synchronously, and that leave the device usable."""
 
 _ASSERT = "device-side assert"
 _OF_NOTEBOOK_OR_PEER = (
@@ -63,56 +63,55 @@ _OF_MACHINE = (
 )
 
 _EXACT = (
-    "Kernels run after Python has passed them, so the failing line may be an earlier one: set "
-    "CUDA_LAUNCH_BLOCKING=1 in the workers' environment (of pool local: %env "
-    "CUDA_LAUNCH_BLOCKING=1 before it starts) and run the cell again to get the exact line"
+    "Kernels run asynchronously, so the failing line may be an earlier one. To get the exact line, "
+    "set CUDA_LAUNCH_BLOCKING=1 in the workers' environment (pool local: %env "
+    "CUDA_LAUNCH_BLOCKING=1 before it starts) and run the cell again"
 )
 _OUT_OF_RANGE = (
-    "Mostly an index out of range: targets of CrossEntropyLoss must be 0 to classes - 1, and "
-    "indices of an Embedding 0 to num_embeddings - 1; the log has the assertion that failed"
+    "The usual cause is an index out of range: targets of CrossEntropyLoss must be 0 to classes - "
+    "1, and indices of an Embedding 0 to num_embeddings - 1; the log shows the failed assertion"
 )
 
 
 def device_error_in(exc: BaseException) -> BaseException | None:
-    """Return the CUDA error that led to this exception, the first one if cleaning up raised more.
-
-    Memory that ran out is none: the device stays usable.
-    """
+    """Return the CUDA error that led to this exception; None if there is none."""
+    # The oldest one: after it, every call that cleans up raises another CUDA error.
     found = [link for link in _chain_of(exc) if _is_device_error(link)]
     return found[-1] if found else None
 
 
 def is_of_machine(error: BaseException, *, has_peers: bool) -> bool:
-    """Whether a CUDA error counts as the machine's, so that only this trainer ends.
+    """Return True if a CUDA error counts as the machine's, so that only this trainer ends.
 
     Args:
-        error: What ``device_error_in`` found.
-        has_peers: Whether other ranks may have caused it.
+        error: From ``device_error_in``.
+        has_peers: True if other ranks may have caused it.
     """
     text = str(error).lower()
+    # First: an assert is the notebook's, whatever else the message contains.
     if _ASSERT in text:
         return False
     words = (*_OF_MACHINE, *(_OF_NOTEBOOK_OR_PEER if has_peers else ()))
+    # An unknown text counts as the notebook's: the job fails with it, and the user sees it.
     return any(word.lower() in text for word in words)
 
 
 def hint_for_device(error: BaseException) -> str:
-    """Return what to look for and what to type after a CUDA error of the notebook's code."""
+    """Return the remedy for a CUDA error of the notebook's code."""
     return f"{_OUT_OF_RANGE}. {_EXACT}" if _ASSERT in str(error) else _EXACT
 
 
 def code_of_pass(functions: Iterable[Any], cells: Mapping[str, CellSource]) -> str:
-    """Return where the user's code of a pass begins, as the lines of a traceback.
-
-    A traceback that ends in a synchronization has no frame of the user's.
+    """Return the first lines of the user's functions in a pass, formatted as a traceback.
 
     Args:
-        functions: What the pass calls: the step, or the model's ``forward`` and the loss.
+        functions: Functions that the pass calls: the step, or the model's ``forward`` and the loss.
         cells: The notebook's cells by file name.
     """
     lines = []
     for function in functions:
         function = getattr(function, "__func__", function)
+        # A callable object, or a function in C, has no code to show.
         code = getattr(function, "__code__", None)
         if not isinstance(code, CodeType):
             continue
@@ -120,6 +119,8 @@ def code_of_pass(functions: Iterable[Any], cells: Mapping[str, CellSource]) -> s
         if name in cells or not (is_library(name) or is_of_this_package(name)):
             label = cells[name].label if name in cells else f'File "{name}"'
             lines.append(f"  {label}, line {code.co_firstlineno}, in {code.co_name}")
+    # All functions are library code, such as F.cross_entropy: show the line of the cell's config
+    # that refers to it.
     for key in ("step", "loss", "model"):
         cell = None if lines else cells.get(f"<etrain {key}>")
         if cell is not None:
@@ -135,13 +136,13 @@ def _is_device_error(exc: BaseException) -> bool:
         return False
     kind = getattr(torch, "AcceleratorError", None)  # since torch 2.8
     is_raised_by_cuda = kind is not None and isinstance(exc, kind)
-    # NCCL's message quotes the error of the notebook's kernel that it stumbled over.
+    # NCCL raises its own class of error, and quotes the error of the kernel that failed before.
     is_seen = _CUDA in text or f"{_ASSERT} triggered" in text
     return is_raised_by_cuda or is_seen or "No CUDA GPUs are available" in text
 
 
 def _chain_of(exc: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what was raised before it, newest first."""
+    # Newest first. User code may build a cycle with ``raise ... from``.
     seen: set[int] = set()
     link: BaseException | None = exc
     while link is not None and id(link) not in seen:

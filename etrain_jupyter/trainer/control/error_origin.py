@@ -1,7 +1,7 @@
-"""Whose fault an exception is: the notebook's, whose job then fails, the network's, or our own.
+"""Find the origin of an exception: the notebook's code, the network, or a bug in this package.
 
-A defect of ours ends the trainer that has it, as a segfault would: the others go on, and only where
-it comes back in the same step again and again does the job fail.
+An exception of the notebook fails the job. A bug in this package ends the trainer, as a segfault
+would: the others continue, and the job fails only if the bug recurs in the same step.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ from pathlib import Path
 from torch.distributed import DistError
 
 import etrain_jupyter
-from etrain_jupyter.trainer.control.faults import DeliberateError
+from etrain_jupyter.trainer.control.faults import InjectedError
 from etrain_jupyter.trainer.micro_batch import is_out_of_memory
 
 _PACKAGE = Path(etrain_jupyter.__file__).parent
 _BORDER = frozenset({"workload.py", "optimizers.py", "data.py", "restore.py"})
-"""Modules that call what the notebook gave us: a call with wrong arguments fails in them."""
+"""Modules that call the notebook's objects: a call with wrong arguments raises in their frames."""
 
 
 def is_our_defect(exc: BaseException) -> bool:
-    """Return whether our own code raised this, and did not mean to.
-
-    What we raise on purpose has a class of ours, and its message tells the user what to mend.
-    """
-    if isinstance(exc, DeliberateError):
+    """Return True if a bug in this package raised the exception."""
+    # exception                                  its innermost frame    a bug in this package
+    # injected                                   any                    yes, that is its purpose
+    # out of memory                              any                    no: the cell decides how
+    #                                                                   much memory is needed
+    # a class of this package (WorkloadError)    any                    no: raised on purpose
+    # anything else                              this package           yes, except in _BORDER
+    # anything else                              notebook, a library    no
+    if isinstance(exc, InjectedError):
         return True
     if is_out_of_memory(exc):
-        return False  # it may run out anywhere, and the cell decides how much is needed
+        return False
     trace = exc.__traceback__
     if type(exc).__module__.partition(".")[0] == _PACKAGE.name or trace is None:
         return False
@@ -38,11 +42,9 @@ def is_our_defect(exc: BaseException) -> bool:
 
 
 def is_broken_exchange(exc: BaseException) -> bool:
-    """Return whether a collective broke that torch had started by itself.
-
-    DDP agrees on its buckets in the second step of each generation, and waits for that inside gloo;
-    a peer that dies just then is seen as a bare RuntimeError, before anybody aborts the generation.
-    """
+    """Return True if a collective broke that torch itself had started."""
+    # DDP agrees on its buckets in the second step of each generation, and blocks inside gloo. If a
+    # peer dies at that moment, this rank gets a bare RuntimeError before the generation is aborted.
     if isinstance(exc, DistError):
         return True
     return isinstance(exc, RuntimeError) and "gloo/transport" in str(exc)

@@ -1,8 +1,7 @@
-"""Commit injected faults inside a trainer, from a plan or at a user's request.
+"""Inject faults into a trainer, from a plan or at a user's request.
 
-A planned fault is a plain dict on the wire: ``id``, ``kind``, ``rank``, ``step``, ``at``. The first
-trainer that reaches its place with its rank, at its step or a later one, commits it. Imports torch
-only for the kinds that touch a model.
+A planned fault is a plain dict on the wire: ``id``, ``kind``, ``rank``, ``step``, ``at``. It fires
+in the first trainer with this rank that reaches the place ``at`` in this step or a later one.
 """
 
 from __future__ import annotations
@@ -21,25 +20,23 @@ from etrain_jupyter.wire.messages import Fault, FaultFired
 Send = Callable[[FaultFired], None]
 
 ANYWHERE = ""
-"""The place of a fault that a user requested: the next place that the main thread reaches."""
+"""Place of a fault that a user requested: the next place that the main thread reaches."""
 
 EXIT_CODE = 7
-NUDGE = 1e-3
-"""How much ``diverge`` adds to one weight."""
+DIVERGENCE = 1e-3
+"""Amount that ``diverge`` adds to one weight."""
 
 
-class DeliberateError(RuntimeError):
-    """An injected exception of the framework itself, not of the notebook's code."""
+class InjectedError(RuntimeError):
+    """An injected exception that counts as a bug in this package, not as the notebook's error."""
 
 
 class Faults:
-    """The faults that this trainer may commit, and their places.
-
-    Without a plan, every method costs one test of an attribute.
+    """The faults that may fire in this trainer.
 
     Args:
         planned: Faults that have not fired in this job yet.
-        send: Sends a report at once: the coordinator knows of a fault before it happens.
+        send: Sends a report immediately, so that the coordinator knows of a fault before it fires.
     """
 
     def __init__(self, planned: Iterable[Fault], send: Send) -> None:
@@ -50,46 +47,46 @@ class Faults:
         self.renew(planned)
 
     def renew(self, planned: Iterable[Fault]) -> None:
-        """Take over the plan of a new generation, without what other trainers have committed."""
+        """Adopt the plan of a new generation, without faults that have fired in other trainers."""
+        # Requested faults are this trainer's own, and the coordinator's plan does not have them.
         requested = [fault for fault in self._planned if fault["at"] == ANYWHERE]
-        mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _SPOILS]
+        mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _CORRUPTIONS]
         self._planned = requested + mine
 
     def at(self, place: str, *, rank: int, step: int) -> None:
-        """Commit what is planned for this place; may not return.
+        """Inject the faults that are planned for this place; may not return.
 
         Args:
             place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``,
                 ``evaluated``.
-            rank: This trainer's rank; at ``warm``, where it has none, its number among all that the
-                job has started, from 0.
-            step: The step that is being made; outside of steps the one that the state stands at.
+            rank: This trainer's rank. At ``warm`` it has none: its number among all trainers that
+                the job has started, from 0.
+            step: The step in progress; between steps, the last committed one.
 
         Raises:
-            DeliberateError: For the kind ``error``.
+            InjectedError: For the kind ``error``.
         """
+        # Called several times per step: without a plan this must cost next to nothing.
         if not self._planned:
             return
+        # A copy, because a fault that fires is removed; the control thread may append one.
         for fault in list(self._planned):
             if fault["kind"] in _AT_A_PLACE and fault["at"] in (place, ANYWHERE):
-                self._commit_if_due(fault, rank, step)
+                self._inject_if_due(fault, rank, step)
 
     def inject(self, kind: str) -> None:
-        """Commit a fault that a user requested. Called by the thread that reads the channel.
-
-        A kind that must happen on the main thread waits until that reaches its next place.
-        """
+        """Inject a fault that a user requested. Called by the control thread."""
+        # These two must affect the main thread: they wait until it reaches its next place. The
+        # others affect the whole process, and work even if the main thread is stuck.
         if kind in ("hang", "error"):
             self._planned.append({"kind": kind, "rank": None, "step": 0, "at": ANYWHERE})
         else:
-            commit_fault(kind, disconnect=self.disconnect)
+            inject_fault(kind, disconnect=self.disconnect)
 
-    def spoil_indices(self, indices: Any, *, rank: int, step: int) -> Any:
-        """Return the samples of a share as a defective ledger would: the audit must see it.
-
-        ``lose_sample`` drops one; ``repeat_sample`` puts another one in the place of one. A share
-        of one sample is left alone, and a later one spoilt.
-        """
+    def corrupt_indices(self, indices: Any, *, rank: int, step: int) -> Any:
+        """Return the samples of a share with one lost or repeated; the audit must detect it."""
+        # A share must keep at least one sample, so a fault that meets a share of one sample waits
+        # for the next share.
         if not self._planned or len(indices) < 2:
             return indices
         for fault in list(self._planned):
@@ -99,49 +96,52 @@ class Faults:
                 indices = np.concatenate([indices[1:2], indices[1:]])
         return indices
 
-    def spoil_weights(self, model: Any, *, rank: int, step: int) -> None:
-        """Nudge one weight of this rank alone, as a defective exchange would (``diverge``)."""
+    def corrupt_weights(self, model: Any, *, rank: int, step: int) -> None:
+        """Change one weight of this rank alone, as a faulty exchange would (``diverge``)."""
         if not self._planned:
             return
         for fault in list(self._planned):
             if fault["kind"] == "diverge" and self._fires(fault, rank, step):
-                next(model.parameters()).data.view(-1)[0] += NUDGE
+                next(model.parameters()).data.view(-1)[0] += DIVERGENCE
 
-    def spoils_loss(self, *, rank: int, step: int) -> bool:
-        """Whether this rank's share of the loss shall be NaN (``nan_loss``)."""
+    def corrupts_loss(self, *, rank: int, step: int) -> bool:
+        """Return True if this rank's share of the loss is to become NaN (``nan_loss``)."""
         if not self._planned:
             return False
         due = [f for f in self._planned if f["kind"] == "nan_loss"]
+        # A list, not a generator: all that are due must fire, not only the first one.
         return any([self._fires(fault, rank, step) for fault in due])
 
-    def _commit_if_due(self, fault: Fault, rank: int, step: int) -> None:
+    def _inject_if_due(self, fault: Fault, rank: int, step: int) -> None:
         if self._fires(fault, rank, step):
-            commit_fault(fault["kind"], disconnect=self.disconnect)
+            inject_fault(fault["kind"], disconnect=self.disconnect)
 
     def _fires(self, fault: Fault, rank: int, step: int) -> bool:
-        """Return whether it is due here. If so, remove it and report it."""
+        # A later step counts, too: the rank may not have been in the generation of the exact step.
         is_due = fault["rank"] in (None, rank) and fault["step"] <= step
         if is_due:
             self._planned.remove(fault)
+            # Reported before it happens, because the process may not survive it. Without the
+            # report the fault would fire again in the replacement.
             if "id" in fault:
                 self._send(FaultFired(fault_id=fault["id"]))
         return is_due
 
 
-def commit_fault(kind: str, *, disconnect: Callable[[], None] | None = None) -> None:
-    """Do to this process what ``kind`` says, now and in this thread.
+def inject_fault(kind: str, *, disconnect: Callable[[], None] | None = None) -> None:
+    """Inject a fault of this kind into this process, in the calling thread.
 
     Raises:
-        DeliberateError: For the kind ``error``.
+        InjectedError: For the kind ``error``.
     """
     if kind == "disconnect":
         (disconnect or _nothing)()
     else:
-        _COMMIT[kind]()
+        _INJECT[kind]()
 
 
 def _nothing() -> None:
-    """Stand for connections that are not there."""
+    pass  # no generation has formed, so there are no connections to break
 
 
 def _kill() -> None:
@@ -158,7 +158,7 @@ def _exit() -> None:
 
 
 def _error() -> None:
-    raise DeliberateError("an error in the framework, on purpose")
+    raise InjectedError("an injected error in the framework")
 
 
 def _stop() -> None:
@@ -166,7 +166,8 @@ def _stop() -> None:
 
 
 def _hold_gil() -> None:
-    # Through PyDLL a call keeps the lock; a signal ends a sleep early, hence the loop.
+    # A call through PyDLL keeps the GIL, as a faulty extension would: no thread of this process
+    # runs, and the pulse on the progress page stops. A signal ends a sleep early, hence the loop.
     sleep = ctypes.PyDLL(None).sleep
     while True:
         sleep(ctypes.c_uint(1_000_000))
@@ -177,7 +178,7 @@ def _hang() -> None:
         time.sleep(3600)
 
 
-_COMMIT: dict[str, Callable[[], None]] = {
+_INJECT: dict[str, Callable[[], None]] = {
     "kill": _kill,
     "segfault": _segfault,
     "exit": _exit,
@@ -186,7 +187,7 @@ _COMMIT: dict[str, Callable[[], None]] = {
     "hold_gil": _hold_gil,
     "hang": _hang,
 }
-_AT_A_PLACE = frozenset({*_COMMIT, "disconnect"})
-_SPOILS = frozenset({"lose_sample", "repeat_sample", "diverge", "nan_loss"})
+_AT_A_PLACE = frozenset({*_INJECT, "disconnect"})
+_CORRUPTIONS = frozenset({"lose_sample", "repeat_sample", "diverge", "nan_loss"})
 NO_FAULTS = Faults([], lambda _: None)
-"""For a loop without a plan."""
+"""Faults of a loop that has no plan."""

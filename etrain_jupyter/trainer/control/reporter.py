@@ -1,4 +1,4 @@
-"""Send a rank's reports in order: step records in batches, all others at once."""
+"""Send a rank's reports in order: step records in batches, all others immediately."""
 
 from __future__ import annotations
 
@@ -14,28 +14,25 @@ from etrain_jupyter.wire.channel import Channel
 from etrain_jupyter.wire.messages import StepRecord, StepsTrained, TrainerReport
 
 FLUSH_EVERY_S = 0.05
-"""Minimum interval between two batches: the record of a step that took longer is sent at once."""
+"""Minimum interval between two batches; the record of a longer step is sent immediately."""
 KEEP_RECORDS = 10_000
-"""Records that a rank keeps in case rank 0 dies before it could send its own."""
+"""Number of records that a rank keeps in case rank 0 dies before it has sent its own."""
 
 Report = TrainerReport | StepRecord
-"""What a rank sends. The record of a step is a plain dict: the loop makes one for each step, and a
+"""A report of a rank. The record of a step is a plain dict: the loop makes one for each step, and a
 batch of them becomes one ``StepsTrained``."""
 
 Send = Callable[[Report], None]
 
 
 class Reporter:
-    """Send reports up the control channel.
+    """Send reports up the control channel."""
 
-    Every rank keeps the records of its latest steps, because a step's statistics are the same on
-    all of them. Rank 0 sends them. If it dies, the next rank 0 sends those that the log does not
-    have yet::
-
-        rank 0   step 7 ── sent ──▶ log      step 8 ── (dies)
-        rank 1   step 7, step 8 kept ── becomes rank 0, logged_step=7 ── sends step 8 ──▶ log
-    """
-
+    # Every rank keeps the records of its latest steps, because a step's statistics are the same on
+    # all of them. Rank 0 sends them. If it dies, the next rank 0 sends those that the log lacks:
+    #
+    #     rank 0   step 7 ── sent ──▶ log      step 8 ── (dies)
+    #     rank 1   step 7, step 8 kept ── becomes rank 0, logged_step=7 ── sends step 8 ──▶ log
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
@@ -45,7 +42,7 @@ class Reporter:
         self._generation = 0
         self._thread = threading.Thread(target=self._flush_often, name="etrain-report", daemon=True)
         self._ended = threading.Event()
-        self._has_news = threading.Event()
+        self._has_unsent = threading.Event()
         self._thread.start()
 
     def begin(self, *, generation: int, rank: int, logged_step: int) -> None:
@@ -56,18 +53,17 @@ class Reporter:
             self._unsent = []
             if self._is_rank_0:
                 self._unsent = [r for r in self._kept if r["step"] > logged_step]
-                self._has_news.set()
+                self._has_unsent.set()
 
     def records_after(self, step: int) -> list[StepRecord]:
-        """Return the kept records of the steps after this one: they belong to the state."""
+        """Return the kept records of the steps after this one, to send or save with the state."""
         with self._lock:
             return [r for r in self._kept if r["step"] > step]
 
     def adopt(self, records: list[StepRecord]) -> None:
-        """Keep these records and no others: they belong to the state that was received.
-
-        Without them, a step that only the dead rank 0 had reported would never be in the log.
-        """
+        """Replace the kept records by those of a state that was received or restored."""
+        # This rank's own records may be of steps that were undone. And without the sender's, a step
+        # that rank 0 had committed but not reported would never be in the log.
         with self._lock:
             self._kept.clear()
             self._kept.extend(records)
@@ -75,13 +71,15 @@ class Reporter:
 
     def send(self, report: Report) -> None:
         """Send a report. A step's record may wait for the next batch."""
+        # A plain lock and append: this is called in every step.
         if isinstance(report, dict):
             with self._lock:
                 self._kept.append(report)
                 if self._is_rank_0:
                     self._unsent.append(report)
-                    self._has_news.set()
+                    self._has_unsent.set()
             return
+        # Reports keep their order: an evaluation of step 8 arrives after the record of step 8.
         self.flush()
         self._channel.send(report)
 
@@ -96,16 +94,14 @@ class Reporter:
     def close(self) -> None:
         """Send the records that are waiting, and end the thread."""
         self._ended.set()
-        self._has_news.set()
+        self._has_unsent.set()
         with contextlib.suppress(OSError):
             self.flush()
         self._thread.join()
 
     def _flush_often(self) -> None:
-        """Run the thread. End the process if the thread fails because of a defect of ours.
-
-        Without it, steps would be missing from the log without a sign.
-        """
+        # If this thread fails, the process ends: otherwise steps would be missing from the log,
+        # and no error would show it.
         try:
             self._flush_until_ended()
         except BaseException:
@@ -115,8 +111,9 @@ class Reporter:
 
     def _flush_until_ended(self) -> None:
         while not self._ended.is_set():
-            self._has_news.wait()
-            self._has_news.clear()
+            self._has_unsent.wait()
+            # Cleared before the flush: a record that arrives during it sets the event again.
+            self._has_unsent.clear()
             with contextlib.suppress(OSError):
                 self.flush()
             self._ended.wait(FLUSH_EVERY_S)

@@ -35,14 +35,10 @@ class AveragedGradients:
     the ranks, never a mean of means: shares may be uneven.
 
     Args:
-        group: The process group of the generation.
-        model: The module that computes the loss.
-        moving: Its running buffers.
         has_unused: True if some parameters get no gradient in a pass.
         global_batch_size: Samples of a full step.
         micro_batch_size: Maximum number of samples per pass; None for no limit.
         num_passes: Minimum number of passes per share, with one exchange after the last.
-        watch: Measures the parts of a step.
         compression: Compression of the gradients, see ``compression.compressed``.
         measures_noise: Set ``mean_of_squares`` of each full step.
     """
@@ -105,6 +101,11 @@ class AveragedGradients:
 
     def compute(self, step: Step) -> None:
         """Pass this rank's micro-batches; the last backward pass sums over the ranks."""
+        # With two micro-batches per share:
+        #
+        #     pass 1   forward   backward, without sums
+        #     pass 2   forward   header starts   backward: DDP sums each bucket as it is ready
+        #     then     wait for the buckets, then for the header, then for the running buffers
         count = self._plan_of(step.span).counts[self._group.rank]
         self._group.contributes = count > 0
         slot = 0 if count else None
@@ -141,14 +142,13 @@ class AveragedGradients:
         step.mean_of_squares = float(own)
 
     def _agree_on_buckets(self) -> None:
-        """Let DDP rebuild its buckets now, which it would do in its second forward pass.
-
-        The ranks agree on the order of the buckets by a broadcast that blocks inside gloo. Here it
-        is counted as a collective, so that a rank that hangs in the notebook's code is not confused
-        with the ranks that wait for it. It does not run in the exchange thread: if it were
-        abandoned there, the reducer would outlive its generation, and remove its hooks from the
-        parameters during a backward pass of the next generation.
-        """
+        # DDP rebuilds its buckets in its second forward pass. The ranks agree on their order by a
+        # broadcast that blocks inside gloo. Done here, it is counted as a collective, so that a
+        # rank that hangs in the notebook's code is not confused with the ranks that wait for it.
+        #
+        # Not in the exchange thread: if it were abandoned there, the reducer would outlive its
+        # generation, and remove its hooks from the parameters during a backward pass of the next
+        # generation.
         self._num_steps += 1
         if self._num_steps == 2 and isinstance(self._module, DistributedDataParallel):
             self._group.wait_for(self._module.reducer._rebuild_buckets)
@@ -156,9 +156,9 @@ class AveragedGradients:
     def _start_moves(
         self, before: list[torch.Tensor], weight: float
     ) -> tuple[torch.Tensor, Pending] | None:
-        """Start to average the changes of running buffers, which stay equal on all ranks."""
         if not before or self._group.world_size == 1:
             return None
+        # A rank without samples has weight 0: the changes of its borrowed micro-batch do not count.
         moves_B = self._moving.moves_from(before, weight)
         return moves_B, self._group.all_reduce(moves_B)
 
@@ -168,11 +168,9 @@ class AveragedGradients:
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Remove DDP from the model, now and in this thread.
-
-        Its reducer removes its hooks from the parameters when it is freed. If an exception still
-        refers to it, that might otherwise happen during a backward pass of the next generation.
-        """
+        """Remove DDP from the model, now and in this thread."""
+        # The reducer removes its hooks from the parameters when it is freed. An exception may still
+        # refer to it, and be freed during a backward pass of the next generation.
         if isinstance(self._module, DistributedDataParallel):
             del self._module.logger, self._module.reducer
 
@@ -180,6 +178,8 @@ class AveragedGradients:
 def _wrap(model: nn.Module, group: RankGroup, has_unused: bool, hook: CommHook) -> nn.Module:
     if group.world_size == 1:
         return model
+    # Without init_sync: all ranks have the same state already, and the broadcasts of the
+    # constructor could not be aborted.
     module = DistributedDataParallel(
         model, init_sync=False, find_unused_parameters=has_unused, **_NO_BUFFER_SYNC
     )

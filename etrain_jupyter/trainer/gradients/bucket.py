@@ -33,6 +33,7 @@ class GradientBucket:
         self.parameters = list(parameters)
         first = self.parameters[0]
         align = ALIGN_BYTES // first.element_size()
+        # | gradient 0, padded | gradient 1, padded | ... | one flag per parameter |
         starts, size = [], 0
         for parameter in self.parameters:
             starts.append(size)
@@ -54,11 +55,9 @@ class GradientBucket:
         self.sums_SN[slot].zero_()
 
     def begin(self, slot: int, *, is_fresh: bool) -> None:
-        """Make backward passes add to a sum, or start a new one.
-
-        A new sum is copied from the gradients that autograd leaves in ``p.grad`` (``take``). That
-        takes one pass over the memory; clearing the sum and adding to it would take two.
-        """
+        """Make backward passes add to a sum, or start a new one."""
+        # A new sum is copied from the gradients that autograd leaves in ``p.grad`` (``take``). That
+        # takes one pass over the memory; clearing the sum and adding to it would take two.
         for parameter, view in zip(self.parameters, self._views[slot], strict=True):
             parameter.grad = None if is_fresh else view
 
@@ -66,6 +65,7 @@ class GradientBucket:
         """Copy the gradient that a backward pass has left in a parameter into the sum."""
         parameter, view = self.parameters[index], self._views[slot][index]
         gradient = parameter.grad
+        # Otherwise autograd has added to the view itself.
         if gradient is not None and gradient.data_ptr() != view.data_ptr():
             torch.add(gradient, 0.0, out=view)  # instead of a copy: -0.0 becomes 0.0
             parameter.grad = view

@@ -21,7 +21,6 @@ class BucketSums:
     because the exchange uses gloo.
 
     Args:
-        group: The process group of the generation.
         plan: Distribution of the shards over the ranks.
         buckets: The buckets, in the order in which backward passes complete them.
         last_merges: Sums that remain to be made after the rank's last shard.
@@ -70,6 +69,12 @@ class BucketSums:
 
         return exchange
 
+    # A step with two buckets, on a rank with two shards:
+    #
+    #     pass of shard 0   gradients -> sums             not exchanged: shard 1 adds to them
+    #     pass of shard 1   bucket 0 complete -> exchange starts
+    #                       bucket 1 complete -> exchange starts
+    #     finish            wait for both
     def begin(self) -> None:
         """Begin a step."""
         self._touched = set()
@@ -95,6 +100,8 @@ class BucketSums:
         self._buckets[index].take(self._slot, place)
         if not self.is_open:
             return
+        # The bucket is being sent. Reentrant checkpointing runs backward passes within the backward
+        # pass, and a parameter gets its gradient in parts.
         if index < self._num_started:
             raise WorkloadError(
                 f"a parameter of shape {tuple(parameter.shape)} gets gradients twice in one "
@@ -112,6 +119,7 @@ class BucketSums:
         index = self._num_started
         self._num_started += 1
         bucket, add_up = self._buckets[index], self._add_up[index]
+        # A copy, because the work runs later, in another thread.
         touched = frozenset(self._touched.intersection(bucket.parameters))
 
         def work() -> None:
@@ -127,6 +135,7 @@ class BucketSums:
 
     def finish(self) -> None:
         """Exchange the remaining buckets, and wait for all of them."""
+        # A bucket remains if one of its parameters got no gradient in the last pass.
         self.is_open = False
         while self._num_started < len(self._buckets):
             self._start_next()
@@ -135,4 +144,4 @@ class BucketSums:
 
 
 def _nothing() -> None:
-    """Do nothing."""
+    pass  # a single rank has the total already

@@ -19,7 +19,6 @@ class CommHook:
     """Measure and send buckets of gradients.
 
     Args:
-        group: The process group of the generation.
         compression: ``none``, ``bf16``, ``fp16`` or ``powersgd``.
         watch: Records when a bucket is ready; after the last one the backward pass is complete.
         measures_squares: Measure the squared norm of this rank's own gradient.
@@ -54,6 +53,7 @@ def square_norm(tensors: Iterable[torch.Tensor]) -> float:
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
+    # Squares of fp16 numbers overflow at 256, so the norm is computed in float32.
     norm: torch.Tensor = torch.linalg.vector_norm(values.float())
     return norm.double().square()
 

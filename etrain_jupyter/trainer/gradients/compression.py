@@ -44,6 +44,7 @@ def compressed(group: RankGroup, compression: str) -> Send:
         return group.ddp_hook
     if compression == "powersgd":
         return _powersgd(group)
+    # torch's wrapper casts the bucket, calls the inner hook, and casts the result back.
     hook = _HALVES[compression](lambda _, bucket: group.ddp_hook(bucket))
     return lambda bucket: hook(None, bucket)
 

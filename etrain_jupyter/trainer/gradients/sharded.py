@@ -33,17 +33,11 @@ from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 class ShardedGradients:
     """Gradients of one generation, in buffers that are freed with the generation.
 
-    An aborted exchange may still write into the buffers, so no other generation reuses them.
-
     Args:
-        group: The process group of the generation.
-        model: The module that computes the loss.
-        moving: Its running buffers.
         num_shards: V.
         global_batch_size: Samples of a full step.
         micro_batch_size: Maximum number of samples per pass; None for no limit.
         num_passes: Minimum number of passes per shard.
-        watch: Measures the parts of a step.
 
     Raises:
         ConfigError: If there are more ranks than shards.
@@ -78,6 +72,7 @@ class ShardedGradients:
         is_one_pass = num_passes == 1 and (micro_batch_size or largest) >= largest
         self._passes = shard_plan.plan_passes(self._subtrees, adds_in_place=is_one_pass)
         trainable = [p for p in model.parameters() if p.requires_grad]
+        # New for each generation: an exchange that was aborted may still write into the old ones.
         self._buckets = make_buckets(trainable, shard_plan.num_slots(self._passes))
         self._sums = BucketSums(group, self._plan, self._buckets, self._passes[-1].merges)
         self._hooks = [
@@ -126,7 +121,8 @@ class ShardedGradients:
         busy = [p for p in self._passes if plan.counts[p.shard]]
         self._sums.begin()
         self._moves.zero_()
-        # This rank makes no pass at all, but the other ranks wait for its header.
+        # A small step may leave no sample for this rank. It makes no pass, but the other ranks wait
+        # for its header and its zeros.
         if not busy:
             self._start_small_sums(step)
         for p in self._passes:
@@ -140,6 +136,7 @@ class ShardedGradients:
             if not is_last:  # the last shard merges each bucket as soon as it is ready
                 for bucket in self._buckets:
                     bucket.merge(p.merges)
+        # From here on, time is spent waiting for sums.
         if self._group.world_size > 1:
             self._watch.bucket_is_ready()
         self._sums.finish()
@@ -164,6 +161,8 @@ class ShardedGradients:
         num_parts = len(self._parts_of(plan, p.shard))
         for number in range(1, num_parts + 1):
             loss = step.run_part(self._model, slot=p.shard)
+            # The last backward pass of the shard completes its sum. That of the last shard with
+            # samples hides the exchange of the header and of the buffers.
             if number == num_parts:
                 self._keep_moves(step, p.shard, plan.counts[p.shard])
                 if is_last_busy:
@@ -176,7 +175,8 @@ class ShardedGradients:
             bucket.fill(p.slot)
 
     def _start_small_sums(self, step: Step) -> None:
-        """Start the sums of the header and the buffers' changes, before the last backward pass."""
+        # The header, and the changes of the running buffers: first this rank's subtrees, then the
+        # tree over the ranks.
         step.start_header()
         first = self._subtrees[0].first
         for tree in self._subtrees:

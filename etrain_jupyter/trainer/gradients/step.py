@@ -104,14 +104,15 @@ class Step:
         self.places.reach(place, rank=self.group.rank, step=self.number)
 
     def start_header(self) -> None:
-        """Start to sum the header over the ranks.
-
-        To be called after the last forward pass and before its backward pass, which hides the
-        communication. The requests are read here, so that none waits for the next step.
-        """
+        """Start to sum the header, after the last forward pass and before its backward pass."""
+        # The header needs the loss of the last forward pass, and the backward pass hides the
+        # communication. Requests are read as late as possible, so that none waits for another step:
+        #
+        #     forward ── losses, requests ── header ─ ─ ─ ─ ─ sum
+        #                                    backward ── buckets ── sums ── wait for all
         self.reach("all_reduce")
-        if self.places.faults.spoils_loss(rank=self.group.rank, step=self.number):
-            self.header.spoil_loss()
+        if self.places.faults.corrupts_loss(rank=self.group.rank, step=self.number):
+            self.header.corrupt_loss()
         requests = self.requests.collect(self.group, self.span)
         self.header.start(self.group, requests, fingerprint=self.fingerprint)
 
@@ -129,6 +130,7 @@ class Step:
             indices, batch = next(self.batches)
         self.reach("forward")
         passed = self.workload.forward(module, batch, len(indices), self.span.samples)
+        # Not counted: a borrowed micro-batch of a rank without samples, see ``AveragedGradients``.
         if slot is not None:
             self.header.add(slot, indices, passed.loss, passed.shares)
             self.num_own += len(indices)

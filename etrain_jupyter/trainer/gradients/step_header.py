@@ -45,14 +45,12 @@ class StepHeader:
     shares are not exact: either all ranks add to a single slot, or each shard has its own slot,
     which the other ranks leave at zero. Adding zeros is exact, and the slots are added up
     afterwards in a fixed order.
-
-    Args:
-        num_means: ``M``.
-        num_slots: ``S``.
-        merges: Order in which the slots are added up.
     """
 
     def __init__(self, *, num_means: int, num_slots: int = 1, merges: Sequence[Merge] = ()) -> None:
+        # | pending | requests | checksum | count | fingerprint | its square | means of slot 0 | ...
+        #
+        # One vector, because a step should cost one small collective rather than several.
         self._values = torch.zeros(NUM_COUNTS + num_slots * num_means, dtype=torch.float64)
         self._means_SM = self._values[NUM_COUNTS:].view(num_slots, num_means)
         self._merges = merges
@@ -61,7 +59,7 @@ class StepHeader:
         self.is_own_loss_finite = True
         """True if this rank's share of the loss is finite; valid after ``start``."""
 
-    def spoil_loss(self) -> None:
+    def corrupt_loss(self) -> None:
         """Set this rank's share of the loss to NaN, for fault injection."""
         self._means_SM[0, 0] = math.nan
 
@@ -85,14 +83,9 @@ class StepHeader:
         self._means_SM[slot] += stack_means(loss, others)
 
     def start(self, group: RankGroup, requests: Requests, *, fingerprint: torch.Tensor) -> None:
-        """Start to sum the vector over the ranks.
-
-        Args:
-            group: The current process group.
-            requests: This rank's requests.
-            fingerprint: Fingerprint of this rank's weights, a scalar.
-        """
-        mine = float(fingerprint)
+        """Start to sum the vector over the ranks."""
+        mine = float(fingerprint)  # waits for the device, if the weights are on one
+        # Only rank 0 sets bits, so the sum over the ranks is rank 0's number.
         bits = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
         self._values[PENDING] = float(requests.is_change_pending)
         self._values[REQUESTS] = float(bits)

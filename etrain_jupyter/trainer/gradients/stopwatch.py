@@ -31,11 +31,7 @@ class StepTimes:
 
 
 class Stopwatch:
-    """Measure one step after another.
-
-    Args:
-        device: The model's device.
-    """
+    """Measure one step after another."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._is_cuda = torch.device(device).type == "cuda"
@@ -46,7 +42,7 @@ class Stopwatch:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._began_at = self._computed_at = self._summed_at = time.perf_counter()
+        self._began_at = self._summed_at = time.perf_counter()
         self._data_s = self._optimizer_s = 0.0
         self._ready_at, self._ready, self._summed = 0.0, None, None
 
@@ -81,6 +77,11 @@ class Stopwatch:
     def times(self) -> StepTimes:
         """Return the parts of the current step."""
         communication_s = self._communication_s()
+        # begin | fetch  forward  backward | exposed communication | summed | update
+        #         data_s                     communication_s                  optimizer_s
+        #
+        # compute_s is the rest. Clocks of the host and of the device differ, so it may come out
+        # slightly negative.
         spent = self._summed_at - self._began_at - self._data_s - communication_s
         return StepTimes(
             data_s=self._data_s,

@@ -46,7 +46,6 @@ class TreeSum:
     """Repeated sums of one vector over the partial sums of all ranks, with its own buffers.
 
     Args:
-        peers: The process group of the generation.
         plan: Distribution of the shards over the ranks.
         partials: This rank's partial sums, contiguous CPU tensors of shape ``(N,)``, one per
             subtree. Each ``exchange`` reads them and overwrites the first with the total.
@@ -94,6 +93,11 @@ class TreeSum:
 
     def exchange(self) -> None:
         """Compute the total into the first partial sum. Blocks; only inside ``RankGroup.start``."""
+        # Two ranks, each with one partial sum of two chunks; rank 0 owns chunk a, rank 1 chunk b
+        # (if it is direct, each rank receives and adds both):
+        #
+        #     rank 0   a0 b0   sends b0   receives a1   a = a0 + a1   sends a   receives b
+        #     rank 1   a1 b1   sends a1   receives b0   b = b0 + b1   sends b   receives a
         arriving = [self._receive_partials(s) for s in range(self._num_segments)]
         leaving = [work for s in range(self._num_segments) for work in self._send_partials(s)]
         # A total cannot arrive before the partial sum at the same place has been sent: its owner
@@ -143,12 +147,15 @@ class TreeSum:
         ]
 
     def _tag_of(self, segment: int, partial: int | None) -> int:
+        # Per segment, one tag for each partial sum and one for the total. Two messages between the
+        # same ranks with the same tag could be matched the wrong way.
         number = self._most_partials if partial is None else partial
         return self._tag + segment * (self._most_partials + 1) + number
 
     def _add_up(self, segment: int) -> None:
         place = self._segments[self._peers.rank][segment]
         arrived = slice(place.start - self._first, place.stop - self._first)
+        # In the order of the ranks, and so of the shards: ``merges`` refers to these positions.
         values: list[torch.Tensor] = []
         for rank in range(self._peers.world_size):
             if rank == self._peers.rank:

@@ -33,6 +33,7 @@ from etrain_jupyter.trainer.group.gloo_device import Connection, GlooDevice
 from etrain_jupyter.trainer.group.socket_filters import detach_filter, pass_only_a_number
 
 ADMIT_EVERY_S = 0.001
+"""Interval at which new connections are announced and released; each round trip delays forming."""
 TIMEOUT_S = 10.0
 """Timeout for a guarded generation to connect; connections through a relay never succeed. Less than
 the time after which the coordinator declares a rank hung."""
@@ -54,6 +55,12 @@ def make_held_device(host: str) -> GlooDevice:
     Raises:
         UnknownPeerError: Strangers connected to every listener before it was held.
     """
+    # gloo creates the socket and listens in one call, so there is a gap before the filter is set:
+    #
+    #     gloo       bind, listen ────────────────── accepts, reads 8 bytes
+    #     stranger                 connects, sends ──^
+    #     this rank                        hold ─ a connection without the mark? next device
+    #
     # Not freed before the end: new devices are recognized by new descriptor numbers.
     reached: list[GlooDevice] = []
     try:
@@ -70,7 +77,7 @@ def make_held_device(host: str) -> GlooDevice:
     finally:
         for each in reached:
             each.shut_down()
-        # gloo's destructors wait for its 10 ms epoll ticks.
+        # In a thread, because gloo's destructors wait for its 10 ms epoll ticks.
         threading.Thread(target=reached.clear, daemon=True, name="etrain-free").start()
     raise UnknownPeerError(
         f"an unknown process connects to this job's ports: it reached {num_reached} new ports "
@@ -84,15 +91,20 @@ def hold(device: GlooDevice) -> bool:
     Returns:
         False if gloo may already have read data of a stranger. Use another device then.
     """
+    # Again, although ``on_listening`` may have done so: it is not called if another thread opened
+    # a socket at the same time.
     with device.listener() as listener:
         _hold_back(listener)
+    # A connection may be in the accept queue without the mark. Let gloo accept it, to see it.
     time.sleep(_SETTLE_S)
     return all(_is_held(device, each) for each in device.connections())
 
 
 def _hold_back(listener: socket.socket) -> None:
     pass_only_a_number(listener)
-    # After the filter: a socket that inherits the mark has inherited the filter, too.
+    # gloo's epoll does not report a socket as readable below the low-water mark. The filter drops
+    # the end of a stream, which would wake gloo, and packets of more than 8 bytes.
+    # In this order: a socket that inherits the mark has inherited the filter, too.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOW_WATER)
 
 
@@ -109,8 +121,6 @@ class Admission:
     Args:
         device: A device that is held, see ``hold``.
         store: The rendezvous store of the generation, which is authenticated.
-        rank: This rank.
-        world_size: Number of ranks.
     """
 
     def __init__(self, device: GlooDevice, store: Any, *, rank: int, world_size: int) -> None:
@@ -129,6 +139,7 @@ class Admission:
             UnknownPeerError: The ranks have not connected within the timeout.
         """
         connections = self._device.connections()
+        # A connection whose near end is the listener's port was accepted, any other one was made.
         made = sorted(each.pair for each in connections if each.pair[0][1] != self._port)
         taken = {each.pair: each.fd for each in connections if each.pair[0][1] == self._port}
         if made != self._announced:
@@ -136,6 +147,8 @@ class Admission:
             self._store.set(f"made/{self._rank}", json.dumps(encode(made)))
         waiting = taken.keys() - self._released
         if waiting:
+            # The other rank lists the connection from its own end: (near, far) there is (far, near)
+            # here. A stranger cannot announce, because the store is authenticated.
             for near, far in self._pairs_of_others():
                 if (far, near) in waiting:
                     self._release(taken[far, near], (far, near))
@@ -147,10 +160,12 @@ class Admission:
             raise UnknownPeerError(text)
 
     def _pairs_of_others(self) -> list[Pair]:
+        # ``check`` does not block: a rank may not have connected yet.
         there = [key for key in self._keys if self._store.check([key])]
         return [pair for key in there for pair in decode(json.loads(self._store.get(key)))]
 
     def _release(self, fd: int, pair: Pair) -> None:
+        # An OSError means that the connection has ended; its descriptor may have been reused.
         with contextlib.suppress(OSError), self._device.socket_at(fd, pair) as connection:
             detach_filter(connection)
             # Also wakes gloo, if the rank's number has already arrived.

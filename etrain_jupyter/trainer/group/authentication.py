@@ -53,18 +53,28 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
         UnknownPeerError: A connection is not between two ranks. Raised on every rank or none.
         CommunicationError: A rank could not connect, or the connections cannot be listed.
     """
+    # A stranger that sends a rank's number first takes its place, and the rank's own connection is
+    # never claimed. Comparing the ends of all connections shows it on every rank:
+    #
+    #     rank 0 lists   (A, S)           S is the stranger: no rank lists (S, A)
+    #     rank 1 lists   (B, A)           rank 0 does not list (A, B)
+    #     result         mismatch on both ranks, before any tensor is sent
     claimed = [each.pair for each in device.connections() if each.is_claimed]
     _publish(store, rank, claimed)
-    told = _collect(store, "connections", range(world_size))
-    # Not earlier: if a stranger took a rank's place, the rank still has to connect.
+    reports = _collect(store, "connections", range(world_size))
+    # Only after all ranks have published: until then a rank may still have to connect.
     device.seal()
-    errors = [f"rank {other}: {value['error']}" for other, value in told.items() if value["error"]]
+    errors = [
+        f"rank {other}: {value['error']}" for other, value in reports.items() if value["error"]
+    ]
     if errors:
         raise CommunicationError("; ".join(errors))
-    listed = {other: decode(value["pairs"]) for other, value in told.items()}
+    listed = {other: decode(value["pairs"]) for other, value in reports.items()}
     mismatch = find_mismatch(listed)
     if mismatch is None:
         return
+    # Only the rank that holds an unknown connection can look up the process at its far end. It
+    # publishes the description, so that all ranks report the same error.
     mine = [pair for holder, pair in mismatch.unknown if holder == rank]
     if mine:
         store.set(f"unknown/{rank}", json.dumps(_describe(device, rank, mine)))
@@ -75,6 +85,8 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
 
 def give_up(store: Any, rank: int, error: Exception) -> None:
     """Publish that this rank could not connect, so that the other ranks do not wait for it."""
+    # Under the key for which ``authenticate`` waits on the other ranks. One line: C++ errors have
+    # a stack trace in the others.
     _publish(store, rank, [], error=str(error).strip().partition("\n")[0] or type(error).__name__)
 
 
@@ -87,6 +99,7 @@ def raise_if_flooded(device: GlooDevice) -> None:
     num_waiting = device.num_unclaimed()
     if num_waiting <= MAX_UNCLAIMED:
         return
+    # First of all: listing the connections takes descriptors, too.
     device.seal()
     waiting = [each.pair for each in device.connections() if not each.is_claimed]
     described = list_ends(waiting)
@@ -103,14 +116,13 @@ def _publish(store: Any, rank: int, pairs: Sequence[Pair], *, error: str = "") -
 def _collect(
     store: Any, what: str, ranks: Sequence[int], timeout_s: float = FORM_TIMEOUT_S
 ) -> dict[int, Any]:
-    """Return the value that each rank has published. Raises CommunicationError on a timeout."""
     keys = {rank: f"{what}/{rank}" for rank in ranks}
     store.wait([*keys.values()], timedelta(seconds=timeout_s))
     return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
 
 
 def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
-    """Describe the processes at the far ends, as far as this machine knows them."""
+    # A stranger makes connections of its own; a relay redirects those that this rank makes.
     with device.listener() as listener:
         port = listener.getsockname()[1]
     came = [pair for pair in unknown if pair[0][1] == port]
@@ -119,7 +131,7 @@ def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
     if came:
         parts.append(f"rank {rank}, port {port}: a connection from {list_ends(came)}")
     if went:
-        parts.append(f"rank {rank}: its connection to {list_ends(went)} ends at no rank")
+        parts.append(f"rank {rank}: its connection to {list_ends(went)} does not reach a rank")
     return "; ".join(parts)
 
 

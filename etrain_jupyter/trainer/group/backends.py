@@ -31,6 +31,8 @@ _NAME = "etgloo"
 def connect_gloo(store: BroadcastStore, rank: int, world_size: int, device: GlooDevice) -> Any:
     """Return a connected gloo backend on its own device. Blocks, possibly without a timeout."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # The generation's own device, not torch's shared one: shutting down its sockets unblocks this
+    # generation's collectives, and no other's.
     options._devices = [device.device]
     options._timeout = COLLECTIVE_TIMEOUT
     options._threads = 2
@@ -51,20 +53,25 @@ def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) 
     prefixed = c10d.PrefixStore(NCCL, store)
     backend: Any = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
     keep(backend)
-    # The first collective connects: here rather than in the backward pass.
+    # NCCL connects in its first collective. Here, where a failure counts as a failed attempt to
+    # form, rather than in the backward pass. The sum also shows that all ranks take part.
     count = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
     backend.allreduce([count]).wait()
+    # The conversion synchronizes with the device.
     if int(count) != world_size:
         raise CommunicationError(f"NCCL counted {int(count)} ranks instead of {world_size}")
 
 
 def end_nccl(backend: Any, *, gently: bool) -> None:
     """Free an NCCL backend in its own thread: either call may wait for a stuck kernel."""
+    # ``abort`` cancels collectives in flight. An intact generation has none.
     end = backend.shutdown if gently else backend.abort
     threading.Thread(target=end, daemon=True, name="etrain-nccl-end").start()
 
 
 class _Prebuilt(threading.local):
+    # torch creates a group's backend through a registered function, which gets no reference to
+    # ours. It is passed here. Thread-local, so that no other thread can get it.
     backend: Any = None
 
 
@@ -79,6 +86,7 @@ def make_default_group(
     If user code calls ``torch.distributed`` directly, tensors on a GPU go through gloo, too: that
     is slow, but it can be aborted. torch would confuse two custom backends in one group.
     """
+    # Once per process; torch has no way to undo it.
     if _NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
             _NAME, lambda *_: _PREBUILT.backend, extended_api=True, devices=["cpu", "cuda"]

@@ -35,6 +35,8 @@ def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
     >>> find_mismatch({0: [(a, c)], 1: [(b, a)]}).ranks
     (0, 1)
     """
+    # Both ends of a connection list it, in opposite order. So the rank at the far end of (near,
+    # far) is the one that lists (far, near).
     rank_of = {pair: rank for rank, pairs in listed.items() for pair in pairs}
     unknown, wrong = [], []
     for rank, pairs in listed.items():
@@ -44,6 +46,7 @@ def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
             for pair, peer in zip(pairs, peers, strict=True)
             if peer is None or peer == rank
         ]
+        # gloo makes exactly one connection per pair of ranks.
         others = sorted(set(listed) - {rank})
         if sorted(-1 if peer is None else peer for peer in peers) != others:
             wrong.append(rank)
@@ -58,7 +61,8 @@ def pair_of(connection: socket.socket) -> Pair:
 
 
 def _end(address: tuple[str, int]) -> End:
-    """Normalize an end: the interface of a link-local address is different on each machine."""
+    # Normalized, because both ends must list the same text: the interface of a link-local address
+    # (fe80::1%eth0) differs between machines, and one end may see IPv4 mapped to IPv6.
     host = address[0].partition("%")[0]
     return host.removeprefix("::ffff:"), int(address[1])
 
@@ -85,12 +89,10 @@ def format_end(end: End) -> str:
 
 
 def find_uid(pair: Pair) -> int | None:
-    """Return the user ID of the process at the far end, if it runs on this machine.
-
-    Args:
-        pair: The connection as seen from this end: ``(near, far)``.
-    """
+    """Return the user ID of the process at the far end, if it runs on this machine."""
     near, far = pair
+    # The row of the far end's socket: its local address is our far end. There is none if the
+    # process runs on another machine, or in another network namespace.
     for file, is_ipv6 in (("/proc/net/tcp", False), ("/proc/net/tcp6", True)):
         try:
             wanted = [_as_listed(far, is_ipv6), _as_listed(near, is_ipv6)]
@@ -105,7 +107,7 @@ def find_uid(pair: Pair) -> int | None:
 
 
 def _as_listed(end: End, is_ipv6: bool) -> str:
-    """Format an end like the kernel's tables: 32-bit words in the machine's byte order."""
+    # Like the kernel's tables: 32-bit words in the machine's byte order.
     host, port = end
     address = ipaddress.ip_address(host)
     if is_ipv6 and address.version == 4:

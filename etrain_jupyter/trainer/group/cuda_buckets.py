@@ -27,6 +27,9 @@ def sum_through_host(
         complete: Completes the future that DDP waits for. Called on the stream of the copy back,
             which the future records, so that readers of the gradients wait for the copy.
     """
+    # autograd's stream    gradients ── copy to host ─ event ── (backward pass continues)
+    # exchange thread                                  wait ── sum over the ranks ─┐
+    # a stream of the pool                                                         copy back
     host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
     host.copy_(buffer, non_blocking=True)
     copied = _Moment(buffer)
@@ -47,8 +50,8 @@ def future_for(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 class _Moment:
-    """A point in the current stream that another thread can wait for."""
-
+    # A point in the current stream that another thread can wait for. A blocking event: by default
+    # the wait spins, on a core that the training thread may need.
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: Any = None
         if tensor.is_cuda:

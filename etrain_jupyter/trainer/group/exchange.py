@@ -11,12 +11,10 @@ Work = Callable[[], None]
 
 
 class Exchange:
-    """Run work items one after another in a thread.
+    """Run work items one after another in a thread."""
 
-    A caller waits for an item's future *or* for the abort of the generation. The thread may then
-    still be inside gloo: it ends as soon as gloo releases it, and runs no other item.
-    """
-
+    # main thread    submit ── Pending.wait ─────── X aborted: CommunicationError, next generation
+    # this thread       └─ work: inside gloo, with a peer that is silent ....... released, ends
     def __init__(self) -> None:
         self._pieces: queue.SimpleQueue[tuple[Work, Future[None]] | None] = queue.SimpleQueue()
         self._ended = False
@@ -40,6 +38,7 @@ class Exchange:
             if piece is None:
                 return
             work, future = piece
+            # Items that were queued before the end must not start in an aborted generation.
             if self._ended:
                 future.cancel()
                 continue
@@ -49,5 +48,5 @@ class Exchange:
                 future.set_exception(exc)
             else:
                 future.set_result(None)
-            # Not kept until the next item arrives: the work refers to tensors.
+            # The work refers to tensors, and these names would keep it until the next item arrives.
             del piece, work, future

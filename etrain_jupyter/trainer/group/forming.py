@@ -33,8 +33,8 @@ WATCH_EVERY_S = 0.02
 
 @dataclass(kw_only=True)
 class _Building:
-    """Progress of the builder thread; each attribute is written once, by that thread alone."""
-
+    # Written by the builder thread alone, and each attribute at most once after its default: so
+    # the caller may read them without a lock.
     stage: str = GLOO
     """The backend that is connecting."""
     is_authenticated: bool = False
@@ -44,16 +44,7 @@ class _Building:
 
 
 class Forming:
-    """Connects one rank.
-
-    Args:
-        store: The rendezvous store of the generation.
-        rank: This rank.
-        world_size: Number of ranks.
-        is_guarded: Keep strangers out, see ``admission``.
-        waiters: Wakes the caller if the generation is aborted.
-        connect_nccl: Connects NCCL after gloo; None if the ranks do not use it.
-    """
+    """Connects one rank."""
 
     def __init__(
         self,
@@ -101,15 +92,21 @@ class Forming:
         self._watch_strangers(device)
         self._waiters.forget(token)
         building = self._building
-        # Failed, timed out, or aborted: ``fail`` keeps the first reason.
+        # Failed, timed out, or aborted: ``fail`` keeps the first reason. The builder may still be
+        # inside torch. It holds the device, and ends when the device's sockets are shut down.
         if building.backend is None:
             error, stage = building.error, building.stage
-            why = text_of(error) if error is not None else f"no connection by {stage} in time"
+            timeout = f"{stage} did not connect within {FORM_TIMEOUT_S:.0f} s"
+            why = text_of(error) if error is not None else timeout
             raise self._waiters.fail(why, backend=stage)
         return building.backend
 
     def _watch_strangers(self, device: GlooDevice) -> None:
-        """Wait until ready; keep strangers from flooding gloo until the ranks are authenticated."""
+        # Wait until ready. Until the ranks are authenticated, the listener is open, and gloo ends
+        # the process if ``accept`` fails because the descriptors are used up:
+        #
+        #     builder   gloo connects ───────────────── authenticate ─ sealed ─ NCCL connects
+        #     caller    count, admit, count, admit ...                 only wait
         deadline = time.monotonic() + FORM_TIMEOUT_S
         every_s, admission = WATCH_EVERY_S, None
         try:
@@ -125,6 +122,7 @@ class Forming:
                     admission.admit()
         except CommunicationError as exc:
             raise self._waiters.fail(str(exc), backend=GLOO) from exc
+        # Set by the builder, or by an abort.
         self._ready.wait(max(0.0, deadline - time.monotonic()))
 
     def _build(self, device: GlooDevice) -> None:
@@ -144,7 +142,8 @@ class Forming:
         try:
             gloo = connect_gloo(self._store, self._rank, self._world_size, device)
         except RuntimeError as exc:
-            # Otherwise the other ranks would wait for this rank's connections until the timeout.
+            # The other ranks wait for this rank's list of connections: let them fail now, with this
+            # rank's error, instead of at their timeout.
             give_up(self._store, self._rank, exc)
             raise
         authenticate(device, self._store, rank=self._rank, world_size=self._world_size)

@@ -52,6 +52,8 @@ class GlooDevice:
             on_listening: Called with the listener as soon as possible. It is not called if the
                 listener's descriptor cannot be distinguished from those of other threads.
         """
+        # gloo does not expose its descriptors. So they are found by comparing /proc/self/fd from
+        # before and after; the lock keeps two devices from being created at the same time.
         with self._making:
             before, known = set(_links().values()), set(_descriptors())
             # Not lazily: connections must be made before the ranks authenticate each other.
@@ -68,6 +70,7 @@ class GlooDevice:
         """
         found = []
         for fd, events in self._sockets():
+            # The listener and gloo's own pipe have no peer: OSError. So has a closed connection.
             with contextlib.suppress(OSError), _socket_of(fd) as connection:
                 is_claimed = not events & _ONESHOT
                 found.append(Connection(fd, pair_of(connection), is_claimed))
@@ -80,6 +83,7 @@ class GlooDevice:
     @contextlib.contextmanager
     def socket_at(self, fd: int, pair: Pair) -> Iterator[socket.socket]:
         """Yield the socket of a connection. Raises ``OSError`` if the descriptor was reused."""
+        # gloo may have closed the connection since it was listed, and its number be taken again.
         with _socket_of(fd) as connection:
             if pair_of(connection) != pair:
                 raise OSError(f"descriptor {fd} belongs to another connection now")
@@ -102,25 +106,21 @@ class GlooDevice:
     def seal(self) -> None:
         """Refuse further connections. Existing connections are not affected.
 
-        The listener stays open: gloo would terminate the process if ``accept`` failed.
-
         Raises:
             CommunicationError: The listener cannot be found.
         """
+        # By a filter, not by closing: gloo terminates the process if ``accept`` fails.
         with self.listener() as listener:
             drop_everything(listener)
 
     def shut_down(self) -> None:
-        """Shut down the device's connections and seal its listener, which is never shut down.
-
-        Without /proc (not on Linux) this has no effect. Waits are abandoned nevertheless, and the
-        coordinator notifies the peers.
-
-        Only the reading side is shut down: gloo then sees the end of the stream, fails all waits,
-        and closes the connection itself. It would not report a write that fails in its own thread.
-        """
+        """Shut down the device's connections and seal its listener."""
+        # Without /proc (not on Linux) this has no effect. Waits are abandoned nevertheless, and the
+        # coordinator notifies the peers.
         if self._epoll is None:
             return
+        # Only the reading side: gloo then sees the end of the stream, fails all waits, and closes
+        # the connection itself. It would not report a write that fails in its own thread.
         for fd, _ in _watched(self._epoll):
             with contextlib.suppress(OSError), _socket_of(fd) as connection:
                 if _is_listening(connection):
@@ -140,11 +140,10 @@ class GlooDevice:
 
 
 def _find_epoll(before: set[str]) -> int | None:
-    """Return the epoll descriptor that watches a listener that did not exist ``before``.
-
-    A new descriptor number alone is not enough: while another thread frees the device of an earlier
-    generation, the new device may get its number. The inode of a socket is not reused.
-    """
+    # The epoll descriptor that watches a listener that did not exist ``before``. A new descriptor
+    # number alone is not enough: while another thread frees the device of an earlier generation,
+    # the new device may get its number. The link of a socket contains its inode, which is not
+    # reused.
     links = _links()
     found = [
         fd
@@ -164,7 +163,8 @@ def _is_new_listener(fd: int, links: dict[int, str], before: set[str]) -> bool:
 
 
 def _socket_of(fd: int) -> socket.socket:
-    """Return a socket for a duplicate of a descriptor. Raises ``OSError`` if it is not a socket."""
+    # Of a duplicate, so that closing the Python object leaves gloo's descriptor open. Both refer to
+    # the same socket: options and shutdowns affect it. Raises OSError if it is not a socket.
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
@@ -191,7 +191,8 @@ def _descriptors() -> list[int]:
 
 
 def _links() -> dict[int, str]:
-    """Return the link target of each descriptor of this process."""
+    # For example {7: "socket:[48213]", 8: "anon_inode:[eventpoll]"}. Descriptors may be closed by
+    # other threads while they are listed.
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(_DESCRIPTORS):
@@ -201,7 +202,8 @@ def _links() -> dict[int, str]:
 
 
 def _watched(epoll: int) -> list[tuple[int, int]]:
-    """Return the descriptors that an epoll descriptor watches, with their events."""
+    # Lines such as "tfd:       12 events: 40000019 data: ...": the descriptor, and its events in
+    # hexadecimal.
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{epoll}") as info:
         lines = [line.split() for line in info if line.startswith("tfd")]
         return [(int(fields[1]), int(fields[3], 16)) for fields in lines]

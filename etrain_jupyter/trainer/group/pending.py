@@ -10,7 +10,7 @@ from typing import Any
 from etrain_jupyter.trainer.group.backends import GLOO
 from etrain_jupyter.trainer.group.rendezvous import CommunicationError
 
-MOST_TEXT = 2000
+MAX_TEXT = 2000
 """Maximum length of an exception's text in a report."""
 
 _CPP_TRACE = "\nException raised from "
@@ -30,18 +30,24 @@ class Waiters:
 
     def fail(self, why: str, *, backend: str = "") -> CommunicationError:
         """Record the failure, unless there is an earlier one; return the exception to raise."""
+        # The first one is the cause. An abort breaks all collectives, whose errors follow.
         if not self.failure:
             self.failure, self.failed_backend = why, backend
         return CommunicationError(self.failure)
 
     def register(self, wake: Callable[[], None]) -> int:
         """Call ``wake`` on an abort, or at once after one. Returns a token for ``forget``."""
+        # ``fail`` and ``wake_all`` are two calls. A wait that registers before ``wake_all`` takes
+        # the lock is woken by it, or sees the failure here:
+        #
+        #     aborting thread   fail ────────────────── wake_all
+        #     waiting thread            register: failure is set, so it wakes itself
         with self._lock:
             if not self.failure:
                 self._num_registered += 1
                 self._wakes[self._num_registered] = wake
                 return self._num_registered
-        # The abort has already passed, so nothing would call it later.
+        # Outside of the lock: a wake may call ``forget``.
         wake()
         return 0
 
@@ -52,6 +58,7 @@ class Waiters:
 
     def wake_all(self) -> None:
         """Wake all registered waits, after ``fail``."""
+        # Called outside of the lock, which a wake may need.
         with self._lock:
             wakes = list(self._wakes.values())
             self._wakes.clear()
@@ -63,7 +70,6 @@ class Pending:
     """A collective in flight, or work in the exchange thread.
 
     Args:
-        waiters: The waits of its generation.
         future: A future of torch or of the exchange thread; None if there is nothing to wait for.
     """
 
@@ -75,12 +81,14 @@ class Pending:
         """Block until it is complete. Raises CommunicationError if it failed or was aborted."""
         if self._future is None:
             return
+        # Not future.wait(): it would block without a timeout if the peer is silent.
         ready = threading.Event()
         token = self._waiters.register(ready.set)
         self._future.add_done_callback(lambda _: ready.set())
         ready.wait()
         self._waiters.forget(token)
-        # Woken by an abort: the operation is abandoned, and may complete at any later time.
+        # Woken by an abort: the operation is abandoned. It may complete at any later time, and
+        # write into its tensor, which must not be reused.
         if not self._future.done():
             raise self._waiters.fail("aborted")
         error = error_of(self._future)
@@ -106,4 +114,4 @@ def text_of(exc: BaseException) -> str:
     More than the first line, because NCCL puts its own message last, after ``Last error:``.
     """
     text = str(exc).partition(_CPP_TRACE)[0].strip() or type(exc).__name__
-    return text.encode("utf-8", "backslashreplace").decode()[:MOST_TEXT]
+    return text.encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]

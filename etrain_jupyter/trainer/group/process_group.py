@@ -52,9 +52,6 @@ class RankGroup:
     """The process group of one rank in one generation. Another thread can abort it.
 
     Args:
-        generation: Number of the generation.
-        rank: This rank.
-        world_size: Number of ranks.
         store: The store in which the ranks find each other.
         host: Address at which other machines reach this one.
         backend: ``gloo``, or ``nccl`` for ranks with one GPU each: then NCCL carries the gradients
@@ -127,6 +124,7 @@ class RankGroup:
         """
         if self.world_size > 1:
             self.connect()
+            # DDP, and user code that calls torch.distributed, use the default group.
             self._default_group = make_default_group(
                 self._gloo, self._store, self.rank, self.world_size
             )
@@ -149,19 +147,28 @@ class RankGroup:
 
     def abort(self, why: str = ABORTED) -> None:
         """Break the collectives of this rank and of its peers. Safe from any thread."""
+        # In a running step:
+        #
+        #     control thread   fail ── sockets shut down ── wake_all
+        #     main thread      (waits) ........................ raises, reports, closes the group
+        #     gloo's threads   (blocked) ...... released, futures fail
+        #     peers            (blocked) ...... see the connection end, and fail as well
+        #
         # The reason first: every thread that wakes up raises it.
         self._waiters.fail(why)
+        # Ranks that are still forming wait in the store.
         self._store.abort()
         with self._lock:
             if self._exchange is not None:
                 self._exchange.end()
             self._break_connections()
-        # After that: a thread that wakes up closes the group, and then the device is gone.
+        # Last: the main thread, once awake, closes the group, and then the device is gone.
         self._waiters.wake_all()
         self._transport.end(gently=False)
 
     def _break_connections(self) -> None:
-        """Make gloo release every thread. Under the lock: a closed group owns no descriptor."""
+        # Called under the lock: after ``close``, the descriptors are freed in another thread, and
+        # their numbers may belong to the next generation's connections.
         if self._device is not None and not self._closed:
             self._device.shut_down()
 
@@ -170,10 +177,9 @@ class RankGroup:
 
         DDP must have been taken off the model before: if it holds the last reference to the group,
         its destructor waits here for gloo's.
-
-        The connections of an intact group are not shut down: a peer may still be reading the end of
-        the last collective.
         """
+        # The connections of an intact group are not shut down: a peer may still be reading the end
+        # of the last collective.
         is_intact = not self.failure
         self._waiters.fail("closed")
         with self._lock:
@@ -189,14 +195,19 @@ class RankGroup:
         remains = [self._default_group, self._gloo, self._device]
         self._default_group = self._gloo = self._device = None
         if any(part is not None for part in remains):
-            # gloo's destructor waits for its 10 ms epoll ticks, or for an operation that is stuck.
+            # gloo's destructor waits for its 10 ms epoll ticks, or for an operation that is stuck:
+            # this must not delay the next generation.
             threading.Thread(target=remains.clear, daemon=True, name="etrain-free").start()
 
     # --- collectives ---
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start to sum ``tensor`` over the ranks, in place."""
-        return self._pending(dist.all_reduce, tensor)
+        if self.world_size == 1:
+            return Pending(self._waiters, None)
+        # The future is complete before Work.is_completed() turns true: ask the future.
+        future = self.launch(dist.all_reduce, tensor).get_future()
+        return Pending(self._waiters, future)
 
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the ranks, in place and on any device. Blocks.
@@ -206,17 +217,6 @@ class RankGroup:
         """
         if self.world_size > 1:
             self._transport.sum_now(tensor)
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Pending:
-        """Start to copy rank ``src``'s ``tensor`` to every rank."""
-        return self._pending(dist.broadcast, tensor, src)
-
-    def _pending(self, collective: Callable[..., Any], *args: Any) -> Pending:
-        if self.world_size == 1:
-            return Pending(self._waiters, None)
-        # The future is complete before Work.is_completed() turns true: ask the future.
-        future = self.launch(collective, *args).get_future()
-        return Pending(self._waiters, future)
 
     def launch(self, collective: Callable[..., Any], *args: Any) -> Any:
         """Start a collective of torch's default group; return its ``Work``."""
@@ -272,7 +272,8 @@ class RankGroup:
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Run ``work`` in the exchange thread; return its future."""
         with self._lock:
-            # Never created after a failure: nothing would end its thread any more.
+            # Created on demand: many generations never use it. Never after a failure, because
+            # ``abort`` has passed, and nothing would end its thread any more.
             if self._exchange is None and not self.failure:
                 self._exchange = Exchange()
         self.raise_if_failed()
@@ -296,8 +297,9 @@ class RankGroup:
         return self._peers().recv([tensor], src, tag)
 
     def _peers(self) -> Any:
-        # This generation's own connections, never torch's default group: an abandoned thread
-        # would send into the next generation.
+        # This generation's own connections, not torch's default group. An abandoned exchange thread
+        # may still call this after the next generation has replaced the default group, and would
+        # send old gradients into it.
         gloo = self._gloo
         self.raise_if_failed()
         if gloo is None:
@@ -311,11 +313,10 @@ class RankGroup:
     # --- gradients ---
 
     def ddp_hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Sum a bucket of gradients over the ranks, as DDP's communication hook.
-
-        Nothing is divided: each rank's loss is scaled to its share of the step's mean already. A
-        failure completes the future, too; ``settle`` raises it after the backward pass.
-        """
+        """Sum a bucket of gradients over the ranks, as DDP's communication hook."""
+        # Nothing is divided: each rank's loss is already scaled to its share of the step's mean. A
+        # failure completes the future, too, because DDP waits for it without a timeout. ``settle``
+        # raises it after the backward pass.
         buffer: torch.Tensor = bucket.buffer()
         # A rank without samples passes samples of another rank, which must not count twice.
         if not self.contributes:

@@ -43,6 +43,7 @@ class BroadcastStore(c10d.Store):
 
     def drop(self, prefix: str) -> None:
         """Forget the keys with this prefix, on this rank only."""
+        # For keys that repeat with each checkpoint: a generation may last for days.
         with self._changed:
             self._values = {k: v for k, v in self._values.items() if not k.startswith(prefix)}
 
@@ -54,7 +55,11 @@ class BroadcastStore(c10d.Store):
 
     def set(self, key: str, value: Any) -> None:
         """Set a key for all ranks of the generation."""
+        # rank 1         set ─ StoreEntry ─┐
+        # coordinator                      └─ to all other ranks of the generation
+        # ranks 0, 2                            put, wakes their waits
         data = value.encode() if isinstance(value, str) else bytes(value)
+        # First here, because the coordinator does not send it back.
         self.put(key, data)
         self._publish(key, data)
 
@@ -74,6 +79,8 @@ class BroadcastStore(c10d.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Block until all keys are set."""
+        # gloo calls this from C++ while it connects, often with a timeout of its own. An abort must
+        # end it, or the builder thread would stay in it for two minutes.
         deadline = time.monotonic() + (timeout.total_seconds() if timeout else FORM_TIMEOUT_S)
         with self._changed:
             while not all(key in self._values for key in keys):

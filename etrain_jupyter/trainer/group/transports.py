@@ -81,13 +81,15 @@ class GlooTransport:
         self._waiters = waiters
 
     def sum_bucket(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Start to sum a bucket of gradients, in place.
-
-        The future is completed by the collective or by an abort, whichever comes first: DDP blocks
-        on it without a timeout. ``settle`` of the group raises the error after the backward pass.
-        """
+        """Start to sum a bucket of gradients, in place."""
+        # DDP blocks on this future without a timeout, so an abort must complete it, too. ``settle``
+        # of the group raises the error after the backward pass:
+        #
+        #     gloo            sum ── completed ─┐
+        #     abort           wake_all ─────────┴─ complete, whichever comes first
+        #     main thread     backward pass ── DDP waits ── settle raises, or the sums are good
         done = future_for(buffer)
-        # Both the collective and an abort may try to complete the future, which torch forbids.
+        # torch forbids completing a future twice.
         once = threading.Lock()
 
         def complete() -> None:
@@ -97,6 +99,7 @@ class GlooTransport:
         try:
             future = self._start(buffer, complete)
         except CommunicationError:
+            # torch may replace an exception in autograd's callback by another one.
             complete()
             return done
         token = self._waiters.register(complete)
@@ -112,7 +115,7 @@ class GlooTransport:
         return done
 
     def _start(self, buffer: torch.Tensor, complete: Callable[[], None]) -> Any:
-        """Start the sum; return its future, torch's or the exchange thread's."""
+        # Returns a future of torch or of the exchange thread.
         if not buffer.is_cuda:
             return self._collectives.launch(dist.all_reduce, buffer).get_future()
         self._collectives.raise_if_failed()
@@ -123,7 +126,7 @@ class GlooTransport:
 
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Sum a tensor, in place; one on a GPU goes through host memory."""
-        on_host = tensor.cpu()
+        on_host = tensor.cpu()  # the tensor itself if it is in host memory
         # The future is complete before Work.is_completed() turns true: ask the future.
         future = self._collectives.launch(dist.all_reduce, on_host).get_future()
         Pending(self._waiters, future).wait()
@@ -138,12 +141,7 @@ class GlooTransport:
 
 
 class NcclTransport:
-    """Sums gradients on GPUs by NCCL, and tensors in host memory by gloo.
-
-    Args:
-        collectives: The rank's process group.
-        waiters: The generation's waits.
-    """
+    """Sums gradients on GPUs by NCCL, and tensors in host memory by gloo."""
 
     def __init__(self, collectives: Collectives, waiters: Waiters) -> None:
         self._collectives = collectives
@@ -159,6 +157,8 @@ class NcclTransport:
             CommunicationError: If the generation has been aborted meanwhile. ``end`` may have been
                 called before, and would not be called again.
         """
+        # ``abort`` sets the failure before it calls ``end``. So either this sees the failure, or
+        # ``end`` sees the backend; a backend that is never aborted would block in NCCL forever.
         with self._lock:
             is_late = bool(self._waiters.failure)
             self.backend = None if is_late else backend
@@ -170,6 +170,7 @@ class NcclTransport:
         try:
             return self._sum(buffer)
         except CommunicationError:
+            # As with gloo: ``settle`` raises it, outside of autograd's callback.
             done = future_for(buffer)
             done.set_result(buffer)
             return done
@@ -201,6 +202,7 @@ class NcclTransport:
 
     def settle(self) -> None:
         """Wait for the device: DDP's futures complete when the sums are queued there."""
+        # In the exchange thread, because a sum whose peer is lost never completes on the device.
         if self.backend is not None:
             future = self._collectives.submit(moment_of_device())
             Pending(self._waiters, future).wait()
@@ -208,6 +210,7 @@ class NcclTransport:
 
     def end(self, *, gently: bool) -> None:
         """Release the backend, in a thread: either way may wait for a stuck kernel."""
+        # Called by ``abort`` and by ``close``, from two threads: only one of them gets the backend.
         with self._lock:
             backend, self.backend = self.backend, None
         if backend is not None:

@@ -70,27 +70,18 @@ class Evaluation:
         is_pending: Callable[[], bool],
         at_batch: Callable[[], None],
     ) -> EvaluationResult | None:
-        """Evaluate the current weights; return None if a planned change interrupts it.
-
-        With every batch the ranks exchange whether a change is pending, and read the result one
-        batch later, when it has arrived without waiting. All ranks have the same number of turns,
-        even those with fewer batches, so that all of them stop after the same turn::
-
-            turn           1               2                         3
-            each rank      sends, batch 1  reads turn 1's, batch 2   reads turn 2's, ...
-
-        Args:
-            group: The process group of the generation.
-            step: Number of committed steps, for the seeds.
-            is_pending: Returns True if this rank knows of a planned change.
-            at_batch: Called before each batch.
-
-        Returns:
-            The result. Sums are collected in a tensor of shape ``(S, 1 + M)``: the number of
-            samples, and the shares of the means.
-        """
+        """Evaluate the current weights; return None if a planned change interrupts it."""
+        # A planned change may stop an evaluation, but only on all ranks after the same batch: a
+        # rank that left alone would leave the others in a collective. So with every batch the ranks
+        # sum a flag, and read the sum one batch later, when it has arrived without waiting:
+        #
+        #     turn        1                2                           3
+        #     each rank   sends, batch 1   reads 1, sends 2, batch 2   reads 2, sends 3, batch 3
+        #
+        # All ranks take the same number of turns, even those with fewer batches.
         num_slots = self._num_shards or 1
         num_columns = 1 + self._workload.measures.num_columns
+        # Column 0 counts samples, the others hold shares of the means: shape (S, 1 + M).
         sums_SM = torch.zeros(num_slots, num_columns, dtype=torch.float64)
         states = self._make_states(group)
         pending, sending = torch.zeros(1), None
@@ -105,7 +96,8 @@ class Evaluation:
                 pending = torch.tensor([float(is_pending())])
                 sending = group.all_reduce(pending)
                 at_batch()
-                next(passes, None)  # no batches may be left on this rank
+                next(passes, None)  # this rank may have fewer batches than turns
+                # A batch may take long: do not start another one in an aborted generation.
                 group.raise_if_failed()
         if sending is not None:
             sending.wait()  # no collective may be in flight when the generation ends
@@ -129,7 +121,7 @@ class Evaluation:
     def _passes(
         self, batches: list[_Batch], step: int, sums_SM: torch.Tensor, states: SlotStates
     ) -> Iterator[None]:
-        """Evaluate one batch after another, adding to sums and states."""
+        # A generator, so that the caller can exchange the flag between two batches.
         assert self._workload.eval is not None
         shares = (
             Share(list(samples), seed_of(self._seed, "eval", step, samples.start))
@@ -148,9 +140,9 @@ class Evaluation:
             yield
 
     def _slots_of(self, rank: int, world_size: int) -> list[_Batch]:
-        """Return a rank's samples for each of its slots."""
         if self._num_shards is None:
             return [_Batch(0, share_range(self._num_samples, rank, world_size))]
+        # The slot is the shard's number, so that its samples do not depend on the world size.
         return [
             _Batch(shard, share_range(self._num_samples, shard, self._num_shards))
             for shard in share_range(self._num_shards, rank, world_size)
@@ -165,8 +157,9 @@ class Evaluation:
         ]
 
     def _num_turns(self, group: RankGroup, num_batches: int) -> int:
-        """Return the maximum number of batches of a rank."""
-        if self._micro.is_auto:  # each rank knows only its own batch size
+        # With ``batch.micro: auto`` each rank knows only its own batch size, so they exchange the
+        # counts. Otherwise every rank computes the same maximum without communication.
+        if self._micro.is_auto:
             counts = torch.zeros(group.world_size)
             counts[group.rank] = num_batches
             group.all_reduce(counts).wait()
@@ -183,6 +176,7 @@ class Evaluation:
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, and restore the mode of every module afterwards."""
+    # Not model.train() at the end: the notebook may have frozen some layers in evaluation mode.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -17,14 +17,7 @@ from etrain_jupyter.wire.messages import BestFound, EvalFinished
 
 
 class Evaluations:
-    """The evaluations of one job on one rank.
-
-    Args:
-        state: The job's state; its counters and best evaluations are updated.
-        micro: Number of samples per forward pass.
-        send: Sends a message to the coordinator.
-        places: Reports where the main thread is.
-    """
+    """The evaluations of one job on one rank."""
 
     def __init__(self, state: TrainState, *, micro: MicroBatch, send: Send, places: Places) -> None:
         self._state = state
@@ -38,10 +31,14 @@ class Evaluations:
     def is_due(self) -> bool:
         """Return True if the current state has to be evaluated before the next step."""
         state = self._state
+        # The second condition also covers an evaluation that another rank made before this one
+        # received or restored the state.
         if state.workload.eval is None or state.step == state.evaluated_step:
             return False
-        # An interval in seconds is up on rank 0's clock alone, which the step header distributes.
-        # The last state is always evaluated.
+        # All ranks must decide alike, so no clock is read here. An interval in seconds elapses on
+        # rank 0's clock; its step header sets ``is_eval_owed`` on all ranks, and the flag is part
+        # of the state, so that an interrupted evaluation is repeated. The last state is always
+        # evaluated.
         return self._every.is_passed(*state.marks) or state.is_eval_owed or state.is_done
 
     def is_time_over(self) -> bool:
@@ -50,10 +47,6 @@ class Evaluations:
 
     def run(self, group: RankGroup, *, is_pending: Callable[[], bool]) -> bool:
         """Evaluate the current weights.
-
-        Args:
-            group: The current process group.
-            is_pending: Returns True if this rank knows of a planned change.
 
         Returns:
             False if a planned change interrupted it; the next generation starts it again.
@@ -67,7 +60,8 @@ class Evaluations:
         )
         if result is None:
             return False
-        # Counters first: they are part of the state that the hooks may save.
+        # All of this before the report: a rank that dies after this point leaves survivors with the
+        # same counters, and the next rank 0 reports the evaluation again.
         state.num_evals += 1
         state.evaluated_step, state.is_eval_owed = state.step, False
         self._every.restart(time.monotonic())
@@ -85,6 +79,7 @@ class Evaluations:
         state.best_tracker.take(state.step, {"loss": result.loss, **result.metrics})
         self._record = {
             "step": state.step,
+            # Of the last trained sample: at the end of an epoch, ``position`` is in the next one.
             "epoch": (state.position - 1) // state.plan.num_train,
             "samples": result.num_samples,
             "loss": result.loss,
@@ -94,11 +89,12 @@ class Evaluations:
         }
 
     def report(self, generation: int) -> None:
-        """Report the evaluation of this state and the best one, from rank 0.
-
-        The coordinator may already have both: an earlier rank 0 may have died after it evaluated
-        this state, before or after it reported.
-        """
+        """Report the evaluation of this state and the best one, from rank 0."""
+        # Also at the start of a generation, because the previous rank 0 may have died between the
+        # evaluation and its report. The coordinator ignores a report that it already has:
+        #
+        #     rank 0   evaluated 40 ── (dies)
+        #     rank 1   evaluated 40 ── becomes rank 0 ── reports 40
         state, record = self._state, self._record
         # A restored or received state has other counters: then the record is of another state.
         if record is not None and record["step"] == state.step == state.evaluated_step:

@@ -28,9 +28,6 @@ LINEAR = frozenset({"SGD", "ASGD", "Muon"})
 class LearningRate:
     """The learning rates of one trainer's optimizer; a stateful component.
 
-    The values for a step become state only when the step is committed. So ranks of a generation
-    that made no step have the same state as ranks that were not part of it.
-
     Args:
         optimizer: The optimizer; each group keeps its base rate.
         schedule: Learning-rate schedule of the job; None for a constant rate.
@@ -47,26 +44,24 @@ class LearningRate:
         self._schedule = schedule
         self._scaling = scaling
         self._momentum = momentum_of(optimizer)
+        # ``_next`` becomes ``_committed`` with the step's commit. If the step is undone, it is
+        # computed again from ``_committed``, perhaps for another number of ranks.
         self._committed = self._next = Ramp()
         self._noise = self._next_noise = GradientNoise()
         if schedule is not None or scaling is not None:
+            # Not overwritten: the notebook's own optimizer may already have base rates.
             for group in optimizer.param_groups:
                 group.setdefault(BASE, float(group["lr"]))
 
     def prepare(self, *, position: int, count: int, world_size: int) -> None:
-        """Set the rates of the next update.
-
-        Args:
-            position: Samples trained before the step.
-            count: Samples of the step.
-            world_size: Number of ranks.
-        """
+        """Set the rates for the next ``count`` samples, after ``position`` samples were trained."""
         if self._schedule is None and self._scaling is None:
             return
         factor = 1.0 if self._schedule is None else self._schedule.factor(position, count)
         if self._scaling is not None:
-            self._next = self._aimed(self._scaling, world_size)
-            factor *= min(self._next.factor, self._most(self._scaling, world_size))
+            self._next = self._next_ramp(self._scaling, world_size)
+            # A larger target is approached over several steps; the noise bounds it at once.
+            factor *= min(self._next.factor, self._max_factor(self._scaling, world_size))
         for group in self._optimizer.param_groups:
             rate = group[BASE] * factor
             # Replacing a tensor would break a compiled or captured optimizer step.
@@ -93,24 +88,21 @@ class LearningRate:
             return ""
         return warning_for(self._rule(self._scaling), type(self._optimizer).__name__)
 
-    def _aimed(self, scaling: ScalingConfig, world_size: int) -> Ramp:
+    def _next_ramp(self, scaling: ScalingConfig, world_size: int) -> Ramp:
         most = math.inf if scaling.max_scale is None else scaling.max_scale
         target = factor_of(self._rule(scaling), world_size / scaling.base_workers, most)
         return self._committed.aim(target, self._momentum, scaling.ramp)
 
-    def _most(self, scaling: ScalingConfig, world_size: int) -> float:
-        """Return the maximum factor that the gradient noise allows."""
+    def _max_factor(self, scaling: ScalingConfig, world_size: int) -> float:
         if scaling.rule != "adascale":
             return math.inf
         gain = self._next_noise.gain(world_size=world_size, base_workers=scaling.base_workers)
         return factor_of(self._rule(scaling), gain)
 
     def _rule(self, scaling: ScalingConfig) -> Rule:
-        """Return the effective rule; for AdaScale, the optimizer's default rule of its gain.
-
-        For Adam-family optimizers that is the square root, as in AdaptDL (Qiao et al., "Pollux",
-        OSDI 2021).
-        """
+        # AdaScale's gain is an effective batch size, to which the optimizer's default rule applies.
+        # For Adam-family optimizers that is the square root, as in AdaptDL (Qiao et al., "Pollux",
+        # OSDI 2021).
         if scaling.rule is None or scaling.rule == "adascale":
             return rule_for(type(self._optimizer).__name__)
         return scaling.rule
@@ -127,6 +119,7 @@ class LearningRate:
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Adopt another trainer's state."""
         values = dict(state_dict)
+        # Checkpoints from before AdaScale have no "noise".
         self._noise = self._next_noise = GradientNoise(**values.pop("noise", {}))
         self._committed = self._next = Ramp(**values)
 
@@ -155,8 +148,8 @@ def warning_for(rule: Rule, optimizer: str) -> str:
     """
     if rule == "linear" and optimizer == "Lamb":
         return (
-            "LAMB should not be scaled linearly: at a batch 12 times as large, its loss jumped to "
-            "more than four times what it was. Write scaling: {rule: sqrt}, its own default."
+            "LAMB should not be scaled linearly: with a batch 12 times as large, its loss rose "
+            "to more than four times its value. Write scaling: {rule: sqrt}, LAMB's default."
         )
     return ""
 

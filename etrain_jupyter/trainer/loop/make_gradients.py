@@ -24,19 +24,11 @@ def make_gradients(
 ) -> Gradients:
     """Return sharded gradients for a ``reproducible`` job, averaged ones otherwise.
 
-    Args:
-        group: The process group of the generation.
-        workload: The module to differentiate.
-        config: The cell's config.
-        effects: Changes of the model by one pass, from the warm-up.
-        micro_batch_size: Maximum number of samples per pass; None for no limit.
-        watch: Measures the parts of a step.
-        measures_noise: Measure the gradient noise, if the gradients are averaged.
-
     Raises:
         ConfigError: If some rank would have nothing to do.
     """
     num_shards = config.num_shards()
+    # With ``batch.per_worker`` the step grows with the number of ranks.
     batch_size = config.batch.size(group.world_size)
     if num_shards is not None:
         return ShardedGradients(

@@ -33,6 +33,7 @@ def check_loss(step: Step) -> None:
     """Raise NonFiniteLossError if the step's mean loss is NaN or infinite."""
     loss = step.header.means()[0]
     if not math.isfinite(loss):
-        # The mean is not finite on all ranks, but usually because of one rank only: name that one.
+        # One rank's NaN makes the sum NaN on all ranks. Each reports whether its own share was
+        # finite before the sum, so that the job's error can name the source.
         is_source = not step.header.is_own_loss_finite
         raise NonFiniteLossError(NonFiniteLoss(loss=loss, is_source=is_source))

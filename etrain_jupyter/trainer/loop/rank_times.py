@@ -21,11 +21,7 @@ EPOCH_REPORT_S = 10.0
 
 
 class RankTimes:
-    """Accumulate the times of this rank's steps between two reports.
-
-    Args:
-        send: Sends a message to the coordinator.
-    """
+    """Accumulate the times of this rank's steps between two reports."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -45,7 +41,8 @@ class RankTimes:
         self._spent |= asdict(StepTimes())
 
     def begin(self, group: RankGroup) -> None:
-        """Begin a generation; times left from a failed one are reported as they are."""
+        """Begin a generation."""
+        # Steps of a generation that failed before its next report: under its own number.
         self.report()
         self._clear()
         self._interval_s = FIRST_REPORT_S
@@ -59,20 +56,24 @@ class RankTimes:
             step: Its number.
             times: Times of its parts.
             samples: Number of samples that this rank passed.
-            elapsed_s: Time since the end of the last step or evaluation. It includes checkpoints
-                and the time between the parts.
+            elapsed_s: Time since the end of the last step or evaluation.
         """
+        # elapsed_s of step 8, whose parts are in ``times``:
+        #
+        #     step 7 ends | checkpoint (_stall_s) | fetch, compute, sum, update | step 8 ends
         self._step, self._num_steps = step, self._num_steps + 1
         self._samples += samples
         for name, seconds in asdict(times).items():
             self._spent[name] += seconds
-        # A checkpoint before the step is part of ``elapsed_s``, and was counted already.
+        # ``add_checkpoint`` has counted the checkpoint already.
         self.last_step_s = max(0.0, elapsed_s - self._stall_s)
         self._spent["elapsed_s"] += self.last_step_s
         self._stall_s = 0.0
 
     def add_evaluation(self, seconds: float) -> None:
         """Add the time of an evaluation."""
+        # The loop restarts its clock after an evaluation, so an earlier stall is not in the next
+        # step's ``elapsed_s``.
         self._spent["evaluation_s"] += seconds
         self._stall_s = 0.0
 
@@ -91,6 +92,7 @@ class RankTimes:
     def is_due(self, *, epoch_ends: bool) -> bool:
         """Return True if the interval since the last report has elapsed."""
         passed_s = time.perf_counter() - self._began_at
+        # The end of an epoch is a natural place to report, unless epochs take only moments.
         if epoch_ends:
             return passed_s >= min(EPOCH_REPORT_S, self._interval_s)
         return passed_s >= self._interval_s

@@ -18,12 +18,7 @@ from etrain_jupyter.trainer.state.train_state import TrainState
 
 
 class SampleShares:
-    """This rank's shares of the samples, in the order in which it trains on them.
-
-    Args:
-        state: The job's state, for the current position and the seed.
-        places: For faults that change the delivered samples.
-    """
+    """This rank's shares of the samples, in the order in which it trains on them."""
 
     def __init__(self, state: TrainState, places: Places) -> None:
         self._state = state
@@ -32,17 +27,18 @@ class SampleShares:
         """An epoch and the order of its samples."""
 
     def stream(self, group: RankGroup, gradients: Gradients, *, batch_size: int) -> Iterator[Share]:
-        """Yield every micro-batch of this rank, from the current step to the end of the job.
-
-        Args:
-            group: The current process group.
-            gradients: Splits a step among the ranks and into micro-batches.
-            batch_size: Samples of a full step in this generation.
-        """
+        """Yield every micro-batch of this rank, from the current step to the end of the job."""
+        # Loader processes read ahead of the loop. So the stream computes its own position: samples
+        # that were read ahead are dropped with the generation, and the next one starts a new stream
+        # from the committed position.
+        #
+        #     committed     step 7
+        #     stream        step 8 (in progress), 9, 10 (prefetched)
+        #     after abort   step 8 again, from the next generation's stream
         state = self._state
         position = state.position
         for step in itertools.count(state.step + 1):
-            # The stream ends with the job, so that loader processes do not prefetch beyond it.
+            # Without this, loader processes would prefetch samples that no step trains on.
             if position >= state.plan.end:
                 return
             span = state.plan.span(position, batch_size)
@@ -51,9 +47,10 @@ class SampleShares:
             for part in gradients.parts(span):
                 first = span.first + part.samples.start
                 indices = order[first : first + len(part.samples)]
-                # The seed depends on step and shard or rank: a repeated step gets the same samples.
+                # Seeded by the step and the shard or rank, not by the process that fetches: a step
+                # that is repeated after a fault gets the same random augmentations.
                 yield Share(
-                    self._places.faults.spoil_indices(indices, rank=group.rank, step=step),
+                    self._places.faults.corrupt_indices(indices, rank=group.rank, step=step),
                     seed_of(state.config.seed, "train", step, part.stream, part.number),
                 )
 

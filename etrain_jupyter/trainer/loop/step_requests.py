@@ -25,17 +25,14 @@ class StepRequests:
     hooks: BoundaryHooks
 
     def collect(self, group: RankGroup, span: StepRange) -> Requests:
-        """Return this rank's requests; evaluations and checkpoints are up to rank 0.
-
-        Args:
-            group: The current process group.
-            span: The samples of the step in progress.
-        """
+        """Return this rank's requests; evaluations and checkpoints are up to rank 0."""
         is_rank_0 = group.rank == 0
+        # The boundaries before and after the step in progress, which is not committed yet.
         before = Mark(self.state.step, self.state.position)
         after = Mark(self.state.step + 1, self.state.position + span.samples)
-        # Any rank may learn of a planned change first. The clock of an interval and the age of the
-        # newest checkpoint are known to rank 0 alone.
+        # The sum of all headers decides, and is the same on all ranks. Any rank may be the first
+        # to learn of a planned change, so each may request to stop. Clocks differ between ranks,
+        # and only rank 0 knows the age of the newest checkpoint: these requests are its own.
         return Requests(
             is_change_pending=self.change_pending.is_set(),
             is_eval_due=is_rank_0 and self.evaluations.is_time_over(),

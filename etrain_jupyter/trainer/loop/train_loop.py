@@ -63,9 +63,6 @@ class TrainLoop:
     """Train a job through its plan, one generation after another.
 
     Args:
-        state: The job's state on this rank.
-        send: Sends a message to the coordinator.
-        faults: Faults to inject.
         page: Progress page that the supervisor reads; None without a supervisor.
         change_pending: Set by the control thread when it learns of a planned change. The next step
             header or evaluation batch carries it to all ranks, which stop at the same boundary.
@@ -88,7 +85,8 @@ class TrainLoop:
             config.batch, largest_pass(config.batch, plan.span(0, plan.global_batch_size).samples)
         )
         """Number of samples per pass on this rank."""
-        # Before the tracker: extras are saved in this order, and checkpoints must stay comparable.
+        # ``Update`` adds its extras before the tracker's: they are saved in this order, and
+        # checkpoints must stay comparable.
         self.update = Update(workload, config, plan)
         workload.extras = {**workload.extras, **state.best_tracker.extras}
         self.in_step = False
@@ -152,7 +150,9 @@ class TrainLoop:
         """
         # With ``batch.per_worker`` the batch grows with the number of ranks.
         self._batch_size = self.state.config.batch.size(group.world_size)
-        self.micro.tidy_up()
+        # Here and not in the exception handler of ``run``, where the exception still keeps the
+        # frames of the failed pass, and so its tensors, alive.
+        self.micro.free_failed_pass()
         return make_gradients(
             group,
             self.workload,
@@ -170,11 +170,6 @@ class TrainLoop:
 
         After ``nan`` the step is undone on all ranks, and ``undone_loss`` has the loss.
 
-        Args:
-            group: The process group of the generation.
-            gradients: From ``wrap``.
-            hooks: Called at the step boundaries.
-
         Raises:
             CommunicationError: A peer is lost. The step in flight is undone.
             Exception: The notebook's code raised. The step in flight is undone.
@@ -184,14 +179,19 @@ class TrainLoop:
         try:
             return self._run(group, gradients, hooks)
         except NonFiniteLossError as exc:
+            # Not a failure: all ranks see the same sum, undo the same step, and leave together.
             self.undone_loss, self.in_step = exc.report, False
             return self._leave("nan")
         except Exception as exc:
             is_device_broken = device_error_in(exc) is not None
-            if is_device_broken or not self.micro.give_way(exc):
+            if is_device_broken or not self.micro.shrink(exc):
                 raise
             self._log_out_of_memory(group)
-            # The other ranks wait for this rank's gradients: end the generation for them, too.
+            # Memory ran out on this rank, and its micro-batches are smaller now. The step cannot be
+            # repeated within the generation, because the other ranks are inside its collectives:
+            #
+            #     this rank   out of memory ── abort ── left (excused) ─┐
+            #     others      waiting in all_reduce ── failed ── left ──┴─ next generation
             group.abort(OUT_OF_MEMORY)
             raise CommunicationError(OUT_OF_MEMORY) from None
         finally:
@@ -214,14 +214,16 @@ class TrainLoop:
             evaluations=self._evaluations,
             hooks=hooks,
         )
-        # The rank that evaluated this state may have died before it reported or saved it.
+        # The rank 0 that evaluated this state may have died before it reported the result, or
+        # before it saved the weights as the best ones. Both are repeated if need be.
         if group.rank == 0:
             self.report_evaluations(group.generation)
         if self.step and self.step == self.state.evaluated_step:
             with self._times.checkpointing():
                 hooks.after_eval(group)
         while True:
-            # Before the check for the end: the last state is evaluated, too.
+            # Before the check for the end, because the last state is evaluated, too; and before the
+            # step, because an evaluation that the previous generation did not finish is due now.
             if self._evaluations.is_due() and not self._evaluate(group, hooks):
                 return self._leave("planned")
             if self.state.is_done:
@@ -229,12 +231,15 @@ class TrainLoop:
                 return self._leave("done")
             step = self._train_step(group, gradients, batches, requests)
             self._end_step(group, step, hooks)
+            # The sum of all headers, not this rank's own flag, which may have been set since: all
+            # ranks leave after the same step.
             if step.header.is_pending:
                 return self._leave("planned")
 
     def _end_step(self, group: RankGroup, step: Step, hooks: BoundaryHooks) -> None:
         epoch_ends = self.state.plan.is_boundary(self.state.position)
-        # The weights are copied for the digest before a hook or the next step can change them.
+        # The end of an epoch or of the job is the same step on all ranks, so their digests can be
+        # compared. The weights are copied for it before the next step changes them.
         if epoch_ends:
             self._report_digest(group)
         boundary = Boundary(
@@ -248,7 +253,7 @@ class TrainLoop:
             self._times.report()
 
     def _leave(self, end: GenerationEnd) -> GenerationEnd:
-        """End the generation: a digest that is reported later would be ignored."""
+        # The coordinator drops a digest that arrives after the generation has ended.
         self._digest.finish()
         return end
 
@@ -261,6 +266,13 @@ class TrainLoop:
         batches: Iterator[Delivered],
         requests: StepRequests,
     ) -> Step:
+        # A rank either commits a step or undoes it. If a peer dies while the sums complete, the
+        # survivors may differ by one step. The next generation starts from the newest state, which
+        # the ranks that are behind receive:
+        #
+        #     rank 0   sums complete ── update ── commit 8 ── reports 8
+        #     rank 1   sums complete ── update ── commit 8
+        #     rank 2   lost a peer before its sums were complete ── undo, stays at 7 ── behind
         self._watch.begin()
         step = self._begin_step(group, gradients, batches, requests)
         self.in_step = True
@@ -275,11 +287,12 @@ class TrainLoop:
                     step, position=self.state.position, weight=means.weight
                 )
         except BaseException as exc:
-            # After a CUDA error nothing can be copied any more, so there is nothing to restore.
+            # After a CUDA error every copy on the device would raise and hide the first error. The
+            # process ends, so nothing needs to be undone.
             if device_error_in(exc) is None:
                 self._undo(step)
             raise
-        # From here on nothing may fail: a step is either undone above or committed on all ranks.
+        # From here on nothing may raise: the weights have moved, and the counters must follow.
         self._commit(step, means.weight)
         self._report_step(step, means, is_skipped=not is_updated)
         return step
@@ -296,7 +309,8 @@ class TrainLoop:
             num_slots=gradients.num_slots,
             merges=gradients.merges,
         )
-        # A single rank has no other rank to differ from.
+        # The fingerprint costs a pass over a slice of the weights. A single rank has no other rank
+        # to compare with.
         has_peers = group.world_size > 1
         return Step(
             number=self.step + 1,
@@ -314,7 +328,8 @@ class TrainLoop:
         )
 
     def _commit(self, step: Step, weight: float) -> None:
-        """Advance the counters: from here on the step counts as trained."""
+        # All counters in one place, in the main thread, which also copies and sends the state: a
+        # checkpoint has all of them from before the step or all from after it.
         state = self.state
         self._forget_gradients()
         self.update.commit(weight)
@@ -324,29 +339,32 @@ class TrainLoop:
         state.is_eval_owed |= step.header.is_eval_requested
         self.in_step = False
         rank = step.group.rank
-        self.places.faults.spoil_weights(self.workload.model, rank=rank, step=state.step)
+        self.places.faults.corrupt_weights(self.workload.model, rank=rank, step=state.step)
 
     def _undo(self, step: Step) -> None:
+        # The weights and the optimizer have not changed yet (or are torn, see ``Update``). But a
+        # forward pass has changed the running buffers, and ``unscale`` the fp16 scaler.
         self._effects.moving.put_back(step.buffers_before)
         self._forget_gradients()
         self.workload.precision.undo()
 
     def _forget_gradients(self) -> None:
         self.workload.optimizer.zero_grad(set_to_none=True)
-        # Also those of parameters that the optimizer does not have. They would accumulate and count
-        # in the clipping norm, on old ranks but not on new ones, so that the ranks would diverge.
+        # Also those of parameters that the optimizer does not have. They would accumulate and
+        # count in the clipping norm on old ranks, but not on new ones: the ranks would diverge.
         self.workload.model.zero_grad(set_to_none=True)
 
     # --- evaluation ---
 
     def _evaluate(self, group: RankGroup, hooks: BoundaryHooks) -> bool:
-        """Evaluate the current state; return False if a planned change interrupted it."""
+        # Returns False if a planned change interrupted it.
         started_at = time.perf_counter()
         is_complete = self._evaluations.run(group, is_pending=self.change_pending.is_set)
         self._committed_at = time.perf_counter()
         self._times.add_evaluation(self._committed_at - started_at)
         if not is_complete:
             return False
+        # Early stopping makes this step the job's last one, which always has a digest.
         if self.state.best_tracker.is_over and not self.state.plan.is_boundary(self.state.position):
             self._report_digest(group)
         with self._times.checkpointing():
@@ -378,7 +396,7 @@ class TrainLoop:
             self._log("info", skip_message(self.step, means, self.workload.precision.loss_scale))
 
     def _report_digest(self, group: RankGroup) -> None:
-        """Report the digest of the weights; the audit compares those of all ranks."""
+        # The thread calls ``send`` during a later step, so the numbers are read now.
         generation, step, rank = group.generation, self.step, group.rank
 
         def send(digest: str) -> None:

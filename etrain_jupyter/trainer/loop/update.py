@@ -14,13 +14,7 @@ from etrain_jupyter.trainer.workload import Workload
 
 
 class Update:
-    """The updates of one workload's weights.
-
-    Args:
-        workload: The workload; components with a state are added to its extras.
-        config: The cell's config.
-        plan: The job's work plan.
-    """
+    """The updates of one workload's weights."""
 
     def __init__(self, workload: Workload, config: TrainConfig, plan: WorkPlan) -> None:
         self._workload = workload
@@ -28,6 +22,7 @@ class Update:
         self.rates = LearningRate(
             workload.optimizer, lr_schedule_of(config, plan), scaling_of(config)
         )
+        # Only with scaling do the rates have a state: a schedule is a function of the position.
         if scaling_of(config) is not None:
             workload.extras = {**workload.extras, "learning_rate": self.rates}
         self.is_torn = False
@@ -43,12 +38,19 @@ class Update:
             position: Samples trained before it.
             weight: Mean weight of a sample, see ``Means``.
         """
+        # The order matters:
+        #
+        #     noise            of the gradients as summed, still times the loss scale
+        #     rates            after the noise, which bounds them
+        #     weight, unscale  gradients become those of the mean loss
+        #     clip             by the norm of these gradients
+        #     optimizer        the only part that cannot be undone
         model, optimizer = self._workload.model, self._workload.optimizer
         self._take_noise(step)
         self.rates.prepare(
             position=position, count=step.span.samples, world_size=step.group.world_size
         )
-        # Dividing by zero would make all weights NaN; every rank has the same sum, so all skip.
+        # Dividing by zero would make all weights NaN. Every rank has the same sum, so all skip.
         if not weight:
             return False
         if self._workload.weight is not None:
@@ -56,7 +58,9 @@ class Update:
         self._workload.precision.unscale(optimizer)
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad_norm)
-        # If the optimizer raises half-way, nothing can restore the weights on this rank.
+        # If the optimizer raises midway, some weights have moved, and there is no copy of the old
+        # ones: it would cost as much memory as the model. The rank drops its state instead, and
+        # receives another rank's.
         self.is_torn = True
         is_updated = self._workload.precision.step(optimizer)
         self.is_torn = False
@@ -71,11 +75,11 @@ class Update:
     def _take_noise(self, step: Step) -> None:
         if step.mean_of_squares is None:
             return
-        # Both are squares of gradients that were multiplied by the loss scale.
-        by = self._workload.precision.loss_scale**2
+        # Both values are squares of gradients that were multiplied by the loss scale.
+        divisor = self._workload.precision.loss_scale**2
         gradients = [p.grad for p in self._workload.model.parameters() if p.grad is not None]
         self.rates.take_noise(
-            mean_of_squares=step.mean_of_squares / by,
-            square_of_mean=square_norm(gradients) / by,
+            mean_of_squares=step.mean_of_squares / divisor,
+            square_of_mean=square_norm(gradients) / divisor,
             world_size=step.group.world_size,
         )

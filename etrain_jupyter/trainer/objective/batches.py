@@ -55,10 +55,11 @@ def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_lo
     if has_loss and len(found) != 1:
         what = "more than one target" if found else "no target"
         raise WorkloadError(
-            f"a batch has {what}: its keys are {_listed(batch)}, and exactly one of "
-            f"{', '.join(TARGET_KEYS)} is what loss compares the output with. Rename it in the "
-            "data set or in data.collate, or write step: a function (model, batch)."
+            f"a batch has {what}: its keys are {_listed(batch)}, and loss needs exactly one of "
+            f"{', '.join(TARGET_KEYS)}. Rename the key in the data set or in data.collate, or "
+            "write step: a function (model, batch)."
         )
+    # Without a loss of the notebook, the model needs the target to compute one, and gets all keys.
     target_key = found[0] if len(found) == 1 else None
     inputs = {k: v for k, v in batch.items() if not has_loss or k != target_key}
     kwargs = _accepted(inputs, forward)
@@ -66,6 +67,7 @@ def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_lo
 
 
 def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
+    # As in the Hugging Face trainer: a data set may have columns that the model does not take.
     parameters = inspect.signature(forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return inputs
@@ -76,7 +78,7 @@ def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, 
         takes = ", ".join(p.name for p in named) or "no argument by name"
         raise WorkloadError(
             f"the model's forward takes {takes}, and a batch has the keys {_listed(inputs)} for "
-            f"it{f' (missing: {_listed(missing)})' if missing else ''}. Call them the same in the "
+            f"it{f' (missing: {_listed(missing)})' if missing else ''}. Use the same names in the "
             "data set or in data.collate, or write step: a function (model, batch)."
         )
     return kwargs

@@ -54,10 +54,6 @@ class Measures:
     and is averaged like the loss, by ``weight`` if there is one. Neither depends on how the samples
     are split into batches. The first pass, in the warm-up, determines the names and the kind of
     each value; all ranks make it with the same samples.
-
-    Args:
-        metrics: Functions of output and target.
-        is_weighted: True if the job has a ``weight``.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], *, is_weighted: bool) -> None:
@@ -95,13 +91,15 @@ class Measures:
         return found
 
     def _compare(self, is_mean: dict[str, bool]) -> None:
+        # The means are columns of the step header. If a batch had other names, ranks would add up
+        # different metrics in one column.
         if self._is_mean is None:
             self._is_mean = is_mean
         if is_mean.keys() != self._is_mean.keys():
             raise WorkloadError(
-                f"step returned {_listed(is_mean)} in addition to the loss, and the first time "
-                f"{_listed(self._is_mean)}. Return the same names for every batch, in training and "
-                "in evaluation."
+                f"step returned {_listed(is_mean)} in addition to the loss, but the first call "
+                f"returned {_listed(self._is_mean)}. Return the same names for every batch, in "
+                "training and in evaluation."
             )
         # Without a weight both kinds are averaged over samples, and need not be distinguished.
         if self._is_weighted and is_mean != self._is_mean:
@@ -118,6 +116,7 @@ class Measures:
         Args:
             columns: Sums of the shares over all passes and ranks, shape ``(M,)``.
         """
+        # columns: loss | metrics, in the order of the first pass | weight, if there is one
         loss, *rest = columns
         weight = rest.pop() if self._is_weighted else 1.0
         kinds = dict(self._is_mean or {})

@@ -61,6 +61,7 @@ class LossOfOutput:
 
 
 def _loss_in(output: Any, batch: Any) -> Any:
+    # Models of Hugging Face return an object with .loss, or a dict.
     is_dict = isinstance(output, Mapping)
     loss = output.get("loss") if is_dict else getattr(output, "loss", None)
     if loss is not None:
@@ -80,11 +81,7 @@ def _loss_in(output: Any, batch: Any) -> Any:
 
 
 class StepFunction:
-    """Objective for ``step``, the notebook's function of the model and the batch.
-
-    Args:
-        step: The notebook's function.
-    """
+    """Objective for ``step``, the notebook's function of the model and the batch."""
 
     def __init__(self, step: Callable[[nn.Module, Any], Any]) -> None:
         self._step = step
@@ -112,12 +109,7 @@ class StepFunction:
 
 
 class OnePass(nn.Module):
-    """The model and the objective as one module, with the model's parameters in their order.
-
-    Args:
-        model: The notebook's model.
-        objective: Computes the loss with it.
-    """
+    """The model and the objective as one module, with the model's parameters in their order."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()

@@ -29,20 +29,16 @@ class Weight:
     The mean loss of a batch of weight 0 is NaN (0 / 0), and so are its gradients; zero times NaN is
     not zero. So a hook on each parameter replaces its gradient by zeros in the backward pass of
     such a batch. The pass is still made, because the other ranks wait for the sums that it starts.
-
-    Args:
-        function: The notebook's function.
-        model: The model whose gradients it replaces.
     """
 
     def __init__(self, function: Callable[[Any], Any], model: nn.Module) -> None:
         self._function = function
-        self._is_nothing = False
+        self._has_no_weight = False
         self.exponent = 0
         """The unit, as an exponent of two; part of the job's state."""
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(self._pass_on)  # type: ignore[no-untyped-call]
+                parameter.register_hook(self._zero_if_no_weight)  # type: ignore[no-untyped-call]
 
     def of(self, batch: Any, count: int) -> float:
         """Return the weight of a batch, in the unit; the next backward pass must be of this batch.
@@ -63,7 +59,9 @@ class Weight:
                 f"{count} samples. Return one number of 0 or more for the whole batch, for example "
                 "the number of its tokens that count."
             )
-        self._is_nothing = value == 0
+        # Read by the hooks in the backward pass of this batch. Forward and backward passes
+        # alternate, so that one flag is enough.
+        self._has_no_weight = value == 0
         return math.ldexp(value, -self.exponent)
 
     def follow(self, mean: float) -> None:
@@ -72,20 +70,17 @@ class Weight:
         Args:
             mean: Mean weight of a sample in this step, in the unit of this step.
         """
+        # From a sum over all ranks, so that all of them choose the same unit. A step in which every
+        # weight was 0 says nothing about the next one.
         if mean:
             self.exponent += math.frexp(mean)[1]
 
-    def _pass_on(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return torch.zeros_like(gradient) if self._is_nothing else None
+    def _zero_if_no_weight(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return torch.zeros_like(gradient) if self._has_no_weight else None
 
 
 def divide_gradients(model: nn.Module, weight: float) -> None:
-    """Divide summed gradients by the mean weight, in place.
-
-    Args:
-        model: The model whose gradients are changed.
-        weight: Mean weight of a sample, above 0.
-    """
+    """Divide summed gradients by the mean weight, in place."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if gradients:
         torch._foreach_div_(gradients, weight)

@@ -50,10 +50,6 @@ def is_torchmetric(value: Any) -> bool:
 class WholeSetMetric:
     """One metric of torchmetrics from the notebook.
 
-    Args:
-        name: Its key under ``metrics``.
-        metric: The metric; only copies of it are updated.
-
     Raises:
         WorkloadError: If its states cannot be merged exactly.
     """
@@ -103,7 +99,9 @@ class WholeSetMetric:
         with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
             warnings.simplefilter("ignore")
             value = tried.compute()  # an error proves nothing: some metrics need more samples
-        self._prototype = tried  # some metrics keep more than their state after the first update
+        # Some metrics set attributes that are not states in their first update. ``compute`` needs
+        # them, and runs on a copy without an update of its own.
+        self._prototype = tried
         if value is not None:
             self._number(value)
 
@@ -112,6 +110,7 @@ class WholeSetMetric:
         merged = self.new("cpu")
         for name, reduction in merged._reductions.items():
             setattr(merged, name, _merge(reduction, [state[name] for state in states]))
+        # Without it, torchmetrics warns that ``compute`` was called before ``update``.
         merged._update_count = sum(int(state[_COUNT]) for state in states)
         return self._number(merged.compute())
 
@@ -144,7 +143,7 @@ class WholeSetMetric:
             parts = value if isinstance(value, list) else [value]
             if not all(isinstance(part, torch.Tensor) for part in parts):
                 raise WorkloadError(
-                    f"metric {self.name!r} keeps something other than tensors in {name!r}, which "
+                    f"metric {self.name!r} stores values other than tensors in {name!r}, which "
                     "cannot be gathered from the workers. Use another metric, or a function "
                     "(output, target)."
                 )
@@ -158,7 +157,6 @@ class SlotStates:
     """The states of one evaluation, on one rank.
 
     Args:
-        metrics: The metrics by name.
         device: Device of outputs and targets.
         num_slots: Number of slots of all ranks.
         first: The first slot of this rank.
@@ -223,10 +221,12 @@ class SlotStates:
 
 
 def _gather(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list[bytes]:
-    """Return the contents of every slot, on every rank; empty for a slot without batches.
-
-    Gathered by sums: only one rank contributes to each byte, so the sum is exact.
-    """
+    # The contents of every slot, on every rank; empty for a slot without batches. Gathered by sums,
+    # which can be aborted: only one rank contributes to each byte, so the sum is exact.
+    #
+    #     lengths   rank 0: [5, 0, 0]     rank 1: [0, 3, 4]     sum: [5, 3, 4]
+    #     bytes     rank 0: aaaaa.......  rank 1: .....bbbcccc  sum: aaaaabbbcccc
+    #
     # A single rank has all slots.
     if group.world_size == 1:
         return [mine.get(slot, b"") for slot in range(num_slots)]
@@ -247,6 +247,7 @@ def _gather(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list
 
 
 def _can_merge(reduction: Any, *, is_list: bool) -> bool:
+    # None means that torchmetrics itself would only gather: lists can be joined, tensors cannot.
     if reduction is None:
         return is_list
     if getattr(reduction, "__module__", "") != _REDUCTIONS:
@@ -258,6 +259,7 @@ def _can_merge(reduction: Any, *, is_list: bool) -> bool:
 def _merge(reduction: Any, values: list[Any]) -> Any:
     if isinstance(values[0], list):
         return [part for value in values for part in value]
+    # A mean of the slots' states, as torchmetrics computes it over ranks.
     if reduction.__name__ == "dim_zero_mean":
         return values[0] if len(values) == 1 else torch.stack(values).mean(dim=0)
     if reduction.__name__ == "dim_zero_cat":
@@ -266,7 +268,7 @@ def _merge(reduction: Any, values: list[Any]) -> Any:
 
 
 def _tensor_in(output: Any) -> Any:
-    """Return the logits of a Hugging Face output: torchmetrics needs tensors."""
+    # torchmetrics needs tensors: the logits of a Hugging Face output.
     if isinstance(output, Mapping):
         output = output.get("logits", output)
     elif not isinstance(output, torch.Tensor):

@@ -26,7 +26,6 @@ class BackgroundDigest:
 
     Args:
         beat: Sends a heartbeat; called by the main thread only.
-        warn: Logs a warning.
     """
 
     def __init__(self, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
@@ -62,6 +61,7 @@ class BackgroundDigest:
 
     def finish(self) -> None:
         """Wait for the digest, with heartbeats as long as the thread makes progress."""
+        # The heartbeats depend on the thread: if hashing hangs, this rank must be seen to hang.
         thread, seen = self._thread, -1
         while thread is not None and thread.is_alive():
             if self._num_pieces != seen:
@@ -77,6 +77,7 @@ class BackgroundDigest:
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             copy = made.get(key) if value.numel() else None
             if copy is None:
+                # Memory of the previous copy: allocating it anew takes longer than copying.
                 copy = self._copies.get(name)
                 if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                     copy = torch.empty(value.shape, dtype=value.dtype)

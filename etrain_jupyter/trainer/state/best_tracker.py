@@ -25,9 +25,6 @@ from etrain_jupyter.trainer.state.capture import Stateful
 class BestTracker:
     """Apply ``checkpoint.best`` and ``early_stopping``. Inactive if neither is configured.
 
-    Args:
-        config: The cell's config.
-
     Attributes:
         best: The best evaluations, best first. Replaced as a whole, so that any thread may read it.
     """
@@ -41,13 +38,11 @@ class BestTracker:
     @property
     def extras(self) -> Mapping[str, Stateful]:
         """Return the stateful components to checkpoint: this tracker, if it is in use."""
+        # "judge" is this component's name in the checkpoint format.
         return {"judge": self} if self._best_config or self._stop_config else {}
 
     def check(self, names: Collection[str]) -> None:
         """Check that the configured metrics are evaluated.
-
-        Args:
-            names: Names of the metrics that the warm-up has measured.
 
         Raises:
             WorkloadError: If a configured metric is not among them.
@@ -61,12 +56,7 @@ class BestTracker:
                 )
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
-        """Record an evaluation.
-
-        Args:
-            step: Number of committed steps.
-            values: Means over the evaluation set by name, including ``loss``.
-        """
+        """Record an evaluation."""
         if self._best_config is not None:
             found = EvaluationRecord(step, values[self._best_config.metric])
             self.best = add_evaluation(self.best, found, mode=self._best_config.mode)
@@ -104,12 +94,13 @@ class BestTracker:
         return {
             "best": [list(known) for known in self.best],
             "trend": asdict(self._trend),
-            "asked": self._asked,
+            "asked": self._metrics_in_use,
         }
 
     @property
-    def _asked(self) -> dict[str, Any]:
-        """Return the metrics that the numbers belong to: a resumed job may use others."""
+    def _metrics_in_use(self) -> dict[str, Any]:
+        # Saved with the numbers: a resumed job may use another metric or the other direction, and
+        # its values must not be compared with these.
         asked = {"best": self._best_config, "trend": self._stop_config}
         return {
             name: [wanted.metric, wanted.mode] if wanted is not None else None
@@ -118,8 +109,9 @@ class BestTracker:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Adopt another trainer's evaluations, as far as they are of the same metrics."""
-        theirs = state_dict.get("asked", self._asked)  # older checkpoints have no such entry
-        if theirs["best"] == self._asked["best"]:
+        # Older checkpoints have no such entry: their metrics are taken to be the same.
+        theirs = state_dict.get("asked", self._metrics_in_use)
+        if theirs["best"] == self._metrics_in_use["best"]:
             self.best = tuple(EvaluationRecord(*known) for known in state_dict["best"])
-        if theirs["trend"] == self._asked["trend"]:
+        if theirs["trend"] == self._metrics_in_use["trend"]:
             self._trend = Trend(**state_dict["trend"])

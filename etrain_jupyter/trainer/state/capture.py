@@ -61,6 +61,8 @@ def take_state(
     Raises:
         StateError: If some value cannot be sent or saved.
     """
+    # ``state_dict`` alone is incomplete: a non-persistent buffer may still influence training, and
+    # a rank that joins must compute the same as the others.
     tensors: Tensors = {}
     modules: dict[str, Any] = {}
     for name, value in model.state_dict().items():
@@ -88,8 +90,9 @@ def take_state(
 
 def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[str, Any]:
     held = optimizer.state_dict()
-    if not _is_ordinary(optimizer):
+    if not _has_standard_state(optimizer):
         return {"whole": pack(held, name=OPTIMIZER + "whole", tensors=tensors)}
+    # As pairs: JSON would turn the integer keys of a dict into strings.
     state = [
         [key, pack(values, name=f"{OPTIMIZER}{key}", tensors=tensors)]
         for key, values in held["state"].items()
@@ -98,8 +101,9 @@ def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[
     return {"state": state, "param_groups": groups}
 
 
-def _is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if torch's own ``state_dict`` applies, so that the state may be set directly."""
+def _has_standard_state(optimizer: torch.optim.Optimizer) -> bool:
+    # If torch's own ``state_dict`` applies, the state may be read and set directly, without copies.
+    # An override or a hook may convert it in ways that only its counterpart undoes.
     base, kind = torch.optim.Optimizer, type(optimizer)
     has_hooks = any(
         getattr(optimizer, f"_optimizer_{when}_hooks", None)
@@ -117,7 +121,14 @@ def _is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _names_in_host_memory(tensors: Tensors, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the tensors that stay in host memory even if the model is on a GPU."""
+    # Tensors that stay in host memory even if the model is on a GPU. The receiver may have another
+    # kind of device than the sender, so the tensor's own device does not decide:
+    #
+    #     sender's model   tensor in host memory          stays in host memory on the receiver
+    #     on a GPU         any                            yes: its owner keeps it there
+    #     on the CPU       of an extra                    yes
+    #     on the CPU       a step counter                 yes, unless capturable or fused
+    #     on the CPU       other state of the optimizer   no: it follows the parameters
     is_on_device = any(t.is_cuda for name, t in tensors.items() if name.startswith(MODEL))
     follows = any(g.get("capturable") or g.get("fused") for g in optimizer.param_groups)
     return [
@@ -130,7 +141,7 @@ def _names_in_host_memory(tensors: Tensors, optimizer: torch.optim.Optimizer) ->
 
 
 def _is_counter(name: str) -> bool:
-    """Return True for an optimizer's step counter, which torch keeps in host memory."""
+    # torch keeps the step counters of most optimizers in host memory.
     return name.startswith(OPTIMIZER) and name.endswith(".step")
 
 
@@ -153,10 +164,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 
 
 def living_tensors(model: nn.Module) -> Tensors:
-    """Return the model's own parameters and buffers by their names in the state.
-
-    A parameter that a hook converts in ``state_dict`` is left out.
-    """
+    """Return the model's own parameters and buffers by their names in the state."""
     entries = model.state_dict()
     own: Tensors = {}
     # Tied weights have several names, and each must be found.
@@ -166,18 +174,18 @@ def living_tensors(model: nn.Module) -> Tensors:
     for name, tensor in own.items():
         if name not in entries:
             living[BUFFER + name] = tensor
+        # A hook may convert a parameter in ``state_dict``. Then the entry has other memory, and
+        # only ``load_state_dict`` can convert it back.
         elif isinstance(entries[name], torch.Tensor) and is_same_memory(entries[name], tensor):
             living[MODEL + name] = tensor
     return living
 
 
 def own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the tensors of model and optimizer that a new state can be written into.
-
-    An optimizer that overrides ``state_dict`` may return copies, so its tensors are left out.
-    """
+    """Return the tensors of model and optimizer that a new state can be written into."""
     own: Tensors = {}
-    if _is_ordinary(optimizer):
+    # An optimizer that overrides ``state_dict`` may return copies.
+    if _has_standard_state(optimizer):
         _take_optimizer(optimizer, own)
     return own | living_tensors(model)
 
@@ -232,6 +240,7 @@ def put_state(
 def _put_model(model: nn.Module, modules: dict[str, Any], tensors: Tensors) -> None:
     living = living_tensors(model)
     given = {name: t for name, t in tensors.items() if name.startswith(MODEL)}
+    # After a state transfer, all tensors are already the model's own, and there is nothing to load.
     if modules or any(tensor is not living.get(name) for name, tensor in given.items()):
         values: dict[str, Any] = {name.removeprefix(MODEL): t for name, t in given.items()}
         values |= {name: unpack(value, tensors.__getitem__) for name, value in modules.items()}
@@ -249,21 +258,23 @@ def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], fin
         return
     groups = unpack(packed["param_groups"], find)
     state = {key: unpack(values, find) for key, values in packed["state"]}
-    if not _is_ordinary(optimizer):
+    if not _has_standard_state(optimizer):
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         return
     mine = optimizer.param_groups
     sizes, their_sizes = ([len(g["params"]) for g in some] for some in (mine, groups))
     if sizes != their_sizes:
         raise StateError(
-            f"the optimizer has parameter groups of {sizes} tensors, and the state those of "
+            f"the optimizer has parameter groups of {sizes} tensors, but the state has groups of "
             f"{their_sizes}. Build the same model and optimizer on every rank."
         )
-    # torch's load_state_dict would copy everything twice and cast it to the parameters' types.
+    # torch's load_state_dict would copy everything twice and cast it to the parameters' types. Here
+    # the state's keys (numbers of parameters) are replaced by this rank's parameters, in order.
     owners: dict[Any, torch.Tensor] = {}
     for own, theirs in zip(mine, groups, strict=True):
         params = own["params"]
         owners |= dict(zip(theirs["params"], params, strict=True))
+        # The dict itself is kept: a scheduler of the notebook may refer to it.
         own.clear()
         own.update({**theirs, "params": params})
     owned = defaultdict(dict, {owners.get(key, key): values for key, values in state.items()})
@@ -271,7 +282,7 @@ def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], fin
 
 
 def _of_first_format(header: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """Convert a header of the first format to the current one."""
+    # The first format named tensors optimizer.INDEX.NAME, and had other values in "scalars".
     state: dict[int, dict[str, Any]] = {}
     for key in tensors:
         if key.startswith(OPTIMIZER):

@@ -60,8 +60,6 @@ def put_checkpoint(
 ) -> None:
     """Load a checkpoint's state; components that were added or replaced start from scratch.
 
-    A checkpoint of an older version has no ``about``; its state must be of an unchanged job.
-
     Args:
         workload: The workload to load the state into.
         header: Contents of ``state.json``.
@@ -72,15 +70,23 @@ def put_checkpoint(
     Raises:
         CheckpointError: If the checkpoint is of another model.
     """
-    told = header.get("about") or {}
+    # changed in the cell     what happens
+    # the model               refused: no part of the state would fit
+    # the optimizer's class   warning: the weights are loaded, the optimizer starts from scratch
+    # its options             warning: its state is loaded, then the cell's options are put back
+    # an extra is gone        warning: its state is ignored
+    # an extra is new         it starts from scratch
+    #
+    # A checkpoint of an older version has no "about": the job is taken to be unchanged.
+    metadata = header.get("about") or {}
     header = _without_lost_parts(workload, header, warn)
     optimizer = workload.optimizer
     rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    is_same_kind = told.get("optimizer", _kind_of(optimizer)) == _kind_of(optimizer)
+    is_same_kind = metadata.get("optimizer", _kind_of(optimizer)) == _kind_of(optimizer)
     target = optimizer
     if not is_same_kind:
-        change = f"was {told['optimizer']} and is {_kind_of(optimizer)}"
-        warn(f"the optimizer {change}: it starts from scratch")
+        change = f"from {metadata['optimizer']} to {_kind_of(optimizer)}"
+        warn(f"the optimizer has changed {change}: its state starts from scratch")
         # Load into a stand-in, so that the new optimizer keeps its initial state.
         target = torch.optim.SGD(workload.model.parameters(), lr=0.0)
         header = header | {"optimizer": {"state": [], "param_groups": _plain_groups(target)}}
@@ -90,13 +96,13 @@ def put_checkpoint(
         reason = " ".join(str(exc).split())
         raise CheckpointError(
             f"the checkpoint does not fit this model ({reason}). Nothing was trained, and all "
-            "checkpoints are kept. Resume with the previous model"
+            "checkpoints are kept. Resume with the model that the checkpoint was written with"
         ) from exc
-    asked = (told.get("config") or {}).get("optimizer")
+    asked = (metadata.get("config") or {}).get("optimizer")
     if not is_same_kind or config is None or asked is None:
         return
     if asked != config.optimizer.model_dump(mode="json"):
-        warn("the optimizer has other options than before: those of the cell are used")
+        warn("the optimizer's options have changed: training uses the cell's options")
         # The state was loaded with its old options: put the cell's options back.
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group.update(own)
@@ -104,10 +110,10 @@ def put_checkpoint(
 
 def _without_lost_parts(workload: Workload, header: dict[str, Any], warn: Warn) -> dict[str, Any]:
     extras = header.get("extras", {})
-    lost = sorted(set(extras) - set(workload.extras))
-    for name in lost:
-        warn(f"the checkpoint has the state of '{name}', which this job does not use any more")
-    return header | {"extras": {k: v for k, v in extras.items() if k not in lost}}
+    removed = sorted(set(extras) - set(workload.extras))
+    for name in removed:
+        warn(f"the checkpoint's state of '{name}' is ignored: this job no longer uses it")
+    return header | {"extras": {k: v for k, v in extras.items() if k not in removed}}
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -14,14 +14,10 @@ RETRY_S = 30.0
 
 
 class CheckpointPace:
-    """Timer for ``checkpoint.every: auto``, with an interval that the coordinator chooses.
+    """Timer for ``checkpoint.every: auto``, with an interval that the coordinator chooses."""
 
-    The control thread sets it and the main thread queries it. Both read and write single numbers.
-
-    Args:
-        now: The current time; the first interval starts here.
-    """
-
+    # No lock: the control thread calls ``adopt`` while the main thread queries, but both read and
+    # write single numbers, and a value that is one moment old does no harm.
     def __init__(self, *, now: float) -> None:
         self.interval_s = FIRST_S
         self._last_at = now
@@ -29,6 +25,7 @@ class CheckpointPace:
     def adopt(self, pace: PaceUpdate, *, now: float) -> None:
         """Adopt the coordinator's interval, and the newest checkpoint's age if it is given."""
         self.interval_s = pace.interval_s
+        # As an age, because clocks of machines differ.
         if pace.age_s is not None:
             self._last_at = now - pace.age_s
 
@@ -40,8 +37,9 @@ class CheckpointPace:
         """Restart the interval: a checkpoint has started."""
         self._last_at = now
 
-    def hurry(self, now: float) -> None:
+    def retry_soon(self, now: float) -> None:
         """Shorten the interval after a failed checkpoint: the store may be available again soon."""
+        # Due RETRY_S from now, or after one interval if that is shorter.
         self._last_at = now - max(0.0, self.interval_s - RETRY_S)
 
 
@@ -53,8 +51,6 @@ class CheckpointPolicy:
 
     Args:
         every: ``checkpoint.every``; None for ``auto``.
-        plan: The job's work plan.
-        now: The current time.
     """
 
     def __init__(self, every: Interval | None, plan: WorkPlan, *, now: float) -> None:
@@ -77,6 +73,7 @@ class CheckpointPolicy:
         return self._is_owed or self._becomes_due(before, after, is_rank_0=is_rank_0, now=now)
 
     def _becomes_due(self, before: Mark, after: Mark, *, is_rank_0: bool, now: float) -> bool:
+        # A request by the coordinator, for example before the machine is interrupted.
         if self._is_requested.is_set():
             return True
         if self._every is not None:
@@ -90,22 +87,24 @@ class CheckpointPolicy:
     ) -> None:
         """Record a committed step; a checkpoint that it makes due is owed until ``take_start``.
 
-        Every rank records this, not only rank 0: a rank that becomes rank 0 after a failure does
-        not know whether its predecessor's last checkpoint became durable, so it saves again.
-
         Args:
             before: Progress before the step.
             after: Progress after it.
             is_rank_0: True on rank 0, the only rank that starts checkpoints.
-            is_agreed: True if rank 0 has asked all ranks to save after this step. Then the
-                checkpoint is owed even if ``is_due`` has become False since, because the
-                coordinator reported a younger checkpoint: the other ranks are already writing.
+            is_agreed: True if rank 0 has requested that all ranks save after this step.
             now: The current time.
         """
+        # Every rank records this, not only rank 0. A rank that becomes rank 0 after a failure does
+        # not know whether its predecessor's last checkpoint became durable, so it saves again:
+        #
+        #     rank 0   step 100 is due ── starts ── (dies while writing)
+        #     rank 1   step 100 is owed ───────────── becomes rank 0 ── saves step 101
         if self._becomes_due(before, after, is_rank_0=is_rank_0, now=now):
             self._is_owed = True
             if self._every is not None and not self._is_requested.is_set():
                 self._every.restart(now)
+        # Even if it is not due any more, because the coordinator reported a younger checkpoint
+        # since the step's header: the other ranks are already writing their parts.
         if is_agreed and is_rank_0:
             self._is_owed = True
 

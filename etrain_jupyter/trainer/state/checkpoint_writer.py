@@ -28,7 +28,7 @@ from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.job_checkpoints import JobCheckpoints, Writers
 from etrain_jupyter.trainer.state.model_config import config_of
 from etrain_jupyter.trainer.state.parts import CONFIG_PART, STATE_PART
-from etrain_jupyter.trainer.state.sharded_write import LEAST_PATIENCE_S
+from etrain_jupyter.trainer.state.sharded_write import MIN_TIMEOUT_S
 from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.state_copy import StateCopy
 from etrain_jupyter.trainer.state.train_state import TrainState
@@ -88,12 +88,10 @@ class _Waiting:
 class CheckpointWriter:
     """Write copies of the state to the store, one at a time, and prune old checkpoints.
 
-    All public methods are for the main thread.
+    All public methods except ``count_written`` are for the main thread.
 
     Args:
-        checkpoints: The job's checkpoints.
         state: For the config, the model's own config and the best evaluations.
-        send: Sends a message to the coordinator.
         slowdown: Measures the slowdown of steps during the write.
         beat: Sends a heartbeat from the writer thread; called only while the main thread waits.
     """
@@ -122,7 +120,7 @@ class CheckpointWriter:
         self._is_awaited = False
         self._has_succeeded = False
         """True if the last write succeeded. Writer thread only."""
-        self._complaint = ""
+        self._warned_about = ""
         """Last reported reason why old checkpoints were not removed. Writer thread only."""
         self.num_written = 0
         """Bytes written so far of the checkpoint in flight."""
@@ -167,6 +165,8 @@ class CheckpointWriter:
             self._slowdown.begin()
             self._run(lambda: self._take(waiting))
         else:
+            # The waiting copy, if there is one, is older than this one, and is dropped. The writer
+            # may take it at the same moment; then both are written.
             with contextlib.suppress(queue.Empty):
                 self._forget(self._waiting.get_nowait().copy)
             self._waiting.put_nowait(waiting)
@@ -183,6 +183,7 @@ class CheckpointWriter:
         with contextlib.suppress(queue.Empty):
             while True:
                 result = self._results.get_nowait()
+                # Every other result ends this attempt to write the copy.
                 if not isinstance(result, StoreListed):
                     self._forget(result.copy)
                 yield result
@@ -213,6 +214,7 @@ class CheckpointWriter:
     def _take(self, waiting: _Waiting) -> None:
         copy = waiting.copy
         try:
+            # The checkpoint before it has just shown that the store is still unavailable.
             if waiting.needs_success and not self._has_succeeded:
                 self._results.put(CopyPostponed(copy=copy))
             elif waiting.is_retry and not self._checkpoints.is_valid(copy.generation, copy.step):
@@ -221,13 +223,15 @@ class CheckpointWriter:
             else:
                 self._write(replace(copy, generation=waiting.generation))
         except BaseException:
-            # The top of the thread. Training continues without this checkpoint.
+            # The top of the thread. Training continues without this checkpoint, and the copy must
+            # not count as under way forever.
             self._results.put(CopyDone(copy=copy))
             traceback.print_exc()
             raise
 
     def _write(self, copy: StateCopy) -> None:
-        """Write one copy and report the result."""
+        # Two reports: a result for the main thread, which manages the copy's memory, and a message
+        # to the coordinator, which may be waiting for this checkpoint.
         try:
             manifest = self._commit(copy)
         except CheckpointError as exc:
@@ -255,7 +259,7 @@ class CheckpointWriter:
 
     def _fail(self, copy: StateCopy, error: str) -> None:
         self._has_succeeded = False
-        # The other ranks wait for a folder; an empty name means that there is none.
+        # The other ranks may be waiting for a folder; an empty name means that there is none.
         if copy.sharded is not None:
             copy.sharded.announce(copy.step, "")
         retry_after_s = BEST_RETRY_S[min(copy.num_failures, len(BEST_RETRY_S) - 1)]
@@ -273,11 +277,12 @@ class CheckpointWriter:
         self._send(CheckpointNotWritten(step=copy.step, error=error))
 
     def _commit(self, copy: StateCopy) -> Manifest | None:
-        """Write a copy's parts and its manifest; return None if the copy is not needed.
-
-        Raises:
-            CheckpointError: If the store fails, or a later generation writes to it.
-        """
+        # writers known ── claim ── begin folder ── parts ── commit manifest
+        #      |             |                                   |
+        #      |             a later generation writes: refuse   the checkpoint exists only now
+        #      weights as good are durable: not needed (None)
+        #
+        # A crash before the commit leaves parts without a manifest, which no reader looks at.
         writers = self._checkpoints.read_writers()
         self._results.put(StoreListed(writers=writers))
         # The training thread made this copy without a store request; now the writers are known.
@@ -307,12 +312,12 @@ class CheckpointWriter:
         return manifest
 
     def _is_superseded(self, copy: StateCopy, writers: Writers) -> bool:
-        """Return True if weights at least as good are durable; warn if better ones were lost."""
         if self._checkpoints.has_valid(writers, copy.best_steps):
             return True
+        # ``best_steps`` ends with the copy's own step: longer than one, it was not the best.
         if len(copy.best_steps) > 1:
             text = (
-                f"step {copy.step} is saved as the best that is left: the weights of step "
+                f"step {copy.step} is saved as the best remaining step: the weights of step "
                 f"{copy.best_steps[0]} never became durable"
             )
             self._send(TextLogged(level="warning", text=text))
@@ -321,7 +326,8 @@ class CheckpointWriter:
     def _put_parts(
         self, copy: StateCopy, folder: str, contents: Mapping[str, bytes | memoryview]
     ) -> dict[str, Part]:
-        """Write all parts, except for those that other ranks deliver in time."""
+        # rank 0      announce folder ── write own files ── wait ── late ones ── manifest
+        # other rank       └─ write its file ── report size and digest ┘
         if copy.sharded is None:
             return {name: self._put_part(folder, name, data) for name, data in contents.items()}
         sharded, began_at = copy.sharded, time.monotonic()
@@ -334,7 +340,7 @@ class CheckpointWriter:
         }
         # The other ranks started at the same boundary and write no more than this rank did.
         own_s = time.monotonic() - began_at
-        deadline = time.monotonic() + max(LEAST_PATIENCE_S, 3 * own_s)
+        deadline = time.monotonic() + max(MIN_TIMEOUT_S, 3 * own_s)
         missing = []
         for name in helped:
             part = sharded.wait_for(copy.step, name, max(0.0, deadline - time.monotonic()))
@@ -364,7 +370,7 @@ class CheckpointWriter:
             self._beat()
 
     def _prune(self, generation: int) -> None:
-        """Remove old checkpoints. A failure is only logged: the new checkpoint is durable."""
+        # ``best`` is a tuple that the main thread replaces as a whole, so it is safe to read here.
         best = [known.step for known in self._state.best_tracker.best]
         keep = self._state.config.checkpoint.keep
         try:
@@ -374,6 +380,6 @@ class CheckpointWriter:
         except CheckpointError as exc:
             complaint = str(exc)
         # Once per problem, not once per checkpoint.
-        if complaint and complaint != self._complaint:
+        if complaint and complaint != self._warned_about:
             self._send(TextLogged(level="warning", text=f"{complaint}. Training continues"))
-        self._complaint = complaint
+        self._warned_about = complaint

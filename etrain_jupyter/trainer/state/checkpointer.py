@@ -43,18 +43,7 @@ CLOSE_LOG_AFTER_S = 5.0
 
 
 class Checkpointer:
-    """Save checkpoints when this trainer is rank 0, and help to write them when it is not.
-
-    Args:
-        store: The store for checkpoints.
-        state: The state to save and restore.
-        job_id: The job.
-        send: Sends a message to the coordinator. Safe from any thread.
-        records_after: Returns the records of the steps after a given one.
-        code_digest: Digest of the notebook's code.
-        starts: Step at which each generation of the job began, up to the current one.
-        page: Progress page for heartbeats; None without a supervisor.
-    """
+    """Save checkpoints when this trainer is rank 0, and help to write them when it is not."""
 
     def __init__(
         self,
@@ -134,14 +123,19 @@ class Checkpointer:
     def wants_save(self, before: Mark, after: Mark) -> bool:
         """Return True if all ranks shall write a checkpoint of the state after this step together.
 
-        Rank 0 calls this within the step. A checkpoint that it writes alone needs no agreement.
+        Called on rank 0, within the step.
         """
+        # All ranks must copy the state of the same boundary, so rank 0 requests it in the header of
+        # the step that leads there. A checkpoint that rank 0 writes alone needs no agreement.
         if not self._is_sharding_worth_it() or self._writer.is_busy:
             return False
         return self._policy.is_due(before, after, is_rank_0=True, now=time.monotonic())
 
     def after_step(self, boundary: Boundary) -> None:
         """Start a checkpoint if one is due. The coordinator requests that of the last step."""
+        # interval       due at 10          due at 20             due at 30
+        # main thread    copy 10 ......     owed ...... copy 23   copy 30
+        # writer              +-- write 10 -----------+    +- write 23 -+
         rank, generation = boundary.group.rank, boundary.group.generation
         # Read before the results: if the writer finishes in between, its results are complete.
         is_writing = self._writer.is_busy
@@ -149,6 +143,7 @@ class Checkpointer:
         self._slowdown.take_step(boundary.step_s, is_writing=self._was_writing)
         self._was_writing = is_writing
         is_done = self._state.is_done
+        # Rank 0 does not start a checkpoint of the last step either, see below.
         if boundary.is_save_agreed and rank != 0 and not is_done:
             self._write_shard()
         now = time.monotonic()
@@ -157,6 +152,8 @@ class Checkpointer:
         )
         if rank != 0 or is_done or is_writing:
             return  # a checkpoint that is due starts at the first boundary after the one in flight
+        # If all ranks are to write, but have not agreed in this step (it has become due only after
+        # the header), it stays owed: the next step's header requests it.
         if self._policy.is_owed and (boundary.is_save_agreed or not self._is_sharding_worth_it()):
             self._policy.take_start()
             sharded = self._sharded if boundary.is_save_agreed else None
@@ -167,16 +164,18 @@ class Checkpointer:
             self._was_writing = True
 
     def after_eval(self, group: RankGroup) -> None:
-        """Save the current state if it was evaluated better than everything that is durable.
-
-        The durable checkpoints count, not the evaluations: the weights of the best evaluation are
-        lost if rank 0 dies while it saves them. Saving the job's last state is up to the
-        coordinator.
-        """
+        """Save the current state if it was evaluated better than everything that is durable."""
+        # What is durable counts, not what was evaluated. Rank 0 may die while it saves the best
+        # weights, which are lost then, and the next best ones are worth saving (mode: max):
+        #
+        #     evaluation   step 4: 0.90       step 8: 0.85               step 12: 0.80
+        #     rank 0       saving 4 ... dies
+        #     rank 1                          4 is not durable: save 8   8 is durable: nothing
         self._take_results()
         if self._durable_in != group.generation:
             # Another rank may have been rank 0 and removed checkpoints since.
             self._durable_in, self._durable = group.generation, {}
+        # The coordinator requests the checkpoint of the job's last state.
         if group.rank != 0 or self._state.is_done:
             return
         steps = [known.step for known in self._state.best_tracker.best]
@@ -187,7 +186,8 @@ class Checkpointer:
                 self._start(group.generation, best_steps=best_steps)
 
     def _is_kept(self, steps: Collection[int]) -> bool:
-        """Return True if one of these steps is durable or will be, as far as is known here."""
+        # Durable, on its way, or waiting for a retry, as far as this thread knows. The writer looks
+        # into the store again before it writes.
         if self._unsaved_best is not None and self._unsaved_best.step in steps:
             return True
         return self._writer.has_under_way(steps) or self._checkpoints.has_valid(
@@ -235,6 +235,8 @@ class Checkpointer:
         sharded: ShardedWrite | None = None,
     ) -> None:
         self._take_results()
+        # The memory of the last copy, if its write is complete. While it is still being written,
+        # this is empty, and new memory is allocated.
         spare, self._spare = self._spare, {}
         copy = copy_state(
             self._state,
@@ -258,7 +260,7 @@ class Checkpointer:
             self._writer.retry(unsaved, generation=generation, needs_success=True)
 
     def _take_results(self) -> None:
-        """Process what the writer thread has reported since the last call."""
+        # In the main thread, so that these fields need no lock.
         for result in self._writer.take_results():
             match result:
                 case StoreListed():
@@ -272,9 +274,11 @@ class Checkpointer:
 
     def _take_failure(self, failure: CopyFailed) -> None:
         copy = failure.copy
+        # A scheduled checkpoint is not written again: a newer state is available for the retry. The
+        # best weights exist only in this copy, so it is kept until it is durable or superseded.
         if not copy.best_steps:
             self._spare = copy.files
-            self._policy.pace.hurry(failure.failed_at)
+            self._policy.pace.retry_soon(failure.failed_at)
         elif self._writer.has_better(copy):
             self._spare = copy.files
         else:
@@ -282,19 +286,17 @@ class Checkpointer:
             self._retry_at = failure.failed_at + failure.retry_after_s
 
     def _write_shard(self) -> None:
-        """Write this rank's part of a checkpoint that all ranks have agreed on."""
         assert self._sharded is not None
         workload = self._state.workload
         _, tensors = take_state(workload.model, workload.optimizer, workload.extras)
         self._shard_writer.begin(self._sharded, self._state.step, tensors)
 
     def _beat(self) -> None:
-        """Send a heartbeat from the main thread."""
         if self._page is not None:
             self._page.beat()
 
     def _beat_saving(self) -> None:
-        """Send a heartbeat from a thread that writes, while the main thread waits for it."""
+        # From the writing thread, while the main thread waits for it.
         if self._page is not None:
             self._page.beat(phase="saving")
 
@@ -302,9 +304,6 @@ class Checkpointer:
 
     def restore_newest(self, *, logged_step: int) -> list[dict[str, Any]] | None:
         """Load the newest usable checkpoint, and return the records of its last steps.
-
-        Args:
-            logged_step: The newest step in the log.
 
         Returns:
             None if there is no checkpoint. The state is unchanged then.

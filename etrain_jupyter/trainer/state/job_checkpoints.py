@@ -32,8 +32,6 @@ class JobCheckpoints:
     """The checkpoints of one job.
 
     Args:
-        store: The store.
-        job_id: The job.
         starts: Step at which each generation of the job began, up to the current one.
     """
 
@@ -50,10 +48,13 @@ class JobCheckpoints:
 
     def has_valid(self, writers: Writers, steps: Collection[int]) -> bool:
         """Return True if a valid checkpoint of one of ``steps`` is among ``writers``."""
+        # Validated again at each call: a later generation may have gone back behind the step.
         return any(step in writers and self.is_valid(writers[step], step) for step in steps)
 
     def read_writers(self) -> Writers:
         """Return the generation that wrote each checkpoint, where the manifest can be read."""
+        # A manifest that cannot be read now, perhaps because another rank is pruning it, must not
+        # fail the checkpoint that is about to be written.
         writers = {}
         for step in self.store.list_steps():
             with contextlib.suppress(CheckpointError):
@@ -68,20 +69,21 @@ class JobCheckpoints:
         Raises:
             CheckpointError: If a later generation has written; this rank is cut off then.
         """
+        # This fence is not atomic: a later generation may write after the check. Such a write is
+        # harmless, because ``is_valid`` rejects it when it is read.
         newest, known = max(((g, known) for known, g in writers.items()), default=(0, 0))
         if newest > generation:
             raise CheckpointError(
-                f"generation {generation} was given up: generation {newest} has saved step "
+                f"generation {generation} was abandoned: generation {newest} has saved step "
                 f"{known}. Nothing was written"
             )
+        # Generation 1 trained on alone and saved step 30, which is not the job's. Generation 2 now
+        # reaches its own step 30.
         if step in writers and not self.is_valid(writers[step], step):
             self.store.prune([other for other in self.store.list_steps() if other != step])
 
     def prune(self, generation: int, *, keep: int, best: Iterable[int]) -> Writers:
         """Remove old checkpoints, and return those that are left.
-
-        Nothing is removed once a later generation writes: this rank does not know which of the
-        checkpoints is the later generation's best one.
 
         Args:
             generation: The generation that has just saved.
@@ -92,7 +94,9 @@ class JobCheckpoints:
             CheckpointError: If the store fails.
         """
         writers = self.read_writers()
-        # Compare generations, not steps: a later generation may have gone back to an earlier step.
+        # Once a later generation writes, this rank is cut off: it does not know which checkpoint is
+        # that generation's best one, and must not remove any. Generations are compared, not steps,
+        # because a later generation may have gone back to an earlier step.
         if max(writers.values(), default=0) > generation:
             return writers
         durable = (s for s in best if s in writers and self.is_valid(writers[s], s))
@@ -103,12 +107,6 @@ class JobCheckpoints:
 
     def open_newest(self, *, logged_step: int) -> OpenCheckpoint | None:
         """Open the newest checkpoint that is intact, valid, and in reach of the log.
-
-        A checkpoint may be ahead of the log, because its records are also stored in it. It is
-        skipped if there is a gap between the log and these records.
-
-        Args:
-            logged_step: The newest step in the log.
 
         Returns:
             None if the job has no checkpoint.
@@ -122,9 +120,15 @@ class JobCheckpoints:
         def check(manifest: Manifest, files: dict[str, Path]) -> None:
             if not self.is_valid(manifest.generation, manifest.step):
                 raise CheckpointError(
-                    f"generation {manifest.generation} wrote it after it had been given up"
+                    f"generation {manifest.generation} wrote it after it had been abandoned"
                 )
             check_parts(manifest, files, NEEDED)
+            # A checkpoint may be ahead of the log: rank 0 may have died after the checkpoint was
+            # durable, and before its last steps were logged. Their records are in the checkpoint:
+            #
+            #     log                    ... 97  98
+            #     checkpoint of 100      records 1 ... 100: steps 99 and 100 are logged from it
+            #     checkpoint of 300      records 201 ... 300: steps 99 to 200 are unknown, skipped
             known = {record["step"] for record in header_of(files).get("records", [])}
             missing = set(range(logged_step + 1, manifest.step + 1)) - known
             if missing:

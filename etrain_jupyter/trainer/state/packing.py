@@ -34,8 +34,10 @@ def pack(value: Any, *, name: str, tensors: Tensors) -> Any:
     Raises:
         StateError: If the value contains anything else.
     """
+    # ``bool`` before ``int``, of which it is a subclass.
     if value is None or isinstance(value, bool | str):
         return value
+    # Converted, because a subclass (an IntEnum, a NumPy float) may have another text in JSON.
     if isinstance(value, int | float):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, np.generic):
@@ -57,6 +59,8 @@ def pack(value: Any, *, name: str, tensors: Tensors) -> Any:
 
 def _pack_mapping(value: Mapping[Any, Any], name: str, tensors: Tensors) -> Any:
     pairs = [(k, pack(v, name=f"{name}.{k}", tensors=tensors)) for k, v in value.items()]
+    # JSON turns other keys into strings (PyTorch's schedulers have integers as keys), and a key
+    # that starts with "$" would be read as one of the markers.
     is_plain = all(isinstance(k, str) and not k.startswith("$") for k, _ in pairs)
     if is_plain and not isinstance(value, Counter):
         return dict(pairs)
@@ -93,4 +97,5 @@ def unpack(packed: Any, find: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _as_key(value: Any) -> Any:
+    # A list cannot be a key, so it was a tuple.
     return tuple(value) if isinstance(value, list) else value

@@ -44,6 +44,7 @@ def shard_name(number: int, num_shards: int) -> str:
 
 def optimizer_parts(names: Iterable[str]) -> list[str]:
     """Return the files of the optimizer's state: the complete set, even if some are missing."""
+    # Any one shard's name says how many there are.
     for name in names:
         if match := _SHARD.fullmatch(name):
             count = int(match[2])
@@ -72,6 +73,7 @@ def check_parts(
     for name in (MODEL_PART, *shards, EXTRA_PART):
         if name not in files:
             continue
+        # Reads and verifies the header only; the bytes have been verified by their digest.
         try:
             with safe_open(files[name], framework="numpy"):
                 pass

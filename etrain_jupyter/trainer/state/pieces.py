@@ -22,6 +22,8 @@ def copy_in_pieces(
         target.copy_(source, non_blocking=non_blocking)
         beat()
         return
+    # Along the longest dimension, which can be split into the most pieces. Views, so that any
+    # memory layout works: a flat view would need contiguous tensors.
     longest = max(range(source.dim()), key=lambda dim: source.shape[dim])
     count = min(source.shape[longest], -(-source.nbytes // PIECE_BYTES))
     pairs = zip(target.chunk(count, longest), source.chunk(count, longest), strict=True)

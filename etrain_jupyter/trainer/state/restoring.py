@@ -24,22 +24,18 @@ def restore(
 ) -> list[dict[str, Any]]:
     """Load the parts of one checkpoint, and return the records of its last steps.
 
-    Args:
-        state: The state to overwrite.
-        files: Local file of each part.
-        config: The cell's config, to find what differs from the checkpoint's.
-        warn: Called with the text of each warning.
-
     Raises:
         CheckpointError: If the checkpoint is of another model.
     """
     header = header_of(files)
+    # Tensors have no prefix in these files: other programs read model.safetensors, too.
     tensors = {MODEL + k: v for k, v in load_file(files[MODEL_PART]).items()}
     for name in optimizer_parts(files):
         tensors |= {OPTIMIZER + k: v for k, v in load_file(files[name]).items()}
     if EXTRA_PART in files:
         tensors |= load_file(files[EXTRA_PART])
     put_checkpoint(state.workload, header, tensors, config=config, warn=warn)
+    # Last: a checkpoint that does not fit must not move the counters.
     state.set_counters(header["counters"])
     records: list[dict[str, Any]] = header.get("records", [])
     return records

@@ -29,9 +29,9 @@ from etrain_jupyter.trainer.state.staging import StagedFile, stage
 
 SHARDED_BYTES = 64 << 20
 """Rank 0 writes smaller states alone: the messages between the ranks take time, too."""
-MOST_HELPERS = 7
+MAX_HELPERS = 7
 """Maximum number of ranks that help rank 0."""
-LEAST_PATIENCE_S = 30.0
+MIN_TIMEOUT_S = 30.0
 """Minimum time for which rank 0 waits for the other ranks after writing its own files."""
 
 
@@ -48,12 +48,9 @@ def files_of(tensors: Tensors, *, num_shards: int = 1) -> dict[str, Tensors]:
 
     The weights are always one file, which any safetensors reader opens. The optimizer's state is
     split into files of about the same size: largest tensor first, into the emptiest file.
-
-    Args:
-        tensors: The state.
-        num_shards: Number of files for the optimizer's state.
     """
     files = {MODEL_PART: _strip(tensors, MODEL)}
+    # Only the optimizer's state is split: for Adam it is twice as large as the weights.
     optimizer = _strip(tensors, OPTIMIZER)
     shards: list[Tensors] = [{} for _ in range(num_shards)]
     filled = [0] * num_shards
@@ -72,7 +69,7 @@ def files_of(tensors: Tensors, *, num_shards: int = 1) -> dict[str, Tensors]:
 
 def num_shards_of(world_size: int) -> int:
     """Return the number of files for the optimizer's state: one per rank, except rank 0."""
-    return min(MOST_HELPERS, max(1, world_size - 1))
+    return min(MAX_HELPERS, max(1, world_size - 1))
 
 
 def part_of_rank(rank: int, world_size: int) -> str | None:
@@ -82,13 +79,7 @@ def part_of_rank(rank: int, world_size: int) -> str | None:
 
 
 class ShardedWrite:
-    """One rank's side of the checkpoints that the ranks of a generation write together.
-
-    Args:
-        board: The rendezvous store of the generation, for messages between the ranks.
-        rank: This rank.
-        world_size: Number of ranks.
-    """
+    """One rank's side of the checkpoints that the ranks of a generation write together."""
 
     def __init__(self, *, board: BroadcastStore, rank: int, world_size: int) -> None:
         self._board = board
@@ -97,6 +88,8 @@ class ShardedWrite:
 
     def close(self) -> None:
         """End the generation: rank 0 stops waiting for files that were not delivered."""
+        # Every wait in the store raises from now on: rank 0's writer writes the files itself, and a
+        # helper that has no folder yet gives up.
         self._board.abort()
 
     # --- rank 0 ---
@@ -137,6 +130,7 @@ class ShardedWrite:
         """Write this rank's file and report it to rank 0. Runs in its own thread."""
         name = part_of_rank(self.rank, self.world_size)
         assert name is not None
+        # Blocks until the writer thread of rank 0 announces the folder.
         try:
             folder = json.loads(self._board.get(f"{_topic(step)}/folder"))["folder"]
         except CommunicationError:
@@ -146,6 +140,7 @@ class ShardedWrite:
         try:
             part = store.put_part(folder, name, file.data, progress=progress)
         except CheckpointError as exc:
+            # Without a report, rank 0 would wait until its timeout.
             self._publish(f"{_topic(step)}/{name}", {"error": str(exc)})
         else:
             self._publish(f"{_topic(step)}/{name}", {"part": dataclasses.asdict(part)})
@@ -159,7 +154,6 @@ class ShardWriter:
     """Background thread in which a rank other than 0 writes its file, one checkpoint at a time.
 
     Args:
-        store: The store for checkpoints.
         progress: Called in the thread with the number of bytes that the store has taken.
         beat: Sends a heartbeat from the main thread, which copies the state.
     """
@@ -188,11 +182,10 @@ class ShardWriter:
         return not self.is_busy
 
     def begin(self, sharded: ShardedWrite, step: int, tensors: Tensors) -> None:
-        """Copy this rank's file and write it in the background.
-
-        Do nothing while the previous file is still in flight: rank 0 writes this one then.
-        """
+        """Copy this rank's file and write it in the background."""
         name = part_of_rank(sharded.rank, sharded.world_size)
+        # While the previous file is in flight, its memory cannot be reused. Rank 0 notices that
+        # this one does not arrive, and writes it.
         if name is None or self.is_busy:
             return
         files = files_of(tensors, num_shards=num_shards_of(sharded.world_size))

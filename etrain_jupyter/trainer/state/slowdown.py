@@ -7,7 +7,7 @@ from collections import deque
 
 NUM_USUAL = 31
 """Number of steps without a checkpoint whose median is the usual step time."""
-FEWEST_USUAL = 5
+MIN_USUAL = 5
 """With fewer steps there is no usual step time yet, and no slowdown is reported."""
 
 
@@ -34,7 +34,7 @@ class Slowdown:
         """Record the duration of a step, and whether a checkpoint was being written."""
         if not is_writing:
             self._usual.append(seconds)
-        elif len(self._usual) >= FEWEST_USUAL:
+        elif len(self._usual) >= MIN_USUAL:
             # Shorter steps count as negative: other noise of the machine goes in both directions.
             self._extra_s += seconds - statistics.median(self._usual)
 

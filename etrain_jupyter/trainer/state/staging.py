@@ -45,12 +45,7 @@ _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
 class StagedFile:
-    """One safetensors file in memory, for tensors of these names, shapes and types.
-
-    Args:
-        tensors: The tensors; only ``take`` copies them.
-        metadata: Metadata for the header.
-    """
+    """One safetensors file in memory, for tensors of these names, shapes and types."""
 
     def __init__(self, tensors: Tensors, metadata: Mapping[str, str] = _NO_METADATA) -> None:
         self._form = _form_of(tensors)
@@ -76,6 +71,7 @@ class StagedFile:
 
     def take(self, tensors: Tensors, beat: Callable[[], None] = lambda: None) -> None:
         """Copy the tensors here; those on a device are complete after it is synchronized."""
+        # non_blocking has an effect for pinned memory only. ``stage`` synchronizes once at the end.
         for name, value in tensors.items():
             copy_in_pieces(self._views[name], value.detach(), beat, non_blocking=True)
 
@@ -112,6 +108,7 @@ def stage(
                 file = StagedFile(tensors, metadata_of.get(name, _NO_METADATA))
         file.take(tensors, beat)
         files[name] = file
+    # Before training changes the tensors, and before a thread reads the copy.
     if any(value.is_cuda for tensors in tensors_of.values() for value in tensors.values()):
         torch.cuda.synchronize()
     return files
@@ -128,7 +125,9 @@ def _num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
 def _layout(
     form: Mapping[str, tuple[torch.Size, torch.dtype]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the header of the file, and the offset of each tensor after it."""
+    # | length: 8 bytes | JSON header, padded | float64 tensors | float32 tensors | ... | uint8 |
+    #
+    # Returns everything before the tensors, and the offset of each tensor after it.
     starts: dict[str, int] = {}
     end = 0
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -51,18 +51,9 @@ def copy_state(
     best_steps: tuple[int, ...] = (),
     sharded: ShardedWrite | None = None,
 ) -> StateCopy:
-    """Copy the current state. Training waits for this, so nothing else is done here.
-
-    Args:
-        state: The state to copy.
-        generation: The current generation.
-        records: Records of the last steps, in case the log does not have them yet.
-        code_digest: Digest of the notebook's code.
-        spare: Files of an earlier copy whose memory can be reused; allocation is slow.
-        beat: Sends a heartbeat; called after each piece.
-        best_steps: See ``StateCopy.best_steps``.
-        sharded: See ``StateCopy.sharded``.
-    """
+    """Copy the current state, while training waits."""
+    # Hashing and writing happen later, in the writer thread: only the copy must be complete before
+    # the next step changes the tensors.
     started_at = time.monotonic()
     workload = state.workload
     header, tensors = take_state(workload.model, workload.optimizer, workload.extras)

@@ -16,11 +16,6 @@ class TrainState:
 
     The training loop advances it; the checkpointer copies and restores it. Both run in the main
     thread.
-
-    Args:
-        workload: Model, optimizer, data and loss.
-        config: The cell's config.
-        plan: The job's work plan.
     """
 
     def __init__(self, workload: Workload, config: TrainConfig, plan: WorkPlan) -> None:
@@ -49,6 +44,8 @@ class TrainState:
     @property
     def marks(self) -> tuple[Mark, Mark]:
         """Progress before and after the last step."""
+        # Stored rather than computed, because a step may have fewer samples at the end of an epoch,
+        # and another number of samples with another number of workers.
         return Mark(self.step - 1, self.position_before), Mark(self.step, self.position)
 
     @property
@@ -65,7 +62,7 @@ class TrainState:
             "position_before": self.position_before,
             "num_evals": self.num_evals,
             "evaluated_step": self.evaluated_step,
-            "is_eval_asked": int(self.is_eval_owed),
+            "is_eval_asked": int(self.is_eval_owed),  # a key of the checkpoint format
             "weight_exponent": weight.exponent if weight is not None else 0,
         }
 

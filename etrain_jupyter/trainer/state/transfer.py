@@ -69,6 +69,8 @@ def send_state(
     Raises:
         CommunicationError: If the chain breaks. The state is unchanged.
     """
+    # Three kinds of messages, in order: the length of the header, the header with the layout of the
+    # tensors, and the chunks. Both sides compute the same chunks from the layout.
     started = time.perf_counter()
     entries, memory = describe(tensors)
     layout = [[e.name, name_of(e.dtype), e.shape, e.stride, e.same_as] for e in entries]
@@ -91,6 +93,7 @@ def send_state(
         for sending in in_flight:
             sending.wait()
 
+    # Not counted as a collective: only some ranks do this. The trainer has counted it for all.
     group.start(work, is_counted=False).wait()
     num_bytes = sum(e.num_bytes for e in entries)
     return Transferred(num_bytes=num_bytes, duration_s=time.perf_counter() - started)
@@ -110,10 +113,6 @@ def receive_state(
 ) -> tuple[dict[str, Any], Tensors, Transferred]:
     """Receive the state into this rank's own tensors, and forward it to the next rank.
 
-    New tensors are allocated only where this rank has none, so that the device never holds two
-    states. With ``keep``, the old state stays on the device, and the new one waits in host memory,
-    if there is room, until it is complete.
-
     Args:
         group: The process group of the generation.
         model: The model to receive into.
@@ -131,6 +130,12 @@ def receive_state(
         CommunicationError: If the chain breaks.
         StateError: If rank 0's model does not have the same tensors.
     """
+    #                 memory                                     if the chain breaks
+    # in place        this rank's own tensors; new ones only     this rank has no state
+    #                 where it has none
+    # staged (keep)   host memory, if there is room              this rank keeps its old state
+    #
+    # In both cases the device never holds two states.
     place = list(behind).index(group.rank)
     before = behind[place - 1] if place else 0
     after = behind[place + 1] if place + 1 < len(behind) else None
@@ -190,6 +195,9 @@ def _relay(
     arriving: deque[tuple[Any, torch.Tensor]] = deque()
     passing: deque[Any] = deque()
 
+    # WINDOW messages are in flight in each direction:
+    #
+    #     previous rank ── n+2  n+1 ──▶ this rank ── n  n-1  n-2 ──▶ next rank
     def expect(number: int) -> None:
         if number < len(messages):
             chunk = buffers.chunk_of(messages[number], number)
@@ -234,6 +242,7 @@ class _Slots:
         self.memory: list[torch.Tensor | None] = []
         """Memory of each tensor to receive into; None for tied weights, which are not sent."""
         for entry in entries:
+            # Tied weights: this rank's model is tied in the same way, or ``finish`` copies.
             if entry.same_as:
                 self.memory.append(None)
                 continue
@@ -245,7 +254,9 @@ class _Slots:
     def _writable(
         self, entries: list[Entry], own: Tensors, host: frozenset[str], device: torch.device
     ) -> Tensors:
-        """Return the tensors of the model, and those of the optimizer that match rank 0's."""
+        # A tensor of the optimizer is overwritten only if it matches rank 0's: on the right device,
+        # of the same layout, and not memory that another entry is received into (an optimizer may
+        # keep a reference to a parameter).
         writable = dict(self._living)
         taken = {tensor.data_ptr() for tensor in writable.values()}
         for entry in entries:
@@ -253,24 +264,27 @@ class _Slots:
             if tensor is None or entry.name in writable or tensor.data_ptr() in taken:
                 continue
             at = torch.device("cpu") if entry.name in host else device
-            if tensor.device == at and _is_alike(entry, tensor):
+            if tensor.device == at and _has_same_layout(entry, tensor):
                 writable[entry.name] = tensor
                 taken.add(tensor.data_ptr())
         return writable
 
     def _slot_of(self, entry: Entry, device: torch.device) -> torch.Tensor:
+        # Checked before the first tensor arrives: this rank must refuse another model while its
+        # own tensors are intact.
         living = self._living.get(entry.name)
         if living is not None:
             self._check(entry, living)
         own = self._own.get(entry.name)
         if self._is_staged:
             return new_tensor(entry, torch.device("cpu"))
-        if own is not None and _is_alike(entry, own):
+        if own is not None and _has_same_layout(entry, own):
             return own.detach()
         return new_tensor(entry, device)
 
     @staticmethod
     def _check(entry: Entry, living: torch.Tensor) -> None:
+        # A buffer that is not in the state_dict may be a cache that grows when it is used.
         mine = (living.dtype, list(living.shape))
         if mine != (entry.dtype, entry.shape) and not entry.name.startswith(BUFFER):
             raise StateError(
@@ -282,6 +296,8 @@ class _Slots:
     @torch.no_grad()
     def finish(self) -> Tensors:
         """Return all tensors, copied into this rank's own tensors where they exist."""
+        # Most were received in place. The rest is copied now: staged tensors, and those whose
+        # layout differs from rank 0's.
         tensors: Tensors = {}
         for entry in self._entries:
             value = self._received[entry.same_as or entry.name]
@@ -298,7 +314,7 @@ def new_tensor(entry: Entry, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device)
 
 
-def _is_alike(entry: Entry, tensor: torch.Tensor) -> bool:
-    """Return True if the entry's bytes can be received directly into this tensor's memory."""
+def _has_same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
+    # Then the entry's bytes can be received directly into the tensor's memory.
     mine = (tensor.dtype, list(tensor.shape), list(tensor.stride()))
     return mine == (entry.dtype, entry.shape, entry.stride) and is_dense(tensor)

@@ -28,6 +28,9 @@ class WeightFingerprint:
     """Sum of the bit patterns of a rotating slice of a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
+        # All parameters as one sequence of numbers, cut into slices of equal length; a slice may
+        # cover parts of several parameters. Step s covers slice s modulo the number of slices, so a
+        # difference between ranks is found within MAX_SLICES steps.
         self._parameters = list(model.parameters())
         sizes = [_flat(p).numel() for p in self._parameters]
         starts = list(accumulate(sizes, initial=0))
@@ -44,6 +47,8 @@ class WeightFingerprint:
         total: torch.Tensor | None = None
         for parameter, first, length in self._slices[step % len(self._slices)]:
             piece = _flat(self._parameters[parameter]).narrow(0, first, length)
+            # Bit patterns as integers: their sum is exact in any order, and wraps around alike on
+            # all ranks. A sum of floats would depend on the kernel.
             bits = piece.view(_BITS[piece.element_size()]).sum(dtype=torch.int64)
             total = bits if total is None else total + bits
         return torch.zeros((), dtype=torch.int64) if total is None else total.remainder(MODULUS)
@@ -54,12 +59,8 @@ def ranks_agree(world_size: int, total: float, sum_of_squares: float) -> bool:
 
     By the Cauchy-Schwarz inequality, W times the sum of squares is at least the squared sum, with
     equality only if all W terms are equal.
-
-    Args:
-        world_size: W.
-        total: Sum of the fingerprints.
-        sum_of_squares: Sum of their squares.
     """
+    # Exact: both sums are integers below 2**53, and Python's integers do not overflow.
     return world_size * int(sum_of_squares) == int(total) ** 2
 
 
@@ -73,7 +74,7 @@ def _pieces(starts: list[int], first: int, stop: int) -> list[_Piece]:
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:
-    """Return all elements in one dimension, in an order that is the same on all ranks."""
+    # In an order that is the same on all ranks: memory order.
     value = parameter.detach()
     if value.is_complex():
         value = torch.view_as_real(value)

@@ -269,8 +269,9 @@ def test_error_names_the_global_of_a_method_and_its_cell(notebook: Notebook) -> 
     )
     assert notebook.refusal(model="Net()") == (
         "'Net' (defined in Cell In[2]) cannot be sent to the workers: 'log', which Net.forward "
-        "uses, is an open file ('/dev/null'), made in Cell In[1]. Nothing was submitted. Open it "
-        "where it is used, for example in __getitem__, or in a function that builds the data set."
+        "uses, is an open file ('/dev/null'), defined in Cell In[1]. Nothing was submitted. Open "
+        "it where it is used, for example in __getitem__, or in a function that builds the data "
+        "set."
     )
 
 
@@ -279,7 +280,7 @@ def test_unpicklable_object_is_found_through_helpers(notebook: Notebook) -> None
     notebook.run("def helper():\n    return next(rows)")
     notebook.run("def loss(o, t):\n    return [helper() for _ in o]")
     text = notebook.refusal(loss="loss")
-    assert "'rows', which helper uses, is a running generator, made in Cell In[1]" in text
+    assert "'rows', which helper uses, is a running generator, defined in Cell In[1]" in text
 
 
 def test_search_ends_for_functions_that_call_each_other(notebook: Notebook) -> None:

@@ -159,18 +159,18 @@ def test_what_can_work_passes(keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model": "None"}, "model is None: 'None' is nothing"),
-        ({"model": "n", "names": {"n": None}}, "model is None: 'n' holds nothing"),
-        ({"loss": "n", "names": {"n": None}}, "loss is None: 'n' holds nothing"),
+        ({"model": "None"}, "model: the value of 'None' is None"),
+        ({"model": "n", "names": {"n": None}}, "model: the value of 'n' is None"),
+        ({"loss": "n", "names": {"n": None}}, "loss: the value of 'n' is None"),
         (
             {"metrics": {"a": "n"}, "names": {"n": None}},
-            "metrics.a is None: 'n' holds nothing",
+            "metrics.a: the value of 'n' is None",
         ),
         (
             {"data": {"train": "train_set", "eval": "n"}, "names": {"n": None}},
-            "data.eval is None: 'n' holds nothing",
+            "data.eval: the value of 'n' is None",
         ),
-        ({"model": "d", "names": {"d": {}}}, "model: 'd' is a dict, no nn.Module"),
+        ({"model": "d", "names": {"d": {}}}, "model: 'd' is a dict, not an nn.Module"),
         ({"model": "math"}, "model: 'math' is the module 'math'"),
         ({"model": "Net(1, 2)"}, "model: Net() too many positional arguments"),
         ({"model": "train_set()"}, "model: 'train_set' is a list and cannot be called"),
@@ -202,15 +202,15 @@ def test_what_can_work_passes(keys: dict[str, Any]) -> None:
         ({"data": {"train": "p"}, "names": {"p": "a.csv"}}, "data.train: 'p' is a text"),
         (
             {"optimizer": "o", "names": {"o": SimpleNamespace(param_groups=[])}},
-            "optimizer: 'o' is a SimpleNamespace over parameters of this notebook",
+            "optimizer: 'o' is a SimpleNamespace, whose parameters are not those of a worker",
         ),
         ({"model": "build", "names": {"build": lambda a: a}}, "model: build() missing a required"),
         ({"loss": "os.pth.join"}, "loss: module 'os' has no 'pth'"),
         ({"loss": "[x for x in unknown]"}, "loss: 'unknown' is not defined in this notebook"),
-        ({"loss": "x = 3"}, "loss: 'x = 3' is no Python expression"),
+        ({"loss": "x = 3"}, "loss: 'x = 3' is not a valid Python expression"),
         ({"loss": "operator:no_such"}, "loss: module 'operator' has no 'no_such'"),
-        ({"loss": "no_such_module.at_all:f"}, "loss: there is no module 'no_such_module.at_all'"),
-        ({"loss": "__main__:f"}, "loss: '__main__:f' is of this notebook"),
+        ({"loss": "no_such_module.at_all:f"}, "loss: module 'no_such_module.at_all' was not found"),
+        ({"loss": "__main__:f"}, "loss: '__main__:f' is defined in this notebook"),
     ],
 )
 def test_what_cannot_work_is_refused_before_submit(keys: dict[str, Any], message: str) -> None:
@@ -251,7 +251,7 @@ def test_a_module_that_raises_while_its_package_is_imported_says_so(
     (tmp_path / "broken_pkg_for_test" / "__init__.py").write_text("raise RuntimeError('no')\n")
     monkeypatch.syspath_prepend(tmp_path)
     text = refusal(loss="broken_pkg_for_test.mod:f")
-    assert text.endswith("'broken_pkg_for_test.mod' here (RuntimeError: no)")
+    assert text.endswith("'broken_pkg_for_test.mod' was not found (RuntimeError: no)")
 
 
 def test_a_module_is_found_without_importing_it(
@@ -303,6 +303,6 @@ def test_carets_stand_under_the_name(value: str, line: int, column: int, length:
         error = exc
     if value.startswith("[Net"):
         # YAML reads a list and then text behind it.
-        assert str(error).startswith("this is no YAML")
+        assert str(error).startswith("this is not valid YAML")
     else:
         assert (error.line, error.column, error.length) == (line, column, length)

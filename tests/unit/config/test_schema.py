@@ -248,7 +248,7 @@ def test_no_decay_is_no_option_of_torch() -> None:
 
 
 def test_no_decay_of_a_function_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not those of a function"):
+    with pytest.raises(ConfigError, match="not to a function"):
         config(optimizer={"reference": "make_optimizer", "no_decay": "auto"})
 
 

@@ -81,7 +81,7 @@ etrain: line 5, column 9: unknown key 'gloabl' in 'batch'
 etrain: line 5, column 1: unknown key 'micro'
     5 | micro: 3
       | ^^^^^
-  'micro' belongs into 'batch': write batch: {micro: ...}""",
+  'micro' belongs in 'batch': write batch: {micro: ...}""",
     ),
     "key of the top in a group": (
         "model: Net()\ndata:\n  train: train_set\n  loss: loss\n",
@@ -89,7 +89,7 @@ etrain: line 5, column 1: unknown key 'micro'
 etrain: line 5, column 3: unknown key 'loss' in 'data'
     5 |   loss: loss
       |   ^^^^
-  'loss' stands at the top, not in 'data': move it out, without indentation""",
+  'loss' is a top-level key, not a key of 'data': remove its indentation""",
     ),
     "determined: slots_per_trial": (
         GOOD + "slots_per_trial: 4\n",
@@ -97,7 +97,7 @@ etrain: line 5, column 3: unknown key 'loss' in 'data'
 etrain: line 5, column 1: unknown key 'slots_per_trial'
     5 | slots_per_trial: 4
       | ^^^^^^^^^^^^^^^
-  here it is 'workers: {max: N}'""",
+  use 'workers: {max: N}'""",
     ),
     "top-level num_workers": (
         GOOD + "num_workers: 4\n",
@@ -105,7 +105,7 @@ etrain: line 5, column 1: unknown key 'slots_per_trial'
 etrain: line 5, column 1: unknown key 'num_workers'
     5 | num_workers: 4
       | ^^^^^^^^^^^
-  processes that load data are 'data: {num_workers: N}'; machines that train are 'workers: {max: N}'""",
+  for data-loading processes use 'data: {num_workers: N}', for training workers 'workers: {max: N}'""",
     ),
     "top-level lr": (
         GOOD + "lr: 3e-4\n",
@@ -113,7 +113,7 @@ etrain: line 5, column 1: unknown key 'num_workers'
 etrain: line 5, column 1: unknown key 'lr'
     5 | lr: 3e-4
       | ^^
-  here it is 'optimizer: {name: AdamW, lr: 3e-4}'""",
+  use 'optimizer: {name: AdamW, lr: 3e-4}'""",
     ),
     "a text for a number": (
         GOOD + "epochs: three\n",
@@ -202,7 +202,7 @@ etrain: line 5, column 17: batch.global=2 leaves 1 of workers.min=3 workers with
     "epochs and steps": (
         GOOD + "epochs: 3\nsteps: 4\n",
         """\
-etrain: line 6, column 8: steps=4 and epochs=3 cannot both hold
+etrain: line 6, column 8: steps=4 and epochs=3 exclude each other
     6 | steps: 4
       |        ^
   keep one of the two""",
@@ -226,7 +226,7 @@ etrain: line 5, column 19: unknown optimizer 'Adamm'
     "option of no optimizer": (
         GOOD + "optimizer: {name: Adam, weight_decy: 1}\n",
         """\
-etrain: line 5, column 25: optimizer Adam takes no 'weight_decy'
+etrain: line 5, column 25: optimizer Adam has no option 'weight_decy'
     5 | optimizer: {name: Adam, weight_decy: 1}
       |                         ^^^^^^^^^^^
   did you mean 'weight_decay'?""",
@@ -234,7 +234,7 @@ etrain: line 5, column 25: optimizer Adam takes no 'weight_decy'
     "LBFGS": (
         GOOD + "optimizer: LBFGS\n",
         """\
-etrain: line 5, column 12: optimizer LBFGS cannot train here: it evaluates the loss several times a step, which one exchange of gradients cannot serve
+etrain: line 5, column 12: optimizer LBFGS is not supported: it evaluates the loss several times per step, but gradients are exchanged only once
     5 | optimizer: LBFGS
       |            ^^^^^
   use for example AdamW""",
@@ -257,7 +257,7 @@ etrain: line 5, column 16: batch.micro must be 1 or more, not 0
     "micro batches of the machine's choice in a reproducible job": (
         GOOD + "reproducible: true\nbatch: {micro: auto}\n",
         """\
-etrain: line 5, column 1: with batch.micro: auto the passes depend on the memory of each machine, so that reproducible cannot hold
+etrain: line 5, column 1: reproducible cannot be guaranteed with batch.micro: auto, whose passes depend on the memory of each machine
     5 | reproducible: true
       | ^^^^^^^^^^^^
   write batch: {micro: 32}, or reproducible: false""",
@@ -265,7 +265,7 @@ etrain: line 5, column 1: with batch.micro: auto the passes depend on the memory
     "compiled and reproducible": (
         GOOD + "compile: true\nreproducible: true\n",
         """\
-etrain: line 6, column 1: compiled kernels add in another order from machine to machine and from shape to shape, so that reproducible cannot hold
+etrain: line 6, column 1: reproducible cannot be guaranteed with compile: true, whose kernels sum in an order that depends on the machine and on the shapes
     6 | reproducible: true
       | ^^^^^^^^^^^^
   write compile: false, or reproducible: false""",
@@ -304,10 +304,10 @@ etrain: line 5, column 19: schedule.decay must be none, linear or cosine, not th
     "two batches": (
         GOOD + "batch: {global: 64, per_worker: 8}\n",
         """\
-etrain: line 5, column 21: batch.global=64 and batch.per_worker=8 cannot both hold
+etrain: line 5, column 21: batch.global=64 and batch.per_worker=8 exclude each other
     5 | batch: {global: 64, per_worker: 8}
       |                     ^^^^^^^^^^
-  keep global for steps that never change, or per_worker for a batch that grows with the workers""",
+  keep global for a constant batch, or per_worker for a batch that grows with the workers""",
     ),
     "more passes than samples": (
         GOOD + "batch: {global: 4, aggregation_frequency: 8}\n",
@@ -335,7 +335,7 @@ etrain: line 5, column 28: optimizer.lr must be above 0, not 0
     "scaling of a batch that never changes": (
         GOOD + "scaling: {rule: linear}\n",
         """\
-etrain: line 5, column 1: scaling needs a batch that grows with the workers, and batch.global never does
+etrain: line 5, column 1: scaling needs a batch that grows with the workers, but batch.global is constant
     5 | scaling: {rule: linear}
       | ^^^^^^^
   write batch: {per_worker: 32}, or remove the line""",
@@ -343,7 +343,7 @@ etrain: line 5, column 1: scaling needs a batch that grows with the workers, and
     "reproducible with a batch that grows": (
         GOOD + "batch: {per_worker: 8}\nreproducible: true\n",
         """\
-etrain: line 6, column 1: with batch.per_worker a step depends on the number of workers, so that reproducible cannot hold
+etrain: line 6, column 1: reproducible cannot be guaranteed with batch.per_worker, whose steps depend on the number of workers
     6 | reproducible: true
       | ^^^^^^^^^^^^
   write batch: {global: 256}, or reproducible: false""",
@@ -367,8 +367,8 @@ etrain: line 5, column 14: compression must be none, bf16, fp16 or powersgd, not
     "compressed and reproducible": (
         GOOD + "compression: bf16\nreproducible: true\n",
         """\
-etrain: line 5, column 14: compression: bf16 rounds sums whose order depends on the workers, so \
-that reproducible cannot hold
+etrain: line 5, column 14: reproducible cannot be guaranteed with compression: bf16, which \
+rounds sums whose order depends on the workers
     5 | compression: bf16
       |              ^^^^
   write compression: none, or reproducible: false""",
@@ -376,8 +376,8 @@ that reproducible cannot hold
     "noise of unequal shares": (
         GOOD + "weight: loss\nbatch: {per_worker: 8}\nscaling: {rule: adascale}\n",
         """\
-etrain: line 7, column 17: rule: adascale compares the gradients of workers that count the same, \
-and weight lets them count differently
+etrain: line 7, column 17: rule: adascale needs workers of equal weight in the average, \
+which weight makes unequal
     7 | scaling: {rule: adascale}
       |                 ^^^^^^^^
   write scaling: {rule: linear} or {rule: sqrt}""",
@@ -385,7 +385,7 @@ and weight lets them count differently
     "overflow that is kept": (
         GOOD + "compression: powersgd\nprecision: fp16\n",
         """\
-etrain: line 5, column 14: an overflow in fp16 would stay in what powersgd keeps for the next steps
+etrain: line 5, column 14: compression: powersgd cannot be used with precision: fp16, whose overflows would remain in its residual
     5 | compression: powersgd
       |              ^^^^^^^^
   write precision: bf16, or compression: fp16""",
@@ -409,10 +409,10 @@ etrain: line 5, column 12: precision must be fp32, bf16 or fp16, not the text 'i
     "groups of an optimizer that makes its own": (
         GOOD + "optimizer: {reference: make_optimizer, no_decay: auto}\n",
         """\
-etrain: line 5, column 40: no_decay sorts the parameters of a named optimizer, not those of a function
+etrain: line 5, column 40: no_decay applies to a named optimizer only, not to a function
     5 | optimizer: {reference: make_optimizer, no_decay: auto}
       |                                        ^^^^^^^^
-  let the function make its groups, and remove the key""",
+  create the parameter groups in the function, and remove the key""",
     ),
     "fewer shards than workers": (
         GOOD + "workers: {max: 4}\nreproducible: {shards: 2}\n",
@@ -441,10 +441,10 @@ etrain: line 5, column 15: reproducible must be true, false or {shards: 8}, not 
     "store that there is none for": (
         GOOD + "checkpoint: {to: 'gs://bucket/run'}\n",
         """\
-etrain: line 5, column 18: 'gs://bucket/run' is no folder
+etrain: line 5, column 18: 'gs://bucket/run' is neither a folder nor an S3 URL
     5 | checkpoint: {to: 'gs://bucket/run'}
       |                  ^^^^^^^^^^^^^^^^^
-  name a folder of this machine, or write s3://bucket/prefix""",
+  write a folder on this machine, or s3://bucket/prefix""",
     ),
     "bucket that cannot be": (
         GOOD + "checkpoint: {to: 's3://My_Bucket/run'}\n",
@@ -466,7 +466,7 @@ etrain: line 5, column 7: pool is empty
     "step beside loss": (
         GOOD + "step: loss\n",
         """\
-etrain: line 5, column 1: step and loss cannot both be given: step returns the loss
+etrain: line 5, column 1: step and loss exclude each other: step returns the loss
     5 | step: loss
       | ^^^^
   remove one of the two lines""",
@@ -474,7 +474,7 @@ etrain: line 5, column 1: step and loss cannot both be given: step returns the l
     "metrics beside step": (
         "model: Net()\ndata: {train: train_set}\nstep: loss\nmetrics: {accuracy: loss}\n",
         """\
-etrain: line 5, column 1: metrics are functions (output, target), which step does not give
+etrain: line 5, column 1: metrics cannot be used with step: they need (output, target), which step does not return
     5 | metrics: {accuracy: loss}
       | ^^^^^^^
   return them from step: {"loss": loss, "accuracy": accuracy}""",
@@ -530,15 +530,15 @@ etrain: line 2, column 1: the body must be lines of 'key: value', not a list
     "a key twice": (
         GOOD + "epochs: 3\nepochs: 4\n",
         """\
-etrain: line 6, column 1: key 'epochs' is given twice
+etrain: line 6, column 1: duplicate key 'epochs'
     6 | epochs: 4
       | ^^^^^^
-  it stands on line 5 already: keep one of the two""",
+  it is already on line 5: keep one of the two""",
     ),
     "no colon": (
         "model Net()\ndata: {train: train_set}\n",
         """\
-etrain: line 2, column 1: this is no YAML: this line has no ':'
+etrain: line 2, column 1: this is not valid YAML: this line has no ':'
     2 | model Net()
       | ^
   write 'key: value', with a space after the colon""",
@@ -546,10 +546,10 @@ etrain: line 2, column 1: this is no YAML: this line has no ':'
     "open bracket": (
         GOOD + "metrics: {a: [1\n",
         """\
-etrain: line 5, column 14: this is no YAML: expected ',' or ']', but got '<stream end>'
+etrain: line 5, column 14: this is not valid YAML: expected ',' or ']', but got '<stream end>'
     5 | metrics: {a: [1
       |              ^
-  close the bracket, and put quotes around an expression in it that holds , : { or [""",
+  close the bracket, and put quotes around an expression in it that contains , : { or [""",
     ),
     "torn expression": (
         "model: Net()\ndata: {train: f(1, 2)}\nloss: loss\n",
@@ -557,7 +557,7 @@ etrain: line 5, column 14: this is no YAML: expected ',' or ']', but got '<strea
 etrain: line 3, column 20: unknown key '2)' in 'data'
     3 | data: {train: f(1, 2)}
       |                    ^^
-  put quotes around the expression that begins with 'f(1': a comma ends a value here""",
+  put quotes around the expression that starts with 'f(1': a comma ends a value here""",
     ),
     "misspelled notebook name": (
         "model: Nett(hidden=3)\ndata: {train: train_set}\nloss: loss\n",
@@ -594,7 +594,7 @@ etrain: line 2, column 8: model: Net() got an unexpected keyword argument 'hiden
     "no Python": (
         "model: Net(\ndata: {train: train_set}\nloss: loss\n",
         """\
-etrain: line 2, column 11: model: 'Net(' is no Python expression ('(' was never closed)
+etrain: line 2, column 11: model: 'Net(' is not a valid Python expression ('(' was never closed)
     2 | model: Net(
       |           ^
   write an expression over this notebook's names, or package.module:attribute""",
@@ -602,7 +602,7 @@ etrain: line 2, column 11: model: 'Net(' is no Python expression ('(' was never 
     "model of None": (
         "model: nothing\ndata: {train: train_set}\nloss: loss\n",
         """\
-etrain: line 2, column 8: model is None: 'nothing' holds nothing
+etrain: line 2, column 8: model: the value of 'nothing' is None
     2 | model: nothing
       |        ^^^^^^^
   run the cell that builds it, or name a class or a function""",
@@ -634,10 +634,10 @@ etrain: line 3, column 15: data.train is empty: len(empty) is 0
     "unknown module": (
         "model: nets.small:Net\ndata: {train: train_set}\nloss: loss\n",
         """\
-etrain: line 2, column 8: model: there is no module 'nets.small' here
+etrain: line 2, column 8: model: module 'nets.small' was not found
     2 | model: nets.small:Net
       |        ^^^^^^^^^^^^^^
-  install it, or put its file beside the notebook""",
+  install it, or put its file next to the notebook""",
     ),
     "metric called loss": (
         GOOD + "metrics: {loss: loss}\n",
@@ -657,7 +657,7 @@ etrain: line 5, column 7: !py 1 / 0 raised ZeroDivisionError: division by zero
     "best without an evaluation": (
         GOOD + "checkpoint: {best: {metric: loss}}\n",
         """\
-etrain: line 5, column 14: checkpoint.best looks at evaluations, and there are none without data.eval
+etrain: line 5, column 14: checkpoint.best needs evaluations, but data.eval is not set
     5 | checkpoint: {best: {metric: loss}}
       |              ^^^^
   write data: {train: ..., eval: eval_set}, or remove the line""",
@@ -673,7 +673,7 @@ etrain: line 6, column 29: checkpoint.best names the metric 'acuracy', which is 
     "best of a metric of which nobody knows whether more is better": (
         EVALUATED + "checkpoint: {best: {metric: accuracy}}\n",
         """\
-etrain: line 6, column 20: nothing says whether more or less accuracy is better
+etrain: line 6, column 20: mode is missing: is a lower or a higher accuracy better?
     6 | checkpoint: {best: {metric: accuracy}}
       |                    ^^^^^^^^^^^^^^^^^^
   write {metric: accuracy, mode: max}, or mode: min""",
@@ -684,12 +684,12 @@ etrain: line 6, column 20: nothing says whether more or less accuracy is better
 etrain: line 6, column 26: early_stopping names the metric 'f1', which is not evaluated
     6 | early_stopping: {metric: f1, mode: max}
       |                          ^^
-  there are: loss, accuracy; metrics: defines more""",
+  known metrics: loss, accuracy; define others in metrics""",
     ),
     "early stopping without an evaluation": (
         GOOD + "early_stopping: {metric: loss}\n",
         """\
-etrain: line 5, column 1: early_stopping looks at evaluations, and there are none without data.eval
+etrain: line 5, column 1: early_stopping needs evaluations, but data.eval is not set
     5 | early_stopping: {metric: loss}
       | ^^^^^^^^^^^^^^
   write data: {train: ..., eval: eval_set}, or remove the line""",
@@ -716,7 +716,7 @@ etrain: line 5, column 12: unknown key 'warmpu' in 'schedule'
 etrain: line 6, column 18: unknown key 'monitor' in 'early_stopping'
     6 | early_stopping: {monitor: loss}
       |                  ^^^^^^^
-  here it is 'metric'""",
+  use 'metric'""",
     ),
     "unknown answer to a loss that is NaN": (
         GOOD + "on_nan_loss: skip\n",
@@ -732,7 +732,7 @@ etrain: line 5, column 14: on_nan_loss must be fail or pause, not the text 'skip
 etrain: line 5, column 7: unknown tag '!env'
     5 | seed: !env SEED
       |       ^^^^^^^^^
-  the one tag here is !py; put quotes around a text that begins with '!'""",
+  the only tag here is !py; put quotes around a text that starts with '!'""",
     ),
 }
 

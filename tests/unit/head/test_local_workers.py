@@ -26,11 +26,13 @@ class Bench:
     def __init__(self, num_slots: int = 3, linger_s: float = 0.05) -> None:
         self.command: tuple[str, ...] = SLEEP
         self.connected: set[str] = set()
+        self.busy: set[str] = set()
         self.spawned: list[str] = []
         self.nodes = LocalNodes(
             [Slot(index=i) for i in range(num_slots)],
             self.spawn,
             is_connected=self.connected.__contains__,
+            is_busy=self.busy.__contains__,
             linger_s=linger_s,
         )
 
@@ -163,18 +165,8 @@ async def test_worker_killed_on_purpose_does_not_count_as_a_failure(
         await until(lambda expected=[f"w{number + 1}"]: bench.names == expected)
 
 
-async def test_surplus_workers_are_kept_while_it_is_unknown_which_a_job_uses(bench: Bench) -> None:
-    bench.nodes.want(3, reason="test")
-    bench.nodes.want(1, reason="test")
-    await asyncio.sleep(0.15)
-    assert bench.names == ["w1", "w2", "w3"]
-
-    bench.nodes.want(0, reason="test")
-    await until(lambda: bench.names == [])
-
-
 async def test_idle_surplus_workers_are_released_newest_first(bench: Bench) -> None:
-    bench.nodes._is_busy = lambda name: name == "w3"
+    bench.busy.add("w3")
     bench.nodes.want(3, reason="test")
     bench.nodes.want(1, reason="test")
 

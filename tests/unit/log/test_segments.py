@@ -402,13 +402,13 @@ def test_segment_has_its_name_only_once_it_is_synced_and_read_back(
 ) -> None:
     write(path, steps(FEW))
     happened: list[str] = []
-    for owner, name in [(os, "fsync"), (Path, "rename"), (segments, "_holds")]:
+    for owner, name in [(os, "fsync"), (Path, "rename"), (segments, "_reproduces")]:
         watch(monkeypatch, owner, name, happened)
 
     compact(path)
 
     # The log, whose lines must not be behind their copy; the copy; the folder; and the last look.
-    assert happened == ["fsync", "fsync", "_holds", "rename", "fsync", "fsync"]
+    assert happened == ["fsync", "fsync", "_reproduces", "rename", "fsync", "fsync"]
 
 
 def watch(patch: pytest.MonkeyPatch, owner: Any, name: str, happened: list[str]) -> None:

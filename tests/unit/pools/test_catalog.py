@@ -218,7 +218,7 @@ def test_error_points_at_an_unknown_pool_of_a_cell() -> None:
         find_pool(parsed)
 
     assert caught.value.render() == [
-        "etrain: line 5, column 7: there is no pool 'spot-p2'; known are local, spot-p3",
+        "etrain: line 5, column 7: there is no pool 'spot-p2'. Known pools: local, spot-p3",
         "    5 | pool: spot-p2",
         "      |       ^^^^^^^",
         "  did you mean 'spot-p3'?",

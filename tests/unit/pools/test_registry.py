@@ -68,7 +68,7 @@ def is_installed(monkeypatch: pytest.MonkeyPatch) -> list[bool | PoolError]:
 def test_down_removes_our_part_from_a_dask_scheduler(
     is_installed: list[bool | PoolError],
 ) -> None:
-    assert clusters.down() == "our part of tcp://10.0.3.7:8786 has ended"
+    assert clusters.down() == "etrain on tcp://10.0.3.7:8786 has ended"
     assert clusters.down() == "No cluster is up.", "the scheduler is forgotten"
 
 

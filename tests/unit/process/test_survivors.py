@@ -38,6 +38,7 @@ class Cluster:
             [Slot(index=index) for index in range(3)],
             self.spawn,
             is_connected=lambda name: True,
+            is_busy=lambda name: False,
             on_end=self.records.remove,
         )
         nodes.adopt(

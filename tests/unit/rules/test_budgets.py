@@ -31,8 +31,8 @@ def test_worker_whose_trainers_die_while_they_warm_up_does_not_disturb_the_other
     assert not story.found(c.AnnounceChange, ever=True)
     lines = [line.text for line in story.found(events.LogLine, ever=True)]
     assert lines[:2] == [
-        "w2: its trainer ended once; the next starts in 1 s",
-        "w2: its trainer ended 2 times in a row; the next starts in 2 s",
+        "w2: its trainer exited; the next one starts in 1 s",
+        "w2: its trainer exited 2 times in a row; the next one starts in 2 s",
     ]
 
 
@@ -67,7 +67,7 @@ def test_three_trainers_that_die_before_any_is_ready_fail_the_job():
     wait_for_start(story, "w1")
     story.lose("w1")
     assert story.state.status == "failed"
-    assert story.state.reason.startswith("3 trainers in a row ended before they were ready")
+    assert story.state.reason.startswith("3 trainers in a row exited before they were ready")
 
 
 def test_faults_on_purpose_count_nowhere():
@@ -138,6 +138,6 @@ def test_hang_counts_as_a_fault_of_its_step():
             story.warm("w2").formed()
     assert story.state.status == "failed"
     assert story.state.reason == (
-        "step 1 ended a trainer in 3 generations in a row, "
+        "step 1 lost a trainer in 3 generations in a row, "
         "the last on w2: no progress for 31 s at step 1 while 1 rank waited"
     )

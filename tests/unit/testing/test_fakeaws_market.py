@@ -144,10 +144,10 @@ def test_what_is_taken_is_not_free_and_what_ec2_takes_back_is_lost() -> None:
     made.take("i-2", A5, "spot")
     assert made.free(A5, "spot") == 0
 
-    made.give_back("i-1")
+    made.release("i-1")
     assert made.free(A5, "spot") == 1
 
-    made.give_back("i-2", is_lost=True)
+    made.release("i-2", is_lost=True)
     assert made.free(A5, "spot") == 1
 
 

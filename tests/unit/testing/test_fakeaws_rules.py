@@ -6,7 +6,7 @@ import pytest
 
 from etrain_jupyter.testing.fakeaws.bill import Usage, make_bill
 from etrain_jupyter.testing.fakeaws.market import CapacityPool, Lifecycle, Market
-from etrain_jupyter.testing.fakeaws.power import PowerOrder, parse_arguments
+from etrain_jupyter.testing.fakeaws.power import PowerCommand, parse_arguments
 from etrain_jupyter.testing.fakeaws.wire import listed, nested, read_call
 
 POOL = CapacityPool("g5", "us-east-1a")
@@ -75,7 +75,7 @@ def test_a_disk_costs_as_long_as_it_exists() -> None:
     [("-h now", 0), ("-h +15", 15), ("-P +0", 0), ("--poweroff 3", 3), ("", 1), ("-c", None)],
 )
 def test_the_words_of_shutdown_are_understood(words: str, minutes: int | None) -> None:
-    assert parse_arguments(words.split()) == PowerOrder(minutes=minutes)
+    assert parse_arguments(words.split()) == PowerCommand(minutes=minutes)
 
 
 @pytest.mark.parametrize("words", ["-h soon", "-r now", "-h 23:00"])

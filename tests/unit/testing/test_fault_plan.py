@@ -42,7 +42,7 @@ def test_every_kind_has_a_method_of_its_name(kind: str) -> None:
 
 def test_trainer_knows_every_kind_that_befalls_it() -> None:
     assert frozenset(AT_A_PLACE) == faults._AT_A_PLACE
-    assert frozenset(PLANTED) == faults._SPOILS
+    assert frozenset(PLANTED) == faults._CORRUPTIONS
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -64,11 +64,11 @@ def test_random_plans_differ_and_have_every_kind() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "kil", "rank": 0, "step": 1}, "no kind of fault 'kil'; did you mean 'kill'"),
-        ({"kind": "fire", "rank": 0, "step": 1}, "no kind of fault 'fire'; there are kill, "),
-        ({"kind": "kill", "rank": 0, "step": 1, "at": "comit"}, "did you mean 'commit'"),
-        ({"kind": "kill", "rank": -1, "step": 1}, "rank=-1 must not be below 0"),
-        ({"kind": "hang", "rank": 0, "step": -2}, "hang: step=-2 must not be below 0"),
+        ({"kind": "kil", "rank": 0, "step": 1}, "kind 'kil' is unknown. Did you mean 'kill'"),
+        ({"kind": "fire", "rank": 0, "step": 1}, "kind 'fire' is unknown. Use one of: kill, "),
+        ({"kind": "kill", "rank": 0, "step": 1, "at": "comit"}, "Did you mean 'commit'"),
+        ({"kind": "kill", "rank": -1, "step": 1}, "rank=-1 must be at least 0"),
+        ({"kind": "hang", "rank": 0, "step": -2}, "hang: step=-2 must be at least 0"),
     ],
 )
 def test_wrong_plan_is_refused_in_words(values: dict[str, Any], message: str) -> None:

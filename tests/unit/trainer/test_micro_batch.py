@@ -277,20 +277,20 @@ def test_out_of_memory_in_a_step_halves_the_size_and_ends_the_generation() -> No
 def test_size_of_one_cannot_shrink_and_neither_can_a_fixed_size() -> None:
     exc = torch.OutOfMemoryError("no memory")
     one = MicroBatch(BatchConfig.model_validate({"micro": "auto"}), most=1)
-    assert not one.give_way(exc)
+    assert not one.shrink(exc)
     fixed = MicroBatch(BatchConfig.model_validate({"micro": 8}), most=32)
-    assert not fixed.give_way(exc)
+    assert not fixed.shrink(exc)
     auto = MicroBatch(BatchConfig.model_validate({"micro": "auto"}), most=3)
-    assert not auto.give_way(ValueError("no memory"))
-    assert auto.give_way(exc)
+    assert not auto.shrink(ValueError("no memory"))
+    assert auto.shrink(exc)
     assert auto.size == 1
 
 
 def test_rebuilt_workload_does_not_retry_a_size_that_was_reduced() -> None:
     batch = BatchConfig.model_validate({"micro": "auto"})
     earlier, later = MicroBatch(batch, most=32), MicroBatch(batch, most=32)
-    earlier.give_way(torch.OutOfMemoryError("no memory"))
-    later.never_above(earlier)
+    earlier.shrink(torch.OutOfMemoryError("no memory"))
+    later.limit_to(earlier)
     tries: list[int] = []
     later.find(lambda size: not tries.append(size), lambda: "")
     assert (tries, later.size) == ([16], 16)

@@ -9,7 +9,7 @@ import torch
 
 from etrain_jupyter.trainer import trainer
 from etrain_jupyter.trainer.gradients import step_header
-from etrain_jupyter.trainer.group.pending import MOST_TEXT, text_of
+from etrain_jupyter.trainer.group.pending import MAX_TEXT, text_of
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop import train_loop
 from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY
@@ -56,7 +56,7 @@ def test_report_has_the_error_of_a_collective_that_torch_started_by_itself(text,
 
 def test_text_of_a_report_is_bounded_and_valid_utf_8():
     text = text_of(RuntimeError(f"bad file \udce9 {'x' * 10_000}"))
-    assert len(text) == MOST_TEXT
+    assert len(text) == MAX_TEXT
     [message] = FrameDecoder().feed(frame(m.TextLogged(level="error", text=text)))
     assert message["text"].startswith("bad file \\udce9 xxx")
 
@@ -149,7 +149,7 @@ def test_error_of_the_machines_gpu_ends_the_trainer_alone(rigs, monkeypatch):
     rig.form()
     told = rig.wait_for(m.TextLogged, m.UserCodeFailed)
     assert told.text == (
-        "the GPU failed, and this trainer ends: CUDA error: uncorrectable ECC error encountered"
+        "the GPU failed, so this trainer exits: CUDA error: uncorrectable ECC error encountered"
     )
     assert rig.has_ended()
     assert "ECC" in str(rig.crash)
@@ -205,13 +205,13 @@ def test_new_rank_without_memory_receives_the_state_again_and_exits_the_second_t
     run_out_in(monkeypatch, times=2)
     rig = rigs().start()
     rig.wait_for(m.TrainerHello)
-    assert "received again from the start" in join(rig, 1, step=4).text
+    assert "retrying with the old state dropped" in join(rig, 1, step=4).text
     told = rig.wait_for(m.GenerationLeft, m.UserCodeFailed)
     assert (told.why, told.progress) == ("failed", (-1, 0))
     assert told.is_excused
     assert "no memory for" in told.error
     assert "batch: {micro: auto}" in told.error
-    assert "this trainer ends" in join(rig, 2, step=4).text
+    assert "this trainer exits" in join(rig, 2, step=4).text
     assert rig.has_ended()
     assert isinstance(rig.crash, torch.OutOfMemoryError)
 
@@ -222,7 +222,7 @@ def test_survivor_that_is_behind_drops_its_state_if_memory_runs_out(rigs, monkey
     rig.form(1)
     assert rig.wait_for(m.GenerationLeft).progress == (4, 0)
     run_out_in(monkeypatch, times=1)
-    assert "received again from the start" in join(rig, 2, step=5).text
+    assert "retrying with the old state dropped" in join(rig, 2, step=5).text
     assert rig.wait_for(m.GenerationLeft, m.UserCodeFailed).progress == (-1, 0)
     told = join(rig, 3, step=5)
     assert isinstance(told, m.GenerationJoined)

@@ -161,7 +161,7 @@ RECORD = {
     [
         ({"step": "1"}, "step of StepCompleted is str"),
         ({"metrics": {"a": "b"}}, "metrics of StepCompleted has an item of the wrong type"),
-        ({"job_id": "another"}, "other fields than StepCompleted.*job_id"),
+        ({"job_id": "another"}, "unknown fields of StepCompleted.*job_id"),
         ({"time": None}, "time of StepCompleted is NoneType"),
     ],
 )
@@ -189,9 +189,7 @@ def test_step_records_are_passed_on_without_a_copy():
     ],
 )
 def test_hello_of_another_version_is_refused_with_both_versions(hello, theirs):
-    with pytest.raises(
-        WireVersionError, match=r"^it speaks wire version .*, and this process"
-    ) as e:
+    with pytest.raises(WireVersionError, match=r"^it uses wire version .*, and this process") as e:
         m.FROM_TRAINER.decode(hello)
     assert (e.value.theirs, e.value.ours) == (theirs, WIRE_VERSION)
 

@@ -94,7 +94,9 @@ async def test_file_of_the_jobs_folder_is_read_where_it_is(folder: Path, tmp_pat
 @pytest.mark.parametrize("data", [BUNDLE[:-1], BUNDLE[:-1] + b"x", b""])
 async def test_other_bytes_than_those_of_the_digest_are_refused(folder: Path, data: bytes) -> None:
     one = supervisor(folder, Head(data))
-    with pytest.raises(BundleFetchError, match=f"the {len(data)} bytes that came of bundle"):
+    with pytest.raises(
+        BundleFetchError, match=f"does not match its digest: received {len(data)} of"
+    ):
         await one.get(ORDERED)
     assert list(folder.iterdir()) == []
     again = supervisor(folder, Head())
@@ -153,7 +155,7 @@ async def test_disk_without_room_is_told_with_what_to_do(
     with pytest.raises(BundleFetchError) as caught:
         await supervisor(folder, Head()).get(ORDERED)
     assert "(0 MB) cannot be stored in" in str(caught.value)
-    assert "Make room there, or name a function that loads the data" in str(caught.value)
+    assert "Free space there, or pass a function that loads the data" in str(caught.value)
 
 
 async def test_what_killed_processes_left_is_removed_by_the_next_one(folder: Path) -> None:
@@ -169,6 +171,6 @@ async def test_what_killed_processes_left_is_removed_by_the_next_one(folder: Pat
 
 
 async def test_name_of_a_bundle_is_a_digest(folder: Path) -> None:
-    with pytest.raises(BundleFetchError, match="is no SHA-256"):
+    with pytest.raises(BundleFetchError, match="is not a SHA-256 digest"):
         await supervisor(folder, Head()).get(replace(ORDERED, digest="../../x"))
     assert os.listdir(folder.parent.parent) == []

@@ -66,7 +66,7 @@ def test_no_proxy_is_asked(server, monkeypatch):
 
 
 def test_machine_of_another_cloud_is_told_that_it_is_no_instance():
-    with ImdsServer() as server, pytest.raises(ImdsError, match="this is no EC2 instance"):
+    with ImdsServer() as server, pytest.raises(ImdsError, match="this is not an EC2 instance"):
         Imds(server.url).identity()
 
 

@@ -163,7 +163,7 @@ async def test_local_worker_waits_for_the_next_scheduler_and_ends_with_the_clust
 async def test_nobody_comes_and_the_worker_gives_up(caplog):
     finder = Finder(Record(is_serving=False), is_remote=False, away_s=0.05)
     await Life(finder, Worker(CUT)).run()
-    assert "no scheduler came within 0.05 s" in caplog.text
+    assert "no scheduler was found within 0.05 s" in caplog.text
 
 
 async def test_first_reason_of_a_close_counts():

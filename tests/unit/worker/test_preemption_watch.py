@@ -86,4 +86,4 @@ async def test_event_loop_of_another_thread_is_sent_no_signals(caplog):
 def test_number_that_is_none_is_told_and_not_taken(text, monkeypatch, caplog):
     monkeypatch.setenv("ETRAIN_NOTICE_S", text)
     assert seconds_from_environment("ETRAIN_NOTICE_S", module.SIGNALLED_S) == 120.0
-    assert f"ETRAIN_NOTICE_S={text!r} is not a number of seconds above 0" in caplog.text
+    assert f"ETRAIN_NOTICE_S={text!r} is not a positive number of seconds" in caplog.text

@@ -198,7 +198,7 @@ async def test_faults_come_as_signals_or_by_the_trainer_itself(rig):
         signal.SIGSTOP,
         signal.SIGSEGV,
         m.InjectFault,
-        "killed: ended by SIGKILL on purpose",
+        "killed: killed by fault injection (SIGKILL)",
     ]
 
 
@@ -207,7 +207,7 @@ async def test_supervisor_that_was_given_up_ends_its_trainers_and_comes_back_as_
     rig.order(m.ResetSupervisor(incarnation=0))
     rig.order(m.ResetSupervisor(incarnation=0))  # it may be told several times
     await rig.until(lambda: len(rig.said(m.SupervisorHello)) > 1)
-    assert first.did[-1] == second.did[-1] == "killed: its worker was given up"
+    assert first.did[-1] == second.did[-1] == "killed: its worker was declared dead"
     assert rig.said(m.TrainerExited) == []  # nobody asks any more
     assert [hello.incarnation for hello in rig.said(m.SupervisorHello)] == [0, 1]
     rig.order(m.ResetSupervisor(incarnation=0))  # an old one that comes late
@@ -242,9 +242,12 @@ async def test_released_trainer_may_go_on_as_long_as_its_checkpoint_does(rig, mo
 
     trainer.progress = progress
     rig.order(m.ShutDownTrainer(trainer=trainer.name))
-    await rig.until(lambda: "killed: it did not end when released" in trainer.did)
+    await rig.until(lambda: "killed: it did not exit after its release" in trainer.did)
     assert looks > 20
-    assert "warning: it did not end when released: what it was saving is lost" in trainer.did
+    assert (
+        "warning: it did not exit after its release: a checkpoint in progress is lost"
+        in trainer.did
+    )
 
 
 async def test_released_trainer_that_never_ends_is_killed_although_it_gives_signs(rig, monkeypatch):
@@ -254,7 +257,7 @@ async def test_released_trainer_that_never_ends_is_killed_although_it_gives_sign
     beats = itertools.count()
     trainer.progress = lambda: dataclasses.replace(trainer.seen, beats=next(beats))
     rig.order(m.ShutDownTrainer(trainer=trainer.name))
-    await rig.until(lambda: "killed: it did not end when released" in trainer.did)
+    await rig.until(lambda: "killed: it did not exit after its release" in trainer.did)
 
 
 async def test_trainers_outlive_a_scheduler_and_what_it_missed_is_told_to_the_next(rig):

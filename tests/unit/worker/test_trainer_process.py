@@ -149,7 +149,7 @@ async def test_stopped_trainer_shows_its_progress_and_its_state_instead_of_stack
         trainer.kill("it was stopped")
 
     lines, cause = await run(stop_and_kill)
-    assert "is stopped: what its threads are doing cannot be told" in lines[-1]
+    assert "is stopped: the stacks of its threads cannot be logged" in lines[-1]
     assert cause == "it was stopped"
 
 
@@ -163,7 +163,7 @@ async def test_trainer_that_has_not_come_to_life_is_not_asked_for_stacks(script)
         trainer.kill("enough")
 
     lines, cause = await run(ask_and_kill)
-    assert "cannot be told" in lines[-1]
+    assert "cannot be logged" in lines[-1]
     assert cause == "enough"
 
 
@@ -237,15 +237,15 @@ async def test_trainer_whose_messages_cannot_be_read_is_ended_and_its_end_is_tol
         pass
 
     _, cause = await run(nothing)
-    assert cause.startswith("what it sends cannot be read: ")
+    assert cause.startswith("its message cannot be decoded: ")
 
 
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        ({"op": "spare", "pid": 1}, "it speaks wire version 2 or older, and this process"),
-        ({"kind": "SpareReady", "pid": 1, "wire_version": 99}, "it speaks wire version 99, and"),
-        ({"kind": "SpareReady", "is_new": 1, "wire_version": 99}, "it speaks wire version 99, and"),
+        ({"op": "spare", "pid": 1}, "it uses wire version 2 or older, and this process"),
+        ({"kind": "SpareReady", "pid": 1, "wire_version": 99}, "it uses wire version 99, and"),
+        ({"kind": "SpareReady", "is_new": 1, "wire_version": 99}, "it uses wire version 99, and"),
     ],
 )
 async def test_trainer_of_another_wire_version_is_ended_with_the_reason(script, hello, words):
@@ -261,5 +261,5 @@ async def test_trainer_of_another_wire_version_is_ended_with_the_reason(script, 
 
     _, cause = await run(nothing)
     assert cause.startswith(words)
-    assert "etrain-jupyter was updated here while this worker runs. The trainer was ended" in cause
-    assert "Restart the workers" in cause
+    assert "etrain-jupyter was updated on this machine while the worker was running." in cause
+    assert "The trainer was killed. Restart the worker" in cause

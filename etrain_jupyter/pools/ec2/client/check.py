@@ -29,6 +29,8 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
         PoolError: For the first that is not.
     """
     try:
+        # Found here, an error reaches the user within a second and before anything is launched. A
+        # head would find the same errors only after its own start.
         check_archive(clients, spec)
         find_subnets(clients.ec2, spec)
         find_image(clients, spec)
@@ -39,9 +41,9 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
         clients.bucket.keys("clusters/none", "the bucket cannot be listed")
     except StoreError as exc:
         raise PoolError(
-            f"the bucket {spec.bucket} cannot be used: {exc}. {NOTHING} Name another one in "
-            "pools.yaml, or create it; `%etrain pools policy` prints the policy that the user "
-            "needs."
+            f"the bucket {spec.bucket} cannot be used: {exc}. {NOTHING} Set bucket in pools.yaml "
+            "to another bucket, or create this one. `%etrain pools policy` prints the policy that "
+            "the user needs."
         ) from exc
 
 
@@ -84,6 +86,7 @@ def _digest_of(clients: Clients, archive: str) -> tuple[str, str]:
         if known is None:
             return "", "it does not exist"
         size = int(known["ContentLength"])
+        # The digest is only a help for comparison; do not download gigabytes for it.
         if size > MOST_TO_READ:
             return "", f"it has {size >> 20} MiB"
         with tempfile.TemporaryDirectory() as folder:
@@ -107,9 +110,12 @@ def find_head_host(clients: Clients, spec: AwsSpotSpec) -> str:
         return spec.head_host
     try:
         _, subnets = find_subnets(clients.ec2, spec)
+        # Any subnet: they belong to one VPC, so the route to one is the route to all.
         described = clients.ec2.describe_subnets(SubnetIds=sorted(subnets.values())[:1])["Subnets"]
         network = ipaddress.ip_network(described[0]["CidrBlock"])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Connecting a UDP socket only selects the local address. The first four addresses of a
+            # subnet are reserved by AWS.
             probe.connect((str(network[4]), 9))  # sends nothing
             return str(probe.getsockname()[0])
     except (ClientError, BotoCoreError, OSError) as exc:

@@ -36,4 +36,5 @@ def find_credentials(spec: AwsSpotSpec) -> str:
         found = session.get_credentials()
     except BotoCoreError as exc:
         raise PoolError(message_of_error(exc)) from exc
+    # An unknown method of a newer boto3 is shown by its own name.
     return METHODS.get(found.method, found.method) if found is not None else ""

@@ -26,6 +26,7 @@ def keys_as_table() -> str:
 def _keys_of(section: type[Section], before: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for key, field in section.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
+        # An optional section is a union: `GpuSpec | None`.
         groups = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
         if groups:
             yield from _keys_of(groups[0], f"{before}{key}.")
@@ -37,6 +38,7 @@ def _default_of(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
+    # Only durations have a serializer, see `spec_fields`.
     if any(isinstance(item, PlainSerializer) for item in field.metadata):
         return _time(value)
     return _plain(value)

@@ -1,4 +1,4 @@
-"""What this machine knows about a cluster whose head has its own machine."""
+"""Connection to the head of a cluster that has its own machine."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ def is_answering(address: SchedulerAddress) -> bool:
     try:
         ask(address, TouchCluster(), timeout_s=ANSWER_S)
         return True
+    # The certificates are missing while another process removes the cluster's folder.
     except (PoolError, FileNotFoundError):
         return False
 
 
 def end_head(cluster: ClusterDir) -> None:
     """Ask a head on its own machine to shut down, if there is one, and close the port forward."""
+    # A head that does not answer is terminated by its tags afterwards, see `AwsSpotPool.down`.
     if (address := head_address_of(cluster)) is not None and is_answering(address):
         ask(address, ShutDownCluster(), timeout_s=ANSWER_S)
     close_tunnel(cluster)

@@ -32,7 +32,7 @@ Policy = dict[str, Any]
 Values = Mapping[str, str | Sequence[str]]
 
 _PARTS = ("checkpoints", "manifests")
-"""What trainers write of a job; its record, bundle and log belong to the launcher and the head."""
+"""Folders of a job that trainers write. Launcher and head write its record, bundle and log."""
 _NAME = re.compile(r"<(\w+)>")
 
 
@@ -41,12 +41,10 @@ def launcher_policy(
 ) -> Policy:
     """Return the policy of the user or role that starts clusters.
 
-    Args:
-        spec: The pool.
-        node_role: Name of the role in ``iam.instance_profile``; by default the profile's name.
-        account: The account's number; ``*`` is the caller's own.
-        head_role: Name of the role of an on-demand head, if there is one.
+    ``node_role`` is the role in ``iam.instance_profile``, by default with the profile's name;
+    ``account`` is a number, or ``*`` for the caller's own.
     """
+    # The launcher passes these roles to machines, which needs iam:PassRole for exactly these.
     roles = [node_role or spec.iam.instance_profile, *([head_role] if head_role else [])]
     values = _values(spec, account, roles, types=[spec.head_type] if head_role else [])
     groups = ["machines", "frame", "spot"]
@@ -92,6 +90,7 @@ def node_policy(
     }
     statements = list(_statements("node", values))
     for number, place in enumerate(places):
+        # One statement for each place: s3:prefix is a condition on a bucket, not on objects.
         prefix = place.partition("/")[2]
         own = {"number": str(number or ""), "below": f"{prefix}/" if prefix else ""}
         bucket = {"bucket": _bucket_arn(place)}
@@ -110,19 +109,13 @@ def trust_policy() -> Policy:
 def _values(
     spec: AwsSpotSpec, account: str, roles: Sequence[str], *, types: Sequence[str] = ()
 ) -> dict[str, str | Sequence[str]]:
-    """Return the values for the statements about machines and the bucket.
-
-    Args:
-        spec: The pool.
-        account: The account's number.
-        roles: Roles that machines may have.
-        types: Types of machines in addition to those of nodes.
-    """
+    """Return the values for the statements about machines and the bucket."""
     ami = spec.image.ami
     parameter = ami.removeprefix("ssm:") if ami.startswith("ssm:") else ""
     is_auto = spec.network.security_group == "auto"
     kinds = ["launch-template", *(["security-group"] if is_auto else [])]
     capacity, subnets = spec.capacity, spec.network.subnets
+    # The head's machine may have a type that nodes do not have.
     names = [*capacity.types, *(one for one in types if one not in capacity.types)]
     return {
         "region": spec.region,
@@ -168,6 +161,7 @@ def _statements(group: str, values: Values) -> Iterator[Policy]:
     """Yield the statements of a group that apply to some resource."""
     for template in _templates()[group]:
         statement = _fill(template, values)
+        # A trust policy has no Resource at all.
         if statement.get("Resource", "none needed"):
             yield statement
 
@@ -183,6 +177,7 @@ def _fill(template: Any, values: Values) -> Any:
     name = _NAME.fullmatch(template)
     if name and not isinstance(values[name[1]], str):
         return list(values[name[1]])
+    # Exactly one: outside of a list there is no place for several values.
     [text] = _expand(template, values)
     return text
 

@@ -62,6 +62,7 @@ class AwsSpotPool(DetachedPool):
     def of_cluster(cls, cluster: ClusterDir) -> AwsSpotPool:
         """Return the pool of a cluster that has a folder on this machine."""
         settings = cluster.settings()
+        # The spec of the cluster's start: pools.yaml may have changed since.
         spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
         return cls(settings.pool, spec, cluster_id=cluster.cluster_id)
 
@@ -75,6 +76,7 @@ class AwsSpotPool(DetachedPool):
 
         clients = self._clients()
         check_account(clients, self.spec)
+        # Printed after the checks and before anything costs money.
         self._print_price()
         return self._change(
             ClusterSettings(
@@ -96,7 +98,7 @@ class AwsSpotPool(DetachedPool):
         """Return the folder of a cluster whose head died, to take it over with its machines.
 
         A cluster without machines is removed: its jobs would otherwise resume, and cost money,
-        unexpectedly. ``resume`` brings them back.
+        unexpectedly. ``%etrain resume`` continues them.
         """
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
@@ -104,6 +106,13 @@ class AwsSpotPool(DetachedPool):
             record = cluster.record()
             if cluster.prefix != self._prefix or (record is not None and not record.is_here):
                 continue  # belongs to another pool, or to another machine that shares the folder
+            #   record    machines        action
+            #   dead      yes, or maybe   take over: a new head finds jobs, state and machines
+            #   dead      none            remove what is left
+            #   none      any             remove: its start or its end is incomplete
+            #
+            # Called under the start lock, after `_find` found no running head. So a record is a
+            # dead one.
             if record is not None and (
                 _has_just_launched(cluster)
                 or list_instances(self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING)
@@ -123,11 +132,11 @@ class AwsSpotPool(DetachedPool):
             PoolError: If AWS cannot be reached, or ``image.archive`` has no digest.
         """
         from etrain_jupyter.pools.ec2.client.check import check_archive
-        from etrain_jupyter.pools.ec2.client.worst_case import price_in_words
+        from etrain_jupyter.pools.ec2.client.worst_case import describe_price
 
         clients = self._clients()
         check_archive(clients, self.spec)
-        return price_in_words(clients, self.spec, min(max_workers, self.spec.workers.max))
+        return describe_price(clients, self.spec, min(max_workers, self.spec.workers.max))
 
     def cost(self) -> CostReport:
         """Return what the machines of the running cluster have cost so far."""
@@ -142,19 +151,23 @@ class AwsSpotPool(DetachedPool):
         """Shut the cluster down here, then remove its resources in EC2 and the bucket.
 
         Returns:
-            What could not be removed; empty on success, also if there was no cluster.
+            Resources that could not be removed; empty on success, and if there was no cluster.
 
         Raises:
             PoolError: If AWS cannot be reached.
         """
         from etrain_jupyter.pools.ec2.reaping import find_tagged, remove
 
+        # Order: heads on their own machines, processes here, then everything in AWS by its tags. A
+        # head that still ran would launch replacements for terminated nodes.
         clients, region = self._clients(), self.spec.region
         ours = [cluster for cluster in cluster_dirs() if self._is_ours(cluster)]
         for cluster in ours:
             end_head(cluster)
         ends = [end_cluster_here(cluster, min(20.0, timeout_s)) for cluster in ours]
         tagged = {one.cluster_id for one in find_tagged(clients, region)}
+        # Tags find clusters without a folder here (started from another machine); folders find
+        # clusters without tagged resources, whose objects in the bucket remain to be removed.
         found = {one for one in tagged if self._has_id(one)} | {one.cluster_id for one in ours}
         for one in sorted(found):
             home = self.spec.home(one)
@@ -180,6 +193,7 @@ class AwsSpotPool(DetachedPool):
 def _has_just_launched(cluster: ClusterDir) -> bool:
     """Return whether EC2 may have machines of the cluster that it does not list yet."""
     with contextlib.suppress(FileNotFoundError):
+        # The file is written before each launch, see `fleet_state`.
         return time.time() - (cluster.path / STATE_FILE).stat().st_mtime < UNLISTED_S
     return False
 

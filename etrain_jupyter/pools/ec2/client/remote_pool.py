@@ -1,7 +1,13 @@
 """Pool ``aws-spot`` with ``head: on-demand``: its scheduler runs on its own EC2 machine.
 
 This machine has a folder of the cluster with the client's keys and the head's address. A machine
-without that folder can still shut the cluster down, by its tags.
+without that folder can still shut the cluster down, by its tags::
+
+    this machine                        bucket                    head's machine
+    keys, config, settings  --------->  clusters/ID/...
+    CreateFleet  -------------------------------------------->    boots, reads its files
+    polls  ------------------------->   lease.json  <---------    scheduler renews the lease
+    connects to the address in it  -------------------------->    scheduler answers
 """
 
 from __future__ import annotations
@@ -68,11 +74,12 @@ class AwsRemotePool(AwsSpotPool):
             if (address := head_address_of(cluster)) is not None:
                 return address
         raise PoolError(
-            f"no cluster of pool {self.name} is known here. Nothing was done. A cell with "
-            "%%etrain distributed starts one; `%etrain ls --all` lists the clusters on EC2."
+            f"no cluster of pool {self.name} was started on this machine. Nothing was done. A cell "
+            "with %%etrain distributed starts one; `%etrain ls --all` lists the clusters on EC2."
         )
 
     def _find(self) -> SchedulerAddress | None:
+        # Only clusters that this machine started: it has their keys.
         for cluster in filter(self._is_ours, cluster_dirs()):
             with contextlib.suppress(OSError, ValueError):
                 head = json.loads((cluster.path / HEAD_FILE).read_text())
@@ -85,16 +92,19 @@ class AwsRemotePool(AwsSpotPool):
         settings = self.settings()
         root = open_state_root()
         try:
+            # A launch takes minutes, longer than the lock's timeout: a second kernel gets the error
+            # below.
             with start_lock(root, lock_key_of(self._prefix), timeout_s=START_S):
                 address = self._find()
                 if address is not None:
                     return address
-                self._clear_up()
+                # A folder without a head that answers would make `_address` point to it forever.
+                self._remove_dead_clusters()
                 return self._start(ClusterDir.create(root, settings), settings)
         except TimeoutError as exc:
             raise PoolError(
-                f"{exc} for {START_S:g} s: another kernel is starting a cluster. This one stops "
-                "waiting. Run the cell again in a minute, or type `%etrain down`."
+                f"{exc} for {START_S:g} s: another kernel is starting a cluster. Nothing was "
+                "started. Run the cell again in a minute, or run `%etrain down`."
             ) from exc
 
     def _reach(self, cluster: ClusterDir, head: dict[str, str]) -> SchedulerAddress:
@@ -104,12 +114,8 @@ class AwsRemotePool(AwsSpotPool):
             reached_at = open_tunnel(cluster, self.spec, head["instance_id"], PORT)
         return write_head(cluster, head, reached_at=reached_at)
 
-    def _clear_up(self) -> None:
-        """Remove clusters whose head has ended or never started.
-
-        Raises:
-            PoolError: If a head runs, but cannot be reached from here.
-        """
+    def _remove_dead_clusters(self) -> None:
+        """Remove clusters whose head has ended or never started; refuse if a head still runs."""
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
         for cluster in list(filter(self._is_ours, cluster_dirs())):
@@ -118,11 +124,13 @@ class AwsRemotePool(AwsSpotPool):
             )
             heads = [one for one in living if one.tags.get("etrain:role") == "head"]
             address = head_address_of(cluster)
+            # A head that runs may have jobs. Starting another one would cost twice, and terminating
+            # it would lose them.
             if heads and address is not None:
                 raise PoolError(
                     f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
-                    f"{address.address} cannot be reached from here. No other one was started. "
-                    "Check the route to it (security group, VPN), or end it: %etrain down "
+                    f"{address.address} cannot be reached from here. No second head was started. "
+                    "Check the route to it (security group, VPN), or shut it down: %etrain down "
                     f"{cluster.cluster_id}."
                 )
             self.of_cluster(cluster).down()
@@ -134,17 +142,23 @@ class AwsRemotePool(AwsSpotPool):
         try:
             instance = self._launch(clients, cluster, settings)
             lease = self._await_lease(clients, cluster, instance)
+        # Also after an interrupt of the kernel: a launched head costs money.
         except BaseException:
             self.of_cluster(cluster).down()
             raise
         head = {"address": lease["scheduler"], "instance_id": instance}
+        # Recorded in the cluster's folder, so that a later kernel finds the head without the
+        # bucket.
         address = self._reach(cluster, head)
+        # The lease proves that the scheduler runs. Only the route from this machine is still
+        # unknown.
         if not wait_until(lambda: is_answering(address), timeout_s=START_S):
             self.of_cluster(cluster).down()
             raise PoolError(
                 f"the head of cluster {cluster.cluster_id} serves at {address.address}, which "
-                "cannot be reached from here; it was ended. Admit this machine to the security "
-                "group (network.security_group in pools.yaml), or use head: notebook in the VPC."
+                "cannot be reached from here. It was terminated. Allow this machine in the "
+                "security group (network.security_group in pools.yaml), or use head: notebook in "
+                "the VPC."
             )
         return address
 
@@ -167,7 +181,8 @@ class AwsRemotePool(AwsSpotPool):
         name, spec = cluster.cluster_id, self.spec
         config = config_of(spec, name, fingerprint=read_fingerprint())
         boot = put_node_files(clients, name, config, cluster.tls, with_head=True)
-        # The head itself runs with head: notebook, and with the credentials of its role.
+        # For the head itself, the scheduler is on "this machine". It uses its role instead of a
+        # profile, and the bucket's owner that was determined here.
         home = {"head": "notebook", "profile": None, "bucket_owner": boot.owner or ANY}
         own = spec.model_copy(update=home)
         settings = dataclasses.replace(settings, spec=json.loads(own.to_json()))
@@ -184,6 +199,7 @@ class AwsRemotePool(AwsSpotPool):
             lifecycle="on-demand",
             num_nodes=1,
             workers_each=0,
+            # Any zone will do: on-demand prices are the same in all zones of a region.
             overrides=tuple((spec.head_type, zone) for zone in sorted(network.subnets)),
         )
         answer = create_fleet(
@@ -196,23 +212,19 @@ class AwsRemotePool(AwsSpotPool):
         )
         if answer is None:
             raise PoolError(
-                "EC2 did not report whether it launched the head. Anything it launched was "
-                "removed. Try again."
+                "EC2 did not report whether it launched the head. Everything that it launched was "
+                "removed. Run the cell again."
             )
         if not answer.acks:
             reasons = {message_of_code(one.code, one.message) for one in answer.refusals}
             raise PoolError(
                 f"the head, a {spec.head_type} on demand, was not launched: "
-                f"{'; '.join(sorted(reasons))}. Nothing is left of it."
+                f"{'; '.join(sorted(reasons))}. All its resources were removed."
             )
         return answer.acks[0].id
 
     def _await_lease(self, clients: Clients, cluster: ClusterDir, instance: str) -> dict[str, Any]:
-        """Wait for the lease, which contains the address of the head's scheduler.
-
-        Raises:
-            PoolError: If the head ends before, or the timeout passes.
-        """
+        """Wait for the lease, which contains the address of the head's scheduler."""
         from etrain_jupyter.pools.ec2.ec2_api import console_tail, list_instances
 
         deadline = time.monotonic() + self.spec.lifetime.boot
@@ -227,12 +239,13 @@ class AwsRemotePool(AwsSpotPool):
                 return lease
             found = list_instances(clients.ec2, cluster_id=cluster.cluster_id, ids=[instance])
             has_ended = bool(found) and not found[0].is_living
+            # An empty `found` means that EC2 does not list the machine yet.
             if has_ended or time.monotonic() > deadline:
                 what = "ended" if has_ended else f"took more than {self.spec.lifetime.boot:g} s"
                 raise PoolError(
-                    f"the head, {instance}, {what} before its scheduler served. It was removed. "
-                    "Its image must have etrain-jupyter (image in pools.yaml), and its profile the "
-                    "policy that `%etrain pools policy` prints. The end of its console:\n"
+                    f"the head, {instance}, {what} before its scheduler listened. It was removed. "
+                    "Its image must contain etrain-jupyter (image in pools.yaml), and its profile "
+                    "needs the policy that `%etrain pools policy` prints. End of its console:\n"
                     f"{console_tail(clients.ec2, instance)}"
                 )
             time.sleep(min(1.0, self.spec.tick))

@@ -29,20 +29,14 @@ OPEN_S = 30.0
 def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: int) -> str:
     """Return the local address of a head; open the port forward if it is closed.
 
-    The address stays the same, so that jobs reconnect.
-
-    Args:
-        cluster: The cluster's folder on this machine.
-        spec: The pool.
-        instance_id: The head's machine.
-        port: Port of its scheduler.
-
     Raises:
         PoolError: If the port forward does not open.
     """
     known = _read(cluster)
+    # Kernels and job records contain the local address, so a reopened forward uses the same port.
     local = int(known.get("port", 0)) or _free_port()
     address = f"tls://127.0.0.1:{local}"
+    # A pid alone may have been reused since, see `stamp_of`.
     if known and stamp_of(int(known["pid"])) == known["stamp"]:
         return address
     session_command = [
@@ -63,20 +57,24 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            # The marker lets `end_cluster_here` find the process if the record is lost.
             env=os.environ | {MARKER: cluster.cluster_id},
             start_new_session=True,
         )
     record = {"pid": process.pid, "stamp": stamp_of(process.pid) or "", "port": local}
     write_private(cluster.path / FILE, json.dumps(record))
     is_open = wait_until(
-        lambda: process.poll() is not None or _listens(local), timeout_s=OPEN_S
+        # The plugin opens the port late and reports errors only as text: poll both.
+        lambda: process.poll() is not None or _listens(local),
+        timeout_s=OPEN_S,
     ) and _listens(local)
     if not is_open:
         close_tunnel(cluster)
         raise PoolError(
             f"the port forward to {instance_id} did not open within {OPEN_S:g} s. The head keeps "
-            "running, and ends by itself without a job. Its machine needs the SSM agent and the "
-            "policy AmazonSSMManagedInstanceCore, you need ssm:StartSession. Output of `aws`:\n"
+            "running, and shuts down when it has had no job for lifetime.idle. Its machine needs "
+            "the SSM agent and the policy AmazonSSMManagedInstanceCore; your user needs "
+            "ssm:StartSession. Output of `aws`:\n"
             f"{cluster.log_tail('tunnel')}"
         )
     # The process outlives this one, which must not wait for it.
@@ -105,6 +103,7 @@ def close_tunnel(cluster: ClusterDir) -> None:
     known = _read(cluster)
     if known and stamp_of(int(known["pid"])) == known["stamp"]:
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            # The group: `aws` starts the plugin as a child, which would keep the connection open.
             os.killpg(int(known["pid"]), signal.SIGTERM)
 
 
@@ -117,6 +116,7 @@ def _read(cluster: ClusterDir) -> dict[str, str | int]:
 
 
 def _free_port() -> int:
+    # Another process may take the port before `aws` opens it; then the forward fails to open.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -6,7 +6,7 @@ import time
 
 from etrain_jupyter.pools.ec2.aws_messages import AwsErrors, pool_error
 from etrain_jupyter.pools.ec2.ec2_api import Clients
-from etrain_jupyter.pools.ec2.head.view import Rules, dearest_usd
+from etrain_jupyter.pools.ec2.head.view import Rules, highest_usd
 from etrain_jupyter.pools.ec2.launch_context import make_offers, survey
 from etrain_jupyter.pools.ec2.ledger import PriceBook, WorstCase, worst_case
 from etrain_jupyter.pools.ec2.network import NOTHING
@@ -17,7 +17,7 @@ from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 LOOK_BACK_S = 3600.0
 
 
-def price_in_words(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str:
+def describe_price(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str:
     """Return the maximum cost of ``num_workers`` workers as text, with its sources.
 
     Raises:
@@ -28,14 +28,16 @@ def price_in_words(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str
     has_head = spec.head == "on-demand"
     now = time.time()
     try:
+        # The head's machine is charged on demand from start to end, whatever the workers cost.
         wanted = {*types, *([spec.head_type] if has_head else [])}
         prices.refresh(wanted, since=now - LOOK_BACK_S, now=now)
     except AwsErrors as exc:
         raise pool_error("the prices cannot be read", exc, NOTHING) from exc
     offers = make_offers(spec, types, subnets, prices.book, {}, now)
+    # Without any spot price, EC2 sells none of the types as spot in these zones.
     spot = [one.spot_usd / one.workers for one in offers if one.spot_usd is not None]
     if not spot:
-        return f"not known: EC2 sells none of {', '.join(types)} in {spec.region} as spot machines"
+        return f"unknown: EC2 does not offer {', '.join(types)} as spot machines in {spec.region}"
     worst = worst_of(spec, offers, prices.book, num_workers)
     head_usd = prices.book.on_demand.get(spec.head_type, 0.0) if has_head else 0.0
     now_usd = num_workers * min(spot) + head_usd
@@ -54,11 +56,12 @@ def worst_of(
 ) -> WorstCase:
     """Return the cost of workers at the highest price for the whole lifetime."""
     smallest = min(offer.workers for offer in offers)
+    # Rounded up, with the smallest machines: the most disks.
     num_nodes = -(-num_workers // smallest)
-    dearest = dearest_usd(offers, Rules.of(spec, "")) * smallest
+    highest = highest_usd(offers, Rules.of(spec, "")) * smallest
     return worst_case(
         num_nodes=num_nodes,
-        dearest_usd=dearest,
+        highest_usd=highest,
         lifetime_s=spec.lifetime.max,
         volume_gib=spec.volume.gib,
         volume_gib_month=book.volume_gib_month,

@@ -1,4 +1,4 @@
-"""What a cluster has cost so far: prices and ledger, kept up to date and stored in the bucket."""
+"""A cluster's costs so far: prices and ledger, kept up to date and stored in the bucket."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 
 class Accounts:
-    """One cluster's costs. Used by the reconcile thread only.
-
-    Args:
-        spec: The pool.
-        cluster_id: The cluster.
-        clients: AWS clients.
-        files: The cluster's objects, which include the stored ledger.
-    """
+    """One cluster's costs. Used by the reconcile thread only."""
 
     def __init__(
         self, spec: AwsSpotSpec, cluster_id: str, clients: Clients, files: ClusterFiles
@@ -41,6 +34,9 @@ class Accounts:
 
     def refresh_prices(self, types: Iterable[str], now: float) -> None:
         """Read new prices, also for the machines in the ledger since their launch."""
+        # The ledger of previous heads has machines that ran before this process existed, and they
+        # are priced by the spot history since their launch. A minute earlier, so that the first
+        # point is the price in force at the launch.
         launches = (row.launched_at for row in self.ledger.rows.values())
         self.prices.refresh({*types}, since=min(launches, default=now) - 60, now=now)
 
@@ -49,16 +45,13 @@ class Accounts:
     ) -> None:
         """Record machines that EC2 lists, and the end of those that it no longer lists.
 
-        Args:
-            instances: Machines that EC2 lists.
-            now: Time of the listing.
-            living: Machines that run although the listing lacks them.
+        ``living`` are the ids of machines that run although the listing lacks them.
         """
         rows = rows_of(instances, self.ledger, now, volume_gib=self._spec.volume.gib, living=living)
         self.ledger = self.ledger.with_rows(rows)
 
     def spent_usd(self, now: float) -> float:
-        """Return US dollars owed if everything ended now."""
+        """Return the US dollars owed if all machines were terminated now."""
         return self.ledger.committed(self.prices.book, now)
 
     def rate_usd(self, now: float) -> float:

@@ -21,20 +21,17 @@ class NodeState:
 
 
 class ClusterFiles:
-    """The objects of one cluster. All methods raise ``StoreError`` if S3 fails.
-
-    Args:
-        bucket: The pool's prefix.
-        cluster_id: The cluster.
-    """
+    """The objects of one cluster. All methods raise ``StoreError`` if S3 fails."""
 
     def __init__(self, bucket: Bucket, cluster_id: str) -> None:
         self._bucket = bucket
         self._home = f"clusters/{cluster_id}"
+        # Outside of the cluster's folder: `reaping` deletes that folder, but the costs must remain.
         self._ledger = f"ledgers/{cluster_id}.json"
 
     def num_lives(self) -> int:
         """Return the incarnation number of the last head; 0 for a new cluster."""
+        # A lease without a number is one of an older version: count its head as the first.
         lease = self._read(f"{self._home}/lease.json", "the lease cannot be read")
         return int(lease.get("num_lives", 1)) if lease else 0
 
@@ -62,6 +59,8 @@ class ClusterFiles:
         self, ledger: Ledger, prices: PriceBook, now: float, facts: Mapping[str, Any]
     ) -> None:
         """Write rows, prices and totals; the ledger stays after the cluster's end."""
+        # Totals and prices are derived from the rows. They are stored for readers of the file only:
+        # `ledger` reads nothing but the rows.
         total = ledger.total(prices, now)
         data = {
             **facts,

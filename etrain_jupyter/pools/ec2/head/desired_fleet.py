@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from etrain_jupyter.head.coordinator.nodes import NodeCost
-from etrain_jupyter.pools.ec2.ledger import Charge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,9 @@ class DesiredFleet:
     busy: frozenset[str] = frozenset()
     """Nodes used by a job."""
     releasing: Mapping[str, float] = field(default_factory=dict)
-    """Nodes to end, and when at the latest, in seconds since the epoch."""
+    """Nodes to terminate, with their deadlines in seconds since the epoch."""
     killing: frozenset[str] = frozenset()
-    """Nodes to end now."""
+    """Nodes to terminate immediately."""
     noticed: Mapping[str, NodeNotice] = field(default_factory=dict)
 
 
@@ -49,20 +48,14 @@ class NodeFacts:
     device: str
     usd_per_h: float
     is_leaving: bool
-    launched_at: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class FleetSnapshot:
     """From the thread: the nodes and their costs."""
 
     nodes: tuple[NodeFacts, ...] = ()
     costs: tuple[NodeCost, ...] = ()
-    charge: Charge = field(default_factory=Charge)
-    rate_usd: float = 0.0
-    prices: str = ""
-    """Source of the prices."""
-    halted: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +63,20 @@ class Reports:
     """Callbacks for the thread; each one forwards its arguments to the event loop."""
 
     gone: Callable[[str, str], None]
-    """A worker whose machine is gone, and why."""
+    """Takes a worker whose machine is gone, and the reason."""
     warning: Callable[[str], None]
     halt: Callable[[str], None]
     leaving: Callable[[str, float], None]
-    """A worker, and when its machine ends, in seconds since the epoch."""
+    """Takes a worker, and the end of its machine in seconds since the epoch."""
 
 
 def worker_names(node: str, count: int) -> tuple[str, ...]:
-    """Return the names of a node's workers.
+    """Return the names of a node's workers; ``node_of`` is the inverse.
 
     >>> worker_names("i-1", 2)
     ('i-1:0', 'i-1:1')
     """
+    # The machine's agent derives the same names, see `machine.children.names_of`.
     return (node,) if count == 1 else tuple(f"{node}:{number}" for number in range(count))
 
 

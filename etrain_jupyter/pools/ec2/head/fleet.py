@@ -1,9 +1,19 @@
-"""Decide which machines to launch and which to end: pure rules; time is an argument.
+"""Decide which machines to launch and which to terminate: pure rules; time is an argument.
 
-``decide`` combines what EC2 lists, what it has acknowledged but does not list yet, and the number
-of workers wanted. It launches in pools that have capacity, within the budget; releases machines
-that are not needed; ends those that never boot; and stops before the budget is spent. There are
-never more workers than ``max_workers``, however late EC2's listings are.
+``decide`` combines EC2's listing, the launches that EC2 acknowledged but does not list yet, and the
+number of workers wanted. The first case that applies:
+
+==============================  ==================================================================
+case                            decision
+==============================  ==================================================================
+launches have stopped           launch nothing; see ``_decide_halted``
+cost per hour above the limit   release the most expensive machines; launch nothing in this tick
+workers missing                 launch in pools that have capacity, within the budget
+workers surplus                 release after ``linger_s``; immediately above the maximum
+all in place                    with ``migrate``, replace one machine outside the zone
+==============================  ==================================================================
+
+There are never more workers than ``max_workers``, however late EC2's listings are.
 """
 
 from __future__ import annotations
@@ -23,43 +33,50 @@ from etrain_jupyter.pools.ec2.head.view import (
 
 
 def decide(state: FleetState, rules: Rules, view: View) -> Decision:
-    """Return what to do now, and the next state.
-
-    Args:
-        state: State after the last decision and the answers since then, ``listed`` applied.
-        rules: The limits of the spec.
-        view: What EC2 lists and how many workers are wanted.
-    """
+    """Return what to do now, and the next state. ``state`` has been updated with EC2's listing."""
     now = view.now
+    # EC2's listings are eventually consistent. A machine that it acknowledged counts as running
+    # until it is listed, or until a query by id shows that it does not exist.
     lookups = tuple(ack.id for ack in state.acks if now - ack.at > VISIBLE_S)
     state = _forget_old_requests(state, view)
     if rules.max_total is not None and not state.halted:
+        # Stop early: all machines are charged until their last checkpoint is saved and they have
+        # ended.
         reserve_usd = view.rate_usd * rules.reserve_s / 3600
         if view.spent_usd + reserve_usd >= rules.max_total:
             state = state.halt("budget", now)
     state, overdue = _overdue(state, rules, view)
+    # Machines that never booted do not count, so that their replacements start in this tick.
     count = count_workers(state, view, {id for id, _ in overdue})
     if state.halted:
         return _decide_halted(state, rules, view, count, overdue, lookups)
 
     warnings: list[FleetWarning] = []
+    # The replacement of a machine with an interruption notice starts while the machine drains.
     ceiling = rules.max_workers + count.num_at_risk
     target = min(view.wanted, ceiling)
     releases: list[Release] = []
+    # Usually spot prices have risen: `plan_launch` launches nothing above the limit.
     if rules.max_hourly is not None and view.rate_usd > rules.max_hourly + 1e-9:
         releases = over_budget(count, rules, view)
         if releases:
             text = over_hourly_budget(view.rate_usd, rules.max_hourly, len(releases))
             warnings.append(FleetWarning(key="over budget", text=text))
             count = count.without({id for id, _ in releases})
+    # Two counts, because EC2 may have launched the machines of an unanswered request, or not: `num`
+    # includes them, so that they are not launched twice; `num_sure` does not, so that no running
+    # machine is released in favour of one that may not exist.
     missing = target - count.num
     too_many = count.num_sure - target
+    # The clock of a shortage also runs while a request is unanswered. It determines when to use
+    # other zones and on-demand machines.
     is_short = missing > 0 or count.num_unanswered > 0
     short_since = (state.short_since or now) if is_short else None
     surplus_since = (state.surplus_since or now) if too_many > 0 else None
     state = state.with_(short_since=short_since, surplus_since=surplus_since)
     # Repeat unanswered requests each time: the same token returns the same machines.
     launches = tuple(request for request, _ in state.unanswered if view.wanted > 0)
+    # Not after a release for the budget: the released machines are still charged until they end.
     if missing > 0 and not releases:
         plan = plan_launch(state, rules, view, count, missing, ceiling)
         state = plan.state
@@ -67,6 +84,7 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
         warnings += plan.warnings
     elif too_many > 0:
         is_late = now - (surplus_since or now) >= rules.linger_s
+        # The linger time keeps warm workers for the next job, but never more than the maximum.
         if is_late or count.num_sure > ceiling:
             releases += surplus(count, state, rules, target)
     elif missing == 0 and rules.is_single_zone and rules.on_shortage == "migrate":
@@ -82,7 +100,10 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
 
 
 def _forget_old_requests(state: FleetState, view: View) -> FleetState:
-    """Drop unanswered requests that are not needed, once EC2 would list their machines."""
+    """Drop unanswered requests without demand, once EC2 would list their machines."""
+    # While there is demand, `decide` repeats an unanswered request until there is an answer.
+    # Without demand, its machines (if any) are listed after VISIBLE_S, and released like all
+    # others.
     for request, at in state.unanswered:
         if (state.halted or view.wanted == 0) and view.now - at > VISIBLE_S:
             state = state.forgot(request)
@@ -91,6 +112,7 @@ def _forget_old_requests(state: FleetState, view: View) -> FleetState:
 
 def _overdue(state: FleetState, rules: Rules, view: View) -> tuple[FleetState, list[Release]]:
     """Find nodes whose workers did not connect in time; each counts as a boot failure."""
+    # Nodes turn themselves off after lifetime.boot, too. This covers those whose timer never ran.
     late = [
         m
         for m in view.machines
@@ -110,11 +132,15 @@ def _decide_halted(
     overdue: list[Release],
     lookups: tuple[str, ...],
 ) -> Decision:
-    """Launch nothing; with the budget nearly spent, end the machines after the drain time."""
+    """Launch nothing; with the budget nearly spent, terminate the machines after the drain time."""
     is_spent = state.halted == "budget"
     ends = overdue
+    #   halted_at                        + reserve_s               max_total spent
+    #       |---- jobs checkpoint, drain ----|---- terminate all -------|
     if is_spent and view.now - state.halted_at >= rules.reserve_s:
         ends = [(machine.id, "the budget is spent") for machine in view.machines]
+    # With a spent budget, machines end as soon as they are idle. After boot failures or refusals
+    # they stay while they are wanted: the coordinator saves and stops the jobs first.
     target = 0 if is_spent else min(view.wanted, count.num_sure)
     releases = [] if count.num_sure == target else surplus(count, state, rules, target)
     return Decision(

@@ -13,6 +13,8 @@ def why_gone(reason: str) -> str:
     >>> why_gone("Server.SpotInstanceTermination")
     'EC2 reclaimed the spot machine (Server.SpotInstanceTermination)'
     """
+    # StateReason codes of DescribeInstances; `_instance` falls back to StateTransitionReason, which
+    # contains "User initiated".
     if reason.startswith(TAKEN_BY_EC2):
         cause = "EC2 reclaimed the spot machine"
     elif reason.startswith("Client.InstanceInitiated"):
@@ -25,7 +27,7 @@ def why_gone(reason: str) -> str:
 
 
 def boot_failure(node: str, why: str, error: str, console: str) -> str:
-    """Return what is known about a node whose workers never connected."""
+    """Return the report on a node whose workers never connected."""
     text = f"The workers of node {node} never connected: {error or why}."
     return f"{text} Its console ends with:\n{console}" if console else text
 
@@ -48,7 +50,8 @@ def why_halted(
             f"{detail}"
         ).rstrip()
     return (
-        f"EC2 has refused {state.num_refusals} launches in a row. No more are attempted. {detail}"
+        f"EC2 has refused {state.num_refusals} launches in a row. No more nodes are launched. "
+        f"{detail}"
     ).rstrip()
 
 
@@ -84,6 +87,7 @@ def no_capacity(state: FleetState, rules: Rules, view: View, missing: int, short
     if refused:
         types = sorted({type for type, _, _ in refused})
         zones = sorted({zone for _, zone, _ in refused})
+        # The first pool whose back-off ends is the next one that is requested.
         wait_s = min(one.until for one in refused.values()) - view.now
         where = (
             f" ({', '.join(types)} in {', '.join(zones)}). The next attempt is in {wait_s:.0f} s"
@@ -100,7 +104,8 @@ def no_capacity(state: FleetState, rules: Rules, view: View, missing: int, short
             f"{after}"
         )
     return (
-        f"EC2 has no capacity for {workers}{since}{where}. Training continues when it has. {more}."
+        f"EC2 has no capacity for {workers}{since}{where}. Launches are retried until it has. "
+        f"{more}."
     )
 
 

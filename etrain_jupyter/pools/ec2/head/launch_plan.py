@@ -51,7 +51,10 @@ def plan_launch(
     no spot capacity for long        spot; if no pool is usable, on demand up to ``most_on_demand``
     ===============================  ==============================================================
     """
+    # `decide` has set short_since in this tick at the latest.
     short_s = view.now - (state.short_since or view.now)
+    # One request per tick, with one lifecycle. The next tick sees its machines as acknowledged, and
+    # requests what is still missing.
     for option in _options(rules, count, missing, short_s):
         state, candidates = _candidates(state, rules, view, count, option.lifecycle)
         if candidates:
@@ -62,11 +65,14 @@ def plan_launch(
 
 def _options(rules: Rules, count: Count, missing: int, short_s: float) -> list[_Option]:
     num_base = min(missing, rules.on_demand_base - count.num_on_demand)
+    # The base comes first and waits for nothing: it is what keeps a job going without spot
+    # capacity.
     if num_base > 0:
         return [_Option(lifecycle="on-demand", num_workers=num_base)]
     options = [_Option(lifecycle="spot", num_workers=missing)]
     num_fallback = min(missing, rules.most_on_demand - count.num_on_demand)
     if num_fallback > 0 and short_s >= rules.on_demand_after_s:
+        # After spot in the list: a spot pool whose back-off has just ended is tried first.
         options.append(_Option(lifecycle="on-demand", num_workers=num_fallback, is_fallback=True))
     return options
 
@@ -82,10 +88,14 @@ def _plan(
     short_s: float,
 ) -> LaunchPlan:
     lifecycle = option.lifecycle
+    # A machine with several GPUs may bring more workers than are missing: up to the maximum of the
+    # pool for spot machines, none at full price.
     most = option.num_workers if lifecycle == "on-demand" else ceiling - count.num
     same, num_nodes = best_size(candidates, lifecycle, option.num_workers, most)
     room = _room_usd(rules, view, count)
     fit, num_fit = within_budget(same, lifecycle, num_nodes, room, disk_usd=rules.disk_usd)
+    # With no machine left, the rate is that of the head at most, so `decide` would wait forever for
+    # its reserve to be reached: end the jobs instead. With machines left, they train on.
     if not num_fit and not count.num and _is_spent(rules, view, same, lifecycle):
         return LaunchPlan(state=state.halt("budget", view.now))
     warnings = []
@@ -98,6 +108,8 @@ def _plan(
         text = full_price(rules, fit[0].type, num_fit, short_s)
         warnings.append(FleetWarning(key="full price", text=text))
     request = LaunchRequest(
+        # Unique over all heads of the cluster: `life` counts the heads and `seq` the requests. EC2
+        # returns the machines of an old request for a token that is used again.
         token=f"{rules.cluster_id}-{state.life}-{state.seq + 1}",
         lifecycle=lifecycle,
         num_nodes=num_fit,
@@ -122,6 +134,7 @@ def _candidates(
     else                                    wait
     ======================================  ===========================================
     """
+    # Without a price, a budget cannot be checked: such a type is not launched.
     has_budget = rules.max_hourly is not None or rules.max_total is not None
     found = usable(view.offers, state, lifecycle, view.now, must_know_price=has_budget)
     if not rules.is_single_zone or not found:
@@ -129,10 +142,13 @@ def _candidates(
     zone = state.zone
     if not count.zones:
         zone = best_zone(view.offers, found, lifecycle)
+    # The zone is a preference that outlives its machines. It changes early only if it has neither
+    # machines nor offers.
     elif zone not in count.zones and not any(offer.zone == zone for offer in found):
         zone = count.main_zone
     here = [offer for offer in found if offer.zone == zone]
     short_s = view.now - (state.short_since or view.now)
+    # Wait first: many back-offs end within a minute, and traffic between zones costs money.
     if not here and short_s >= MOVE_AFTER_S:
         if rules.on_shortage == "spread":
             return state.with_(zone=zone), found
@@ -143,9 +159,10 @@ def _candidates(
 
 
 def _room_usd(rules: Rules, view: View, count: Count) -> float | None:
-    """Return the US dollars an hour that new machines may cost; None without a budget."""
     rooms = []
     if rules.max_hourly is not None:
+        # The rate contains machines that EC2 lists. Those that it has only acknowledged, and
+        # unanswered requests at their highest price, are in coming_usd.
         rooms.append(rules.max_hourly - view.rate_usd - count.coming_usd)
     if rules.max_total is not None:
         rooms.append(_total_room_usd(rules.max_total, rules, view) - count.coming_usd)
@@ -153,16 +170,15 @@ def _room_usd(rules: Rules, view: View, count: Count) -> float | None:
 
 
 def _total_room_usd(max_total: float, rules: Rules, view: View) -> float:
-    """Return the US dollars an hour that new machines may cost without exhausting the budget.
-
-    They are charged for a minute at once, and the rest must pay for all machines while they drain.
-    """
+    #   left now  =  total - spent - (rate of present machines) * reserve
+    #   New machines must satisfy  rate * (LEAST_S + reserve) <= left now, or they would trigger the
+    #   stop that `decide` checks in the next tick.
     left_usd = max_total - view.spent_usd - view.rate_usd * rules.reserve_s / 3600
     return left_usd / ((LEAST_S + rules.reserve_s) / 3600)
 
 
 def _is_spent(rules: Rules, view: View, offers: list[Offer], lifecycle: str) -> bool:
-    """Return whether the rest of ``max_total`` does not pay for a single machine."""
+    """Return True if the rest of ``max_total`` does not pay for a single machine."""
     if rules.max_total is None:
         return False
     room = max(0.0, _total_room_usd(rules.max_total, rules, view))

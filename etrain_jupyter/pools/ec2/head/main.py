@@ -19,6 +19,7 @@ def make_nodes(facts: HeadFacts) -> AwsNodes:
         on_halt=facts.on_halt,
         fingerprint=read_fingerprint(),
     )
+    # Both are optional, so `AwsNodes` has them as attributes.
     nodes.on_notice = facts.on_notice
     nodes.is_busy = facts.is_busy
     return nodes

@@ -1,4 +1,14 @@
-"""Source of an ``aws-spot`` cluster's nodes, for the head's event loop."""
+"""Source of an ``aws-spot`` cluster's nodes, for the head's event loop.
+
+The loop and the reconcile thread share no lock. Each writes one immutable value, which the other
+reads as a whole::
+
+    event loop                                         thread etrain-aws
+    want, hold, release, kill, note_notice
+      desired = DesiredFleet(...)     ------------->   reads it once per tick
+    nodes(), costs()                  <-------------   snapshot = FleetSnapshot(...)
+    on_gone, on_warning, on_halt      <-------------   call_soon_threadsafe
+"""
 
 from __future__ import annotations
 
@@ -16,9 +26,9 @@ from etrain_jupyter.pools.ec2.bootstrap import config_of
 from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.pools.ec2.head.desired_fleet import (
     DesiredFleet,
+    FleetSnapshot,
     NodeNotice,
     Reports,
-    Snapshot,
     node_of,
 )
 from etrain_jupyter.pools.ec2.head.reconciler import Reconciler
@@ -66,7 +76,7 @@ class AwsNodes:
         self.is_busy: Callable[[str], bool] | None = None
         """Returns whether a job uses a worker; None if unknown."""
         self.on_notice: Callable[[str, float], None] | None = None
-        """Called with a worker in use that will be ended, and when (epoch seconds)."""
+        """Called with a worker in use and the time (epoch) at which it will be terminated."""
         self._dir = cluster_dir
         self._spec = spec
         self._is_connected = is_connected
@@ -74,6 +84,8 @@ class AwsNodes:
         self._clients = clients or Clients(spec)
         self._fingerprint = fingerprint
         self._wanted = 0
+        # workers.want is only the initial value, which `hold` replaces. workers.min always applies,
+        # see `Reconciler._view`.
         self._min_workers = spec.workers.want if spec.workers.want is not None else spec.workers.min
         self._releasing: dict[str, float] = {}
         self._killing: set[str] = set()
@@ -85,9 +97,6 @@ class AwsNodes:
     async def start(self, scheduler_address: str) -> None:
         """Create what nodes need, adopt existing nodes, take the lease, and start the thread.
 
-        Args:
-            scheduler_address: As nodes reach it, for example ``tls://10.0.3.7:8786``.
-
         Raises:
             PoolError: If AWS refuses a request.
         """
@@ -98,6 +107,12 @@ class AwsNodes:
             fingerprint=self._fingerprint,
             supervisor=self._dir.settings().supervisor,
         )
+        # Every step finds what a previous head created, so a head that takes over runs the same
+        # code as the first one:
+        #
+        #   set_up       keys, config.json, security group, launch template: find or create
+        #   adopt        read ledger and fleet.json, then take the lease: nodes see the new address
+        #   first tick   list machines by tag; their workers reconnect meanwhile
         context = await asyncio.to_thread(
             set_up, self._clients, self._spec, self._dir.cluster_id, self._dir.tls, config
         )
@@ -113,6 +128,7 @@ class AwsNodes:
             await asyncio.to_thread(self._reconciler.adopt, scheduler_address)
         except StoreError as exc:
             raise PoolError(f"the lease of the cluster cannot be written: {exc}") from exc
+        # From here on capacity() is known, and nodes() is complete after the first tick.
         self._has_adopted = True
         self._update_desired()
         self._reconciler.start()
@@ -121,6 +137,8 @@ class AwsNodes:
 
     def want(self, count: int, *, reason: str) -> None:
         """Provide ``count`` workers for the jobs, within the limits of spec, EC2 and budget."""
+        # Called on every allocation. An unchanged number must not wake the thread: each tick is
+        # several requests to EC2, which limits their rate.
         if count != self._wanted:
             logger.info("%d workers wanted instead of %d: %s", count, self._wanted, reason)
             self._wanted = count
@@ -137,13 +155,9 @@ class AwsNodes:
         return self._spec.workers.max if self._has_adopted else None
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
-        """Record EC2's notice to a worker's machine: its replacement may exceed ``max``.
-
-        Args:
-            worker: Its name.
-            kind: ``rebalance`` or ``interruption``.
-            deadline: When EC2 reclaims it, in seconds since the epoch; 0.0 if unknown.
-        """
+        """Record EC2's notice to a worker's machine: its replacement may exceed ``max``."""
+        # Notices may arrive in any order: a rebalance recommendation must not replace an
+        # interruption notice.
         known = self._noticed.get(node_of(worker))
         if kind == "rebalance" and (known or self._spec.interruption.on_rebalance == "ignore"):
             return
@@ -156,6 +170,7 @@ class AwsNodes:
         A machine that EC2 is about to reclaim in its first hour is left to EC2, which then charges
         nothing.
         """
+        # The first deadline stays: a repeated release must not postpone the end.
         self._releasing.setdefault(node_of(worker), time.time() + drain_s)
         self._update_desired(wake=True)
 
@@ -174,6 +189,7 @@ class AwsNodes:
         """Return a record for each worker of a running machine, the oldest first."""
         records = []
         for node in self.snapshot.nodes:
+            # The thread learns of a release in its next tick; show it right away.
             is_leaving = node.is_leaving or node.id in self._releasing
             for worker in node.workers:
                 state = "running" if self._is_connected(worker) else "starting"
@@ -186,19 +202,21 @@ class AwsNodes:
                         "type": node.type,
                         "zone": node.zone,
                         "lifecycle": node.lifecycle,
+                        # The price of the machine is divided among its workers, because callers add
+                        # up the workers.
                         "price_usd_per_h": node.usd_per_h / len(node.workers),
                     }
                 )
         return records
 
     def costs(self) -> list[NodeCost]:
-        """Return the cost of each node since the cluster's start, including ended ones."""
+        """Return the cost of each node since the cluster's start, including terminated ones."""
         return list(self.snapshot.costs)
 
     @property
-    def snapshot(self) -> Snapshot:
-        """The thread's last snapshot: nodes, costs, source of the prices, why it has halted."""
-        return self._reconciler.snapshot if self._reconciler else Snapshot()
+    def snapshot(self) -> FleetSnapshot:
+        """The thread's last snapshot; empty before ``start``."""
+        return self._reconciler.snapshot if self._reconciler else FleetSnapshot()
 
     async def close(self, *, grace_s: float) -> None:
         """End all machines and remove the cluster's resources, except the ledger.
@@ -207,6 +225,7 @@ class AwsNodes:
         Resources that are left carry the cluster's tag, so that ``etrain reap`` finds them.
         """
         if self._reconciler is not None:
+            # First stop the thread: it would replace the machines that are terminated below.
             await asyncio.to_thread(self._reconciler.stop)
         try:
             left = await asyncio.to_thread(
@@ -216,6 +235,9 @@ class AwsNodes:
                 self._dir.cluster_id,
                 timeout_s=max(grace_s, CLOSE_S),
                 home=self._spec.home(self._dir.cluster_id),
+                # An on-demand head cannot terminate its own machine before it has finished. Its
+                # agent turns it off, and the notebook's `down` or `etrain reap` removes what
+                # belongs to it.
                 spares_head=os.environ.get("ETRAIN_ROLE") == "head",
             )
             if left:
@@ -223,6 +245,7 @@ class AwsNodes:
         except PoolError as exc:
             logger.warning("cluster %s was not removed: %s", self._dir.cluster_id, exc)
         if self._reconciler is not None:
+            # The end times of all machines are known only now.
             await asyncio.to_thread(self._reconciler.settle)
 
     # --- between loop and thread ---
@@ -244,6 +267,7 @@ class AwsNodes:
             connected=frozenset(
                 node.id for node in nodes if any(map(self._is_connected, node.workers))
             ),
+            # A machine with several workers is busy while any of them is: it ends as a whole.
             busy=frozenset(node.id for node in nodes if any(map(self._may_be_busy, node.workers))),
             releasing=dict(self._releasing),
             killing=frozenset(self._killing),
@@ -253,11 +277,13 @@ class AwsNodes:
             thread.wake()
 
     def _may_be_busy(self, worker: str) -> bool:
+        # Without a coordinator to ask (tests), assume that jobs use all connected workers.
         if self.is_busy is not None:
             return self.is_busy(worker)
         return self._wanted > 0 and self._is_connected(worker)
 
     def _gone(self, worker: str, why: str) -> None:
+        # Called once per worker of the machine; the first call cleans up.
         node = node_of(worker)
         self._releasing.pop(node, None)
         self._killing.discard(node)
@@ -269,8 +295,6 @@ class AwsNodes:
             self.on_notice(worker, deadline)
 
     def _reports(self) -> Reports:
-        """Return callbacks for the thread, which forward their arguments to the event loop."""
-
         def on_loop(callback: Callable[..., None]) -> Callable[..., None]:
             def call(*args: Any) -> None:
                 # The loop may be closed before the thread ends.

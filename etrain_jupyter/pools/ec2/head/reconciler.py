@@ -1,9 +1,15 @@
 """Reconcile the EC2 fleet with its desired state, in a background thread.
 
 Each tick lists the machines, calls ``fleet.decide`` and acts. The thread runs in the head's process
-and owns its state; the event loop sets ``desired`` and reads ``snapshot``, two immutable values.
-State that must survive the head is written to its disk before acting; the rest is recovered from
-EC2's tags and the bucket, so that the next head continues where this one was killed.
+and owns its state; see ``nodes`` for what it shares with the event loop. State that must survive
+the head is written to its disk before acting; the rest is recovered from EC2's tags and the bucket,
+so that the next head continues where this one was killed::
+
+    head 1                                EC2                     head 2
+    fleet.json: request, token t
+    CreateFleet(t)    ----------------->  launches i-1
+    killed before the answer arrives                              reads fleet.json: t unanswered
+                                          answers i-1 again <---- CreateFleet(t)
 """
 
 from __future__ import annotations
@@ -32,11 +38,7 @@ from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
 from etrain_jupyter.pools.ec2.fleet_state import STATE_FILE, FleetState, LaunchRequest
 from etrain_jupyter.pools.ec2.head.accounts import Accounts
 from etrain_jupyter.pools.ec2.head.cluster_files import ClusterFiles
-from etrain_jupyter.pools.ec2.head.desired_fleet import (
-    DesiredFleet,
-    Reports,
-    Snapshot,
-)
+from etrain_jupyter.pools.ec2.head.desired_fleet import DesiredFleet, FleetSnapshot, Reports
 from etrain_jupyter.pools.ec2.head.fleet import decide
 from etrain_jupyter.pools.ec2.head.fleet_messages import why_halted
 from etrain_jupyter.pools.ec2.head.roster import (
@@ -76,16 +78,7 @@ class Timers:
 
 
 class Reconciler:
-    """One cluster's machines. The thread is called ``etrain-aws``.
-
-    Args:
-        spec: The pool.
-        cluster_id: The cluster.
-        clients: AWS clients.
-        folder: On this machine's disk, for state that must survive the head.
-        context: What launch requests refer to.
-        reports: Receives what happens to machines.
-    """
+    """One cluster's machines. The thread is called ``etrain-aws``."""
 
     def __init__(
         self,
@@ -97,10 +90,11 @@ class Reconciler:
         reports: Reports,
     ) -> None:
         self.desired = DesiredFleet()
-        self.snapshot = Snapshot()
+        self.snapshot = FleetSnapshot()
         self._spec = spec
         self._id = cluster_id
         self._clients = clients
+        # On this machine's disk: a write must not fail or hang with the network before a launch.
         self._path = folder / STATE_FILE
         self._context = context
         self._reports = reports
@@ -117,7 +111,10 @@ class Reconciler:
         self._is_halt_reported = False
         self._is_failing = False
         self._timers = Timers(
+            # Three renewals may fail before the lease is stale. `spec` ensures lease_ttl >= 4
+            # ticks.
             lease=Timer(every_s=spec.lifetime.lease_ttl / 4),
+            # `set_up` and the launches have just set the tag.
             tags=Timer(every_s=spec.lifetime.max / 4, last=time.time()),
         )
         self._wake = threading.Event()
@@ -127,17 +124,22 @@ class Reconciler:
     # --- from other threads ---
 
     def adopt(self, scheduler: str) -> None:
-        """Load the state of previous heads and take the lease; blocks, call before ``start``.
+        """Load the state of previous heads and acquire the lease. Blocks; call it before ``start``.
 
         Raises:
             StoreError: If the bucket cannot be read and written.
         """
         self._scheduler = scheduler
+        # From the bucket and not from fleet.json, which a head on another machine does not have. A
+        # higher number shows workers that this is a new scheduler, and makes new tokens unique.
         life = self._files.num_lives() + 1
+        # The file is this disk's, so it belongs to a head that ran here and died: its unanswered
+        # requests are repeated. Everything else about machines comes from the listing.
         if self._path.exists():
             self._state = FleetState.from_dict(json.loads(self._path.read_text()))
         self._state = self._state.with_(life=life)
         self._accounts.load()
+        # Raises, unlike later renewals: without the lease, no node would find this head.
         self._renew_lease(time.time())
 
     def start(self) -> None:
@@ -152,16 +154,18 @@ class Reconciler:
         """Stop the thread and wait for it."""
         self._is_closing = True
         self._wake.set()
+        # `stop` may be called before `start`, if the start of the cluster failed in between.
         if self._thread.is_alive():
             self._thread.join()
 
     def settle(self) -> None:
-        """Store the final ledger after all machines have ended; blocks, call after ``stop``."""
+        """Store the final ledger after the machines have ended. Blocks; call it after ``stop``."""
         now = time.time()
         try:
             self._record_costs(list_instances(self._clients.ec2, cluster_id=self._id), now)
             self._publish(now)
             self._accounts.store(now)
+        # The ledger in the bucket is at most STORE_LEDGER_S old, and `reap` finds the machines.
         except AWS_ERRORS as exc:
             logger.warning("the final ledger of %s was not stored: %s", self._id, exc)
 
@@ -179,12 +183,16 @@ class Reconciler:
                 self._warnings.warn(
                     "tick", "Checking EC2 failed; see the head's log. The next check retries."
                 )
+            # Also after an error: the next tick retries everything, because each tick starts from a
+            # listing.
             self._wake.wait(self._spec.tick)
             self._wake.clear()
 
     def _report_failure(self, exc: Exception) -> None:
         message = str(exc) if isinstance(exc, OUR_ERRORS) else message_of_error(exc)
         consequence = "Nodes keep running; the next check retries."
+        # The user renews them outside of this process, for example with `aws sso login`. Existing
+        # clients keep the credentials that they have read.
         if kind_of(exc.__cause__ or exc) == "credentials":
             self._clients.forget()
             consequence = (
@@ -193,17 +201,21 @@ class Reconciler:
                 "turn themselves off."
             )
         text = f"EC2 cannot be reached: {message}. {consequence}"
+        # The recovery is reported only if the failure was: a suppressed warning needs no follow-up.
         self._is_failing |= self._warnings.warn("aws", text)
 
     def _report_recovery(self) -> None:
         if self._is_failing:
             self._is_failing = False
-            self._reports.warning("EC2 answers again. Nodes are launched and ended as before.")
+            self._reports.warning("EC2 answers again. Launches and terminations have resumed.")
 
     def _tick(self) -> None:
         now = time.time()
+        # First, because an error below ends the tick: while EC2's API fails but S3 works, nodes
+        # must not turn themselves off.
         if self._timers.lease.restart_if_due(now):
             self._renew_lease(now)
+        # One read: the event loop may replace the value at any time during this tick.
         desired = self.desired
         instances = list_instances(self._clients.ec2, cluster_id=self._id)
         types = {*self._context.types, *(one.type for one in instances)}
@@ -216,6 +228,8 @@ class Reconciler:
             now,
         )
         self._record_costs(instances, now)
+        # Before the reports: a callback on the event loop may call nodes(), which must no longer
+        # list the machine that it is about.
         self._publish(now)
         self._roster.report_gone()
         self._detail = self._roster.last_failure or self._detail
@@ -224,6 +238,7 @@ class Reconciler:
         decision = decide(self._state, self._rules, self._view(desired, now))
         self._state = decision.state
         self._act(decision, desired, now)
+        # Again, with the machines that this tick has released or terminated.
         self._publish(now)
         if self._timers.ledger.restart_if_due(now):
             self._accounts.store(now)
@@ -252,19 +267,24 @@ class Reconciler:
         self._roster.release(decision.releases, desired, now, drain_s=self._spec.interruption.drain)
         ends = {id for id, _ in decision.terminations}
         for id, why in decision.terminations:
+            # A machine terminated because the budget is spent is not a boot failure.
             if id not in self._roster.ending and self._state.halted != "budget":
                 self._roster.report_failure(id, why)
                 self._detail = self._roster.last_failure
             self._roster.ending[id] = why
         ends |= self._due(desired, now)
+        # Terminate before launching: quotas and the budget count machines that are still running.
         terminate(self._clients.ec2, sorted(ends))
         self._look_up(decision.lookups, now)
         self._write_state()
         for request in decision.launches:
+            # `remove` lists and terminates the machines after `stop`. One that is launched now
+            # might not be listed in time.
             if not self._is_closing:
                 self._launch(request)
         for warning in decision.warnings:
             self._warnings.warn(warning.key, warning.text)
+        # Once per head: a new head reports a halt that it finds in fleet.json to the jobs again.
         if self._state.halted and not self._is_halt_reported:
             self._is_halt_reported = True
             self._reports.halt(
@@ -278,7 +298,7 @@ class Reconciler:
             )
 
     def _due(self, desired: DesiredFleet, now: float) -> set[str]:
-        """Return the nodes to end now; those still listed are ended again in every tick.
+        """Return the nodes to terminate now; the request is repeated while they are listed.
 
         ==================================  ====================================================
         already ended, or killed            now
@@ -288,9 +308,12 @@ class Reconciler:
         ==================================  ====================================================
         """
         due = set()
+        # The rules' releases, and those of the coordinator, whose deadlines take precedence.
         leaving = {**self._roster.leaving, **desired.releasing}
         for id, member in self._roster.members.items():
             if id in self._roster.ending or id in desired.killing:
+                # Repeated until the machine is no longer listed: `terminate` may have failed or
+                # been too early.
                 due.add(id)
             elif id in leaving and (id not in desired.busy or now >= leaving[id]):
                 notice = desired.noticed.get(id)
@@ -303,12 +326,12 @@ class Reconciler:
         return due
 
     def _look_up(self, ids: Sequence[str], now: float) -> None:
-        """Query machines that EC2 acknowledged but never listed; end those that it denies."""
+        """Query machines that EC2 acknowledged but never listed; terminate those that it denies."""
         if not ids:
             return
         found = {one.id for one in list_instances(self._clients.ec2, ids=ids)}
         missing = set(ids) - found
-        # EC2 may deny a machine that runs, so end it to be safe.
+        # EC2 may deny a machine that runs, so terminate it to be safe.
         terminate(self._clients.ec2, sorted(missing))
         self._state = self._state.looked_up(found, missing, now)
 
@@ -325,6 +348,7 @@ class Reconciler:
             tags=self._context.tags,
             pause=self._wake.wait,
         )
+        # The request stays in `unanswered`, and `decide` repeats it in the next tick.
         if answer is None:
             self._warnings.warn(
                 "unanswered",
@@ -342,11 +366,15 @@ class Reconciler:
             sorted({one.code for one in answer.refusals}),
         )
         for one in answer.refusals:
+            # Missing capacity is normal for spot machines: `plan_launch` warns when nothing is left
+            # to try.
             if one.kind in ("quota", "fatal"):
                 place = f" of {one.type} in {one.zone}" if one.type else ""
                 self._detail = f"EC2 refused a launch{place}: {one.message}."
                 self._warnings.warn(f"refused {one.code}", self._detail)
         if answer.acks:
+            # Tick again immediately: there may be more to launch, and the new machines are listed
+            # soon.
             self._wake.set()
 
     def _write_state(self) -> None:
@@ -360,6 +388,7 @@ class Reconciler:
             self._renewals += 1
             self._timers.lease.last = now
         except StoreError as exc:
+            # The first renewal takes the lease, see `adopt`.
             if not self._renewals:
                 raise
             # Retry in the next tick, not after a quarter of the lease.
@@ -372,6 +401,8 @@ class Reconciler:
             )
 
     def _record_costs(self, instances: Sequence[Instance], now: float) -> None:
+        # A listing may lack a running machine; the roster has checked each by id. At the end the
+        # roster is stale: `settle` runs after `remove`, which waits for listings without machines.
         living = () if self._is_closing else self._roster.members
         self._accounts.record(instances, now, living=living)
 
@@ -382,12 +413,10 @@ class Reconciler:
             self._accounts.prices.book,
             now,
             num_workers_of=lambda type: workers_of(self._spec, self._context.types.get(type)),
-            prices=self._accounts.prices.describe(),
-            halted=self._state.halted,
         )
 
     def _postpone_expiry(self, instances: Sequence[Instance], now: float) -> None:
-        """Postpone the time from which ``etrain reap`` may remove the cluster: the head lives."""
+        """Postpone the time from which ``etrain reap`` may remove this running cluster."""
         ids = [one.id for one in instances if one.is_living]
         ids.append(self._context.template_id)
         if self._context.network.is_ours:

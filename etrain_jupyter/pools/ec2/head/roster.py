@@ -12,10 +12,10 @@ from etrain_jupyter.pools.ec2.fleet_state import FleetState
 from etrain_jupyter.pools.ec2.head.cluster_files import ClusterFiles, NodeState
 from etrain_jupyter.pools.ec2.head.desired_fleet import (
     DesiredFleet,
+    FleetSnapshot,
     NodeFacts,
     NodeNotice,
     Reports,
-    Snapshot,
     worker_names,
 )
 from etrain_jupyter.pools.ec2.head.fleet_messages import boot_failure, why_gone
@@ -31,7 +31,7 @@ from etrain_jupyter.pools.ec2.ledger import (
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 RECLAIM_LATE_S = 120.0
-"""A machine that EC2 has not reclaimed this long after the announced time is ended, in seconds."""
+"""Delay in seconds after the announced time, from which we terminate a machine ourselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,7 @@ class FleetNode:
 
 
 class FleetRoster:
-    """The cluster's nodes. Used by the reconcile thread only.
-
-    Args:
-        files: Contains the nodes' reports.
-        clients: AWS clients, for console output.
-        reports: Receives nodes that are gone.
-    """
+    """The cluster's nodes. Used by the reconcile thread only."""
 
     def __init__(self, files: ClusterFiles, clients: Clients, reports: Reports) -> None:
         self._files = files
@@ -64,9 +58,9 @@ class FleetRoster:
         self.ready: set[str] = set()
         """Nodes whose workers have connected at least once."""
         self.leaving: dict[str, float] = {}
-        """Nodes that are released, and when they end at the latest (epoch seconds)."""
+        """Deadlines of the released nodes, in seconds since the epoch."""
         self.ending: dict[str, str] = {}
-        """Nodes that we have asked EC2 to terminate, and why."""
+        """Reasons for the nodes whose termination we have requested."""
         self._gone: list[tuple[str, str]] = []
         self.last_failure = ""
         """Message about the last node whose workers never connected."""
@@ -79,16 +73,14 @@ class FleetRoster:
         max_failures: int,
         now: float,
     ) -> FleetState:
-        """Process EC2's listing: find nodes that are ready, gone, or have failed to boot.
-
-        Args:
-            members: Nodes that EC2 lists, including ended ones.
-            desired: What the scheduler knows about nodes.
-            state: State of the rules.
-            max_failures: Number of consecutive boot failures after which launches stop.
-            now: Time of the listing.
-        """
+        """Process EC2's listing: find nodes that are ready, gone, or have failed to boot."""
         listed = {member.instance.id: member for member in members}
+        #   EC2 lists it        query by id      result
+        #   as living           -                member
+        #   as ended            -                gone, with EC2's reason
+        #   not                 living           member: the listing lagged behind
+        #   not                 ended            gone, with EC2's reason
+        #   not                 unknown          gone: EC2 forgets machines an hour after their end
         new = {id: member for id, member in listed.items() if member.instance.is_living}
         gone = [id for id in self.members if id not in new]
         # A listing may lack a running machine: query it by id before declaring it gone.
@@ -98,7 +90,8 @@ class FleetRoster:
             listed[one.id] = member
             if one.is_living:
                 new[one.id] = member
-        # Some end before they are seen running. Ignore those that ended before the first update.
+        # Some end before any listing has shown them running.
+        # At the first update, ended machines belong to a previous head.
         if self._known is not None:
             gone += [id for id in listed if id not in self._known and id not in new]
         self._known = {*(self._known or ()), *listed}
@@ -140,13 +133,18 @@ class FleetRoster:
         self, id: str, desired: DesiredFleet, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
         """Check whether a node's workers have connected, or whether it refuses to serve."""
+        # Ready once is ready forever: a worker that loses its connection later is not a boot
+        # failure.
         if id in self.ready or id in self.ending:
             return state
+        # Read the report in S3 only if the connection does not answer the question. A worker may
+        # connect and leave between two ticks, which only the report shows.
         report = None if id in desired.connected else self._report_of(id)
         if id in desired.connected or (report and report.state == "ready"):
             self.ready.add(id)
             return state.boot_succeeded()
         if report and report.state == "refused":
+            # The machine turns itself off. `_due` also terminates it, in case it does not.
             self.ending[id] = report.error or "it refused to serve"
             return self._count_failure(id, self.ending[id], report.error, state, max_failures, now)
         return state
@@ -159,6 +157,8 @@ class FleetRoster:
         self.leaving.pop(id, None)
         why = requested or why_gone(reason)
         self._gone += [(worker, why) for worker in member.workers]
+        # Only a machine that ended for an unknown reason before it was ready indicates a problem
+        # with the image or the configuration.
         if id in self.ready or requested or reason.startswith(TAKEN_BY_EC2):
             return state
         report = self._report_of(id)
@@ -171,7 +171,7 @@ class FleetRoster:
     def _count_failure(
         self, id: str, why: str, error: str, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
-        """Count and report a node whose workers never connected, once."""
+        # A refused or overdue node is counted at once, and must not count again when it is gone.
         if id in state.blamed:
             return state
         self.report_failure(id, why, error)
@@ -197,8 +197,9 @@ class FleetRoster:
         *,
         drain_s: float,
     ) -> None:
-        """Mark nodes to end after the drain time, and notify the jobs that use them."""
+        """Schedule nodes for termination after the drain time, and notify the jobs on them."""
         for id, _ in releases:
+            # The first release sets the deadline; the rules may repeat it in every tick.
             if id not in self.leaving and id in self.members:
                 self.leaving[id] = now + drain_s
                 if id in desired.busy:
@@ -209,7 +210,7 @@ class FleetRoster:
 def nodes_of(
     instances: Iterable[Instance], spec: AwsSpotSpec, context: LaunchContext
 ) -> list[FleetNode]:
-    """Return the nodes among the machines that EC2 lists; the head is not one of them."""
+    """Return the nodes among the machines that EC2 lists, without the head's machine."""
     found = []
     for one in instances:
         if one.tags.get("etrain:role", "node") == "node":
@@ -227,20 +228,8 @@ def snapshot_of(
     now: float,
     *,
     num_workers_of: Callable[[str], int],
-    prices: str,
-    halted: str,
-) -> Snapshot:
-    """Return what the event loop shows: running nodes, and what all nodes have cost.
-
-    Args:
-        roster: Running nodes.
-        ledger: All nodes of the cluster's history.
-        book: Prices.
-        now: Time of the snapshot.
-        num_workers_of: Returns the number of workers of a machine type.
-        prices: Source of the prices.
-        halted: Why launches have stopped; empty if not.
-    """
+) -> FleetSnapshot:
+    """Return what the event loop shows: running nodes, and the costs of all nodes so far."""
     charges = ledger.charges(book, now)
     nodes = tuple(
         NodeFacts(
@@ -255,7 +244,6 @@ def snapshot_of(
             )
             or 0.0,
             is_leaving=id in roster.leaving or id in roster.ending,
-            launched_at=member.instance.launched_at,
         )
         for id, member in roster.members.items()
     )
@@ -271,14 +259,7 @@ def snapshot_of(
         )
         for row in ledger.rows.values()
     )
-    return Snapshot(
-        nodes=nodes,
-        costs=costs,
-        charge=ledger.total(book, now),
-        rate_usd=ledger.rate(book, now),
-        prices=prices,
-        halted=halted,
-    )
+    return FleetSnapshot(nodes=nodes, costs=costs)
 
 
 def rows_of(
@@ -289,14 +270,9 @@ def rows_of(
     volume_gib: int,
     living: Iterable[str] = (),
 ) -> list[Row]:
-    """Return rows for the machines that EC2 lists, and the end of those that it no longer lists.
+    """Return ledger rows of the machines that EC2 lists, and of those that it no longer lists.
 
-    Args:
-        instances: Machines that EC2 lists.
-        ledger: The rows so far.
-        now: Time of the listing.
-        volume_gib: Size of a node's disk.
-        living: Machines that run although the listing lacks them.
+    ``living`` are the ids of machines that run although the listing lacks them.
     """
     listed = {one.id for one in instances} | set(living)
     rows = [
@@ -306,6 +282,7 @@ def rows_of(
             zone=one.zone,
             lifecycle=one.lifecycle,
             launched_at=one.launched_at,
+            # EC2 gives the time only inside StateTransitionReason, and not for every reason.
             ended_at=None if one.is_living else one.ended_at or now,
             reason="" if one.is_living else one.reason,
             volume_gib=float(volume_gib),
@@ -319,8 +296,9 @@ def rows_of(
 
 
 def is_left_to_ec2(one: Instance, notice: NodeNotice | None, now: float) -> bool:
-    """Return whether EC2 is about to reclaim a machine in its first hour, which is then free."""
+    """Return True if EC2 is about to reclaim a machine in its first hour, which is then free."""
     if notice is None or notice.kind != "interruption" or one.lifecycle != "spot":
         return False
+    # Without a deadline, EC2 may reclaim the machine at any time from now on.
     ends_at = notice.deadline or now
     return ends_at - one.launched_at < FIRST_HOUR_S and now < ends_at + RECLAIM_LATE_S

@@ -22,6 +22,7 @@ def over_budget(count: Count, rules: Rules, view: View) -> list[Release]:
     # Machines that are leaving are still charged for, but not for long.
     leaving_usd = sum(usd(m) + rules.disk_usd for m in view.machines if m.is_leaving)
     rate, releases = view.rate_usd - leaving_usd, []
+    # Machines with a notice first: EC2 is likely to reclaim them anyway.
     for machine in sorted(count.staying, key=lambda m: (m.is_at_risk, usd(m)), reverse=True):
         if rate <= limit + 1e-9:
             break
@@ -52,9 +53,11 @@ def surplus(count: Count, state: FleetState, rules: Rules, target: int) -> list[
         ),
     )
     for machine in candidates:
+        # Ending it would leave too few workers; a smaller machine may come later in the order.
         if machine.workers > too_many:
             continue
         if machine.lifecycle == "on-demand":
+            # Spot machines beyond the target are released instead, even if they come later.
             if num_on_demand - machine.workers < num_base:
                 continue
             num_on_demand -= machine.workers
@@ -65,11 +68,15 @@ def surplus(count: Count, state: FleetState, rules: Rules, target: int) -> list[
 
 def outside_zone(state: FleetState, view: View, count: Count) -> list[Release]:
     """Release one machine outside the zone, once all are ready; a new one is launched inside."""
+    # One at a time, and only from a settled fleet: the job loses at most one machine's workers, and
+    # the next move waits until the replacement trains.
     is_settled = not count.coming and all(m.is_ready for m in count.staying)
     outside = [m for m in count.staying if m.zone != state.zone]
     if not (state.zone and outside and is_settled):
         return []
     offers = usable(view.offers, state, "spot", view.now, must_know_price=True)
+    # Without capacity in the zone the release would only shrink the job. Without another machine
+    # there, the zone itself is in question, and `launch_plan` may choose another one.
     has_offer = any(offer.zone == state.zone for offer in offers)
     if not has_offer or not any(m.zone == state.zone for m in count.staying):
         return []

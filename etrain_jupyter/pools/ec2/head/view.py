@@ -27,7 +27,7 @@ class Machine:
     is_ready: bool = False
     """Its workers have connected."""
     is_leaving: bool = False
-    """It has been released, and no longer counts."""
+    """It has been released and no longer counts."""
     is_at_risk: bool = False
     """EC2 has announced an interruption: a replacement may exceed ``max_workers``."""
     is_busy: bool = False
@@ -69,6 +69,7 @@ class Rules:
             most_on_demand=capacity.on_demand.most,
             max_hourly=spec.budget.max_hourly,
             max_total=spec.budget.max_total,
+            # The drain time of the jobs, and some ticks until all machines are seen to have ended.
             reserve_s=spec.interruption.drain + min(STOP_S, 6 * spec.tick),
             boot_s=spec.lifetime.boot,
             linger_s=spec.lifetime.linger,
@@ -107,14 +108,14 @@ class FleetWarning:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do."""
+    """Actions to take, and the next state."""
 
     state: FleetState
     launches: tuple[LaunchRequest, ...] = ()
     releases: tuple[tuple[str, str], ...] = ()
-    """Machines to end once no job uses them, and why."""
+    """Machines to terminate once no job uses them, with reasons."""
     terminations: tuple[tuple[str, str], ...] = ()
-    """Machines to end now, and why."""
+    """Machines to terminate immediately, with reasons."""
     lookups: tuple[str, ...] = ()
     """Machines to query by id: EC2 should have listed them by now."""
     warnings: tuple[FleetWarning, ...] = ()
@@ -154,6 +155,8 @@ class Count:
     @property
     def num_on_demand(self) -> int:
         """Number of workers on demand."""
+        # Unlike `num_sure`, with unanswered requests: the limit on full price must never be
+        # exceeded.
         here = sum(m.workers for m in self.staying if m.lifecycle == "on-demand")
         return here + sum(n for _, life, n in self.coming if life == "on-demand")
 
@@ -165,6 +168,7 @@ class Count:
             num[machine.zone] = num.get(machine.zone, 0) + machine.workers
         for zone, _, workers in self.coming:
             num[zone] = num.get(zone, 0) + workers
+        # Sorted, so that a tie does not move the workers back and forth.
         return max(sorted(num), key=lambda zone: num[zone])
 
     @property
@@ -174,34 +178,32 @@ class Count:
 
 
 def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
-    """Count the workers that stay and those being launched.
-
-    Args:
-        state: Launches in progress.
-        view: Machines that EC2 lists.
-        gone: Machines that are about to be ended.
-    """
+    """Count the workers that stay and those being launched, without the machines in ``gone``."""
     count = Count(staying=[m for m in view.machines if not m.is_leaving and m.id not in gone])
     prices = {
         (offer.type, offer.zone, lifecycle): offer.usd(lifecycle) or 0.0
         for offer in view.offers
         for lifecycle in ("spot", "on-demand")
     }
+    # Acknowledged machines count like listed ones, until the listing takes over.
     for ack in state.acks:
         count.coming.append((ack.zone, ack.lifecycle, ack.workers))
         count.coming_usd += prices.get((ack.type, ack.zone, ack.lifecycle), 0.0)
     for request, _ in state.unanswered:
+        # With several zones, the actual one is unknown until the answer: no zone counts as used.
         zones = {zone for _, zone in request.overrides}
         zone = zones.pop() if len(zones) == 1 else ""
         count.coming.append((zone, request.lifecycle, request.num_workers))
-        dearest = max((prices.get(key, 0.0) for key in request.keys), default=0.0)
-        count.coming_usd += dearest * request.num_nodes
+        # EC2 may fill the request from any of its pools, so the budget reserves the highest price.
+        highest = max((prices.get(key, 0.0) for key in request.keys), default=0.0)
+        count.coming_usd += highest * request.num_nodes
         count.num_unanswered += request.num_workers
     return count
 
 
-def dearest_usd(offers: Sequence[Offer], rules: Rules) -> float:
+def highest_usd(offers: Sequence[Offer], rules: Rules) -> float:
     """Return the maximum cost of a worker in US dollars an hour, on demand if allowed."""
+    # On-demand machines bound the worst case only if the pool may launch any.
     lives = ("spot", "on-demand") if rules.most_on_demand else ("spot",)
     prices = [(offer.usd(life), offer.workers) for offer in offers for life in lives]
     return max((usd / workers for usd, workers in prices if usd is not None), default=0.0)

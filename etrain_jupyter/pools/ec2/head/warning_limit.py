@@ -13,11 +13,7 @@ REPEAT_S = 600.0
 
 
 class RateLimitedWarnings:
-    """Sends warnings, unless one with the same key was sent a short time ago.
-
-    Args:
-        send: Receives the texts.
-    """
+    """Sends warnings, unless one with the same key was sent a short time ago."""
 
     def __init__(self, send: Callable[[str], None]) -> None:
         self._send = send
@@ -25,6 +21,7 @@ class RateLimitedWarnings:
 
     def warn(self, key: str, text: str) -> bool:
         """Send a warning; return False if it was suppressed."""
+        # A key and not the text: prices and times in the text differ in each tick.
         now = time.time()
         if now - self._sent_at.get(key, float("-inf")) < REPEAT_S:
             return False

@@ -22,8 +22,8 @@ from etrain_jupyter.process.entry import log_to_stderr
 
 
 def make_head(url: str, folder: Path, *, keys: str, owner: str = "") -> MachineAgent:
-    """Return the agent of a head."""
     # Imported here because it loads the scheduler, which a node does not need.
+    """Return the agent of a head."""
     from etrain_jupyter.pools.ec2.machine.head_agent import HeadAgent
 
     return HeadAgent(url, folder, keys=keys, owner=owner)
@@ -46,14 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
     os.environ["NO_PROXY"] = ",".join(filter(None, (known, "169.254.169.254")))
     folder = os.environ.get("ETRAIN_NODE_DIR") or tempfile.mkdtemp(prefix="etrain-node-")
+    # The user-data of an older or newer launcher may name a role that this version lacks. Such a
+    # machine must still turn itself off, so it gets a node's agent, which is never run.
     role = os.environ.get("ETRAIN_ROLE", "node")
     make = AGENTS.get(role, NodeAgent)
     agent = make(options.url, Path(folder), keys=options.keys, owner=options.owner)
+    # Sent when the system shuts down for another reason: the workers then get STOP_S to exit.
     signal.signal(signal.SIGTERM, agent.request_stop)
     why = agent.run() if role in AGENTS else f"ETRAIN_ROLE={role} is unknown to this version"
     is_off = agent.turn_off(why)
     logging.shutdown()
     sys.stdout.flush()
+    # Not sys.exit: threads that are blocked in a request to S3 or IMDS would keep the process
+    # alive, and the last line of the user-data, `shutdown -h now`, would not run.
     os._exit(0 if is_off else 1)
 
 

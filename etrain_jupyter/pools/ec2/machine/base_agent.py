@@ -1,4 +1,14 @@
-"""Base of the agents: boot, mailbox, end of the lifetime, and turning the machine off."""
+"""Base of the agents: boot, mailbox, end of the lifetime, and turning the machine off.
+
+A machine must never stay on by mistake, so three time limits turn it off, and any exception of the
+agent does::
+
+    launch          lifetime.boot            lease_ttl               lifetime.max
+      |--------------------|-------- ... --------|-------- ... -----------|
+    user-data arms    nothing serves here   the head has not       the agent ends it;
+    `shutdown -h +N`  yet: the system's     renewed its lease:     the system's timer does
+                      timer ends it         nodes end themselves   if the agent hangs
+"""
 
 from __future__ import annotations
 
@@ -51,13 +61,8 @@ class StopRequestedError(AgentError):
 class MachineAgent:
     """Runs one machine from the end of its user-data to power-off.
 
-    Subclasses start what the machine is for in ``_start``, and check on it in ``_poll``.
-
-    Args:
-        url: Where the cluster's objects are.
-        folder: For certificates and Dask; removed at the end.
-        keys: Folder of the certificates, below ``url``.
-        owner: Account that the bucket must belong to; empty for any.
+    Subclasses start the machine's processes in ``_start`` and check on them in ``_poll``. Other
+    threads and signal handlers only put messages into ``_inbox``: the main thread owns the state.
     """
 
     _identity: Identity
@@ -84,6 +89,8 @@ class MachineAgent:
 
     def request_stop(self, *_: object) -> None:
         """Stop the workers gracefully, then the machine; may be called by a signal handler."""
+        # SimpleQueue.put is reentrant, so a signal handler may interrupt another put of this
+        # thread.
         self._inbox.put(("stop", None))
 
     def run(self) -> str:
@@ -93,6 +100,8 @@ class MachineAgent:
             self._start()
             return self._serve()
         except StopRequestedError as exc:
+            # Only an orderly stop gives the workers time. After any other reason `turn_off` kills
+            # them, at the latest when the system goes down.
             self._children.end(STOP_S)
             return str(exc)
         except AgentError as exc:
@@ -106,6 +115,8 @@ class MachineAgent:
         logger.error("turning off: %s", why)
         if self._reports is not None:
             self._reports.end(why)
+        # The report above is only queued. Everything that can block (S3, joins, killed processes in
+        # uninterruptible sleep) comes after the power-off: each extra second is charged.
         is_off = power_off()
         for watch in self._watches:
             watch.stop()
@@ -116,17 +127,15 @@ class MachineAgent:
         return is_off
 
     def _start(self) -> None:
-        """Start what the machine is for."""
         raise NotImplementedError
 
     def _poll(self) -> str:
-        """Check on it; return why the machine is to be turned off, or an empty string."""
+        """Return why the machine must be turned off, or an empty string."""
         raise NotImplementedError
 
     # --- boot ---
 
     def _boot(self) -> None:
-        """Read identity and configuration, and compare the installed versions."""
         self._identity = self._wait_for("the metadata service", self._imds.identity)
         self._known_at = time.monotonic()
         me = self._identity
@@ -134,6 +143,9 @@ class MachineAgent:
         logger.info("this is %s, %s in %s, %s", *facts)
         self._bucket = open_node_bucket(self._url, region=me.region, owner=self._owner)
         self._config = self._wait_for("config.json", self._read_config)
+        # The lifetime counts from the launch, not from this boot. The age comes from AWS's clock
+        # and the rest from the monotonic one, so a wrong system clock neither extends nor shortens
+        # it.
         self._ends_at = self._known_at + self._config.lifetime_s - max(0.0, me.age_s)
         fingerprint = read_fingerprint()
         self._reports = NodeReports(self._bucket, me, fingerprint)
@@ -141,26 +153,27 @@ class MachineAgent:
         self._check_versions(fingerprint)
 
     def _wait_for(self, what: str, read: Callable[[], T]) -> T:
-        """Call ``read`` until it succeeds.
-
-        Raises:
-            AgentError: If it still fails after ``BOOT_S``.
-        """
+        """Retry ``read``; raise ``AgentError`` if it still fails after ``BOOT_S``."""
         deadline = time.monotonic() + BOOT_S
         logged = ""
         while True:
             try:
                 return read()
+            # Normal at boot: the network comes up late, a new role is not known everywhere yet, and
+            # the head may still be writing the objects. ValueError and KeyError are truncated or
+            # older objects.
             except (OSError, ValueError, KeyError, StoreError) as exc:
                 error = f"{type(exc).__name__}: {exc}"
+            # Log changes only: the log is the machine's console, which EC2 limits to 64 KiB.
             if error != logged:
                 logger.warning("%s cannot be read yet: %s", what, error)
                 logged = error
             if time.monotonic() >= deadline:
                 raise AgentError(f"{what} could not be read for {BOOT_S:.0f} s: {error}")
+            # Sleep on the mailbox, so that SIGTERM ends the wait.
             self._take_messages(BOOT_RETRY_S)
             if self._is_stop_requested:
-                raise StopRequestedError("the agent was asked to stop")
+                raise StopRequestedError("the agent received a request to stop")
 
     def _read_config(self) -> NodeConfig:
         return NodeConfig.from_json(self._read("config.json"))
@@ -176,11 +189,11 @@ class MachineAgent:
         return data
 
     def _check_versions(self, fingerprint: dict[str, str]) -> None:
-        """Refuse to serve if the notebook's objects could not be unpickled here."""
+        """Refuse to serve if objects that the notebook pickled could not be unpickled here."""
         name = self._identity.instance_id
         found = compare(fingerprint, self._config.fingerprint, at=name, here="the notebook")
         for note in found.notes:
-            logger.warning("%s: it works all the same", note)
+            logger.warning("%s: compatible, continuing", note)
         if found.fits or self._reports is None:
             return
         error = (
@@ -188,11 +201,13 @@ class MachineAgent:
             f"{' and '.join(found.remedies)} in the image (image.ami, image.archive or image.setup "
             "of the pool), or start the notebook with the versions of the image."
         )
+        # Wait until the refusal is in S3: the head shows it to the user, and counts a boot failure
+        # at once instead of after the boot timeout.
         self._reports.refuse(error)
         raise AgentError(error)
 
     def _bucket_owners(self) -> str:
-        """Return ``ETRAIN_BUCKET_OWNERS``: our bucket's, and those of the pool's environment."""
+        # Passed on as ETRAIN_BUCKET_OWNERS, for checkpoints in the cluster's bucket or in others.
         bucket = self._url.removeprefix(S3).partition("/")[0]
         return with_owner(self._config.role_env.get(OWNERS, ""), bucket, self._owner)
 
@@ -201,10 +216,12 @@ class MachineAgent:
     def _serve(self) -> str:
         while True:
             self._take_messages(POLL_S)
+            # A lost lease or the end of the lifetime counts before a stop request and before
+            # `_poll`: no state of the workers may keep the machine on.
             if why := self._reason_to_end():
                 return why
             if self._is_stop_requested:
-                raise StopRequestedError("the agent was asked to stop")
+                raise StopRequestedError("the agent received a request to stop")
             if why := self._poll():
                 return why
 
@@ -218,13 +235,17 @@ class MachineAgent:
                     self._is_stop_requested = True
                 elif kind == "lost":
                     self._lost = value
+                # The agent ignores rebalance recommendations. The supervisors poll for notices
+                # themselves and report them to the coordinator; the agent only needs the deadline,
+                # see `_after_workers`.
                 elif value.kind == INTERRUPTION:
                     self._notice = value
 
     def _reason_to_end(self) -> str:
-        """Return why the machine must be turned off, or an empty string."""
         if self._lost:
             return self._lost
+        # The watch runs on its own thread, which a request may block despite its timeouts. A watch
+        # that no longer checks would otherwise keep the machine on after its head is gone.
         if self._lease is not None and self._lease.stuck_s():
             return "the watch of the lease is stuck"
         if time.monotonic() >= self._ends_at:

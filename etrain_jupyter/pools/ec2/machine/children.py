@@ -22,7 +22,7 @@ GPU_QUERY_S = 60.0
 
 
 def names_of(instance_id: str, count: int) -> list[str]:
-    """Return the workers' names.
+    """Return the workers' names, which the head derives in the same way (``worker_names``).
 
     >>> names_of("i-1", 1), names_of("i-1", 2)
     (['i-1'], ['i-1:0', 'i-1:1'])
@@ -31,18 +31,17 @@ def names_of(instance_id: str, count: int) -> list[str]:
 
 
 def slots_of_machine(workers_per_node: int) -> list[Slot]:
-    """Return the slots for this machine's workers: one per GPU, or one without GPUs.
-
-    Args:
-        workers_per_node: Number of workers; 0 for the default.
-    """
+    """Return the slots for this machine's workers: one per GPU, or one without GPUs."""
     gpus = finish_gpu_query(start_gpu_query(), timeout_s=GPU_QUERY_S)
     if gpus:
         slots = make_slots(gpus, max_cpu_slots=0)
+        # With more workers than GPUs, workers share GPUs in turn.
         count = workers_per_node or len(slots)
         return [slots[k % len(slots)] for k in range(count)]
     count = workers_per_node or 1
     threads = str(max(1, (os.cpu_count() or 1) // count))
+    # Without a limit, each worker would start one thread per core. The empty variable hides GPUs
+    # that the driver lists but torch cannot use.
     alone = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
     return [Slot(index=k, type="CPU", environment=alone) for k in range(count)]
 
@@ -60,11 +59,14 @@ class Children:
         self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str]
     ) -> None:
         """Start a process with our standard output, which is the machine's console."""
+        # With -m but without -P, Python would put the working directory first on sys.path.
         flags = ["-P"] if sys.flags.safe_path else []
         process = subprocess.Popen(
             [sys.executable, *flags, "-m", module, *arguments],
             stdin=self._pipes[0],
             env={**os.environ, **env},
+            # In its own process group, killpg reaches processes that user code started in the
+            # worker.
             process_group=0,
         )
         self._by_name[name] = process
@@ -90,6 +92,8 @@ class Children:
         """Send a signal to all running processes."""
         for process in self._by_name.values():
             with contextlib.suppress(ProcessLookupError):
+                # Popen checks first whether the process has ended, so a reused pid is never
+                # signalled.
                 process.send_signal(number)
 
     def end(self, grace_s: float) -> None:
@@ -101,6 +105,7 @@ class Children:
         for process in self._by_name.values():
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
+                    # The whole group: a worker that ignores SIGTERM may have trainers that do, too.
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         for pipe in self._pipes:
@@ -112,4 +117,5 @@ class Children:
 def prepare_folder(folder: Path) -> None:
     """Create the folder of a node, which only this user can enter."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # mkdir's mode is subject to the umask and has no effect on an existing folder.
     os.chmod(folder, 0o700)

@@ -1,4 +1,4 @@
-"""The agent of an on-demand head: a scheduler with its keeper on a machine of its own.
+"""The agent of an on-demand head: a scheduler with its keeper on its own machine.
 
 It reads the cluster's settings and the scheduler's keys from the bucket and starts the same
 processes that otherwise run on the notebook's machine. Its scheduler renews the lease. The agent
@@ -29,7 +29,10 @@ KEEPER_GONE_S = 60.0
 
 
 class HeadAgent(MachineAgent):
-    """Keeps the machine of a scheduler on for as long as that runs."""
+    """Keeps the machine of a scheduler on while the scheduler runs.
+
+    It watches no lease: the scheduler of this very machine is the one that renews it.
+    """
 
     def __init__(self, url: str, folder: Path, *, keys: str, owner: str = "") -> None:
         super().__init__(url, folder, keys=keys, owner=owner)
@@ -37,10 +40,13 @@ class HeadAgent(MachineAgent):
         self._keeper_seen_at = time.monotonic()
 
     def _start(self) -> None:
+        # Set before the first call of `open_state_root`. `turn_off` removes the folder.
         os.environ["ETRAIN_STATE"] = str(self._folder / "state")
         os.environ.setdefault("AWS_DEFAULT_REGION", self._identity.region)
         os.environ[OWNERS] = self._bucket_owners()
         self._cluster = self._make_folder()
+        # No other launcher exists on this machine, so the lock is always free. `start_cluster`
+        # needs its descriptor, which the scheduler process closes once it listens.
         with start_lock(self._cluster.path.parent, self._cluster.lock_key, timeout_s=5.0) as lock:
             settings = self._cluster.settings()
             try:
@@ -49,14 +55,18 @@ class HeadAgent(MachineAgent):
                 raise AgentError(f"the scheduler did not start: {exc}") from exc
         assert self._reports is not None
         self._reports.report("ready")
+        # Until here the user-data's timer (lifetime.boot) was armed; the scheduler serves, so now
+        # the lifetime counts.
         arm_timer(self._ends_at - time.monotonic())
         self._keeper_seen_at = time.monotonic()
 
     def _make_folder(self) -> ClusterDir:
         """Create the cluster's folder as the notebook's machine would."""
         given = self._wait_for("the settings", lambda: self._read_json(SETTINGS))
+        # The notebook's version may have settings that this one lacks.
         known = {field.name for field in dataclasses.fields(ClusterSettings)}
         settings = ClusterSettings(**{key: value for key, value in given.items() if key in known})
+        # The launcher did not know the address of a machine that did not exist.
         settings = dataclasses.replace(settings, host=self._identity.private_ip)
         cluster = ClusterDir.make(open_state_root() / self._config.cluster_id, settings)
         write_certificates(cluster.tls, self._wait_for("the certificates", self._read_keys))
@@ -69,6 +79,11 @@ class HeadAgent(MachineAgent):
 
     def _poll(self) -> str:
         record = self._cluster.record()
+        #   record   folder   state of the cluster
+        #   alive    yes      running
+        #   none     no       shut down in order: turn off
+        #   none     yes      the keeper is about to remove the folder: as if dead
+        #   dead     yes      the keeper was killed, and nothing restarts it: allow KEEPER_GONE_S
         if record is not None and record.is_alive:
             self._keeper_seen_at = time.monotonic()
         elif record is None and not self._cluster.path.exists():

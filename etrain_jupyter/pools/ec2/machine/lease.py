@@ -1,8 +1,13 @@
 """The lease: an object that the cluster's head renews, and without which its nodes turn off.
 
-Its age is computed from S3's clock alone, so that no machine's clock matters. A single stale check
-is not enough: the lease is lost after two in a row, ``check_s`` apart. If S3 cannot be reached for
-longer than the lease is valid, that counts as stale, too.
+Its age is computed from S3's clock alone (``Date`` minus ``Last-Modified``), so that no machine's
+clock matters. One stale check is not enough, because a renewal may just be late::
+
+    age      280 s    310 s     340 s          280 s    310 s    20 s
+    check      |--------|---------|              |--------|--------|
+             valid    stale 1   stale 2: lost  valid    stale 1  renewed: valid
+
+If S3 cannot be reached for longer than the lease is valid, that counts as stale, too.
 """
 
 from __future__ import annotations
@@ -25,7 +30,9 @@ STUCK_S = 60.0
 
 
 class LeaseRule:
-    """Decide when a lease is lost. Time is an argument, by a monotonic clock.
+    """Decide when a lease is lost: after two stale checks, at least ``grace_s`` apart.
+
+    Time is an argument, by a monotonic clock.
 
     >>> rule = LeaseRule(ttl_s=60, grace_s=10, now=0)
     >>> [rule.take(age_s, now) for age_s, now in [(5, 1), (61, 60), (71, 65), (81, 71)]]
@@ -43,42 +50,40 @@ class LeaseRule:
     def take(self, age_s: float | None, now: float, error: str = "") -> str:
         """Process one check; return why the lease is lost, or an empty string.
 
-        Args:
-            age_s: Age of the lease; infinite if it does not exist, None if S3 did not answer.
-            now: Time of the check.
-            error: Why S3 did not answer.
+        ``age_s`` is infinite if the lease does not exist, None if S3 did not answer.
         """
         if age_s is not None:
             self._answered_at = now
         if age_s is None:
+            # A missing answer does not make the lease stale. The head may be renewing it while only
+            # this node has lost S3, so the node gets as much time without S3 as without a renewal.
             silent_s = now - self._answered_at
             is_stale = silent_s > self._ttl_s
             reason = f"the lease could not be read for {silent_s:.0f} s ({error})"
         else:
             is_stale = age_s >= self._ttl_s
             reason = f"the lease is {age_s:.0f} s old"
+            # An object that does not exist is stale at once: the cluster's files were removed.
             if age_s == float("inf"):
                 reason = "there is no lease"
         if not is_stale:
+            # One valid check starts the count again: the stale checks must be consecutive.
             self._stale_since, self._num_stale = None, 0
             return ""
         self._num_stale += 1
         if self._stale_since is None:
             self._stale_since = now
+        # Two checks in quick succession would see the same late renewal.
         if self._num_stale < 2 or now - self._stale_since < self._grace_s:
             return ""
         return f"{reason}; it is valid for {self._ttl_s:g} s"
 
 
 class LeaseWatch:
-    """Polls the lease, on its own thread.
+    """Polls the lease, on its own thread, every ``check_s`` seconds.
 
-    Args:
-        bucket: The cluster's objects.
-        ttl_s: How long the lease is valid, in seconds.
-        check_s: Interval between checks, in seconds; also the minimum between two stale ones.
-        on_change: Called on the thread with the scheduler in the lease when it changes.
-        on_lost: Called on the thread, once, with why the lease is lost.
+    ``on_change`` and ``on_lost`` are called on the thread: with the scheduler in the lease when it
+    changes, and once with why the lease is lost.
     """
 
     def __init__(
@@ -110,6 +115,8 @@ class LeaseWatch:
 
     def stuck_s(self) -> float:
         """Return by how much the check in progress is overdue, beyond ``STUCK_S``; 0.0 if not."""
+        # Wait as long as `LeaseRule` would for an S3 that does not answer, plus a margin, so that a
+        # slow S3 is reported as such and only a blocked thread as stuck.
         late_s = time.monotonic() - self._checked_at - self._ttl_s - self._check_s - STUCK_S
         return max(0.0, late_s)
 
@@ -118,6 +125,7 @@ class LeaseWatch:
             lost = self._check()
             self._checked_at = time.monotonic()
             if lost:
+                # Once is enough: the agent never returns from a lost lease.
                 self._on_lost(lost)
                 return
             self._end.wait(self._check_s)
@@ -127,6 +135,8 @@ class LeaseWatch:
         try:
             found = self._bucket.get_aged(LEASE, f"{LEASE} cannot be read")
             age_s = float("inf") if found is None else found.age_s
+            # The age counts even if this raises because the content is malformed: a head did write
+            # the object, and may be of another version.
             if found is not None:
                 self._note_scheduler(json.loads(found.data))
         except StoreError as exc:
@@ -134,12 +144,13 @@ class LeaseWatch:
         except Exception as exc:  # a bug here must not keep the machine on
             error = f"{type(exc).__name__}: {exc}"
         if error != self._error:
-            logger.warning("the lease: %s", error or "it can be read again")
+            logger.warning("reading the lease: %s", error or "succeeds again")
             self._error = error
         return self._rule.take(age_s, time.monotonic(), error)
 
     def _note_scheduler(self, lease: dict[str, Any]) -> None:
         scheduler = {"scheduler": lease["scheduler"], "num_lives": lease["num_lives"]}
+        # Renewals change the object every time; only a new head changes these two values.
         if scheduler != self._scheduler:
             self._on_change(scheduler)
             self._scheduler = scheduler

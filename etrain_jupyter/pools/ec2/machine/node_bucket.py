@@ -21,14 +21,9 @@ must be able to turn itself off."""
 
 
 def open_node_bucket(url: str, *, region: str, owner: str = "") -> Bucket:
-    """Return the objects below a URL; no request is sent yet.
-
-    Args:
-        url: ``s3://bucket/prefix``.
-        region: The bucket's region.
-        owner: The account that the bucket must belong to; empty for any.
-    """
+    """Return the objects below an ``s3://`` URL; no request is sent yet."""
     name, prefix = split_s3_url(url)
+    # The credentials of the machine's role, which boto3 reads from the metadata service and renews.
     make_client = partial(client_of_environment, region=region)
     return Bucket(
         name, prefix, LIMITS, setting="bucket", make_client=make_client, owner=lambda: owner

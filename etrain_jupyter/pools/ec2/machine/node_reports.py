@@ -22,20 +22,11 @@ REFUSE_S = 30.0
 
 
 class NodeReports:
-    """Writes the node's state on its own thread, so that S3 does not block the agent.
-
-    Args:
-        bucket: The cluster's objects.
-        identity: This machine.
-        fingerprint: Versions of the installed packages.
-    """
+    """Writes the node's state on its own thread, so that S3 does not block the agent."""
 
     def __init__(self, bucket: Bucket, identity: Identity, fingerprint: dict[str, str]) -> None:
         self._bucket = bucket
-        self._facts = {
-            **dataclasses.asdict(identity),
-            "fingerprint": fingerprint,
-        }
+        self._facts = {**dataclasses.asdict(identity), "fingerprint": fingerprint}
         self._name = f"nodes/{identity.instance_id}.json"
         self._is_refused = False
         self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -51,7 +42,9 @@ class NodeReports:
         """Write that the machine cannot be used, and wait until that is written."""
         self._is_refused = True
         self.report("refused", error)
+        # None ends the thread: a later `end` must not overwrite the refusal.
         self._inbox.put(None)
+        # The machine powers off next. Without the report, the head would see only that it ended.
         self._thread.join(REFUSE_S)
 
     def end(self, why: str) -> None:
@@ -69,6 +62,8 @@ class NodeReports:
             try:
                 data = json.dumps(record, indent=1).encode()
                 self._bucket.put(self._name, data, "the state of this node cannot be written")
+            # Reports are only for messages and faster failure detection. The machine works without
+            # them.
             except StoreError as exc:
                 logger.warning(
                     "the state %r of this node was not written: %s", record["state"], exc

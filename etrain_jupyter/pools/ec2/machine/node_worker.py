@@ -30,21 +30,18 @@ class LeaseRecord:
     address: str
     num_lives: int
     is_serving: bool = True
-    """Unknown here; connecting will show."""
+    """Unknown: this machine cannot see the scheduler's process. Assume so, and try to connect."""
 
 
 class FileFinder:
-    """Finds the scheduler in the file that the agent writes.
-
-    Args:
-        folder: The node's folder.
-        away_s: Timeout for the next scheduler, in seconds.
-    """
+    """Finds the scheduler in the file that the agent writes, which reads S3 for all workers."""
 
     is_remote = True
 
     def __init__(self, folder: Path, *, away_s: float) -> None:
         self._path = folder / SCHEDULER_FILE
+        # Longer than the lease is valid: the agent turns the machine off before the worker gives
+        # up, so that the reason which is reported is the lost lease.
         self.away_s = away_s
 
     def look(self) -> LeaseRecord:
@@ -67,8 +64,10 @@ def main() -> None:
     arguments = parse_arguments()
     folder: Path = arguments.folder
     finder = FileFinder(folder, away_s=arguments.away_s)
+    # The agent has written the file before it started this process.
     first = finder.look()
     log_to_stderr()
+    # After `log_to_stderr`, which creates the handlers. The output is the machine's console.
     redact_logs()
     run_worker(
         arguments,

@@ -1,4 +1,4 @@
-"""Turn the machine off, which terminates it: its launch template says so."""
+"""Turn the machine off. Its launch template makes EC2 terminate it then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ LAST_RESORTS = (["systemctl", "poweroff", "--force"], ["poweroff", "-f"])
 
 def arm_timer(left_s: float) -> None:
     """Schedule a shutdown of the system, in place of any previous one."""
+    # `shutdown` takes whole minutes. Round up: the agent itself ends the lifetime to the second,
+    # and this timer is for an agent that hangs.
     minutes = max(1, math.ceil(left_s / 60))
+    # Without a scheduled shutdown, this at worst logs a warning.
     _run(["shutdown", "-c"])
     _run(["shutdown", "-h", f"+{minutes}"])
     logger.info("this machine turns off in %d min at the latest", minutes)
@@ -30,16 +33,19 @@ def arm_timer(left_s: float) -> None:
 
 def power_off(num_tries: int = 12) -> bool:
     """Turn the machine off; return whether a command succeeded."""
+    # A failure may be temporary, and a machine that stays on is charged without limit.
     for number in range(num_tries):
         if number:
             time.sleep(RETRY_S)
-        commands = [["shutdown", "-h", "now"], *(LAST_RESORTS if _is_machine_of_ec2() else ())]
+        # The launch template has InstanceInitiatedShutdownBehavior "terminate", so a halt from
+        # inside terminates the machine, without credentials and without a network.
+        commands = [["shutdown", "-h", "now"], *(LAST_RESORTS if _is_ec2_machine() else ())]
         if any(_run(command) for command in commands):
             return True
     return False
 
 
-def _is_machine_of_ec2() -> bool:
+def _is_ec2_machine() -> bool:
     """Return whether this is certainly an EC2 machine: never force a laptop off."""
     try:
         return Path(imds.VENDOR_FILE).read_text().strip() == "Amazon EC2"

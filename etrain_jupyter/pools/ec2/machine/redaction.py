@@ -10,6 +10,8 @@ import re
 
 HIDDEN = "[hidden]"
 
+# Each alternative matches to the end of the secret, or of the text: output may be truncated in the
+# middle of a key. Too much is hidden rather than too little.
 _SECRETS = re.compile(
     r"""
     -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
@@ -45,4 +47,6 @@ class _Redacting(logging.Formatter):
 def redact_logs() -> None:
     """Redact the output of all log handlers of this process; call it after creating them."""
     for handler in logging.getLogger().handlers:
+        # A filter would see only the message and its arguments, but not the traceback, which the
+        # formatter appends.
         handler.setFormatter(_Redacting(handler.formatter or logging.Formatter()))

@@ -26,6 +26,7 @@ MAX_KILL_S = 10.0
 def descendants(root: int) -> list[int]:
     """Return the descendants of a process, children before their own children."""
     children: dict[int, list[int]] = {}
+    # From /proc, since psutil is not available here.
     for name in os.listdir("/proc"):
         if not name.isdecimal():
             continue
@@ -48,6 +49,8 @@ def descendants(root: int) -> list[int]:
 
 def kill_all() -> None:
     """Kill all descendants of this process, including those created meanwhile."""
+    # Repeat until none is left: a process may fork between the scan and its kill. Reaping is part
+    # of it, because orphans become our children.
     ends_at = time.monotonic() + MAX_KILL_S
     while (alive := descendants(os.getpid())) and time.monotonic() < ends_at:
         for pid in alive:
@@ -67,18 +70,19 @@ def main() -> None:
     """Run the machine."""
     # Adopt orphans, so that no process survives the machine.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # Only the end of standard input, or SIGKILL, ends the machine.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line:
         return
-    order = json.loads(line)
-    with open(order["console"], "ab") as console:
+    task = json.loads(line)
+    with open(task["console"], "ab") as console:
         try:
             subprocess.Popen(
-                order["command"],
-                cwd=order["folder"],
-                env=order["environment"],
+                task["command"],
+                cwd=task["folder"],
+                env=task["environment"],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
@@ -87,13 +91,14 @@ def main() -> None:
             )
         except OSError as exc:
             console.write(f"cloud-init: the user-data did not start: {exc}\n".encode())
+    # No more input follows, so readable means closed.
     while not select.select([sys.stdin], [], [], 0.5)[0]:
         reap()
     kill_all()
 
 
 def restore_signals() -> None:
-    """Restore the signal handlers for the user-data."""
+    """Restore the default signal handlers: a child inherits signals that are ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 

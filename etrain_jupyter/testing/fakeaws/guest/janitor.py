@@ -19,6 +19,7 @@ MAX_WAIT_S = 15.0
 
 def has_processes(folder: str) -> bool:
     """Return whether a process has its working directory in the folder."""
+    # Every machine runs in its own folder below it.
     for name in os.listdir("/proc"):
         if name.isdecimal() and int(name) != os.getpid():
             try:
@@ -33,7 +34,7 @@ def has_processes(folder: str) -> bool:
 def main() -> None:
     """Wait, then remove everything."""
     folder, *names = sys.argv[1:]
-    sys.stdin.buffer.read()
+    sys.stdin.buffer.read()  # blocks until the harness closes the pipe or ends
     ends_at = time.monotonic() + MAX_WAIT_S
     while has_processes(folder) and time.monotonic() < ends_at:
         time.sleep(0.05)

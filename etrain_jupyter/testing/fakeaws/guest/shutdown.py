@@ -14,21 +14,21 @@ SOCKET = "power.sock"
 
 
 def main() -> None:
-    """Send the request, print the answer, exit with its status."""
+    """Send the request, print the response, and exit with its status."""
     folder, instance, *arguments = sys.argv[1:]
     os.chdir(folder)  # socket paths have a maximum length
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(SOCKET)
         except OSError as exc:
-            sys.exit(f"shutdown: the harness does not answer: {exc}")
+            sys.exit(f"shutdown: the harness does not respond: {exc}")
         connection.sendall(
             json.dumps({"instance": instance, "arguments": arguments}).encode() + b"\n"
         )
-        answer = json.loads(connection.makefile().readline() or '{"text": "", "status": 0}')
-    if answer["text"]:
-        print(answer["text"], file=sys.stderr, flush=True)
-    sys.exit(answer["status"])
+        response = json.loads(connection.makefile().readline() or '{"text": "", "status": 0}')
+    if response["text"]:
+        print(response["text"], file=sys.stderr, flush=True)
+    sys.exit(response["status"])
 
 
 if __name__ == "__main__":

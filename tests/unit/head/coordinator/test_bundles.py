@@ -52,7 +52,7 @@ async def test_head_that_does_not_see_the_file_asks_for_it_and_takes_it_in_piece
 
 async def test_pieces_that_are_not_the_bundle_leave_nothing(rig: Rig, tmp_path: Path) -> None:
     order = order_in(tmp_path / "j")
-    with pytest.raises(RequestError, match="its bytes were changed on their way"):
+    with pytest.raises(RequestError, match="the received bytes do not match its digest"):
         await rig.coordinator._put_bundle(q.PutBundle(job=order, offset=0, data=bytes(len(BUNDLE))))
     assert list((tmp_path / "j").iterdir()) == []
     await rig.coordinator._put_bundle(q.PutBundle(job=order, offset=0, data=BUNDLE[:5]))
@@ -63,7 +63,7 @@ async def test_pieces_that_are_not_the_bundle_leave_nothing(rig: Rig, tmp_path: 
 async def test_only_a_bundles_name_is_written_to(rig: Rig, tmp_path: Path) -> None:
     for name in ("../x", "job.json", "bundle/../x"):
         piece = q.PutBundle(job=order_in(tmp_path, bundle_file=name), offset=0, data=b"x")
-        with pytest.raises(RequestError, match="is no name of a bundle's file"):
+        with pytest.raises(RequestError, match="is not the name of a bundle file"):
             await rig.coordinator._put_bundle(piece)
     assert not (tmp_path / "x").exists()
 
@@ -104,7 +104,7 @@ async def test_end_of_one_job_leaves_another_ones_equal_bundle(rig: Rig) -> None
 async def test_crash_is_told_although_the_run_folder_is_gone(rig: Rig) -> None:
     await rig.start("w1", "w2")
     (rig.folder / "j" / "bundle").unlink()
-    rig.tell("w1", m.TrainerExited, cause="trainer 7 was ended by SIGSEGV")
+    rig.tell("w1", m.TrainerExited, cause="trainer 7 was killed by SIGSEGV")
     assert not any("Traceback" in event.text for event in rig.events(LogLine))
     assert "w1" not in [m.worker for m in rig.job.state.in_phase("ranked")]
 
@@ -153,6 +153,6 @@ def test_kernel_sends_the_file_in_bounded_pieces(
 
 def test_scheduler_that_asks_again_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(BUNDLE)
-    with pytest.raises(PoolError, match="and does not have it") as caught:
+    with pytest.raises(PoolError, match="but cannot read them") as caught:
         handover.hand_over(Scheduler(takes=False), order_in(tmp_path), tmp_path / "bundle")
     assert not isinstance(caught.value, JobLostError)

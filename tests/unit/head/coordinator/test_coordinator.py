@@ -79,7 +79,7 @@ async def test_worker_that_is_silent_counts_as_gone_and_is_killed(rig):
     ticks(rig, 10.5, "w1")
     assert rig.nodes.killed == ["w2"]
     [lost] = rig.events(events.WorkerLost)
-    assert (lost.worker, lost.cause) == ("w2", "silent for 10.2 s")
+    assert (lost.worker, lost.cause) == ("w2", "no heartbeat for 10.2 s")
     assert lost.detected_s == 10.25
     assert rig.told("w1", m.BreakGeneration)
     rig.report("w1", 5)
@@ -304,7 +304,7 @@ async def test_fault_of_a_rank_that_is_not_there_waits_for_it(rig):
 async def test_fault_by_hand_is_ordered_of_the_supervisor_and_told(rig):
     await rig.start("w1", "w2")
     words = rig.coordinator._requests.do(rig.job, "fault", {"kind": "hang"})
-    assert words.startswith("w2 has its trainer hang for ever; that is found when the others")
+    assert words.startswith("w2 has its trainer hang forever; that trainer is detected when")
     [order] = rig.orders("w2", m.InjectFault)
     assert (order.trainer, order.kind_of_fault) == (rig.trainer("w2"), "hang")
     rig.tell("w2", m.TrainerExited, cause="no progress")
@@ -313,7 +313,7 @@ async def test_fault_by_hand_is_ordered_of_the_supervisor_and_told(rig):
 
 async def test_fault_that_nobody_knows_is_refused(rig):
     await rig.start("w1")
-    with pytest.raises(RequestError, match="no fault 'flood'; there are kill, segfault"):
+    with pytest.raises(RequestError, match="unknown fault 'flood'; known: kill, segfault"):
         rig.coordinator._requests.do(rig.job, "fault", {"kind": "flood"})
 
 
@@ -322,18 +322,18 @@ async def test_chaos_strikes_until_it_is_switched_off(rig):
     do = rig.coordinator._requests.do
     words = do(rig.job, "chaos", {"mtbf_s": 2.0, "mode": "stop", "seed": 4})
     assert words == (
-        "faults by chance: stop every 2 s on average until the job ends, seed 4. "
-        "%etrain chaos --off ends it"
+        "random faults: stop every 2 s on average until the job ends, seed 4. "
+        "To stop them, use %etrain chaos --off"
     )
     ticks(rig, 60, "w1", "w2")
     num_strikes = len(rig.events(events.FaultInjected))
     assert num_strikes > 10
     sent = rig.orders("w1", m.InjectFault) + rig.orders("w2", m.InjectFault)
     assert len(sent) == num_strikes
-    assert do(rig.job, "chaos", {"off": True}) == "no more faults by chance"
+    assert do(rig.job, "chaos", {"off": True}) == "no more random faults"
     ticks(rig, 60, "w1", "w2")
     assert len(rig.events(events.FaultInjected)) == num_strikes
-    assert do(rig.job, "chaos", {"off": True}) == "there was no chaos"
+    assert do(rig.job, "chaos", {"off": True}) == "no random faults were active"
     told = [e.text for e in rig.events(events.LogLine) if e.text.startswith("chaos")]
     assert told == [
         "chaos: stop every 2 s on average until the job ends, seed 4",
@@ -345,7 +345,7 @@ async def test_second_chaos_says_that_it_takes_the_place_of_the_first(rig):
     await rig.start("w1")
     do = rig.coordinator._requests.do
     do(rig.job, "chaos", {"seed": 4})
-    assert "the chaos that there was is over" in do(rig.job, "chaos", {"seed": 5})
+    assert "they replace the previous ones" in do(rig.job, "chaos", {"seed": 5})
 
 
 async def test_chaos_leaves_alone_who_leaves_anyway(rig):
@@ -442,7 +442,7 @@ async def test_scale_beyond_the_pool_says_how_many_there_can_be(rig):
     rig.nodes.most = 8
     words = rig.coordinator._requests.do(rig.job, "scale", {"max": 1000})
     assert words == (
-        "trains on 1 to 8 workers from now on; max=1000 is more than the 8 that this pool can have"
+        "trains on 1 to 8 workers from now on; max=1000 exceeds this pool's limit of 8"
     )
     assert rig.job.state.max_workers == 8
 
@@ -453,7 +453,7 @@ async def test_pause_and_resume_say_when_there_is_nothing_to_do(rig):
     do = rig.coordinator._requests.do
     assert do(rig.job, "resume", {}) == "is not paused; it is running at step 1"
     assert do(rig.job, "pause", {}).startswith("pauses at the next step boundary")
-    assert do(rig.job, "pause", {}) == "is paused already, at step 1; %etrain resume goes on"
+    assert do(rig.job, "pause", {}) == "is already paused, at step 1; continue with %etrain resume"
 
 
 async def test_stop_of_a_job_that_stands_still_says_what_does_not_wait(rig):
@@ -461,7 +461,7 @@ async def test_stop_of_a_job_that_stands_still_says_what_does_not_wait(rig):
     rig.commit("w1", 1)
     rig.now += 25.0
     words = rig.coordinator._requests.do(rig.job, "stop", {})
-    assert words.endswith("No step has ended for 25 s: %etrain stop --now does not wait for one")
+    assert words.endswith("No step has ended for 25 s; %etrain stop --now does not wait for one")
 
 
 async def test_reproducible_job_is_not_scaled_beyond_its_shards(rig):
@@ -474,7 +474,7 @@ async def test_reproducible_job_is_not_scaled_beyond_its_shards(rig):
         "reproducible": {"shards": 4},
     }
     before = rig.job.state
-    with pytest.raises(RequestError, match=r"workers max=5 is more than the 4 shards"):
+    with pytest.raises(RequestError, match=r"workers max=5 exceeds the 4 shards"):
         rig.coordinator._requests.do(rig.job, "scale", {"max": 5})
     assert rig.job.state is before
     rig.coordinator._requests.do(rig.job, "scale", {"max": 4})
@@ -518,8 +518,8 @@ async def test_worker_of_another_wire_version_takes_no_part_and_the_log_says_why
 
     assert [facts.name for facts in rig.coordinator._workers] == ["w1"]
     [warning] = [e.text for e in rig.events(events.LogLine) if e.level == "warning"]
-    assert warning.startswith("worker w2 takes no part: it speaks wire version ")
-    assert "The other workers train on. Install etrain-jupyter" in warning
+    assert warning.startswith("worker w2 cannot train: it uses wire version ")
+    assert "Training continues on the other workers. Install etrain-jupyter" in warning
     assert warning.endswith("there and restart that worker")
 
 

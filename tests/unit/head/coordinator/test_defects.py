@@ -66,7 +66,7 @@ async def test_exception_in_the_tick_of_one_job_is_its_own(
     assert ticked == [other]
     [text] = errors(rig)
     assert text.startswith(
-        "a tick failed: ZeroDivisionError: a mistake. This is a defect of etrain"
+        "a tick failed: ZeroDivisionError: a mistake. This is a defect in etrain"
     )
     assert not [e for e in other.events_since(0, 100) if e["event"] == "LogLine"]
 
@@ -131,7 +131,7 @@ async def test_defect_that_comes_again_and_again_is_logged_less_and_less_often(
         rig.tick()
     texts = errors(rig)
     assert len(texts) == 4  # at once, after 10, 30 and 70 s
-    assert "times more since this was logged last" in texts[-1]
+    assert "more times since it was last logged" in texts[-1]
     assert rig.job.state.status == "running"
 
 
@@ -140,7 +140,9 @@ async def test_whoever_asks_for_something_hears_that_it_failed(
 ) -> None:
     await rig.start("w1")
     monkeypatch.setattr(hosted_job.HostedJob, "_announce", fail)
-    with pytest.raises(RequestError, match="pause met a defect of etrain-jupyter"):
+    with pytest.raises(
+        RequestError, match="pause may be incomplete, because of a defect in etrain"
+    ):
         await rig.control("pause")
 
 

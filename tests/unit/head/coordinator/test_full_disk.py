@@ -80,7 +80,7 @@ async def test_nobody_hears_of_facts_that_are_only_in_memory_but_why(rig: Rig, d
     assert answer.events == ()
     assert answer.trouble.startswith("the log cannot be written: No space left on device (")
     assert answer.trouble.endswith(
-        " bytes free); 1 event is kept in memory; free space there and it continues"
+        " bytes free); 1 event is kept in memory; free space there, and writing continues"
     )
     disk.is_full = False
     rig.tick()
@@ -190,7 +190,7 @@ async def test_trainers_that_wait_for_the_disk_do_not_hang(rig: Rig, disk: Disk)
     assert answer.trouble == ""  # nothing had to be written
     rig.commit("w1", 1)
     answer = await rig.fetch(since=rig.job.last_seq, wait_s=0)
-    assert answer.trouble.endswith("training waits for that")
+    assert answer.trouble.endswith("training is blocked until then")
 
 
 async def test_next_scheduler_takes_what_was_only_in_memory_from_the_supervisors(

@@ -209,7 +209,7 @@ async def test_a_request_before_all_are_back_is_refused_in_words(lives: Lives) -
     await lives.rig.start("w1")
     rig = lives.die()
 
-    with pytest.raises(RequestError, match="Try again in a moment"):
+    with pytest.raises(RequestError, match="Retry in a few seconds"):
         await rig.control("stop")
 
     rig.tick()

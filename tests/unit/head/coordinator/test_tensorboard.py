@@ -51,4 +51,4 @@ async def test_writer_that_fails_is_told_of_in_the_log(tmp_path: Path, followed:
     await asyncio.wait_for(changed.wait(), 30)
 
     (told,) = [e["text"] for e in job.events_since(0, 99) if e["event"] == "LogLine"]
-    assert told == "TensorBoard's files are not written: no room on the disk"
+    assert told == "TensorBoard files are not written: no room on the disk"

@@ -31,7 +31,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
     monkeypatch.setattr(mirror, "FLUSH_S", 0.05)
     monkeypatch.setattr(mirror, "RETRY_S", 0.05)
-    monkeypatch.setattr(mirror, "RETRY_MOST_S", 0.05)
+    monkeypatch.setattr(mirror, "MAX_RETRY_S", 0.05)
     monkeypatch.setattr(mirrored_log, "UPLOAD_PATIENCE_S", 0.0)
 
 
@@ -87,11 +87,11 @@ async def test_outage_is_told_once_and_the_backlog_goes_up_afterwards(
     [told] = rig.events(events.LogLine)
     assert told.level == "warning"
     assert "S3 has an internal error" in told.text
-    assert told.text.endswith("Training and the log go on here; it is tried again")
+    assert told.text.endswith("Training and the log continue here; the upload is retried")
     s3_server.set_faults()
     await until(lambda: len(rig.events(events.LogLine)) == 2)
     await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
-    assert "has the whole log again after" in rig.events(events.LogLine)[1].text
+    assert "has the whole log again, after" in rig.events(events.LogLine)[1].text
     steps = [e for e in seen_elsewhere(tmp_path, place) if isinstance(e, events.StepCompleted)]
     assert [e.step for e in steps] == [1, 2, 3, 4]
 
@@ -157,7 +157,7 @@ async def test_coordinator_whose_job_goes_on_elsewhere_ends_it(
     rig.commit("w1", 1)
     await until(lambda: rig.job.state.is_ended)
     [told] = [e for e in rig.events(events.LogLine) if e.level == "error"]
-    assert told.text.startswith("Another coordinator has taken the job over, so this one ends")
+    assert told.text.startswith("Another coordinator has taken over the job, so it stops here")
     await until(lambda: rig.job.has_told_its_end)
     there = seen_elsewhere(tmp_path, place)
     assert not [e for e in there if isinstance(e, events.StepCompleted)]

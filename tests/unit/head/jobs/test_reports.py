@@ -47,7 +47,7 @@ async def test_newcomer_with_data_of_another_length_is_done_without(rig):
     assert rig.job.state.status == "running"
     [lost] = rig.events(events.WorkerLost)
     assert lost.worker == "w2"
-    assert "data of different length on the workers: (63, 0) samples on w2" in lost.cause
+    assert "the workers have data of different lengths: (63, 0) samples on w2" in lost.cause
     assert rig.told("w2", m.ShutDownTrainer)
     assert not rig.told("w1", m.LeaveGeneration)
 
@@ -113,7 +113,7 @@ async def test_ranks_are_told_how_often_to_save_once_a_checkpoint_has_told_what_
     saved_after(rig, "w1", 1, stall_s=0.1)
     [chosen] = rig.events(events.CheckpointIntervalChosen)
     assert chosen.cost_s == pytest.approx(0.1)
-    assert "one costs 100 ms of training" in chosen.reason
+    assert "each costs 100 ms of training" in chosen.reason
     for worker in ("w1", "w2"):
         assert [sent.pace.interval_s for sent in rig.told(worker, m.SetPace)] == [chosen.interval_s]
     saved_after(rig, "w1", 2, stall_s=0.11)
@@ -211,7 +211,7 @@ async def test_evaluation_that_is_told_again_is_logged_once(rig):
     assert [e.step for e in rig.events(events.EvalCompleted)] == [3, 6]
     assert [e.step for e in rig.events(events.BestReached)] == [3, 6]
     warnings = [e.text for e in rig.events(events.LogLine) if e.level == "warning"]
-    assert warnings == ["step 6: the loss of the evaluation is nan; training goes on"]
+    assert warnings == ["step 6: the loss of the evaluation is nan; training continues"]
 
 
 async def test_what_was_evaluated_after_the_step_that_a_job_goes_back_to_counts_anew(rig):

@@ -145,7 +145,7 @@ async def test_job_that_is_being_trained_here_is_refused(tmp_path: Path, monkeyp
     rig = Rig(tmp_path, monkeypatch)
     await rig.start("w0")
 
-    with pytest.raises(Exception, match=r"it is running at step 0\. %etrain attach"):
+    with pytest.raises(Exception, match=r"it is running at step 0\. Nothing was submitted"):
         await rig.submit(resumes=True)
 
 
@@ -196,7 +196,7 @@ async def test_data_of_another_length_is_refused_unless_forced(
     rig.warm("w0", plan=PLAN | {"num_train_samples": 65})
 
     assert rig.job.state.status == "failed"
-    assert "has 65 samples, and had 64" in rig.events(UserErrorRaised)[-1].error
+    assert "has 65 samples, but had 64" in rig.events(UserErrorRaised)[-1].error
     await rig.submit(resumes=True, max_workers=1, is_forced=True)
     rig.tick()
     rig.warm("w0", plan=PLAN | {"num_train_samples": 65})

@@ -277,7 +277,7 @@ def test_lost_sample_is_found_and_named() -> None:
     due = samples_of(6)
     report = audit_changed(replace_step(6, completed(6, trained=np.delete(due, 3))))
     assert report.problems == (
-        "step 6 trained 31 samples, due were 32",
+        "step 6 trained 31 samples, expected 32",
         f"step 6 did not train sample {due[3]}",
         f"epoch 1: sample {due[3]} was never trained",
     )
@@ -289,7 +289,7 @@ def test_repeated_sample_is_found_and_named() -> None:
     due = samples_of(6)
     report = audit_changed(replace_step(6, completed(6, trained=np.append(due, due[3]))))
     assert report.problems == (
-        "step 6 trained 33 samples, due were 32",
+        "step 6 trained 33 samples, expected 32",
         f"step 6 trained sample {due[3]} once too often",
         f"epoch 1: sample {due[3]} was trained more than once",
     )
@@ -310,7 +310,7 @@ def test_sample_trained_in_place_of_another_is_found() -> None:
 @pytest.mark.parametrize("checksum", [0, -5, 2**63, 2**70, 12345])
 def test_checksum_of_anything_else_counts_for_nothing(checksum: int) -> None:
     report = audit_changed(replace_step(6, replace(completed(6), sample_checksum=checksum)))
-    assert report.problems[0].startswith("step 6 trained other samples than were due (checksum")
+    assert report.problems[0].startswith("step 6 trained other samples than expected (checksum")
     assert report.epochs[1].missing == 32
 
 
@@ -322,7 +322,7 @@ def test_wrong_seed_is_found() -> None:
 def test_step_that_trained_another_steps_samples_is_found() -> None:
     report = audit_changed(replace_step(6, replace(completed(5), step=6)))
     assert report.problems == (
-        "step 6 began at sample 0 of epoch 1, due was 32 of epoch 1",
+        "step 6 began at sample 0 of epoch 1, expected 32 of epoch 1",
         f"epoch 1: 32 samples ({first_five(samples_of(6))} ...) were never trained",
         f"epoch 1: 32 samples ({first_five(samples_of(5))} ...) were trained more than once",
     )
@@ -353,7 +353,7 @@ def test_step_committed_twice_is_found() -> None:
 def test_missing_line_of_the_log_is_found() -> None:
     log = number(undisturbed())
     del log[1]
-    assert audit_log(log).problems[0] == "the log has event 3 where 2 was due"
+    assert audit_log(log).problems[0] == "the log has event 3 where 2 was expected"
 
 
 def test_diverged_rank_is_found_and_named() -> None:
@@ -404,7 +404,7 @@ def test_short_evaluation_is_found() -> None:
     report = audit_changed(
         lambda e: replace(e, samples=19) if isinstance(e, EvalCompleted) and e.step == 8 else e
     )
-    assert report.problems == ("the evaluation at step 8 went through 19 samples, the set has 20",)
+    assert report.problems == ("the evaluation at step 8 used 19 samples, the set has 20",)
 
 
 def test_job_that_finished_early_is_found() -> None:
@@ -416,7 +416,7 @@ def test_job_that_finished_early_is_found() -> None:
 def test_steps_without_a_plan_prove_nothing() -> None:
     report = audit_log(number([e for e in undisturbed() if not isinstance(e, JobPlanned)]))
     assert report.problems == (
-        "12 steps were committed, but the log has no plan of what they had to train",
+        "12 steps were committed, but the log has no plan of the samples to train",
     )
 
 
@@ -481,7 +481,7 @@ def test_step_of_a_fenced_generation_is_found() -> None:
         return event
 
     problems = audit_changed(change).problems
-    assert "step 6 was committed by generation 1 after generation 2 had gone on" in problems
+    assert "step 6 was committed by generation 1 after generation 2 had continued" in problems
 
 
 def rolled_back(survivor_pid: int) -> AuditReport:

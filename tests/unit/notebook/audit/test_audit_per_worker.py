@@ -81,10 +81,10 @@ def test_every_history_of_world_sizes_passes(world_sizes):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"samples": 7}, "step 2 trained 7 samples, due were 16"),
-        ({"first": 0}, "step 2 began at sample 0 of epoch 0, due was 8 of epoch 0"),
+        ({"samples": 7}, "step 2 trained 7 samples, expected 16"),
+        ({"first": 0}, "step 2 began at sample 0 of epoch 0, expected 8 of epoch 0"),
         ({"sample_checksum": 1}, "step 2"),
-        ({"world_size": 3}, "step 2 trained 16 samples, due were 24"),
+        ({"world_size": 3}, "step 2 trained 16 samples, expected 24"),
     ],
 )
 def test_wrong_step_is_found(change, problem):

@@ -188,19 +188,19 @@ def go_on_in_the_generation_before(log: list[Event]) -> Iterator[Planted]:
 
 def remove_a_line(log: list[Event]) -> Iterator[Planted]:
     for place in range(len(log) - 1):
-        text = f"the log has event {place + 2} where {place + 1} was due"
+        text = f"the log has event {place + 2} where {place + 1} was expected"
         yield [*log[:place], *log[place + 1 :]], text
 
 
 def repeat_a_line(log: list[Event]) -> Iterator[Planted]:
     for place in range(len(log)):
-        text = f"the log has event {place + 1} where {place + 2} was due"
+        text = f"the log has event {place + 1} where {place + 2} was expected"
         yield [*log[: place + 1], *log[place:]], text
 
 
 def swap_two_lines(log: list[Event]) -> Iterator[Planted]:
     for place in range(len(log) - 1):
-        text = f"the log has event {place + 2} where {place + 1} was due"
+        text = f"the log has event {place + 2} where {place + 1} was expected"
         yield [*log[:place], log[place + 1], log[place], *log[place + 2 :]], text
 
 

@@ -106,7 +106,7 @@ def test_ec2_pool_without_credentials_or_boto3_is_found_without_asking_aws(
     assert (named.state, named.what) == ("ok", f"pool spot: aws-spot, us-east-1 ({pools})")
     assert (wrong.state, wrong.what) == (
         "wrong",
-        "no AWS credentials: there are none on this machine",
+        "no AWS credentials: none were found on this machine",
     )
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
@@ -151,7 +151,7 @@ def test_ec2_is_asked_only_if_wanted_and_what_has_expired_is_wrong(
     up, expired, refused = [finding for finding in told if finding.topic == "pools"][2:]
     assert (up.state, up.what) == (
         "ok",
-        "cluster aws-1-a on EC2 in us-east-1: 1 machine, 1 other thing, $0.25/h",
+        "cluster aws-1-a on EC2 in us-east-1: 1 machine, 1 other resource, $0.25/h",
     )
     assert (expired.state, expired.remedy) == ("wrong", "%etrain reap ends it")
     assert (refused.state, refused.what) == ("wrong", "AWS does not allow it")

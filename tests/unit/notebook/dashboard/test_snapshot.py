@@ -239,13 +239,13 @@ def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
     before = view.snapshot()
     aside = {"job_id": JOB_ID, "time": script.now + 30, "status": "paused"}
 
-    view.add([t.JobStatusChanged(**aside, reason="its scheduler cannot be reached, asking again")])
+    view.add([t.JobStatusChanged(**aside, reason="its scheduler cannot be reached, retrying")])
     silent = view.snapshot()
     view.add([t.JobStatusChanged(**aside)])
 
     assert (silent.status, silent.reason) == (
         "paused",
-        "its scheduler cannot be reached, asking again",
+        "its scheduler cannot be reached, retrying",
     )
     assert dataclasses.replace(silent.events[-1], id=0, time=0.0) == EventLine(
         id=0,
@@ -253,7 +253,7 @@ def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
         time=0.0,
         kind="JobStatusChanged",
         level="warning",
-        text="Paused: its scheduler cannot be reached, asking again",
+        text="Paused: its scheduler cannot be reached, retrying",
     )
     assert view.snapshot().reason == ""
     assert (silent.markers, silent.workers) == (before.markers, before.workers)
@@ -387,7 +387,9 @@ def test_a_long_run_is_folded_fast_enough_to_attach_to() -> None:
 
 def test_job_that_ended_early_is_complete_and_has_a_reason() -> None:
     common: dict[str, Any] = {"job_id": JOB_ID, "time": EVENTS[-1].time}
-    reason = "early stopping: accuracy was best at step 10, 0.9, and not better in 3 evaluations"
+    reason = (
+        "early stopping: accuracy has not improved in 3 evaluations since its best, 0.9 at step 10"
+    )
     steps = until(t.StepCompleted, 20)
     best = t.BestReached(**common, step=10, metric="accuracy", value=0.9)
     stopped = t.EarlyStopped(
@@ -408,7 +410,7 @@ def test_job_that_ended_early_is_complete_and_has_a_reason() -> None:
     assert snapshot.best == BestValue(step=10, metric="accuracy", value=0.9)
     texts = [entry.text for entry in snapshot.events]
     assert texts[-3] == "Best so far: accuracy 0.9 at step 10"
-    assert texts[-2].startswith("Early stopping: accuracy was best at step 10")
+    assert texts[-2].startswith("Early stopping: accuracy has not improved in 3 evaluations")
 
 
 def test_best_of_steps_that_were_undone_is_forgotten() -> None:

@@ -75,10 +75,10 @@ def test_unknown_word_of_a_line_has_no_hint(marked: str) -> None:
         ("optimizer: {name: SG|D}", "optimizer.name: torch.optim.SGD"),
         ("optimizer: ada|mw", "optimizer.name: torch.optim.AdamW"),
         ("optimizer: {name: SGD, moment|um: 0.9}", "optimizer.momentum: number"),
-        ("lr|: 3e-4", "There is no key 'lr': here it is 'optimizer:"),
-        ("batch: {batch-|size: 8}", "There is no key 'batch.batch-size': here it is 'global'"),
+        ("lr|: 3e-4", "There is no key 'lr': use 'optimizer:"),
+        ("batch: {batch-|size: 8}", "There is no key 'batch.batch-size': use 'global'"),
         ("optimiser|: x", "There is no key 'optimiser': did you mean 'optimizer'?"),
-        ("data:\n  |", "Keys of data: Where the samples come from.\n\ntrain: Python expression"),
+        ("data:\n  |", "Keys of data: Training and evaluation data.\n\ntrain: Python expression"),
         ("|", "Keys of the body\n\nmodel: Python expression; required"),
         ("optimizer: {|", "Keys of optimizer: "),
         ("metrics: {|", "metrics: group of names"),
@@ -104,7 +104,7 @@ def test_markdown_has_the_same_content_and_an_example() -> None:
     assert found is not None
     assert found.markdown == (
         "**precision** — fp32, bf16 or fp16; default fp32\n\n"
-        "Numbers of the forward pass: fp32, bf16 or fp16; the weights are always fp32.\n\n"
+        "Precision of the forward pass: fp32, bf16 or fp16; the weights are always fp32.\n\n"
         "Values: `fp32`, `bf16`, `fp16`\n\n"
         "```yaml\nprecision: fp32\n```"
     )

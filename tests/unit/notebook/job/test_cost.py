@@ -39,7 +39,7 @@ def test_a_job_of_a_free_pool_says_that_there_are_no_prices() -> None:
     cost = cost_of(view_of(step(1, 0, 0)))
 
     assert not cost.is_known
-    assert str(cost) == "nothing: the machines of this job's pool have no prices"
+    assert str(cost) == "no cost: the machines of this job's pool have no prices"
 
 
 def test_cost_is_what_was_told_last_with_its_interruptions_and_samples() -> None:
@@ -60,6 +60,6 @@ def test_cost_is_what_was_told_last_with_its_interruptions_and_samples() -> None
     assert str(cost).splitlines() == [
         "spent    $1.00",
         "saved    $3.00 of $4.00 on demand (75%)",
-        "wasted   $0.20, $0.10 for each of 2 interruptions",
-        "samples  $6.67 a thousand",
+        "wasted   $0.20, $0.10 on average over 2 interruptions",
+        "samples  $6.67 per 1,000",
     ]

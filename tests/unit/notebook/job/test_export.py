@@ -120,7 +120,7 @@ def test_a_file_is_replaced_only_on_request(job: TrainingJob, tmp_path: Path) ->
     path = tmp_path / "tied.safetensors"
     path.write_bytes(b"mine")
 
-    with pytest.raises(ConfigError, match="exists and was left as it is"):
+    with pytest.raises(ConfigError, match="already exists and was not changed"):
         job.export(path)
 
     assert path.read_bytes() == b"mine"
@@ -149,12 +149,16 @@ def test_a_disk_that_is_full_leaves_nothing(
 @pytest.mark.parametrize(
     ("keys", "message", "hint"),
     [
-        ({"format": "onnx"}, "format='onnx': there is no such format", "safetensors and transform"),
+        ({"format": "onnx"}, "format='onnx' is not supported", "'safetensors' or 'transform"),
         ({"which": "worst"}, "which='worst' must be 'last' or 'best', or the step", ""),
         ({"which": True}, "which=True must be", ""),
-        ({"format": "transformers"}, "Tied.., is no transformers model", "pass model="),
-        ({"format": "transformers", "model": Tied()}, "model=Tied is no transformers", "PreTrain"),
-        ({"model": Tied()}, "takes no model", "leave model out"),
+        ({"format": "transformers"}, "Tied.., is not a transformers model", "pass model="),
+        (
+            {"format": "transformers", "model": Tied()},
+            "model=Tied is not a transformers",
+            "PreTrain",
+        ),
+        ({"model": Tied()}, "does not use model", "leave out model"),
     ],
 )
 def test_a_wrong_export_is_refused_and_writes_nothing(
@@ -181,7 +185,7 @@ def test_a_folder_is_no_file_and_a_file_is_no_folder(job: TrainingJob, tmp_path:
 
 def test_without_a_checkpoint_it_says_when_there_is_one(job: TrainingJob, tmp_path: Path) -> None:
     for which in ("last", "best", 7):
-        with pytest.raises(CheckpointError, match=r"has no weights to load: .* after some seconds"):
+        with pytest.raises(CheckpointError, match=r"has no weights to load: .* at the interval"):
             job.export(tmp_path / "out", which=which)
 
 
@@ -189,7 +193,7 @@ def test_an_unknown_step_is_answered_with_the_nearest(job: TrainingJob, tmp_path
     for step in (10, 20, 30):
         commit(job, step)
 
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 23; .* step 20 and 30"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint at step 23; .* steps 20 and 30"):
         job.export(tmp_path / "out", which=23)
 
 
@@ -217,9 +221,9 @@ def test_a_model_that_does_not_fit_is_told_by_names_and_shapes(job: TrainingJob)
         job.load_into(model)
 
     assert str(caught.value) == (
-        "the checkpoint of tied-1 does not fit ModuleDict: of another shape: embed.weight ((7, 4) "
-        "is saved, the model has (8, 4)); not in the checkpoint: other.weight, other.bias; not in "
-        "the model: out.bias, out.weight. The job trained Tied()."
+        "the checkpoint of tied-1 does not fit ModuleDict: different shape: embed.weight ((7, 4) "
+        "in the checkpoint, (8, 4) in the model); not in the checkpoint: other.weight, other.bias; "
+        "not in the model: out.bias, out.weight. The job trained Tied()."
     )
 
 
@@ -247,7 +251,7 @@ def test_a_folder_for_from_pretrained_keeps_what_else_is_there(
         "model_type": "tied",
     }
     assert_weights(folder / "model.safetensors", 10)
-    with pytest.raises(ConfigError, match=r"config.json exists"):
+    with pytest.raises(ConfigError, match=r"config.json already exists"):
         job.export(folder, format="transformers", model=model)
     job.export(folder, format="transformers", model=model, overwrite=True)
     assert (folder / "tokenizer.json").read_text() == "{}"
@@ -258,7 +262,7 @@ def test_the_config_of_another_model_is_refused(job: TrainingJob, tmp_path: Path
     other = as_hugging_face(1)
     other.out = nn.Linear(4, 9)
 
-    with pytest.raises(CheckpointError, match=r"does not fit Tied: of another shape: out.bias"):
+    with pytest.raises(CheckpointError, match=r"does not fit Tied: different shape: out.bias"):
         job.export(tmp_path / "out", format="transformers", model=other)
 
 

@@ -90,7 +90,7 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "RETRY_S", 0.01)
-    monkeypatch.setattr(contact, "RETRY_MOST_S", 0.02)
+    monkeypatch.setattr(contact, "RETRY_MAX_S", 0.02)
     monkeypatch.setattr(feed_module, "AFTERWARDS_S", 0.01)
     monkeypatch.setattr(feed_module, "LINGER_S", 0.1)
 
@@ -206,7 +206,7 @@ def test_unreachable_scheduler_is_said_once_and_asked_until_it_answers(log: Even
     assert [(event.seq, event.kind) for event in told[1:]] == [(2, told[1].kind), (0, told[1].kind)]
     assert told[-1].status == "running"
     assert re.fullmatch(
-        r"its scheduler cannot be reached, last seen \d\d:\d\d:\d\d, asking again", feed.trouble
+        r"its scheduler cannot be reached, last seen \d\d:\d\d:\d\d, retrying", feed.trouble
     )
     assert request.wait_s == 0.0, "its return must be seen at once"
 
@@ -461,7 +461,7 @@ def test_first_look_at_a_job_hears_of_trouble_with_its_log(log: EventLog) -> Non
     asked, question = link.questions.get(timeout=10)
     assert asked.wait_s == 0.0  # it does not wait for an event, which will not come
     question.set_result(batch(trouble="the disk is full"))
-    feed.wait_until_answered(10)
+    feed.wait_until_responded(10)
     assert feed.log_trouble == "the disk is full"
     feed.close()
 

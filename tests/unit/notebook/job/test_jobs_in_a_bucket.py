@@ -27,7 +27,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.notebook.commands.doctor import examine
 from etrain_jupyter.notebook.commands.log_lines import follow_lines
 from etrain_jupyter.notebook.job import open_jobs, store_link
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import UnreachableError
 from etrain_jupyter.notebook.job.resume import resume_job
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
@@ -52,7 +52,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_pauses: None) -> 
     monkeypatch.setattr(open_jobs, "_held", {})
     monkeypatch.setattr(open_jobs, "_used", {})
     monkeypatch.setattr(store_link, "POLL_S", 0.05)
-    monkeypatch.setattr(store_link, "LOOK_FOR_LIFE_S", 0.0)
+    monkeypatch.setattr(store_link, "HEARTBEAT_CHECK_S", 0.0)
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "here"))
 
 
@@ -204,7 +204,7 @@ def test_silent_coordinator_is_told_and_a_new_life_is_followed(
     here.wait()
     assert here.status == "failed"
     assert "its coordinator on" in here.reason
-    assert "has given no sign of life for" in here.reason
+    assert "has sent no heartbeat for" in here.reason
     monkeypatch.setattr("etrain_jupyter.notebook.job.s3_run_store.SILENT_S", -1.0)
     assert open_runs().summarize(here.record).is_gone
 
@@ -213,7 +213,7 @@ def test_what_only_the_cluster_can_do_is_refused(
     coordinator: Coordinator, here: TrainingJob
 ) -> None:
     coordinator.log(*story()[:2], status("running"))
-    with pytest.raises(UnreachableError, match="cannot be asked from here"):
+    with pytest.raises(UnreachableError, match="takes no commands from here"):
         here.pause()
 
 
@@ -231,7 +231,7 @@ def test_looking_at_a_strangers_job_in_a_bucket_connects_to_nothing(runs: str) -
 
         job = open_jobs.attach("digits-1")
         assert job.status in ("submitted", "failed")
-        assert "is none that you know" in job.note
+        assert "is unknown to you" in job.note
         with pytest.raises((UnreachableError, JobLostError)):
             job.stop()
         with pytest.raises(BlockingIOError):
@@ -256,7 +256,7 @@ def test_record_in_a_bucket_that_is_none_is_named_with_the_reason(runs: str) -> 
 
 def test_job_that_no_coordinator_took_up_is_told(here: TrainingJob) -> None:
     here.wait()
-    assert here.reason == "no coordinator has begun with it"
+    assert here.reason == "no coordinator has started it"
 
 
 def test_outage_while_following_is_said_and_passes(
@@ -305,7 +305,9 @@ def test_job_that_went_on_elsewhere_is_not_resumed(
     assert here.wait() == "stopped"
     asked = {"min_workers": 1, "max_workers": 1}
     coordinator.log(JobResumed(**COMMON, from_status="stopped", step=0, **asked))
-    with pytest.raises(EtrainError, match="goes on somewhere else since this notebook looked"):
+    with pytest.raises(
+        EtrainError, match="was resumed elsewhere after this notebook had read its log"
+    ):
         resume_job(here, ResumeRequest(is_trusted=True))  # it was submitted on another machine
 
 
@@ -329,6 +331,6 @@ def test_lines_are_followed_through_a_resume(
 
 
 def test_record_of_a_plan_is_complete(coordinator: Coordinator) -> None:
-    record: JobRecord = open_runs().find("digits-1")
+    record: RunRecord = open_runs().find("digits-1")
     assert record.checkpoints == record.place == record.where == f"{open_runs()}/digits-1"
     assert isinstance(story()[1], JobPlanned)

@@ -184,7 +184,7 @@ def test_cluster_of_an_older_wire_version_is_refused_with_what_to_do(
         link.call(request_of())
 
     text = str(caught.value)
-    assert text.startswith("the cluster speaks wire version 2 or older, and this kernel version 3")
+    assert text.startswith("the cluster uses wire version 2 or older, and this kernel version 3")
     assert "Nothing was done, and its jobs keep training" in text
     assert "%etrain down" in text
 
@@ -192,7 +192,9 @@ def test_cluster_of_an_older_wire_version_is_refused_with_what_to_do(
 def test_silent_scheduler_is_given_up_after_the_timeout_and_can_be_asked_again(
     link: ClusterLink,
 ) -> None:
-    with pytest.raises(NoAnswerError, match=r"not answer sleep within 0\.1 s.* may still happen"):
+    with pytest.raises(
+        NoAnswerError, match=r"not respond to sleep within 0\.1 s.* may still carry out"
+    ):
         link.call(Sleep(seconds=5), timeout=0.1)
 
     assert link.call(Echo(values={"again": 1})) == Echoed(values={"again": 1})
@@ -233,7 +235,7 @@ def test_scheduler_that_does_not_come_back_in_time_is_to_be_asked_again(
     monkeypatch.setattr(link_module, "RESTART_S", 0.0)
     line = ClusterLink("tcp://127.0.0.1:9", locate=lambda: "")
 
-    with pytest.raises(UnreachableError, match=r"started again.*Try again in a moment"):
+    with pytest.raises(UnreachableError, match=r"being restarted.*Retry in a few seconds"):
         line.call(Echo())
 
 

@@ -19,7 +19,7 @@ from etrain_jupyter.errors import BundleError, ConfigError, EtrainError, PoolErr
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import EarlyStopped, Event, JobPlanned, JobStatusChanged
 from etrain_jupyter.notebook.job import open_jobs, resume
-from etrain_jupyter.notebook.job.job_record import JobRecord
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.resume import resume_job
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.run_store import RunStore
@@ -129,11 +129,11 @@ def make(tmp_path: Path) -> Any:
 Make = Callable[..., TrainingJob]
 
 
-def go_on(job: TrainingJob, **wish: Any) -> str:
-    return resume_job(job, ResumeRequest(**wish), address=ADDRESS)
+def go_on(job: TrainingJob, **changes: Any) -> str:
+    return resume_job(job, ResumeRequest(**changes), address=ADDRESS)
 
 
-def record_of(job: TrainingJob) -> JobRecord:
+def record_of(job: TrainingJob) -> RunRecord:
     return RunStore(job.record.folder.parent).find(job.id)
 
 
@@ -153,7 +153,7 @@ def test_ended_job_is_handed_over_as_it_was(make: Make, coordinator: Coordinator
 
     said = go_on(job, values={"max": 3})
 
-    assert said == "resuming job j on cluster local-2, from the checkpoint of step 4"
+    assert said == "resuming job j on cluster local-2, from the checkpoint at step 4"
     [order] = coordinator.orders
     assert (order["resumes"], order["job_id"], order["max_workers"]) == (True, "j", 3)
     assert (order["bundle_digest"], order["bundle_file"]) == (bundle().digest, "bundle")
@@ -171,7 +171,7 @@ def test_job_without_checkpoint_says_that_it_begins_anew(
 ) -> None:
     said = go_on(make())
 
-    assert "from its beginning: " in said
+    assert "from the beginning: " in said
     assert "has no checkpoint yet" in said
 
 
@@ -200,7 +200,7 @@ def test_other_values_are_listed_with_both_and_why(make: Make, coordinator: Coor
     with pytest.raises(ConfigError) as refused:
         go_on(make(), **cell)
 
-    for line in ("batch.global: 32 -> 8", "seed: 0 -> 3", "the order of the samples"):
+    for line in ("batch.global: 32 -> 8", "seed: 0 -> 3", "the sample order changes"):
         assert line in str(refused.value)
 
 
@@ -224,7 +224,7 @@ def test_job_whose_checkpoints_other_machines_cannot_read_is_not_begun_anew_ther
     (tmp_path / "pools.yaml").write_text(entry)
     monkeypatch.setenv("ETRAIN_POOLS", str(tmp_path / "pools.yaml"))
 
-    with pytest.raises(ConfigError, match="that the machines of pool spot do not see") as caught:
+    with pytest.raises(ConfigError, match="that the machines of pool spot cannot read") as caught:
         resume_job(job, ResumeRequest(values={"pool": "spot"}))
     assert "checkpoint: {to: s3://mine/etrain/runs}" in caught.value.hint
 
@@ -277,7 +277,7 @@ def test_unreachable_cluster_may_still_train(make: Make, coordinator: Coordinato
     assert job.status == "running"
     job._feed._contact.trouble = "no connection"
 
-    with pytest.raises(EtrainError, match="cannot be asked"):
+    with pytest.raises(EtrainError, match="does not respond"):
         go_on(job)
 
     go_on(job, is_forced=True)
@@ -300,7 +300,7 @@ def test_folder_that_cannot_be_written_to_is_refused(
 def test_lost_or_changed_bundle_asks_for_the_cell(make: Make, coordinator: Coordinator) -> None:
     job = make()
     job.record.bundle_path.write_bytes(b"something else")
-    with pytest.raises(BundleError, match="is not what job j was submitted with"):
+    with pytest.raises(BundleError, match="has changed since job j was submitted"):
         go_on(job)
 
     job.record.bundle_path.unlink()
@@ -323,7 +323,7 @@ def test_record_of_an_older_version_is_read(make: Make, coordinator: Coordinator
 def test_two_notebooks_do_not_resume_at_once(make: Make, coordinator: Coordinator) -> None:
     job = make()
 
-    with resume._alone(job.record), pytest.raises(EtrainError, match="by another notebook"):
+    with resume._resume_lock(job.record), pytest.raises(EtrainError, match="by another notebook"):
         go_on(job)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.errors import JobNotFoundError
-from etrain_jupyter.notebook.job.job_record import JobRecord, safe_name
+from etrain_jupyter.notebook.job.job_record import RunRecord, safe_name
 from etrain_jupyter.notebook.job.run_store import RunStore, default_root, new_job_id
 
 
-def create(store: RunStore, name: str, *, created: float = 1.0, job_id: str = "") -> JobRecord:
+def create(store: RunStore, name: str, *, created: float = 1.0, job_id: str = "") -> RunRecord:
     return store.create({"name": name, "created": created}, bundle=b"objects", job_id=job_id)
 
 

@@ -41,7 +41,7 @@ _made: list[TrainingJob] = []
 
 @pytest.fixture(autouse=True)
 def _stop_following(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(training_job, "ANSWER_S", 0.05)
+    monkeypatch.setattr(training_job, "RESPONSE_S", 0.05)
     yield
     while _made:
         _made.pop()._feed.close()
@@ -117,9 +117,9 @@ def test_failed_job_says_after_which_step_on_whom_and_what_is_saved(tmp_path: Pa
 
     assert str(caught.value) == (
         f"job {job.id} failed after step 7 on a and b: data.train is empty. Fill it. The weights "
-        f"of step 7 are saved in {job.record.folder}; job.load_into(model) loads them. Mend it and "
-        "run the cell again, with --resume JOB to go on from there; %etrain logs shows what the "
-        "workers printed."
+        f"of step 7 are saved in {job.record.folder}; job.load_into(model) loads them. Fix the "
+        f"cause and run the cell again with --resume {job.id} to continue from there; %etrain logs "
+        "shows the workers' output."
     )
 
 
@@ -198,7 +198,7 @@ def test_notice_in_the_past_is_refused(tmp_path: Path, notice_s: float) -> None:
     link = FakeLink()
     job = make_job(tmp_path, link, status("running"))
 
-    with pytest.raises(ConfigError, match=r"notice_s=.*: a notice is 0 s or more"):
+    with pytest.raises(ConfigError, match=r"notice_s=.* must be 0 or more"):
         job.preempt(notice_s=notice_s)
     assert link.requests == []
 
@@ -206,7 +206,7 @@ def test_notice_in_the_past_is_refused(tmp_path: Path, notice_s: float) -> None:
 def test_ended_job_takes_no_requests(tmp_path: Path) -> None:
     job = make_job(tmp_path, FakeLink(), status("finished"))
 
-    assert job.stop() == "digits-1 has finished already"
+    assert job.stop() == "digits-1 has already finished"
     with pytest.raises(EtrainError, match="has finished: there is nothing to scale"):
         job.scale(max=2)
 
@@ -218,7 +218,7 @@ def test_wait_says_that_the_scheduler_is_silent_and_goes_on(
     job = make_job(tmp_path, link, status("running"))
     assert job.status == "running"
     contact = job._feed._contact
-    troubles = iter(["", "its scheduler cannot be reached, asking again"] * 2)
+    troubles = iter(["", "its scheduler cannot be reached, retrying"] * 2)
 
     def wait_a_slice(slice_s: float) -> bool:
         contact.trouble = next(troubles, "over")
@@ -228,9 +228,8 @@ def test_wait_says_that_the_scheduler_is_silent_and_goes_on(
 
     assert job.wait() == "running"
     assert capsys.readouterr().out.splitlines()[:2] == [
-        "etrain: digits-1 was running; its scheduler cannot be reached, asking again. "
-        "The wait goes on.",
-        "etrain: the scheduler of digits-1 answers again.",
+        "etrain: digits-1 was running; its scheduler cannot be reached, retrying. Still waiting.",
+        "etrain: the scheduler of digits-1 responds again.",
     ]
 
 
@@ -250,7 +249,7 @@ def test_request_without_an_answer_says_that_it_may_still_happen(tmp_path: Path)
 
     job = make_job(tmp_path, FakeLink(stay_silent), status("running"))
 
-    with pytest.raises(PoolError, match=r"kill was sent to job digits-1.* may still happen"):
+    with pytest.raises(PoolError, match=r"kill was sent to job digits-1.* may still carry out"):
         job.kill()
 
 
@@ -465,7 +464,7 @@ def test_best_weights_of_a_job_that_was_never_evaluated_are_refused(tmp_path: Pa
     job = make_job(tmp_path, None, status("stopped"))
     job.record.config["checkpoint"] = {"best": {"metric": "loss", "mode": "min"}}
     save_weights(job, 1, [])
-    with pytest.raises(CheckpointError, match="nothing was evaluated before its newest"):
+    with pytest.raises(CheckpointError, match="no evaluation ran before its newest"):
         job.state_dict("best")
 
 

@@ -30,7 +30,7 @@ from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.pools.ec2.ec2_api import Clients, list_instances
 from etrain_jupyter.pools.ec2.network import Network, find_subnets, open_network
 from etrain_jupyter.pools.ec2.prices import Prices, on_demand_rate, spot_history
-from etrain_jupyter.pools.ec2.reaping import find_tagged, reap, remove
+from etrain_jupyter.pools.ec2.reaping import by_cluster, find_tagged, remove, should_remove
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 
@@ -238,7 +238,7 @@ def test_setup_that_is_too_long_or_holds_a_key_is_refused(spec: AwsSpotSpec) -> 
 
 
 def test_unknown_image_is_refused(clients: Clients, spec: AwsSpotSpec) -> None:
-    network = Network(subnets={}, vpc_id="", security_group="sg-1", is_ours=True)
+    network = Network(subnets={}, security_group="sg-1", is_ours=True)
     for ami in ("ami-0123456789abcdef0", "ssm:/aws/service/none"):
         with pytest.raises(PoolError, match=r"image.ami=.*[cC]orrect image.ami"):
             make_template(
@@ -370,14 +370,19 @@ def test_only_expired_clusters_are_reaped_unless_all_are_meant(
     launch(clients, set_up(clients, spec, "old", seconds=-5))
     launch(clients, set_up(clients, spec, "new"))
 
-    def clients_of(region: str) -> Clients:
-        return clients
+    found = by_cluster(find_tagged(clients, "us-east-1"))
 
-    assert list(reap(clients_of, ["us-east-1"])) == ["old"]
-    assert {one.cluster_id for one in find_tagged(clients, "us-east-1")} == {"new"}
-    assert list(reap(clients_of, ["us-east-1"], cluster_id="none")) == []
-    assert list(reap(clients_of, ["us-east-1"], all_clusters=True)) == ["new"]
-    assert find_tagged(clients, "us-east-1") == []
+    def chosen(cluster_id: str = "", *, all_clusters: bool = False) -> list[str]:
+        return [
+            name
+            for name, own in found.items()
+            if should_remove(own, cluster_id=cluster_id, all_clusters=all_clusters)
+        ]
+
+    assert chosen() == ["old"]
+    assert chosen("new") == ["new"]
+    assert chosen("none") == []
+    assert chosen(all_clusters=True) == ["new", "old"]
 
 
 def test_what_will_not_go_is_named(

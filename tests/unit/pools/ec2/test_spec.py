@@ -84,7 +84,7 @@ def test_gpu_stands_for_types() -> None:
     ("keys", "message", "hint"),
     [
         ({"regoin": "x"}, "unknown key 'regoin'", "'region'"),
-        ({"max": 3}, "unknown key 'max'", "belongs into 'workers'"),
+        ({"max": 3}, "unknown key 'max'", "belongs in 'workers'"),
         ({"lifetime": {"idel": "1h"}}, "unknown key 'idel' in 'lifetime'", "'idle'"),
         ({"lifetime": {"max": 12}}, "the number 12 needs a unit", "12 min"),
         (

@@ -131,12 +131,12 @@ async def test_report_that_cannot_be_taken_in_does_not_reach_dask(rig, caplog):
 async def test_job_whose_folder_a_worker_does_not_see_is_refused(rig, monkeypatch):
     rig.hello("w1", "w2")
     rig.scheduler.blind.add("tls://w2")
-    with pytest.raises(RequestError, match=r"is not there for w2: .* ETRAIN_RUNS"):
+    with pytest.raises(RequestError, match=r"does not exist on w2: .* ETRAIN_RUNS"):
         await rig.submit()
     shutil.rmtree(rig.folder / "j")
     elsewhere = {"bundle_digest": "0" * 64, "bundle_size": 1}
     monkeypatch.setattr("tests.unit.head.coordinator.rig.put_bundle", lambda order: elsewhere)
-    with pytest.raises(RequestError, match="is not there for the scheduler, w2"):
+    with pytest.raises(RequestError, match="does not exist on the scheduler, w2"):
         await rig.submit()
     assert rig.coordinator._jobs == {}
 
@@ -151,7 +151,7 @@ async def test_worker_that_cannot_take_part_is_no_node_and_stands_in_the_log(rig
     rig.coordinator.log_event(UNFIT, {**early, "name": "w3"})
 
     lines = [event.text for event in rig.events(events.LogLine)]
-    assert lines == [f"worker {w} takes no part: RuntimeError: no torch" for w in ("w2", "w3")]
+    assert lines == [f"worker {w} cannot train: RuntimeError: no torch" for w in ("w2", "w3")]
     nodes = (await rig.coordinator._list_nodes(q.ListNodes())).nodes
     assert [(node["worker"], node["state"]) for node in nodes] == [("w1", "running")]
 
@@ -178,8 +178,8 @@ async def test_released_worker_retires_after_its_job_has_left_it(rig):
 async def test_scheduler_is_left_as_it_was_and_late_messages_do_no_harm(rig):
     before = {"theirs"}
     assert rig.scheduler.handlers.keys() > before
-    await rig.coordinator._leave(q.ShutDownCluster(drain_s=0.0))
-    await rig.coordinator._forget(q.RemoveCoordinator())
+    await rig.coordinator._stop_jobs(q.ShutDownCluster(drain_s=0.0))
+    await rig.coordinator._uninstall(q.RemoveCoordinator())
 
     assert rig.scheduler.handlers.keys() == rig.scheduler.plugins.keys() == before
     rig.scheduler.stream_handlers["etrain_report"](message={"op": "beat"}, worker="tls://w1")

@@ -79,7 +79,7 @@ def test_address_with_certificate_files_round_trips_through_json(
         address="tls://lab:1", cluster_id="c", tls_min_version="1.3", **files
     )
     assert SchedulerAddress.from_dict(address.to_dict()) == address
-    assert address.security("client").tls_client_key == files["tls_key"]
+    assert address.security().tls_client_key == files["tls_key"]
     assert address.connection_args()["ssl_context"].minimum_version.name == "TLSv1_3"
     (tmp_path / "tls" / "client.key").unlink()
     with pytest.raises(FileNotFoundError, match=r"client\.key does not exist"):

@@ -232,7 +232,7 @@ def test_backend_nccl_without_a_gpu_fails_and_names_the_worker():
     story.send(s.WorkersAssigned(workers=("w1",)))
     story.send(s.TrainerWarm(trainer=story.trainer("w1"), device="cpu"))
     assert story.state.status == "failed"
-    assert "backend: nccl needs a GPU of its own for every worker, but w1 trains on cpu" in (
+    assert "backend: nccl needs a separate GPU for every worker, but w1 trains on cpu" in (
         story.state.reason
     )
 

@@ -238,7 +238,7 @@ def test_stopped_job_stays_stopped_and_reports_its_missing_last_checkpoint():
     assert story.state.status == "stopped"
     assert story.state.reason == (
         "trained to step 8, but the last checkpoint could not be written (no space); "
-        "there is no other checkpoint"
+        "there is no earlier checkpoint"
     )
 
 

@@ -179,7 +179,7 @@ def test_failure_before_the_first_step_carries_what_the_last_trainer_said():
         story.send(lost).wait(60)
     [error] = story.found(events.UserErrorRaised, ever=True)
     assert error.error == (
-        "3 trainers in a row ended before they were ready to train, "
+        "3 trainers in a row exited before they were ready to train, "
         "the last on w1: exited with code 3"
     )
     assert error.traceback == "w1: no licence"
@@ -197,7 +197,7 @@ def test_step_that_ends_the_same_workers_trainer_again_and_again_fails_the_job()
     story.report("w1", step=0, why="failed")
     assert story.state.status == "failed"
     assert story.state.reason == (
-        "step 1 ended a trainer in 3 generations in a row, the last on w2: SIGSEGV"
+        "step 1 lost a trainer in 3 generations in a row, the last on w2: SIGSEGV"
     )
 
 

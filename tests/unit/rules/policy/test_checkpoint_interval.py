@@ -126,8 +126,8 @@ def test_only_a_change_by_a_quarter_is_logged():
 
 def test_description_has_the_interval_and_its_reasons():
     assert describe_choice(choice(10, "shortest")) == (
-        "every 10 s, the shortest: one costs 12 ms of training, and all holders of the state are "
-        "expected to be lost once in 4.0 h"
+        "every 10 s, the minimum: each costs 12 ms of training, and the loss of all ranks with the "
+        "state is expected once in 4.0 h"
     )
 
 

@@ -6,11 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.rules.samples.batch_plan import (
-    BatchPlan,
     StepPlan,
-    plan_batches,
     plan_step,
     share_range,
     share_samples,
@@ -20,18 +17,8 @@ WORLD_SIZES = st.integers(1, 64)
 
 
 def test_uneven_batch_is_shared_as_evenly_as_possible() -> None:
-    plan = plan_batches(global_batch_size=256, world_size=3, micro_batch_size=32)
-    assert plan == BatchPlan(samples_per_rank=(86, 85, 85), num_micro_steps=3)
-
-
-def test_ranks_without_a_sample_are_refused_with_what_to_type() -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_batches(global_batch_size=2, world_size=4, micro_batch_size=1)
-    assert str(caught.value) == (
-        "global_batch_size=2 leaves 2 of 4 ranks without a sample. "
-        "Use batch.global of 4 or more, or workers.max of 2."
-    )
-    assert caught.value.path == ("batch", "global")
+    plan = plan_step(count=256, world_size=3, micro_batch_size=32)
+    assert (plan.counts, plan.num_micro_steps) == ((86, 85, 85), 3)
 
 
 def test_last_step_of_an_epoch_may_leave_ranks_without_samples() -> None:

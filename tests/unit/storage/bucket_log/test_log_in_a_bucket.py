@@ -170,7 +170,7 @@ def test_claim_is_refused_while_another_process_writes_and_force_continues_after
         write_next(self, line)
 
     monkeypatch.setattr(Uploads, "write_next", meanwhile)
-    with pytest.raises(FencedError, match=r"is being written by another process.*--force takes it"):
+    with pytest.raises(FencedError, match=r"is being written by another process.*add --force to"):
         claim(there.copy, there.chain, job_id=JOB, end=1)
     mine = claim(there.copy, there.chain, job_id=JOB)
     assert mine.seq == 5
@@ -225,7 +225,7 @@ def test_pack_that_unfolds_without_end_is_refused(
     machine: Make, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small object may expand a thousandfold and fill the reader's memory."""
-    monkeypatch.setattr("etrain_jupyter.storage.bucket_log.chain._MOST_PACK_BYTES", 1_000_000)
+    monkeypatch.setattr("etrain_jupyter.storage.bucket_log.chain._MAX_PACK_BYTES", 1_000_000)
     objects = RunObjects(url)
     objects.put(pack_key(1, 1000), gzip.compress(b"x" * 2_000_000 + b"\n" * 1000))
 

@@ -14,7 +14,7 @@ import pytest
 
 from etrain_jupyter.errors import CheckpointError, StoreError
 from etrain_jupyter.storage.checkpoints import open_store, place_of_job
-from etrain_jupyter.storage.checkpoints.files import remove_unlocked_scratch
+from etrain_jupyter.storage.checkpoints.files import new_scratch_file, remove_unlocked_scratch
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
 from etrain_jupyter.storage.objects.s3_messages import message_of
 from etrain_jupyter.storage.objects.s3_requests import S3Limits
@@ -310,3 +310,16 @@ def test_progress_of_a_large_part_is_reported_piece_by_piece(
     told: list[int] = []
     store.put_part(store.begin(1), "big", BIG, progress=told.append)
     assert sorted(told, reverse=True) == [5 * MIB, 5 * MIB, 2 * MIB + 7]
+
+
+def test_scratch_file_ends_with_its_path_but_not_with_paths_derived_from_it() -> None:
+    path = new_scratch_file()
+    path.write_bytes(b"weights")
+    name = os.fspath(path)
+
+    path.with_name(path.name)
+    gc.collect()
+    assert os.path.exists(name)
+    del path
+    gc.collect()
+    assert not os.path.exists(name)

@@ -214,7 +214,7 @@ def test_response_with_steady_progress_is_read(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each piece extends the deadline."""
-    monkeypatch.setattr("etrain_jupyter.storage.objects.s3_bucket.PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr("etrain_jupyter.storage.objects.s3_bucket.READ_BYTES", 1 << 10)
     bucket = Bucket(s3_bucket, "p", S3Limits(deadline_s=2.5, slowest_bytes_per_s=1 << 10))
     data = bytes(8 << 10)
     bucket.put("a", data, "test")

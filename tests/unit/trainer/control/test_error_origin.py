@@ -11,9 +11,9 @@ from torch.distributed import DistBackendError
 
 from etrain_jupyter.config.schema import OptimizerConfig
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.rules.samples.batch_plan import plan_batches
+from etrain_jupyter.rules.samples.shard_plan import plan_shards
 from etrain_jupyter.trainer.control.error_origin import is_broken_exchange, is_our_defect
-from etrain_jupyter.trainer.control.faults import DeliberateError, commit_fault
+from etrain_jupyter.trainer.control.faults import InjectedError, inject_fault
 from etrain_jupyter.trainer.data import DataError, open_samples
 from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.schedule import Every
@@ -32,8 +32,8 @@ def test_exception_out_of_our_own_lines_is_our_defect():
 
 
 def test_deliberate_error_counts_as_one():
-    assert is_our_defect(raised(lambda: commit_fault("error")))
-    assert is_our_defect(DeliberateError("never raised"))
+    assert is_our_defect(raised(lambda: inject_fault("error")))
+    assert is_our_defect(InjectedError("never raised"))
 
 
 def test_what_the_notebook_or_torch_raises_is_the_notebooks():
@@ -60,7 +60,7 @@ def test_refusal_in_words_is_no_defect():
 
 
 def test_refusal_in_words_is_no_defect_wherever_it_is_raised():
-    error = raised(lambda: plan_batches(global_batch_size=1, world_size=2, micro_batch_size=None))
+    error = raised(lambda: plan_shards(num_shards=1, world_size=2))
     assert isinstance(error, ConfigError)
     assert not is_our_defect(error)
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from torch import nn
 
-from etrain_jupyter.trainer.control.faults import EXIT_CODE, NO_FAULTS, DeliberateError, Faults
+from etrain_jupyter.trainer.control.faults import EXIT_CODE, NO_FAULTS, Faults, InjectedError
 from etrain_jupyter.wire.messages import FaultFired
 
 SCRIPT = """
@@ -82,7 +82,7 @@ def test_fault_ends_the_process_at_its_place_and_is_told_before(
     told = out.replace(".", "")
     assert told.index("not yet") < told.index("FaultFired(")
     assert "went on" not in told
-    assert ("DeliberateError" in err) == (kind == "error")
+    assert ("InjectedError" in err) == (kind == "error")
 
 
 def await_fault(process: subprocess.Popen[str]) -> int:
@@ -145,7 +145,7 @@ def test_fault_fires_once_at_its_step_or_a_later_one() -> None:
     faults = Faults([planned("error")], told.append)
 
     faults.at("forward", rank=0, step=1)
-    with pytest.raises(DeliberateError):
+    with pytest.raises(InjectedError):
         faults.at("forward", rank=0, step=5)
     faults.at("forward", rank=0, step=6)
 
@@ -171,7 +171,7 @@ def test_hang_that_is_ordered_by_hand_waits_for_the_main_thread() -> None:
     orders.join()
     faults.renew([])
 
-    with pytest.raises(DeliberateError):
+    with pytest.raises(InjectedError):
         faults.at("eval", rank=3, step=0)
     assert told == [], "the coordinator knows what it ordered"
 
@@ -192,17 +192,17 @@ def test_lost_sample_is_missing_and_repeated_one_takes_the_place_of_another() ->
     lost = Faults([planned("lose_sample")], lambda _: None)
     repeated = Faults([planned("repeat_sample")], lambda _: None)
 
-    assert lost.spoil_indices(share, rank=0, step=2).tolist() == [8, 9]
-    assert repeated.spoil_indices(share, rank=0, step=2).tolist() == [8, 8, 9]
-    assert lost.spoil_indices(share, rank=0, step=3) is share
+    assert lost.corrupt_indices(share, rank=0, step=2).tolist() == [8, 9]
+    assert repeated.corrupt_indices(share, rank=0, step=2).tolist() == [8, 8, 9]
+    assert lost.corrupt_indices(share, rank=0, step=3) is share
     assert share.tolist() == [7, 8, 9]
 
 
 def test_share_of_one_sample_is_left_alone_and_a_later_one_is_spoilt() -> None:
     faults = Faults([planned("lose_sample")], lambda _: None)
 
-    assert faults.spoil_indices(np.array([7]), rank=0, step=2).tolist() == [7]
-    assert faults.spoil_indices(np.array([7, 8]), rank=0, step=3).tolist() == [8]
+    assert faults.corrupt_indices(np.array([7]), rank=0, step=2).tolist() == [7]
+    assert faults.corrupt_indices(np.array([7, 8]), rank=0, step=3).tolist() == [8]
 
 
 def test_diverged_rank_has_one_other_weight() -> None:
@@ -210,12 +210,12 @@ def test_diverged_rank_has_one_other_weight() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     faults = Faults([planned("diverge")], lambda _: None)
 
-    faults.spoil_weights(model, rank=1, step=2)
+    faults.corrupt_weights(model, rank=1, step=2)
     assert [bool((p == b).all()) for p, b in zip(model.parameters(), before, strict=True)] == [
         True,
         True,
     ]
-    faults.spoil_weights(model, rank=0, step=2)
+    faults.corrupt_weights(model, rank=0, step=2)
 
     assert sum(int((p != b).sum()) for p, b in zip(model.parameters(), before, strict=True)) == 1
 
@@ -223,10 +223,10 @@ def test_diverged_rank_has_one_other_weight() -> None:
 def test_loss_of_one_rank_is_spoilt_once() -> None:
     faults = Faults([planned("nan_loss")], lambda _: None)
 
-    spoilt = [faults.spoils_loss(rank=rank, step=step) for rank, step in ((0, 1), (1, 2), (0, 2))]
+    spoilt = [faults.corrupts_loss(rank=rank, step=step) for rank, step in ((0, 1), (1, 2), (0, 2))]
 
     assert spoilt == [False, False, True]
-    assert not faults.spoils_loss(rank=0, step=3)
+    assert not faults.corrupts_loss(rank=0, step=3)
 
 
 def test_without_a_plan_nothing_happens() -> None:
@@ -234,4 +234,4 @@ def test_without_a_plan_nothing_happens() -> None:
 
     NO_FAULTS.at("forward", rank=0, step=1)
 
-    assert NO_FAULTS.spoil_indices(share, rank=0, step=1) is share
+    assert NO_FAULTS.corrupt_indices(share, rank=0, step=1) is share

@@ -197,7 +197,7 @@ def test_relay_in_place_of_a_rank_is_refused_and_passes_no_tensor(attacker, host
         errors = ranks.connect()
         assert all(isinstance(error, CommunicationError) for error in errors)
         assert "an unknown process connects to this job's ports" in str(errors[0])
-        assert "ends at no rank" in str(errors[0])
+        assert "does not reach a rank" in str(errors[0])
         assert attacker.num_received() == len(NUMBERS[0])  # it relayed a number, nothing else
 
 

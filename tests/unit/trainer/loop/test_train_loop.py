@@ -16,7 +16,7 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.rules.samples.ledger import checksum_of, epoch_order
 from etrain_jupyter.trainer.boundary import NoHooks
-from etrain_jupyter.trainer.control.faults import NO_FAULTS, DeliberateError, Faults
+from etrain_jupyter.trainer.control.faults import NO_FAULTS, Faults, InjectedError
 from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
@@ -263,12 +263,12 @@ def test_planted_defect_of_the_ledger_shows_in_the_record(kind, samples):
 
 def test_error_between_the_gradient_and_the_update_undoes_the_step():
     def fail():
-        raise DeliberateError("injected")
+        raise InjectedError("injected")
 
     loop, _ = make_loop(names=Names(), steps=2)
     before = digest_of(loop.workload.model)
     loop.places.faults = AtPlaces("commit", fail)
-    with pytest.raises(DeliberateError):
+    with pytest.raises(InjectedError):
         run(loop)
     assert digest_of(loop.workload.model) == before
     assert all(p.grad is None for p in loop.workload.model.parameters())
@@ -500,8 +500,8 @@ def test_loop_is_done_when_evaluations_have_not_improved_for_long_enough():
         "best": pytest.approx(0.7),
         "best_step": 2,
         "num_evals": 3,
-        "reason": "early stopping: accuracy was best at step 2, 0.7, and not better in 3 "
-        "evaluations since",
+        "reason": "early stopping: accuracy has not improved in 3 evaluations since its best, "
+        "0.7 at step 2",
     }
     fingerprints = [m for m in sent if isinstance(m, messages.WeightsFingerprinted)]
     assert fingerprints[-1].step == 5  # the job's last state

@@ -142,7 +142,7 @@ def test_step_that_returns_other_names_later_is_refused():
         return {"loss": loss, "first" if len(batch[1]) == 16 else "last": 0.5}
 
     loop, _ = make_loop(names=Names(step=moody), loss=None, metrics={}, step="s")
-    text = "returned 'last' in addition to the loss, and the first time 'first'"
+    text = "returned 'last' in addition to the loss, but the first call returned 'first'"
     with pytest.raises(WorkloadError, match=text):
         run(loop)
 

@@ -126,12 +126,12 @@ def test_new_interval_counts_from_the_same_checkpoint():
 def test_failed_checkpoint_is_retried_before_a_long_interval_is_over():
     pace = CheckpointPace(now=1000.0)
     pace.adopt(PaceUpdate(interval_s=600.0, age_s=0.0), now=1000.0)
-    pace.hurry(1000.0)
+    pace.retry_soon(1000.0)
     assert not pace.is_due(1029.0)
     assert pace.is_due(1030.0)
 
 
 def test_failed_checkpoint_is_not_retried_more_often_than_the_interval():
     pace = CheckpointPace(now=1000.0)
-    pace.hurry(1000.0)
+    pace.retry_soon(1000.0)
     assert not pace.is_due(1009.0)

@@ -206,7 +206,7 @@ def test_checkpoint_of_a_fenced_generation_is_skipped(tmp_path):
         cut_off.save(step=step, generation=1)
     later = Saver(tmp_path, starts=[0, 2])
     assert later.restore(logged_step=3) == 2
-    assert "generation 1 wrote it after it had been given up" in later.sent[-1].text
+    assert "generation 1 wrote it after it had been abandoned" in later.sent[-1].text
 
 
 def test_checkpoint_with_a_gap_to_the_log_is_skipped(tmp_path):
@@ -230,7 +230,7 @@ def test_fenced_generation_does_not_write_once_a_later_one_has(tmp_path):
     assert isinstance(later.save(step=3, generation=2), messages.CheckpointWritten)
     refused = Saver(tmp_path, starts=[0]).save(step=9, generation=1)
     assert isinstance(refused, messages.CheckpointNotWritten)
-    assert "generation 1 was given up: generation 2 has saved step 3" in refused.error
+    assert "generation 1 was abandoned: generation 2 has saved step 3" in refused.error
     assert LocalStore(tmp_path).list_steps() == [3]
 
 
@@ -314,7 +314,7 @@ def test_when_the_best_is_lost_the_next_one_that_beats_what_is_durable_is_saved(
     assert second.wait() == [8]
     [warning] = [m.text for m in second.sent if isinstance(m, messages.TextLogged)]
     assert warning == (
-        "step 8 is saved as the best that is left: the weights of step 4 never became durable"
+        "step 8 is saved as the best remaining step: the weights of step 4 never became durable"
     )
 
 

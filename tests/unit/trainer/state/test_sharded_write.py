@@ -223,7 +223,7 @@ def test_rank_that_waits_for_a_folder_is_notified_if_rank_0_fails(tmp_path, monk
 
 
 def test_rank_with_a_part_in_flight_leaves_the_next_one_to_rank_0(tmp_path, monkeypatch):
-    monkeypatch.setattr("etrain_jupyter.trainer.state.checkpoint_writer.LEAST_PATIENCE_S", 0.1)
+    monkeypatch.setattr("etrain_jupyter.trainer.state.checkpoint_writer.MIN_TIMEOUT_S", 0.1)
     stores = [RemoteStore(tmp_path), RemoteStore(tmp_path)]
     ranks = ranks_on(*stores)
     stores[1].may_write.clear()

@@ -38,7 +38,7 @@ def test_credential_is_redacted(text, secret):
     [
         "worker i-0abc started as process 17",
         "the lease is 81 s old and holds for 60 s",
-        "no token of http://169.254.169.254: timed out",
+        "no session token from http://169.254.169.254: timed out",
         "torch 2.12.1 on i-1, 2.13.0 in the notebook",
     ],
 )
