@@ -61,6 +61,14 @@ class Channel:
         # trainer's control thread reads the rest, and one ``recv`` may have returned both.
         self._ready: deque[Any] = deque()
 
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for messages with ``select``."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Close this end."""
+        self._sock.close()
+
     def send(self, message: Message) -> None:
         """Write one message. Raises ``OSError`` once the supervisor is gone."""
         data = frame(message)

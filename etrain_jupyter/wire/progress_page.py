@@ -137,18 +137,33 @@ class ProgressPage:
         )
 
 
-def start_pulse(page: ProgressPage) -> threading.Thread:
-    """Pulse every ``PULSE_S`` seconds from a daemon thread until the page is closed."""
+class Pulse(threading.Thread):
+    """Pulse every ``PULSE_S`` seconds until it is stopped or the page is closed."""
+
+    def __init__(self, page: ProgressPage) -> None:
+        super().__init__(name="etrain-pulse", daemon=True)
+        self._page = page
+        self._is_stopped = threading.Event()
+
+    def run(self) -> None:
+        """Pulse. Called by the thread."""
+        while self._page.fd >= 0:
+            try:
+                self._page.pulse()
+            except ValueError:  # closed after the check
+                return
+            if self._is_stopped.wait(PULSE_S):
+                return
+
+    def stop(self) -> None:
+        """End the thread, for example because a fork must find only one."""
+        self._is_stopped.set()
+        self.join()
+
+
+def start_pulse(page: ProgressPage) -> Pulse:
+    """Start to pulse from a daemon thread."""
     page.pulse()
-    thread = threading.Thread(target=_pulse, args=(page,), name="etrain-pulse", daemon=True)
+    thread = Pulse(page)
     thread.start()
     return thread
-
-
-def _pulse(page: ProgressPage) -> None:
-    while page.fd >= 0:
-        try:
-            page.pulse()
-        except ValueError:  # closed after the check
-            return
-        time.sleep(PULSE_S)

@@ -27,8 +27,8 @@ from etrain_jupyter.worker.trainer_process import TrainerProcess
 logger = logging.getLogger("etrain.supervisor")
 
 SPARE_DELAY_S = 4.0
-"""Delay in seconds before the next spare is started: its imports must not compete with a job's
-first steps."""
+"""Delay in seconds before another spare is started: its imports must not compete with a job's first
+steps. Not needed while the spare forks the trainers, since it remains."""
 
 RELEASE_TIMEOUT_S = 60.0
 """Heartbeat timeout in seconds of a released trainer, which may be writing a checkpoint."""
@@ -53,7 +53,7 @@ BY_SIGNAL = {"stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 
 
 class Supervisor(WorkerPlugin):
-    """Run the trainers that the coordinator launches, and keep one warm spare.
+    """Run the trainers that the coordinator launches, and keep one warm spare that forks them.
 
     Trainers are separate processes, so the supervisor sends heartbeats even if a trainer hangs or
     holds the GIL.
@@ -77,6 +77,7 @@ class Supervisor(WorkerPlugin):
         self._trainers: dict[str, TrainerProcess] = {}  # by name: launched and not released
         self._ending: set[TrainerProcess] = set()  # released or killed, still running
         self._spare: TrainerProcess | None = None
+        self._retired: set[TrainerProcess] = set()  # former spares with forks that still run
         self._incarnation = 0  # number of resets; fences the reports from before the last one
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio itself keeps only weak references
         self._closing = False
@@ -126,7 +127,8 @@ class Supervisor(WorkerPlugin):
         for task in self._tasks:
             task.cancel()
         await self._notices.stop()
-        running = [*self._trainers.values(), *self._ending, *([self._spare] if self._spare else [])]
+        spares = [*self._retired, *([self._spare] if self._spare else [])]
+        running = [*self._trainers.values(), *self._ending, *spares]
         for trainer in running:
             trainer.kill("its worker is closing")
         for trainer in running:
@@ -216,8 +218,19 @@ class Supervisor(WorkerPlugin):
         self._is_awake = False
         if self._beating is not None:
             self._beating.cancel()
+        self._retire_spare()
+
+    def _retire_spare(self) -> None:
+        """Stop using the spare. It ends after the trainers that it has forked."""
         spare, self._spare = self._spare, None
         if spare is not None:
+            self._retired.add(spare)
+            self._kill_retired()
+
+    def _kill_retired(self) -> None:
+        # A released trainer may still write a checkpoint, and a forked one dies with its spare.
+        for spare in [spare for spare in self._retired if not spare.has_forks]:
+            self._retired.remove(spare)
             self._ending.add(spare)
             spare.kill("no job needs it")
 
@@ -272,23 +285,32 @@ class Supervisor(WorkerPlugin):
         trainer.kill("it did not exit after its release")
 
     async def _launch(self, message: m.LaunchTrainer) -> None:
-        """Give a job to the spare, or to a new trainer."""
+        """Give a job to a fork of the spare, to the spare itself, or to a new trainer.
+
+        A spare that still imports, or that cannot fork, becomes the trainer itself: no job waits
+        longer than for its own imports.
+        """
         # LaunchTrainer -- process starts -- bundle is fetched --> sent to the trainer
         #       ShutDownTrainer or TerminateTrainer meanwhile --> not sent: the trainer is killed
-        trainer, self._spare = self._spare, None
-        is_new = trainer is None
-        trainer = trainer or self._new_trainer()
+        if self._spare is not None and self._spare.is_outdated:
+            self._retire_spare()  # its modules may not fit the files that a job imports later
+        spare = self._spare
+        if spare is not None and not spare.can_fork:
+            trainer, self._spare = spare, None
+        else:
+            trainer = self._new_trainer()
         trainer.name = message.trainer
-        self._statuses[trainer.name] = TrainerStatus(started_at=time.time(), pid=trainer.pid)
+        self._statuses[trainer.name] = status = TrainerStatus(started_at=time.time())
         # Registered before the first await, so that messages that arrive meanwhile find it.
         self._trainers[trainer.name] = trainer
-        if is_new:
+        if trainer is not spare:
             try:
-                await trainer.start()
+                await _start(trainer, spare)
             except OSError as exc:  # out of memory, processes or file descriptors
                 logger.exception("trainer %s could not be started", trainer.name)
                 self._on_exit(trainer, f"its process could not be started: {exc}")
                 return
+        status.pid = trainer.pid
         try:
             path = await self._bundles.get(message.bundle)
         except BundleFetchError as exc:
@@ -375,9 +397,13 @@ class Supervisor(WorkerPlugin):
 
     def _on_exit(self, trainer: TrainerProcess, cause: str) -> None:
         self._ending.discard(trainer)
+        self._retired.discard(trainer)
+        self._kill_retired()
         if trainer is self._spare:
             self._spare = None
             self._go(self._start_spare(SPARE_DELAY_S))
+        elif trainer.name and self._spare is None and not self._closing:
+            self._go(self._start_spare())  # no job's first steps are in the way
         if self._trainers.pop(trainer.name, None) is not None:
             self._report(trainer, m.TrainerExited(cause=cause))
             if (status := self._statuses.get(trainer.name)) is not None:
@@ -413,6 +439,17 @@ class Supervisor(WorkerPlugin):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%r failed", task.get_coro(), exc_info=error)
+
+
+async def _start(trainer: TrainerProcess, spare: TrainerProcess | None) -> None:
+    """Fork a trainer from the spare, or spawn it without a spare or if the fork fails."""
+    if spare is not None:
+        try:
+            await trainer.start(spare)
+            return
+        except OSError as exc:
+            logger.warning("spare %d could not fork a trainer: %s", spare.pid, exc)
+    await trainer.start()
 
 
 def _commit_fault(trainer: TrainerProcess, fault: m.InjectFault) -> None:

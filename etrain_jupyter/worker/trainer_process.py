@@ -1,4 +1,4 @@
-"""A trainer process, as its supervisor sees it."""
+"""A trainer or spare process, as its supervisor sees it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from etrain_jupyter.wire.channel import FrameDecoder, frame
 from etrain_jupyter.wire.codec import WireVersionError
 from etrain_jupyter.wire.messages import FROM_TRAINER, FromTrainer, TextLogged, ToTrainer
 from etrain_jupyter.wire.progress_page import ProgressPage, TrainerProgress
+from etrain_jupyter.worker.forks import ForkedProcess, Forks
+from etrain_jupyter.worker.installed import read_installed
 
 logger = logging.getLogger("etrain.supervisor")
 
@@ -49,7 +51,9 @@ class TrainerProcess:
         # While it is clear, nothing that the trainer sends is read: the trainer blocks once the
         # channel's buffer is full.
         self._may_read = may_read
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
+        self._forks: Forks | None = None  # only of a spawned process, which may be a spare
+        self._installed = read_installed()
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []  # output, errors, messages
         self._killed_because = ""  # the first reason; empty if it was not killed
@@ -57,8 +61,30 @@ class TrainerProcess:
         self._page: ProgressPage | None = None
         self._num_free_lines = 0  # lines to pass on without a limit: those of a stack report
 
-    async def start(self) -> None:
-        """Spawn the process; it imports torch and waits for a job."""
+    @property
+    def can_fork(self) -> bool:
+        """Whether it is a warm spare that can fork trainers."""
+        return self._forks is not None and self._forks.is_ready
+
+    @property
+    def has_forks(self) -> bool:
+        """Whether trainers run that it has forked. They end with it."""
+        return self._forks is not None and self._forks.is_in_use
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether packages were installed or removed since it has begun to import."""
+        return self._installed != read_installed()
+
+    async def start(self, spare: TrainerProcess | None = None) -> None:
+        """Start the process, which waits for a job.
+
+        Args:
+            spare: Fork it from this warm spare. If None, spawn it; then it imports torch first.
+
+        Raises:
+            OSError: If it could not be started. It may be tried again.
+        """
         # If the process cannot be started, close what was opened for it.
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
@@ -66,7 +92,11 @@ class TrainerProcess:
             with theirs:
                 self._page = page = ProgressPage.create()
                 undo.callback(self._close_page)
-                self._process = await self._spawn(theirs, page)
+                if spare is None:
+                    self._process = await self._spawn(theirs, page)
+                else:
+                    assert spare._forks is not None, "only a spawned process is a spare"
+                    self._process = await spare._forks.fork([theirs.fileno(), page.fd])
             undo.pop_all()
         self.pid = self._process.pid
         if self._killed_because:  # while it was being started
@@ -86,19 +116,31 @@ class TrainerProcess:
     async def _spawn(
         self, channel: socket.socket, page: ProgressPage
     ) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            # Unbuffered, and with a stack on a segmentation fault: the last lines explain a crash.
-            *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
-            *(str(channel.fileno()), str(page.fd)),
-            pass_fds=[channel.fileno(), page.fd],
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
-            start_new_session=True,  # an interrupt of the notebook must not reach it
-            limit=1 << 20,  # bytes of a line
-        )
+        forks = Forks() if sys.platform == "linux" else None
+        fds = [channel.fileno(), page.fd, *([forks.spare_fd] if forks else [])]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                # Unbuffered, and with a stack on a segmentation fault: the last lines explain a
+                # crash.
+                *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
+                *map(str, fds),
+                pass_fds=fds,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
+                start_new_session=True,  # an interrupt of the notebook must not reach it
+                limit=1 << 20,  # bytes of a line
+            )
+        except BaseException:
+            if forks is not None:
+                forks.close()
+            raise
+        if forks is not None:
+            forks.begin()
+            self._forks = forks
+        return process
 
     def _close_page(self) -> None:
         if self._page is not None:
@@ -198,6 +240,8 @@ class TrainerProcess:
             self._writer.close()
         self._close_pipes()
         self._close_page()
+        if self._forks is not None:
+            self._forks.close()
         self._on_exit(self, cause)
 
     async def _is_read(self) -> bool:
@@ -207,6 +251,9 @@ class TrainerProcess:
         return True
 
     def _close_pipes(self) -> None:
+        if isinstance(self._process, ForkedProcess):
+            self._process.close_pipes()
+            return
         # Children of the trainer may hold their ends open. asyncio has no public way to close ours.
         transport = getattr(self._process, "_transport", None)
         if transport is not None:
