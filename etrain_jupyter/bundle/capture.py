@@ -97,14 +97,14 @@ def capture_bundle(
     packages by name.
 
     Args:
-        references: Key to expression, from ``TrainConfig.references()``.
+        references: Expressions by key, from ``TrainConfig.references()``.
         namespace: The notebook's names.
-        cell_numbers: File name that the kernel compiled a cell under to its execution count.
-        where: Returns the cell that defines a name; without it the cells' text is searched.
+        cell_numbers: Execution count of each cell, by the file name that the kernel gave it.
+        where: Returns the cell that defines a name; if None, the text of the cells is searched.
 
     Raises:
-        BundleError: If an object cannot be sent; names it, the cell that defines it and the remedy.
-            Also if all objects together exceed ``MAX_BYTES``.
+        BundleError: If an object cannot be sent; the message names it, the cell that defines it,
+            and the remedy. Also if all objects together exceed ``MAX_BYTES``.
     """
     numbers = cell_numbers or {}
 
@@ -112,7 +112,7 @@ def capture_bundle(
         return (where(name) if where is not None else "") or defining_cell(name, value, numbers)
 
     objects = _objects_of(references, namespace)
-    # The digests are computed inside the block, too: their pickles also follow local modules.
+    # Compute the digests inside the block, too: their pickles also include local modules.
     with pickling_local_modules_by_value():
         pickler = BundlePickler(
             stream := PickleStream(max_bytes=MAX_BYTES), stream.keep_out_of_band
@@ -156,8 +156,8 @@ def _pickle_all(
             break  # the sizes so far exceed the limit, which the caller reports
         except Exception as exc:  # An object's own __reduce__ may raise anything.
             raise _cannot_be_sent(name, value, exc, cell_of) from exc
-        # The memo of the pickler writes shared code once: a name whose code belongs to an earlier
-        # name counts as data.
+        # The pickler's memo writes shared code only once: a name whose code was written for an
+        # earlier name counts as data.
         if len(pickler.codes) == num_codes:
             without_code.append(name)
     return without_code

@@ -5,7 +5,7 @@ and depends on the order of sets. The table compares parts instead:
 
 =================  =====================================================================
 functions          by the syntax tree of their source. Bytecode would differ with the rest
-                   of the cell: the compiler emits other calls for names that it saw imported.
+                   of the cell: imported names compile to different calls.
 plain values       by their ``repr``: constants that functions and references use
 data               by the digest of their bytes
 =================  =====================================================================
@@ -194,8 +194,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _values_of(function: FunctionType) -> Iterator[tuple[str, str]]:
     """Yield the plain values of a function's globals, closure variables and defaults."""
-    # co_names also has attribute names. One that equals a global name adds a value that is not
-    # used, which at worst reports a change too many.
+    # co_names also contains attribute names. If one equals a global name, an unused value is
+    # added, which at worst reports one change too many.
     used = {name for code in _nested(function.__code__) for name in code.co_names}
     for name in sorted(used & function.__globals__.keys()):
         if text := _plain_text(function.__globals__[name]):

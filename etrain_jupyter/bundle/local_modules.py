@@ -1,6 +1,6 @@
 """Find the modules that are pickled by value: the user's own files next to the notebook.
 
-The workers must get the module as it is in the notebook's memory, including edits of today. A
+The workers must get the module as it is in the notebook's memory, including recent edits. A
 module in the working folder is not installed on the workers, or is installed in an older version.
 """
 
@@ -21,13 +21,13 @@ from etrain_jupyter.bundle.restore import fill_module, make_module
 from etrain_jupyter.bundle.sources import is_library
 
 _EXCLUDED = ("__builtins__", "__loader__", "__spec__", "__cached__")
-"""Attributes of a module that the import system sets."""
+"""Module attributes that the import system sets."""
 
 
 @contextmanager
 def pickling_local_modules_by_value() -> Iterator[None]:
     """Register the loaded local modules with cloudpickle for as long as the context lasts."""
-    # The registry is global. Registrations of the user must still exist afterwards.
+    # The registry is global. The user's own registrations must survive.
     known = cloudpickle.list_registry_pickle_by_value()
     local = [m for m in list(sys.modules.values()) if _is_local(m) and m.__name__ not in known]
     for module in local:
@@ -64,7 +64,7 @@ def reduce_module(module: ModuleType) -> tuple[Any, ...]:
 
 
 def is_local_module(name: str) -> bool:
-    """Return True if the module of this name is a file under the working folder."""
+    """Return True if the module with this name is a file under the working folder."""
     try:
         spec = getattr(sys.modules.get(name), "__spec__", None) or importlib.util.find_spec(name)
     except (ImportError, ValueError):

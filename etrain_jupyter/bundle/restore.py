@@ -40,7 +40,7 @@ class OpenBundle:
     Opening reads the header only; the first evaluation unpickles the notebook's objects.
 
     Attributes:
-        references: Key to expression.
+        references: Expressions by key.
         cells: Text of the captured code, by file name.
         code: Fingerprints of the captured code; None in a bundle of an older version.
         packages: Package versions in the notebook's environment; empty if not installed.
@@ -66,21 +66,21 @@ class OpenBundle:
         """Return the value of a reference.
 
         References share objects: two keys that name one object get the same object. Evaluating a
-        key a second time unpickles everything again, so that a model which was trained in between
-        is again as it was in the notebook.
+        key a second time unpickles everything again, so a model that was trained in between is
+        back to its state in the notebook.
 
         Raises:
             BundleError: If the objects cannot be unpickled on this machine.
             Exception: Any exception that the notebook's code raises.
         """
         expression = self.references[key].strip()
-        # Example of a trainer that evaluates the keys twice, with objects that share a module M:
+        # Example: a trainer evaluates the keys twice, with objects that share a module M:
         #
         #   evaluate("model")    loads all objects: M1
         #   evaluate("loss")     uses the same objects: M1
         #   (training changes M1)
         #   evaluate("model")    a second time: loads all objects again: M2, as in the notebook
-        #   evaluate("loss")     was not evaluated since then: M2
+        #   evaluate("loss")     not evaluated since the reload: M2
         if self._names is None or key in self._evaluated:
             self._names, self._evaluated = self._load(), set()
         self._evaluated.add(key)
@@ -99,7 +99,7 @@ class OpenBundle:
         return eval(compile(expression, filename, "eval"), namespace)
 
     def differences(self) -> list[str]:
-        """Return ``torch 2.6.0 in the notebook, 2.7.0 here`` for each package that differs."""
+        """Describe each package that differs: ``torch 2.6.0 in the notebook, 2.7.0 here``."""
         found = []
         for package, theirs in self.packages.items():
             ours = _version_of(package)
@@ -154,7 +154,7 @@ class OpenBundle:
 
 
 def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
-    """Read a bundle's header, without running any code of the notebook.
+    """Read a bundle's header, without running any code from the notebook.
 
     Arrays and tensors are memory-mapped from a bundle file: pages are loaded when they are used,
     and processes on one machine share the pages that they do not modify.
@@ -164,7 +164,7 @@ def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
         digest: Expected SHA-256; empty to skip the check.
 
     Raises:
-        BundleError: If it is not a bundle, is corrupt, or was made by another format or Python.
+        BundleError: If it is not a bundle, is corrupt, or has another format or Python version.
     """
     content = _Content(bundle)
     if digest and (found := digest_of_file(content.open())) != digest:
@@ -271,8 +271,8 @@ class _Unpickler(pickle.Unpickler):
         self._reader = reader
 
     def find_class(self, module: str, name: str) -> Any:
-        # Tensors are pickled as calls of a placeholder. Only here is the reader known whose table
-        # and memory belong to this bundle.
+        # Tensors are pickled as calls to a placeholder. Replace it with this bundle's reader,
+        # which is known only here.
         found = super().find_class(module, name)
         return self._reader.rebuild if found is tensors.rebuild_tensor else found
 
@@ -300,8 +300,8 @@ def make_module(name: str) -> ModuleType:
 
     Bundles refer to this function and to ``fill_module`` by name: keep both here.
     """
-    # setdefault: a module of the worker with this name stays importable, and the bundle's objects
-    # still use their own.
+    # setdefault: a module with this name on the worker stays importable, and the bundle's objects
+    # still use their own module.
     module = ModuleType(name)
     sys.modules.setdefault(name, module)
     return module

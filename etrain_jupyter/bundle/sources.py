@@ -57,11 +57,11 @@ def is_of_this_package(filename: str) -> bool:
 def collect_sources(
     filenames: Iterable[str], cell_numbers: Mapping[str, int]
 ) -> dict[str, CellSource]:
-    """Return the text of the user's files and cells among the file names of captured code.
+    """Return the text of the user's files and cells that contain captured code.
 
     Args:
         filenames: ``co_filename`` of all code that is pickled by value.
-        cell_numbers: File name that the kernel compiled a cell under to its execution count.
+        cell_numbers: Execution count of each cell, by the file name that the kernel gave it.
     """
     found = {}
     for name in sorted(set(filenames)):
@@ -132,8 +132,8 @@ def format_user_traceback(exc: BaseException, cells: Mapping[str, CellSource]) -
     """Return a traceback that shows the user's frames, with the causes of the exception first.
 
     It omits frames of this package, library frames between the user's frames, and all but
-    ``MAX_LIBRARY_FRAMES`` below the user's last frame. Without any user frame, it shows all frames
-    except those of this package.
+    ``MAX_LIBRARY_FRAMES`` below the user's last frame. If there is no user frame, it shows all
+    frames except those of this package.
     """
     parts: list[str] = []
     # Python prints the oldest exception first; the chain starts with the newest.
@@ -178,7 +178,7 @@ def _shown_frames(trace: TracebackType | None, cells: Mapping[str, CellSource]) 
         for frame in traceback.extract_tb(trace)
         if not is_of_this_package(frame.filename) and frame.name not in _WRAPPERS
     ]
-    # Without a user frame, hide nothing but our own frames: the error is in a library.
+    # If there is no user frame, the error is in a library: hide only our own frames.
     user_frames = [i for i, frame in enumerate(frames) if _is_users(frame.filename, cells)]
     if not user_frames:
         return [*frames]

@@ -177,7 +177,7 @@ def rebuild_tensor(*_: Any) -> Any:
 
 
 class TensorReader:
-    """Rebuild the tensors of a bundle on its bytes, without a copy.
+    """Rebuild a bundle's tensors on top of its bytes, without copying them.
 
     Args:
         payload: Writable memory, which the tensors keep alive.
@@ -252,8 +252,8 @@ def _are_sparse(group: list[_View], start: int, stop: int) -> bool:
     if 2 * needed > stop - start:
         return False
     # Mark every element in a bit map of the range. If the marked bytes equal the sum of the views'
-    # sizes, no element was marked twice. A bit stands for the largest unit that divides all element
-    # sizes and positions, not for a single byte.
+    # sizes, no element was marked twice. To save memory, each bit represents the largest unit
+    # that divides all element sizes and positions.
     unit = math.gcd(*(view.spec[4] for view in group), *(view.start for view in group), start)
     torch = sys.modules["torch"]
     marks = torch.zeros((stop - start) // unit, dtype=torch.bool)

@@ -18,7 +18,7 @@ MAX_DEPTH = 6
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _SHELLS = {"InteractiveShell", "ZMQInteractiveShell", "TerminalInteractiveShell"}
 _ENCLOSED = "closure "
-"""Prefix of a link to a closure variable. It contains a space, so no global name has it."""
+"""Prefix of a link to a closure variable. It contains a space, so no global name starts with it."""
 _BOOKKEEPING = {"__dict__", "__weakref__", "__builtins__", "__loader__", "__spec__"}
 _DEFAULT_REMEDY = "Create it inside a function that runs on the worker, or leave it out."
 

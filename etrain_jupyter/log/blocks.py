@@ -1,9 +1,9 @@
 """Steps as columns, for logs of a million steps: in memory, in segments, and in folds.
 
-A step takes about 90 bytes here, and more than 1,000 as an object. A ``Block`` is a part of a log
-without gaps: its steps as columns, and the other events between them as JSON lines. It reproduces
-its events exactly: a step that does not fit the columns (a number that is too large, a value of
-another type) stays a line, too.
+A step takes about 90 bytes here, and more than 1,000 as an object. A ``Block`` is a gapless part of
+a log: its steps as columns, and the other events between them as JSON lines. It reproduces its
+events exactly: a step that does not fit the columns (a number that is too large, a value of another
+type) is also kept as a line.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from etrain_jupyter.log.events import Event, StepCompleted, event_from_dict
 
 Column: TypeAlias = NDArray[Any]
 
-# Fields of a step that are not columns: the block has one job, places and metric columns.
+# Step fields that are not columns here: a block stores job, position and metrics separately.
 _NOT_COLUMNS = frozenset({"job_id", "seq", "metrics"})
 
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "bool": np.bool_}
 _INT_TYPES = (np.int8, np.int16, np.int32, np.int64)
 FORGOTTEN = "..."
-"""Text of a log line whose text is not kept in memory; the job's log has it."""
+"""Placeholder for the text of a log line that is not kept in memory; the job's log has it."""
 
 _LOG_LINE = b'{"event":"LogLine"'
-_FORGOTTEN_BEGIN = b"{ "  # of a line without its text, which must not count as a log line again
+_FORGOTTEN_BEGIN = b"{ "  # start of a line without its text; not counted as a log line again
 _FEW_ROWS = 8  # a shorter run of rows is cheaper as events than as columns
 
 encode_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -56,7 +56,7 @@ class Block:
     first_seq: int
     num_events: int
     places: Column
-    """Position of each step, from ``first_seq``; the events at other positions are ``others``."""
+    """Position of each step, relative to ``first_seq``; the other positions are ``others``."""
     columns: Mapping[str, Column]
     """The fields of the steps, by name."""
     metric_sets: tuple[tuple[str, ...], ...]
@@ -90,7 +90,7 @@ class Block:
         return dataclasses.replace(self, others=others)
 
     def events(self, start: int = 0, stop: int | None = None) -> Iterator[Event]:
-        """Rebuild the events from position ``start`` to before ``stop``."""
+        """Rebuild the events from position ``start`` up to, but excluding, ``stop``."""
         # place   0      1     2     3      4        places = [1, 2, 4]
         #         other  step  step  other  step     at place 3 two steps precede: others[3 - 2]
         stop = self.num_events if stop is None else min(stop, self.num_events)
@@ -144,7 +144,7 @@ class Block:
         return ends
 
     def _steps(self, start: int, end: int) -> Iterator[StepCompleted]:
-        # ``tolist`` gives Python's own numbers, and is faster than element access.
+        # ``tolist`` gives native Python numbers, and is faster than element access.
         names = list(self.columns)
         rows = zip(*(self.columns[name][start:end].tolist() for name in names), strict=True)
         places = self.places[start:end].tolist()
@@ -218,8 +218,8 @@ def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> B
     """Put events into columns.
 
     Args:
-        events: One or more, their ``seq`` without gaps.
-        lines: By position, lines to keep as they are, because this version does not know all of
+        events: At least one, with consecutive ``seq``.
+        lines: Lines to keep as they are, by position, because this version does not know all of
             their fields.
 
     Raises:
@@ -240,7 +240,7 @@ def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> B
             places.append(place)
             steps.append(vars(event))
         else:
-            # In memory a text may have surrogates, which the log file has only escaped.
+            # Text in memory may contain surrogates, which the log file stores escaped.
             others.append(encode_json(event.to_json_dict()).encode("utf-8", "surrogatepass"))
     # Most steps measure the same metrics: each combination is stored once, and steps refer to it.
     sets: dict[tuple[str, ...], int] = {}
@@ -301,7 +301,7 @@ def _narrow(column: Column) -> Column:
 
 
 class Events(Sequence[Event]):
-    """A job's events in order: typed when read, packed in blocks in memory.
+    """A job's events in order: decoded when read, packed into blocks in memory.
 
     One thread extends it; another thread that reads at the same time must take a ``copy``.
     """
@@ -353,7 +353,7 @@ class Events(Sequence[Event]):
             self._push(block)
 
     def forget_lines(self, keep: int) -> None:
-        """Drop the texts of log lines, except in the newest blocks, which have at least ``keep``.
+        """Drop the texts of log lines, except in the newest blocks with at least ``keep`` lines.
 
         Such a line then takes 8 bytes instead of 250.
         """
@@ -375,7 +375,7 @@ class Events(Sequence[Event]):
         yield from tail
 
     def is_dense_from(self, seq: int) -> bool:
-        """Return whether they are numbered from ``seq`` on without gaps."""
+        """Return whether the events are numbered from ``seq`` without gaps."""
         for block in self._blocks:
             if block.first_seq != seq:
                 return False

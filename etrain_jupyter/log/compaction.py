@@ -1,4 +1,4 @@
-"""Write segments of a log: ``python -m etrain_jupyter.log.compaction LOG``, and its starter.
+"""Write segments of a log in the background: ``python -m etrain_jupyter.log.compaction LOG``.
 
 Compaction runs in a separate process, because the coordinator's scheduler must stay responsive. The
 process may be killed at any time: the next one starts when the log has grown by another segment.
@@ -21,11 +21,11 @@ NICENESS = 10
 
 
 class Compactor:
-    """Start a process that writes segments as a log grows, one at a time.
+    """Start processes that write segments as a log grows, one process at a time.
 
     Args:
         log_path: The log.
-        work: Writes them; called in the thread ``etrain-compact-<job>``, which ends with it.
+        work: Writes the segments; called in the thread ``etrain-compact-<job>``, which then ends.
     """
 
     def __init__(self, log_path: Path, work: Callable[[Path], None] | None = None) -> None:
@@ -40,7 +40,7 @@ class Compactor:
         # Called for each batch of events: most calls end here.
         if last_seq < self._due or (self._thread is not None and self._thread.is_alive()):
             return
-        # Advance now, not when the process has ended: one that fails is not repeated at once.
+        # Advance now, not when the process exits, so that a failed one is not restarted at once.
         self._due = (last_seq // EVENTS_PER_SEGMENT + 1) * EVENTS_PER_SEGMENT
         name = f"etrain-compact-{self._log_path.parent.name}"
         self._thread = threading.Thread(

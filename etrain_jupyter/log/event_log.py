@@ -1,12 +1,12 @@
 """The durable log of a job: one event per line, as JSON, in the order in which they happened.
 
 There is one writer, the coordinator, and any number of readers, which need nothing but the file.
-The event with ``seq`` n is line n, without gaps, so that a reader can request the events that it
-has missed. Floats that are not finite are written as ``NaN`` and ``Infinity``, an extension of JSON
+The event with ``seq`` n is line n, without gaps, so a reader can request the events that it has
+missed. Floats that are not finite are written as ``NaN`` and ``Infinity``, an extension of JSON
 that Python reads: a diverged loss must not look like a missing one.
 
 Durability: every event survives the exit of any process once ``append`` has returned. Events that
-others act on (``DURABLE``) then also survive a crash of the machine; steps and messages are synced
+others act on (``DURABLE``) then also survive a machine crash; steps and messages are synced
 in groups. No reader receives an event before ``append`` has returned. Long logs are read through
 ``log.segments``.
 """
@@ -64,13 +64,13 @@ _PARSE_LINES = 1000
 
 _READ_BYTES = 1024 * 1024
 
-# Maximum length of a line. Without it, a file without line ends would be read into memory.
+# Maximum length of a line. Otherwise, a file without newlines would be read into memory.
 _LONGEST_LINE = 64 * 1024 * 1024
 
 # A symbolic link or a named pipe in place of the log is rejected, never written to.
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
-# Exceptions of parsing something that is not an event.
+# Raised when something that is not an event is parsed.
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -81,9 +81,9 @@ class EventLog:
 
     Args:
         path: The file; created with its folder if it does not exist.
-        fsync_every_s: Maximum seconds, while events arrive, for which a step or a message is only
-            in the machine's page cache, where a crash of the machine loses it. 0 syncs every
-            batch; None syncs only events in ``DURABLE`` and on close.
+        fsync_every_s: Maximum seconds, while events arrive, that a step or a message stays only in
+            the page cache, where a machine crash would lose it. 0 syncs every batch; None syncs
+            only events in ``DURABLE`` and on close.
         clock: Monotonic clock in seconds.
 
     Raises:
@@ -105,7 +105,7 @@ class EventLog:
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise EtrainError(f"{self.path} is not a regular file. Nothing was written to it.")
-            # Lock before the repair: the torn line of a writer that still runs is not torn.
+            # Lock before the repair: a running writer may be in the middle of the last line.
             _lock(self._file, self.path)
             self._size, self._last_seq = _cut_torn_tail(self._file, self.path)
             _fsync_folder(self.path.parent)
@@ -123,7 +123,7 @@ class EventLog:
         return self._last_seq
 
     def append(self, events: Iterable[Event]) -> list[Event]:
-        """Write events with one call and return them with their sequence numbers.
+        """Write events as one batch and return them with their sequence numbers.
 
         Text that UTF-8 cannot encode (file names may contain such text) is escaped.
 
@@ -175,7 +175,7 @@ class EventLog:
             os.ftruncate(self._file, self._size)
             self._is_torn = False
         written = 0
-        while written < len(data):  # a disk that is nearly full accepts a part
+        while written < len(data):  # a nearly full disk may accept only a part
             written += os.write(self._file, data[written:])
         self._size += len(data)
         self._is_synced = False
@@ -220,7 +220,7 @@ class LogReader:
     Args:
         path: The file; it may not exist yet.
         offset: Bytes to skip, up to the end of a line.
-        lines: Number of lines in them.
+        lines: Number of lines in those bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, offset: int = 0, lines: int = 0) -> None:
@@ -234,7 +234,7 @@ class LogReader:
         return self._offset, self._lines
 
     def skip(self, num_events: int) -> int:
-        """Skip up to ``num_events`` events without parsing them; return how many."""
+        """Skip up to ``num_events`` events without parsing them; return how many were skipped."""
         return len(self._take_lines(num_events))
 
     def read(self, limit: int | None = None) -> list[Event]:
@@ -265,7 +265,7 @@ class LogReader:
 
 
 def _read_lines(file: BinaryIO, limit: float, path: Path) -> bytes:
-    """Read at least ``limit`` lines, if there are as many, and not the whole of a long log.
+    """Read at least ``limit`` lines, if there are that many, without reading all of a long log.
 
     Raises:
         EtrainError: If a line is far too long.
@@ -276,7 +276,7 @@ def _read_lines(file: BinaryIO, limit: float, path: Path) -> bytes:
         pieces.append(piece)
         num_lines = piece.count(b"\n")
         limit -= num_lines
-        length = length + len(piece) if not num_lines else 0  # bytes since the last piece with one
+        length = length + len(piece) if not num_lines else 0  # bytes since a piece with a newline
         if length > _LONGEST_LINE:
             raise EtrainError(
                 f"{path} is not the log of a job: it has a line of over {_LONGEST_LINE >> 20} MiB."
@@ -303,7 +303,7 @@ def parse_lines(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
     """Return the events of whole lines.
 
     Raises:
-        EtrainError: If one is not an event. The message has the file and the line.
+        EtrainError: If one is not an event. The message contains the file and the line number.
     """
     events: list[Event] = []
     for start in range(0, len(lines), _PARSE_LINES):
@@ -333,13 +333,13 @@ def _parse_line(line: bytes, path: Path, number: int) -> Event:
 
 
 def _lock(file: int, path: Path) -> None:
-    # A second writer is for example a coordinator that was declared dead and still runs. The kernel
-    # releases the lock when a process ends, however it ends.
+    # A second writer may be a coordinator that was declared dead but is still running. The kernel
+    # releases the lock when a process exits, even if it is killed.
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return  # A file system without locks; the generation numbers still fence.
+            return  # The file system has no locks; the generation numbers still fence.
         raise EtrainError(
             f"{path} is being written by another process: the job's coordinator still runs. "
             "Nothing was written. Run %etrain ls to find its cluster."
@@ -350,13 +350,13 @@ def _cut_torn_tail(file: int, path: Path) -> tuple[int, int]:
     """Remove an unfinished line that a crash left; return the size of the rest and its last seq.
 
     Raises:
-        EtrainError: If the file has whole lines and none is an event; then it is not changed.
+        EtrainError: If the file has whole lines but none is an event; it is then left unchanged.
     """
     size = os.fstat(file).st_size
     if size == 0:
         return 0, 0
     # {"event": ..., "seq": 7}\n      whole: the log continues after this line
-    # \0\0\0\0\0\n                    whole, but no event: a crash of the machine may leave blocks
+    # \0\0\0\0\0\n                    whole, but no event: a machine crash may leave such blocks
     # {"event": ..., "se              torn
     with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
         end, seq = data.rfind(b"\n") + 1, 0

@@ -1,4 +1,4 @@
-"""Events of a job: past-tense facts, from which logs, dashboards and audits are made.
+"""Events of a job: past-tense facts, from which logs, dashboards and audits are derived.
 
 Every event is a frozen dataclass that survives a round trip through one line of JSON. The
 coordinator assigns ``seq`` (1, 2, 3 ... without gaps) and appends the line to the log before any
@@ -80,7 +80,7 @@ class JobSubmitted(Event):
 class JobResumed(Event):
     """A coordinator resumed a job that had ended, or whose cluster had.
 
-    The events that follow belong to the same job: steps and generations continue to count.
+    The events that follow belong to the same job: step and generation numbers continue.
     ``generation`` is the last one of the previous attempt.
     """
 
@@ -99,10 +99,10 @@ class JobResumed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerRestarted(Event):
-    """The scheduler died, and a new one took the job over with the surviving trainers."""
+    """The scheduler died, and a new one took over the job with the surviving trainers."""
 
     step: int
-    """The newest step in the log at that time; the trainers may be further."""
+    """The newest step in the log at that time; the trainers may be ahead of it."""
     away_s: float
     """Seconds without a scheduler, until the trainers were found again."""
     workers: list[str] = field(default_factory=list)
@@ -113,13 +113,13 @@ class SchedulerRestarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlanned(Event):
-    """The first warm trainer reported the amount of work; again after each ``JobResumed``."""
+    """The first warm trainer reported the amount of work; repeated after each ``JobResumed``."""
 
     num_train_samples: int
     num_eval_samples: int
-    """0 without an evaluation set."""
+    """0 if there is no evaluation set."""
     global_batch_size: int
-    """Samples of a step; with ``per_worker_batch_size``, those of the base workers."""
+    """Samples per step; with ``per_worker_batch_size``, at the base number of workers."""
     steps_per_epoch: int
     """At that batch size."""
     total_steps: int
@@ -128,10 +128,10 @@ class JobPlanned(Event):
     total_samples: int = 0
     """Samples that the whole job trains, over all epochs; 0 in older logs."""
     per_worker_batch_size: int = 0
-    """Samples of a step per worker; 0 if the batch of a step never changes."""
+    """Samples per step and worker; 0 if the batch size never changes."""
 
     def batch_size_of(self, world_size: int) -> int:
-        """Return the samples of a full step of ``world_size`` ranks."""
+        """Return the number of samples in a full step of ``world_size`` ranks."""
         return self.per_worker_batch_size * world_size or self.global_batch_size
 
     def total_steps_after(self, step: StepCompleted) -> int:
@@ -178,7 +178,7 @@ class WorkerJoined(Event):
     """Type of its machine, for example ``g5.xlarge``; empty if the pool has no types."""
     zone: str = ""
     lifecycle: str = ""
-    """``spot`` or ``on-demand``; empty if the pool knows no prices."""
+    """``spot`` or ``on-demand``; empty if the pool has no prices."""
     usd_per_h: float | None = None
     """Its share of the machine's price per hour when it joined; None if unknown."""
 
@@ -195,7 +195,7 @@ class WorkerWarmed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationFormed(Event):
-    """The ranks of a generation were fixed, and ordered to form it."""
+    """The ranks of a generation were chosen, and ordered to form it."""
 
     why: str
     """``start``, ``join``, ``leave``, ``lost``, ``stalled`` (no rank made progress, and there was
@@ -212,7 +212,7 @@ class GenerationFormed(Event):
     step: int = 0
     """The newest committed step, from which all ranks continue."""
     backend: str = ""
-    """The backend that sums the gradients, ``nccl`` or ``gloo``; empty in logs of older
+    """The backend that sums the gradients, ``nccl`` or ``gloo``; empty in logs from older
     versions."""
     stall_s: float = 0.0
     """Seconds since the end of the previous generation's last step, as the coordinator saw it."""
@@ -220,7 +220,7 @@ class GenerationFormed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationReady(Event):
-    """All ranks of a generation are connected, hold the newest state, and step.
+    """All ranks of a generation are connected, hold the newest state, and are stepping.
 
     Each duration is that of the slowest rank.
     """
@@ -229,7 +229,7 @@ class GenerationReady(Event):
     connect_s: float
     """Seconds from the order to form until the process group was connected."""
     sync_s: float
-    """Seconds to transfer the state to the ranks that were behind; 0 without any."""
+    """Seconds to transfer the state to the ranks that were behind; 0 if none were."""
     wrap_s: float
     """Seconds to wrap the model."""
 
@@ -245,7 +245,7 @@ class StepCompleted(Event):
     first: int
     """Position of its first sample in the order of the epoch."""
     samples: int
-    """Number of samples that all ranks together put through forward and backward."""
+    """Number of samples in the forward and backward passes of all ranks together."""
     sample_checksum: int
     """Sum over those samples of ``ledger.checksum_of(index)``: it proves which samples they
     were."""
@@ -256,7 +256,7 @@ class StepCompleted(Event):
     world_size: int
     samples_per_s: float
     metrics: dict[str, float] = field(default_factory=dict)
-    """Mean over the step's samples of each metric."""
+    """Mean of each metric over the step's samples."""
     ranks_agree: bool = True
     """True if all ranks had the same weights, according to the fingerprints of this step."""
     skipped: bool = False
@@ -264,12 +264,12 @@ class StepCompleted(Event):
     data_s: float = 0.0
     """Seconds for which rank 0 waited for its samples."""
     compute_s: float = 0.0
-    """Seconds of its forward and backward passes."""
+    """Seconds spent in its forward and backward passes."""
     communication_s: float = 0.0
     """Seconds for which it waited for the other ranks and for communication that no backward pass
     overlapped."""
     optimizer_s: float = 0.0
-    """Seconds of its update."""
+    """Seconds spent in its update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +340,7 @@ class BestReached(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopped(Event):
-    """Early stopping ended the job: its evaluations have not improved for long enough."""
+    """Early stopping ended the job, because its evaluations had stopped improving."""
 
     step: int
     metric: str
@@ -364,7 +364,7 @@ class LossNotFinite(Event):
     workers: list[str]
     """Their workers, in the same order."""
     saved_step: int = 0
-    """Step of the newest durable checkpoint at that time; 0 without any."""
+    """Step of the newest durable checkpoint at that time; 0 if there was none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,7 +389,7 @@ class WorkerLeft(Event):
 
     worker: str
     reason: str
-    """A ``LeaveReason``; older versions had others."""
+    """A ``LeaveReason``; older versions had other reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,7 +404,7 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultInjected(Event):
-    """Fault injection caused a fault; what follows from it counts as no failure."""
+    """Fault injection caused a fault, whose consequences do not count as failures."""
 
     worker: str
     fault: str
@@ -449,7 +449,7 @@ class CheckpointIntervalChosen(Event):
     loss_rate_per_h: float
     """Expected rate of losing all holders of the state."""
     limit: str = ""
-    """The bound that applies, see ``rules.policy.checkpoint_interval``; empty for none."""
+    """The bound that applies, see ``rules.policy.checkpoint_interval``; empty if none."""
     reason: str = ""
     """The choice as text."""
 
@@ -466,7 +466,7 @@ class CheckpointFailed(Event):
 class JobRestored(Event):
     """All ranks that held the newest steps were lost: training continues from an older state.
 
-    That is the newest checkpoint, or the state of a survivor from before their last step.
+    That state is the newest checkpoint, or that of a survivor that lacks the newest steps.
     """
 
     step: int
@@ -477,7 +477,7 @@ class JobRestored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class UserErrorRaised(Event):
-    """The notebook's code raised on a rank: the job fails."""
+    """The notebook's code raised an exception on a rank: the job fails."""
 
     error: str
     """``ValueError: ...``, one line."""
@@ -489,7 +489,7 @@ class UserErrorRaised(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CostUpdated(Event):
-    """Cost of the job's machines so far; only if their pool knows prices."""
+    """Cost of the job's machines so far; logged only if their pool has prices."""
 
     spent_usd: float
     on_demand_usd: float
@@ -501,7 +501,7 @@ class CostUpdated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine(Event):
-    """A line that a trainer printed, or a message of the coordinator."""
+    """A line that a trainer printed, or a message from the coordinator."""
 
     level: str
     """``info``, ``warning`` or ``error``."""
@@ -512,7 +512,7 @@ class LogLine(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownEvent(Event):
-    """An event of a newer version, kept so that sequence numbers have no gaps."""
+    """An event from a newer version, kept so that sequence numbers have no gaps."""
 
     name: str
     data: dict[str, Any] = field(default_factory=dict)
@@ -525,8 +525,8 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
     ``UnknownEvent``, so that an older kernel can show a newer job.
 
     Raises:
-        TypeError: If a value has another type than its field: a log may come from any user, and
-            folds and drawings rely on the types.
+        TypeError: If a value does not have the type of its field: a log may come from any user,
+            and folds and plots rely on the types.
         KeyError: If it has no kind.
     """
     values = dict(data)
@@ -551,10 +551,11 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
 
 
 def check_types(kind: str, values: Mapping[str, Any]) -> None:
-    """Reject values of other types than the fields of a kind. Unknown names are a ``KeyError``.
+    """Reject values whose types do not match the fields of a kind.
 
     Raises:
-        TypeError: For the first one.
+        KeyError: If a name is unknown.
+        TypeError: For the first value of a wrong type.
     """
     for name, items in _fields_with_items(kind, tuple(values), tuple(map(type, values.values()))):
         value = values[name]

@@ -4,7 +4,7 @@ The scheduler folds the events that it appends. Resuming a job, taking it over f
 scheduler, auditing it and showing it all fold the same log and get the same record. Data that can
 be derived from events is stored nowhere else.
 
-An example of the fields that a restored checkpoint moves::
+Example of the fields that change when a checkpoint is restored::
 
     event                      logged_step  saved_steps  starts
     GenerationFormed 1, at 0        0        ()          [NOT_BEGUN]
@@ -55,7 +55,7 @@ NOT_BEGUN = 2**53
 """Start of a generation without events: it may still load a checkpoint."""
 
 KEEP_SAVED = 8
-"""Durable checkpoints to remember, in case the job goes back behind the newest ones."""
+"""Durable checkpoints to remember, in case the job goes back to before the newest ones."""
 
 
 @dataclass(kw_only=True)
@@ -83,9 +83,9 @@ class JobRecord:
     is_planned: bool = False
     """True if ``plan`` belongs to the current attempt: False from a resume until the next plan."""
     num_samples_before: int = 0
-    """Training samples in the plan of the previous attempt; 0 without one."""
+    """Training samples in the plan of the previous attempt; 0 if there is none."""
     cost: CostUpdated | None = None
-    """The newest cost; None if the pool knows no prices."""
+    """The newest cost; None if the pool has no prices."""
     user_error: UserErrorRaised | None = None
     """Error that failed the current attempt."""
     early_stop: EarlyStopped | None = None
@@ -105,9 +105,9 @@ class JobRecord:
     samples: int = 0
     """Samples trained so far, repeated epochs included."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The newest value of each metric, those of evaluations as ``eval_...``."""
+    """The newest value of each metric; those from evaluations are named ``eval_...``."""
     evaluated_step: int = -1
-    """Step of the newest evaluation that no restore has undone; -1 without one."""
+    """Step of the newest evaluation that no restore has undone; -1 if there is none."""
     best: list[BestReached] = field(default_factory=list)
     """The best evaluations in the order in which they were reached, the best one last."""
     best_told: BestReached | None = None
@@ -117,7 +117,7 @@ class JobRecord:
     # --- checkpoints ---
 
     saved_step: int = 0
-    """Step of the newest checkpoint that was committed; 0 without one."""
+    """Step of the newest checkpoint that was committed; 0 if there is none."""
     saved_steps: tuple[int, ...] = ()
     """Steps of the newest checkpoints that belong to the job's state, oldest first."""
     stalls: dict[int, float] = field(default_factory=dict)
@@ -143,11 +143,11 @@ class JobRecord:
     # --- workers ---
 
     trainers: dict[str, str] = field(default_factory=dict)
-    """Trainer by worker, of the workers that were neither lost nor released."""
+    """Trainer by worker, for workers that were neither lost nor released."""
     num_started: int = 0
     """Trainers started so far."""
     notices: dict[str, float] = field(default_factory=dict)
-    """Deadline by worker, of the machines that will be interrupted, in seconds since the epoch."""
+    """Deadline in seconds since the epoch, by worker, for machines that will be interrupted."""
     at_risk: set[str] = field(default_factory=set)
     """Workers whose machines are likely to be interrupted."""
     num_preempted: int = 0
@@ -158,7 +158,7 @@ class JobRecord:
     _starts: dict[int, int] = field(default_factory=dict)  # step by generation, where known
     _planned_start: int = 0  # where the newest generation was meant to begin
     # Ranks of the newest generation that have neither left nor been lost; None if its beginning is
-    # not in the log, or the job was resumed since.
+    # not in the log, or the job has since been resumed.
     _present: frozenset[str] | None = None
 
     # --- derived values ---
@@ -256,11 +256,11 @@ class JobRecord:
             case UserErrorRaised():
                 self.user_error = event
             case _:
-                pass  # nothing that is kept
+                pass  # not part of the record
         return self
 
     def apply_run(self, run: StepRun) -> Self:
-        """Add a run of steps of one generation: only the last one leaves anything behind."""
+        """Add a run of steps of one generation: only the last one affects the record."""
         last = run.last
         self.num_events += len(run)
         self.changed_at = last.time
@@ -268,7 +268,7 @@ class JobRecord:
         return self
 
     def apply_all(self, events: Iterable[Event]) -> Self:
-        """Add the next events of the log, blocks of steps without looking at each step."""
+        """Add the next events of the log, without examining each step of a block."""
         for item in runs_of(events):
             if isinstance(item, StepRun):
                 self.apply_run(item)
@@ -291,7 +291,7 @@ class JobRecord:
             self.samples = event.epoch * self.plan.num_train_samples + event.first + event.samples
             self.total_steps = self.plan.total_steps_after(event)
         self.metrics = self.metrics | {"loss": event.loss, **event.metrics}
-        # A reader that sees only the end of a log learns from steps which generation it is.
+        # A reader that sees only the end of a log learns the generation from its steps.
         self.world_size = event.world_size
         if event.generation > self.generation:
             self.generation, self._present = event.generation, None
@@ -322,13 +322,13 @@ class JobRecord:
     def _apply_status(self, event: JobStatusChanged) -> None:
         self.status, self.reason = event.status, event.reason
         if event.status == "waiting":
-            self.world_size = 0  # idle trainers do not count as ranks, except in a pause
+            self.world_size = 0  # idle trainers do not count as ranks, except during a pause
         if event.status == "finished" and self.step:
             self.total_steps = self.step  # early stopping may have ended it before its last step
         self._count_if_paused()
 
     def _apply_resumed(self, event: JobResumed) -> None:
-        """Begin another attempt: none of the previous one's workers is left."""
+        """Begin another attempt: no workers from the previous one remain."""
         self.workers = (event.min_workers, event.max_workers)
         if self.plan is not None:
             self.num_samples_before = self.plan.num_train_samples

@@ -1,4 +1,4 @@
-"""Break down the workers' time from the events: the numbers of ``job.phases()``.
+"""Break down each worker's time, based on the events, for ``job.phases()``.
 
 A worker's efficiency is the ratio of its samples per second to those of a single worker. The latter
 was measured while the job had one worker; if it never had, the worker's own times without
@@ -20,7 +20,7 @@ APART = ("evaluation_s", "checkpoint_s")
 
 @dataclass
 class _Spent:
-    """The sums of one worker."""
+    """Totals for one worker."""
 
     rank: int = 0
     num_steps: int = 0
@@ -55,7 +55,7 @@ def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
     ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
     """
     workers: dict[str, _Spent] = {}
-    alone = _Spent()  # all times of the job with one worker, whichever it was
+    alone = _Spent()  # all times with a single worker, whichever it was
     for event in runs_of(events):  # steps come as runs, and are skipped
         if isinstance(event, RankTimed):
             workers.setdefault(event.worker, _Spent()).add(event)

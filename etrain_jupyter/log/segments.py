@@ -33,13 +33,13 @@ from etrain_jupyter.log.events import Event, StepCompleted
 from etrain_jupyter.untrusted import open_regular
 
 EVENTS_PER_SEGMENT = 20_000
-"""The end of a log without a segment is shorter than this: a few tenths of a second to read."""
+"""The part of a log after its last segment is shorter: it is read in a few tenths of a second."""
 FORMAT = 1
 _READ_EVENTS = 5_000
 _ABANDONED_AFTER_S = (
-    3600.0  # an unfinished segment of this age is abandoned: writing one takes a second
+    3600.0  # an unfinished segment this old is abandoned: writing one takes a second
 )
-# Exceptions of opening and reading a damaged segment.
+# Raised when a damaged segment is opened or read.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, IndexError),
     *(MemoryError, OverflowError, RecursionError, zipfile.BadZipFile, zlib.error),
@@ -110,9 +110,9 @@ def finished_segments(
 
 
 def compact(log_path: Path) -> int:
-    """Write the missing segments of a log; return how many.
+    """Write the missing segments of a log; return how many were written.
 
-    It may be killed at any time, and another process may do the same at the same time.
+    It may be killed at any time, and several processes may run it at the same time.
 
     Raises:
         EtrainError: If a line is not an event, or if a segment does not reproduce its lines.
@@ -122,7 +122,7 @@ def compact(log_path: Path) -> int:
         num_done, end = num_done + 1, place.end
     while True:
         reader = LogReader(log_path, offset=end, lines=(num_done + num_new) * EVENTS_PER_SEGMENT)
-        # A durable segment of lines that a crash of the machine removes would be wrong.
+        # A durable segment must not contain lines that a machine crash could remove.
         _sync(log_path)
         begin, first = reader.position[0], reader.position[1] + 1
         lines = reader.read_lines(EVENTS_PER_SEGMENT)
@@ -137,7 +137,7 @@ def compact(log_path: Path) -> int:
 
 
 def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
-    # Other events, and steps with fields of a newer version: columns would drop these fields.
+    # Other events, and steps with fields from a newer version: columns would drop these fields.
     known = {"event", "job_id", "seq", "metrics", *step_columns()}
     return {
         place: line
@@ -173,9 +173,9 @@ def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]
 
 
 def _remove_abandoned(folder: Path) -> None:
-    # Files of writers that were killed. Young ones may belong to a running process.
+    # Files left by killed writers. Recent ones may belong to a running process.
     for left in folder.glob(".*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # another process tidies, too
+        with contextlib.suppress(FileNotFoundError):  # another process may clean up, too
             if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
                 left.unlink()
 
@@ -273,7 +273,7 @@ def _as_bytes(data: bytes) -> Any:
 
 
 def _sync(path: Path) -> None:
-    # Makes a file, or the names in a folder, durable; a missing one needs nothing.
+    # Makes a file, or the names in a folder, durable; a missing one is ignored.
     try:
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

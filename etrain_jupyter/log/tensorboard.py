@@ -6,7 +6,7 @@ older step; a ``START`` record then makes TensorBoard drop the steps from there 
 killed, its successor writes a new file, which first makes TensorBoard drop everything from step 0.
 
 The writer is a separate process next to the coordinator, which must stay responsive. It does not
-load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the package tensorboard.
+load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the tensorboard package.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PHASES = ("data_s", "compute_s", "communication_s", "optimizer_s")
 
 
 def require_tensorboard() -> None:
-    """Check that the package tensorboard is installed.
+    """Check that the tensorboard package is installed.
 
     Raises:
         ConfigError: If it is not.
@@ -85,7 +85,7 @@ class TensorBoardFiles:
         _remove_old_files(folder)
         self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
         self._step = 0  # the newest step in this file
-        # A TensorBoard that is open now must also forget what the previous writer wrote.
+        # A running TensorBoard must also drop what the previous writer wrote.
         self._drop_from(0, time.time())
 
     def add(self, events: Iterable[Event]) -> None:
@@ -128,9 +128,9 @@ class TensorBoardFiles:
 
 
 def _remove_old_files(folder: Path) -> None:
-    # TensorBoard reads files in the order of their names, which begin with the second of their
-    # creation. It stops if the file that it is reading is gone, so the newest one stays; and our
-    # file must be of a later second.
+    # TensorBoard reads files in the order of their names, which begin with their creation time in
+    # seconds. It stops if the file that it is reading disappears, so keep the newest one, and
+    # create ours in a later second.
     ours = sorted(folder.glob(f"events.out.tfevents.*{SUFFIX}"))
     for old in ours[:-1]:
         old.unlink(missing_ok=True)
@@ -158,12 +158,12 @@ def convert(log_path: Path, folder: Path) -> None:
 
 
 def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
-    """Write a log's event files while it grows, until the job ends or ``is_wanted`` is False."""
+    """Write a log's event files as it grows, until the job ends or ``is_wanted`` returns False."""
     files = TensorBoardFiles(folder)
     reader = LogReader(log_path)
     ends_at = float("inf")
     while True:
-        # Decided before the read, so that what was written before the end is read once more.
+        # Decide before reading, so that events written just before the end are still read.
         is_last = not is_wanted() or time.monotonic() > ends_at
         while news := reader.read(_READ_EVENTS):
             files.add(news)
@@ -192,8 +192,8 @@ def follow_elsewhere(
     Args:
         log_path: The log.
         folder: Folder for the event files.
-        on_failure: Called with the last line of output of a process that failed, from the thread
-            ``etrain-tensorboard-<job>``, which this returns.
+        on_failure: Called with the last line of output if the process fails, from the returned
+            thread ``etrain-tensorboard-<job>``.
     """
 
     def wait() -> None:
@@ -222,7 +222,7 @@ def follow_elsewhere(
 
 
 def main() -> None:
-    """Follow the log given on the command line while the given parent process lives."""
+    """Follow the log given on the command line while the given parent process is alive."""
     os.nice(10)
     log_path, folder, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     # Linux gives an orphan another parent: then the coordinator is dead, and its successor starts

@@ -3,12 +3,12 @@
 ============================================================  ====================================
 trainers of the newest generation                             what happens
 ============================================================  ====================================
-all are there, and have stepped in it                         it continues: its ranks have trained
+all are present, and have stepped in it                       it continues: its ranks have trained
                                                               on and need nothing
-all are there, but it was still forming                       it is aborted (``restart``)
+all are present, but it was still forming                     it is aborted (``restart``)
 some are missing                                              it is aborted (``lost``; ``restart``
                                                               if no worker was lost)
-none was inside                                               the job gathers workers
+none is still in it                                           the job gathers workers
 ============================================================  ====================================
 
 After an abort the next generation starts from the newest state that any trainer holds.
@@ -34,7 +34,7 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
     #   trainers      ------ step 40 ------------ 41 -- 42 -- 43 -----------
     #   scheduler 2                               starts   hellos   TrainersFound, here
     #
-    # A rank that has left generation 4 meanwhile is still found inside: its report follows.
+    # A rank that has left generation 4 by then is still listed as inside: its report follows.
     for found in stimulus.found:
         turn.put(_member_of(turn, found, stimulus.is_ready))
     turn.assign(found.worker for found in stimulus.found)
@@ -58,16 +58,16 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
         has_lost=is_short and bool(stimulus.lost),
     )
     turn.adopt_generation(current)
-    turn.enter_phase("running")  # from which an abort starts
+    turn.enter_phase("running")  # ``begin_collecting`` requires it
     if is_short:
         begin_collecting(turn, "lost" if stimulus.lost else "restart")
     elif not stimulus.is_ready:
-        # Ranks connect through the store, which the dead scheduler relayed: entries may be lost.
+        # Ranks connect through a store that the dead scheduler relayed: entries may be lost.
         begin_collecting(turn, "restart")
 
 
 def is_of_job(found: s.SurvivorFound, state: JobState) -> bool:
-    """Return whether a trainer may be adopted: one still inside an older generation was fenced.
+    """Return whether a trainer may be adopted; one still in an older generation is fenced.
 
     >>> old = s.SurvivorFound(trainer="j/w1/1", worker="w1", generation=2, is_inside=True)
     >>> is_of_job(old, JobState(job_id="j", min_workers=1, max_workers=1))

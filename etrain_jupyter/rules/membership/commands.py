@@ -42,7 +42,7 @@ class FormGeneration:
     behind: tuple[int, ...]
     """Ranks whose state is older than rank 0's: they receive it before the first step."""
     step: int
-    """The step that rank 0 has committed last."""
+    """The last step committed by rank 0."""
     restore: bool
     """True if no trainer holds the state: then rank 0 loads the newest checkpoint first."""
     backend: str
@@ -77,12 +77,12 @@ class KillTrainer:
     trainer: str
     why: str
     stacks: bool = False
-    """True to log the stack of each of its threads first."""
+    """True to log the stacks of all its threads first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DumpStacks:
-    """Log the stack of each thread of a trainer, and let it run."""
+    """Log the stacks of all threads of a trainer without stopping it."""
 
     trainer: str
 

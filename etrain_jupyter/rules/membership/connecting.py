@@ -1,4 +1,4 @@
-"""Choose the backend of the next generation, and decide when to retry or fail after it broke."""
+"""Choose the backend of the next generation, and decide whether to retry after one breaks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _STRANGER_REMEDY = (
 
 
 def count_failed_form(turn: Turn) -> None:
-    """Count the generation that has just been aborted, if no lost worker explains it."""
+    """Count the generation that was just aborted, unless a lost worker explains it."""
     state, current, faults = turn.state, turn.state.current, turn.state.faults
     if state.phase != "collecting" or state.ending:
         return
-    # A lost rank explains the break, also one that is missing since the scheduler's restart.
+    # A lost rank explains the break, as does one missing since the scheduler's restart.
     if current.has_lost or len(state.in_phase("reported")) < current.world_size:
         turn.update_faults(replace(faults, failed_forms=faults.failed_forms.after_loss()))
         return
@@ -46,8 +46,8 @@ def count_failed_form(turn: Turn) -> None:
         has_stepped=state.step > current.first_step,
         stepped_s=turn.now - current.ready_at if current.ready_at is not None else 0.0,
     )
-    # It stepped and then stalled. That took long enough to need no wait, and stalled steps have a
-    # budget of their own (``count_step_fault``).
+    # The generation stepped and then stalled. That took long enough to retry without a wait, and
+    # stalled steps have a separate budget (``count_step_fault``).
     if current.is_ready and "stalled" in state.next_whys:
         turn.update_faults(replace(faults, failed_forms=failed))
         return
@@ -59,7 +59,7 @@ def count_failed_form(turn: Turn) -> None:
 
 
 def backend_for(turn: Turn, members: Sequence[Member]) -> str:
-    """Return the backend that sums the gradients of a generation of these members."""
+    """Return the backend that sums the gradients in a generation with these members."""
     state = turn.state
     if state.backend == GLOO or choose_backend([(m.device, m.gpu) for m in members]) == GLOO:
         return GLOO
@@ -69,12 +69,12 @@ def backend_for(turn: Turn, members: Sequence[Member]) -> str:
 
 
 def why_gloo(state: JobState) -> str:
-    """Explain why ranks with GPUs use gloo now; empty if NCCL has not failed among them.
+    """Explain why ranks with GPUs use gloo now; empty if NCCL has not failed between them.
 
-    The state is that of the generation that has just been formed.
+    ``state`` must be that of the newly formed generation.
     """
     ranked = state.in_phase("ranked")
-    # The devices alone would allow NCCL: otherwise gloo needs no explanation.
+    # Gloo needs an explanation only if the devices alone would allow NCCL.
     could = choose_backend([(m.device, m.gpu) for m in ranked]) == NCCL
     failed = state.faults.failed_forms
     if state.current.backend == NCCL or state.backend != AUTO or not could or not failed.num_nccl:

@@ -1,16 +1,17 @@
 """Count generations that break although no worker was lost, and decide when to retry.
 
-A lost worker explains a broken generation, and costs nothing. Without one, the connections between
-the ranks are the cause: retry, with NCCL at most twice, and fail the job when retrying is useless.
+A lost worker explains a broken generation, which then counts against nothing. Otherwise, the
+connections between the ranks are the cause: retry, at most twice with NCCL, and fail the job when
+retrying is useless.
 
 ========================  =====================  =======================================
-the generation broke ...  failures in a row      of these, with NCCL
+the generation broke ...  consecutive failures   consecutive NCCL failures
 ========================  =====================  =======================================
 and a worker was lost     0                      unchanged
-by something excused      unchanged              unchanged
+for an excused reason     unchanged              unchanged
 after a committed step    1                      +1; 1 if it stepped for ``HEALTHY_S``
-other workers than last   1                      as above
-as before                 +1                     as above
+with different workers    1                      as above
+otherwise                 +1                     as above
 ========================  =====================  =======================================
 """
 
@@ -24,10 +25,10 @@ from etrain_jupyter.rules.membership.health import HEALTHY_S, wait_after
 from etrain_jupyter.rules.policy.backend import GLOO, NCCL
 
 MAX_FAILED_FORMS = 8
-"""Failures in a row after which the job fails; the waits between them add up to about a minute."""
+"""Consecutive failures after which the job fails; the waits between them total about a minute."""
 
 MAX_NCCL_FAILURES = 2
-"""Failures in a row with NCCL after which ``backend: auto`` continues with gloo."""
+"""Consecutive NCCL failures after which ``backend: auto`` switches to gloo."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,27 +37,27 @@ class Break:
 
     worker: str
     error: str = ""
-    """The failure's own text; empty if the rank only saw the abort."""
+    """Error message of the failure; empty if the rank only saw the abort."""
     backend: str = ""
     """The backend that failed on this rank; empty if unknown."""
     is_excused: bool = False
-    """True if it has another cause than the connections: out of memory, or an injected fault."""
+    """True if the connections are not the cause: out of memory, or an injected fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedForms:
-    """Generations in a row that broke although no worker was lost."""
+    """Consecutive generations that broke although no worker was lost."""
 
     num: int = 0
-    """Without a committed step between them, and with the same workers."""
+    """Number of them, with the same workers and no committed step in between."""
     workers: frozenset[str] = frozenset()
     """The workers of the last one."""
     error: str = ""
-    """Why the last one broke, as its ranks reported it; empty if none knew."""
+    """Why the last one broke, according to its ranks; empty if none reported an error."""
     num_nccl: int = 0
-    """Failures in a row with NCCL, even if steps were committed between them."""
+    """Consecutive NCCL failures, even if steps were committed between them."""
     nccl_workers: frozenset[str] = frozenset()
-    """The workers of the last of these."""
+    """The workers of the last NCCL failure."""
     nccl_error: str = ""
 
     @property
@@ -88,12 +89,12 @@ class FailedForms:
         """Count a generation that broke although no worker was lost.
 
         Args:
-            breaks: The reports of all its ranks.
+            breaks: Reports from all its ranks.
             backend: The backend that summed its gradients.
             has_stepped: True if it has committed a step.
             stepped_s: Seconds for which all its ranks had been stepping; 0.0 if they never did.
         """
-        # Other workers may have other connections, and a committed step proves that they work.
+        # Different workers have different connections; a committed step proves that they work.
         workers = frozenset(found.worker for found in breaks)
         is_repeated = workers == self.workers and not has_stepped
         after = dataclasses.replace(
@@ -106,7 +107,7 @@ class FailedForms:
             return after
         # Unlike above, a step does not reset this count: NCCL may break in the first steps again.
         num_before = self.num_nccl if stepped_s < HEALTHY_S else 0
-        # One more failure is enough if NCCL has failed with a worker that has left since.
+        # If NCCL last failed with a worker that has since left, one more failure suffices.
         if not self.nccl_workers <= workers:
             num_before = min(num_before, MAX_NCCL_FAILURES - 1)
         return dataclasses.replace(
@@ -118,9 +119,9 @@ NO_FAILED_FORMS = FailedForms()
 
 
 def is_of_nccl(breaks: Sequence[Break], backend: str) -> bool:
-    """Return whether NCCL broke a generation: a rank reports so, or none reports any error.
+    """Return whether NCCL broke a generation: a rank reports it, or none reports an error.
 
-    A rank that leaves closes its gloo connections: the others may report only that.
+    When a rank leaves, its gloo connections close: the others may report only that.
     """
     # NCCL reports an error              {"nccl", "gloo"}, {"nccl"}     yes
     # only gloo does                     {"gloo"}                       no: its own connections
@@ -130,7 +131,7 @@ def is_of_nccl(breaks: Sequence[Break], backend: str) -> bool:
 
 
 def _cause(breaks: Sequence[Break], backend: str) -> str:
-    # The most specific error is one of the generation's own backend; gloo's connections also close
+    # The most specific error comes from the generation's own backend; gloo connections also close
     # when a rank leaves for another reason.
     found = [b for b in breaks if b.error]
     found.sort(key=lambda b: b.backend != backend)  # stable: the first to report comes first

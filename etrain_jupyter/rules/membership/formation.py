@@ -40,21 +40,21 @@ from etrain_jupyter.rules.membership.turn import (
 )
 
 ADMISSION_GRACE_S = 1.0
-"""Seconds that warm newcomers wait for others that still warm up: one change admits all of them."""
+"""Seconds that warm newcomers wait for others still warming up, so one change admits them all."""
 
 MAX_FAULTS = 3
-"""Consecutive faults in the same place (before the first step, or in one step) that fail the job:
-then the notebook's code is at fault, not a machine."""
+"""Consecutive faults in the same place (before the first step, or in one step) after which the job
+fails: the notebook's code is then at fault, not a machine."""
 
 GUARDED_S = 600.0
 """Seconds after a failed attempt to form during which ranks accept only announced connections. This
-costs a few milliseconds per generation, and lets a job form although other processes connect to its
+costs a few milliseconds per generation, and lets a job form even if other processes connect to its
 ports."""
 
 
 def advance(turn: Turn) -> None:
     """Take the actions that are due after the stimulus was applied."""
-    # A planned change and an abort. Both lead to ``_settle`` once no rank steps any more:
+    # A planned change and an abort. Both lead to ``_settle`` once no rank is stepping:
     #
     #   running --AnnounceChange--> changing      each rank reports at the agreed step boundary
     #   running --AbortGeneration-> collecting    each rank undoes the step in flight and reports
@@ -71,25 +71,25 @@ def advance(turn: Turn) -> None:
         _settle(turn)
     elif phase == "closing" and not _awaits_exit(turn.state):
         close_job(turn)
-        if turn.state.phase == "gathering":  # the end was cancelled: its last state is lost
+        if turn.state.phase == "gathering":  # the end was cancelled: the last state was lost
             _settle(turn)
 
 
 def _awaits_exit(state: JobState) -> bool:
-    # A holder of the state was killed and has not exited: it would be part of a generation that
-    # formed now, which would break.
+    # A holder of the state was killed but has not exited: a generation formed now would include
+    # it, and break.
     return any(m.killed_at for m in state.in_phase("reported"))
 
 
 def _check_budgets(turn: Turn) -> None:
-    """Fail the job where another attempt would fail in the same way."""
+    """Fail the job if another attempt would fail in the same way."""
     state, faults = turn.state, turn.state.faults
     step, generations = faults.at_step
     if state.ending or faults.last is None:
         return
     if faults.num_warm_ups >= MAX_FAULTS:
         text = f"{faults.num_warm_ups} trainers in a row exited before they were ready to train"
-    # A step that was committed since then proves that the code gets past it: it clears this budget.
+    # If the step has been committed since, the code gets past it: the budget no longer applies.
     elif step == state.step and len(generations) >= MAX_FAULTS:
         did = "lost a trainer" if faults.last.workers else "did not complete"
         text = f"step {step + 1} {did} in {len(generations)} generations in a row"
@@ -100,13 +100,13 @@ def _check_budgets(turn: Turn) -> None:
 
 
 def _announce_if_due(turn: Turn) -> None:
-    """Begin a planned change if members come or go, or too few are left to continue."""
+    """Begin a planned change if members join or leave, or too few remain to continue."""
     state = turn.state
     ranked = state.in_phase("ranked")
     stays = [m for m in ranked if not m.leaving]
     newcomers = _admissible(turn)
     leaves = [m for m in ranked if m.leaving]
-    # Which leaving ranks go now depends on the members that would remain. A single worker:
+    # Which leaving ranks go now depends on the members that would remain. With one worker:
     #
     #   notice -> background checkpoint -> ... trains on ... -> save_at -> change -> report
     #          -> last checkpoint (``_save_before_it_is_gone``) -> release -> interruption
@@ -117,7 +117,7 @@ def _announce_if_due(turn: Turn) -> None:
     elif len(stays) + len(newcomers) < state.min_workers:
         # Too few would remain, and the job would wait: ranks that still have time train on.
         leaves = [m for m in leaves if not _has_time(m, turn.now)]
-    # Newcomers that wait for others count, too: they join in a moment.
+    # Newcomers that are waiting for others count too: they will join soon.
     is_short = len(ranked) + len(_newcomers(turn.state)) < state.min_workers
     if not (newcomers or leaves or is_short or state.pause or state.ending):
         return
@@ -137,7 +137,7 @@ def _announce_if_due(turn: Turn) -> None:
 def _back_up(turn: Turn, ranked: Sequence[Member]) -> None:
     # Once per generation, while training continues: the interruption may come before ``save_at``.
     current = turn.state.current
-    is_noticed = any(m.save_at < math.inf for m in ranked)  # not if it is only scaled down
+    is_noticed = any(m.save_at < math.inf for m in ranked)  # False if the job is only scaled down
     if is_noticed and not current.has_backup:
         turn.update_generation(replace(current, has_backup=True))
         turn.do(AskForCheckpoint(trainers=tuple(m.trainer for m in ranked)))
@@ -159,15 +159,15 @@ def _newcomers(state: JobState) -> list[Member]:
 
 
 def _settle(turn: Turn) -> None:
-    """Form the next generation, wait, or end the job. Called while no rank steps."""
+    """Form the next generation, wait, or end the job. Called while no rank is stepping."""
     # The order matters: a non-finite loss removes its step from the undone ones, and may fail or
-    # pause the job; undone steps need the survivors as members; a failed form may fail the job.
+    # pause the job; logging undone steps needs the survivors; a failed attempt may fail the job.
     _settle_nan_loss(turn)
     publish_undone(turn)
     count_failed_form(turn)
     if turn.state.ending:
         close_job(turn)
-        if turn.state.ending:  # else cancelled: its last state is lost
+        if turn.state.ending:  # otherwise cancelled: the last state was lost
             return
     newcomers = _newcomers(turn.state)
     holders = _release_leavers(turn)
@@ -195,13 +195,13 @@ def _settle(turn: Turn) -> None:
 
 
 def _settle_nan_loss(turn: Turn) -> None:
-    # Fail or pause the job, even if the generation was aborted meanwhile: the step would have the
+    # Fail or pause the job, even if the generation has since been aborted: the step would have the
     # same loss again.
     state, current = turn.state, turn.state.current
     found = current.nan_loss
     if found is None:
         return
-    # A rank may have seen the others leave before it knew the loss: it undid the same step.
+    # A rank may see the others leave before it gets the loss; it then undoes the same step.
     undone = tuple(pair for pair in current.undone if pair[0] != found.step)
     turn.update_generation(replace(current, nan_loss=None, undone=undone))
     text = found.to_text(state.saved_step)
@@ -214,7 +214,7 @@ def _settle_nan_loss(turn: Turn) -> None:
         saved_step=max(0, state.saved_step),
     )
     if state.ending:
-        return  # the user has stopped it, or it failed already
+        return  # the user has stopped it, or it has already failed
     if state.pauses_on_nan:
         remedy = "%etrain resume retries the step, %etrain stop ends the job"
         turn.pause(f"{text}. {remedy}")
@@ -244,8 +244,8 @@ def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
         return False  # a member that stays will receive it, or a checkpoint has it
     is_due = all(m.save_at <= turn.now for m in holders)
     is_known = any(m.save_at < math.inf for m in holders)
-    # Before the deadline: train on if enough ranks are here, else use the time to save. Without a
-    # deadline there is no hurry.
+    # Before the deadline: train on if there are enough ranks, otherwise use the time to save.
+    # Without a deadline there is no hurry.
     if not is_due and (has_enough or not is_known):
         return False
     save_newest(turn)
@@ -270,12 +270,12 @@ def _why_too_few(state: JobState, num_here: int) -> str:
 
 
 def _release_leavers(turn: Turn) -> list[Member]:
-    """Release the members that leave, if the newest state stays here; return those that remain."""
+    """Release leaving members if the newest state is kept; return the members that remain."""
     holders = turn.state.in_phase("reported")
     newest = newest_holders(turn.state)
     if any(not m.leaving for m in newest):
-        # The newest state stays. All that leave go; but if too few ranks would be left to train,
-        # those that have time until their deadline stay.
+        # The newest state is kept. All leaving members go; but if too few ranks would remain to
+        # train, those with time until their deadline stay.
         going = [m for m in holders if m.leaving]
         num_left = len(holders) - len(going) + len(_newcomers(turn.state))
         if num_left < turn.state.min_workers:
@@ -288,8 +288,8 @@ def _release_leavers(turn: Turn) -> list[Member]:
         # All of them are due: they hand it over in the next generation, and leave after that.
         return holders
     stays = [m for m in holders if m not in going]
-    # Whatever the case: never release the last holder of a state that is not durable, nor a member
-    # that is writing it.
+    # In any case, never release the last holder of a state that is not durable, or a member that
+    # is writing it.
     is_kept = any(m in stays for m in newest) or is_newest_durable(turn.state)
     if not is_kept or saver_of(turn.state) in going:
         return holders
@@ -297,27 +297,27 @@ def _release_leavers(turn: Turn) -> list[Member]:
         assert member.leaving
         release(turn, member, member.leaving)
     if not any(m in stays for m in newest):
-        # Only the checkpoint has the newest state now. The others hold an older one: they drop it,
-        # and the next generation restores the checkpoint.
+        # Now only the checkpoint has the newest state. The remaining members drop their older
+        # state, and the next generation restores the checkpoint.
         for member in stays:
             turn.put(replace(member, progress=s.NO_PROGRESS))
     return [turn.state.members[m.trainer] for m in stays]
 
 
 def _has_time(member: Member, now: float) -> bool:
-    return now < member.save_at < math.inf  # a deadline is known, and not due
+    return now < member.save_at < math.inf  # a deadline is known and has not passed
 
 
 def _has_successor(state: JobState) -> bool:
-    """Return whether the next generation, if it formed now, would have a member that stays."""
+    """Return whether a generation formed now would include a member that stays."""
     members = [*state.in_phase("reported"), *_newcomers(state)]
     has_enough = not state.pause and len(members) >= state.min_workers
     return has_enough and any(not m.leaving for m in members)
 
 
 def _still_missing(state: JobState, num_ranks: int) -> tuple[tuple[str, str], ...]:
-    # A lost worker returns under its own name, or another one takes its place: a job that has its
-    # maximum of ranks lacks none.
+    # A lost worker may return under its own name or be replaced by another: a job with its maximum
+    # number of ranks is missing none.
     num_missing = max(0, state.max_workers - num_ranks)
     away = [pair for pair in state.faults.lost if state.of_worker(pair[0]) is None]
     return tuple(away[-num_missing:]) if num_missing else ()
@@ -329,7 +329,7 @@ def _is_worth_forming(turn: Turn) -> bool:
 
 
 def _form(turn: Turn, members: Sequence[Member]) -> None:
-    # Newest state first, so that rank 0 holds it; among equals the oldest trainer:
+    # Newest state first, so that rank 0 holds it; among equals, the oldest trainer first:
     #
     #   rank        0          1          2          3
     #   progress  (7, 1)     (7, 1)     (6, 1)     none       step 7, behind = (2, 3)
@@ -385,7 +385,7 @@ def _form(turn: Turn, members: Sequence[Member]) -> None:
 
 
 def _whys(state: JobState) -> list[str]:
-    # If no worker was lost, the connections between the ranks were.
+    # If no worker was lost, the connections between the ranks broke.
     lost = "lost" if state.current.has_lost else "broken"
     # Without a reason, the change was cancelled before the ranks had left: a pause was resumed, or
     # a worker that was scaled away was assigned again.

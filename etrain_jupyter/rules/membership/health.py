@@ -1,7 +1,7 @@
 """Back off on workers whose trainers keep exiting.
 
 A job survives any number of machine faults, but a broken machine that keeps coming back must not
-disturb the others each time: every fault in a row doubles the wait.
+disturb the others each time: each consecutive fault doubles the wait.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEALTHY_S = 10.0
-"""A trainer that stepped for this many seconds exited for another reason than its predecessors."""
+"""A trainer that stepped for this many seconds exited for another reason than the one before it."""
 
 FORGET_S = 180.0
-"""A fault this many seconds ago is unrelated to the next one; longer than any wait."""
+"""Faults this many seconds apart are unrelated; longer than any wait."""
 
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 60.0
@@ -20,10 +20,10 @@ MAX_WAIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Fault count and back-off of a worker whose trainer exited by itself."""
+    """Fault count and back-off for a worker whose trainer exited on its own."""
 
     num_faults: int
-    """Faults in a row."""
+    """Consecutive faults."""
     last_at: float
     """Time of the last fault."""
     retry_at: float
@@ -36,7 +36,7 @@ def after_fault(
     """Count a fault and return when the next trainer may start.
 
     Args:
-        previous: The worker's earlier faults; None without any.
+        previous: The worker's earlier faults; None if there are none.
         now: When the trainer exited.
         stepped_s: Seconds for which it had been stepping in its generation.
         was_ready: True if it had ever been ready to train. Such a trainer restarts immediately
@@ -47,7 +47,7 @@ def after_fault(
     (1.0, 7.0)
     """
     num_faults = 1
-    # In a row: no long healthy phase and no long pause between this fault and the previous one.
+    # Consecutive: no long healthy phase and no long pause between this fault and the previous one.
     if previous is not None and stepped_s < HEALTHY_S and now - previous.last_at < FORGET_S:
         num_faults = previous.num_faults + 1
     wait_s = wait_after(num_faults - was_ready)  # one less if it was ready: no wait the first time
@@ -55,7 +55,7 @@ def after_fault(
 
 
 def wait_after(num_faults: int) -> float:
-    """Return the back-off in seconds after ``num_faults`` faults in a row.
+    """Return the back-off in seconds after ``num_faults`` consecutive faults.
 
     >>> [wait_after(n) for n in (0, 1, 2, 3, 7, 99)]
     [0.0, 1.0, 2.0, 4.0, 60.0, 60.0]

@@ -1,7 +1,7 @@
 """Decide which checkpoints belong to the job: an evicted rank may still write some.
 
 A rank that stops sending heartbeats is evicted, and the others continue from their current step. If
-it still runs behind a network partition, it trains on alone and saves states that the job never
+it still runs behind a network partition, it keeps training and saves states that the job never
 had. Its generation number identifies them: after the step at which a later generation began, only
 the later generation counts.
 
@@ -22,9 +22,9 @@ def is_of_job(*, generation: int, step: int, starts: Sequence[int]) -> bool:
     """Return whether a generation's state after ``step`` is a state of the job.
 
     Args:
-        generation: The generation that made the state, counted from 1.
-        step: Steps that the state has.
-        starts: The step at which each generation began, the first one's first.
+        generation: The generation that produced the state, counted from 1.
+        step: Number of committed steps in the state.
+        starts: The step at which each generation began, in order.
 
     >>> starts = [0, 30, 20]  # the third began from a checkpoint
     >>> [is_of_job(generation=1, step=step, starts=starts) for step in (20, 30)]
@@ -33,5 +33,5 @@ def is_of_job(*, generation: int, step: int, starts: Sequence[int]) -> bool:
     True
     """
     # ``starts[generation]`` belongs to the next generation, because generations count from 1. All
-    # later ones matter: the third may go back behind the start of the second.
+    # later ones matter: the third may begin at an earlier step than the second.
     return all(step <= start for start in starts[generation:])

@@ -13,7 +13,7 @@ from etrain_jupyter.rules.membership.turn import Turn, begin_collecting, start_m
 
 
 def take_worker_gone(turn: Turn, stimulus: s.WorkerGone) -> None:
-    """Remove a worker that is gone, with its trainer. No budget counts that."""
+    """Remove a worker that is gone, with its trainer. This counts against no budget."""
     turn.unassign(stimulus.worker)  # until the coordinator assigns it again
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
@@ -21,7 +21,7 @@ def take_worker_gone(turn: Turn, stimulus: s.WorkerGone) -> None:
 
 
 def take_trainer_lost(turn: Turn, stimulus: s.TrainerLost) -> None:
-    """Replace a trainer that exited while its worker lives."""
+    """Replace a trainer that exited while its worker is alive."""
     member = turn.state.members.get(stimulus.trainer)
     if member is None:
         return
@@ -30,7 +30,7 @@ def take_trainer_lost(turn: Turn, stimulus: s.TrainerLost) -> None:
         _count_fault(turn, member, stimulus)
     _lose(turn, member, stimulus.cause, stimulus.detected_s)
     if not turn.state.ending:
-        start_missing(turn)  # if its back-off is over; otherwise a tick starts it
+        start_missing(turn)  # if its back-off is over; otherwise a later tick starts it
 
 
 def exclude_newcomer(turn: Turn, member: Member, stimulus: s.UserErrorSeen) -> None:
@@ -48,13 +48,13 @@ def exclude_newcomer(turn: Turn, member: Member, stimulus: s.UserErrorSeen) -> N
 
 
 def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
-    """Distinguish a machine's fault from a fault of the notebook's code, which would recur forever.
+    """Distinguish machine faults from faults in the notebook's code, which would recur forever.
 
-    The count ignores which worker it was: a step's samples go to the same rank each time, and if
-    the others can train without a broken machine, they commit steps meanwhile.
+    Faults count regardless of the worker: a repeated step gives the same samples to each rank. And
+    if the others can train without a broken machine, they commit steps in the meantime.
     """
     state = turn.state
-    _back_off(turn, member)  # a fault of its worker, in any phase
+    _back_off(turn, member)  # counts against its worker in any phase
     error = f"the last on {member.worker}: {stimulus.cause}"
     if member.phase == "ranked":
         count_step_fault(turn, error, output=stimulus.last_words, workers=(member.worker,))
@@ -72,7 +72,7 @@ def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
 def count_step_fault(
     turn: Turn, error: str, *, output: str = "", workers: tuple[str, ...] = ()
 ) -> None:
-    """Count a generation that broke in the current step; without ``workers`` for no known cause."""
+    """Count a generation that broke in the current step; no ``workers`` if the cause is unknown."""
     state = turn.state
     fault = UserError(error=error, traceback=output, workers=workers, step=state.step)
     turn.update_faults(state.faults.with_step_fault(fault, generation=state.generation))
@@ -87,7 +87,7 @@ def _back_off(turn: Turn, member: Member) -> None:
         stepped_s=stepped_s,
         was_ready=member.phase != "starting",
     )
-    # Forget workers that the job may not use any more, or the mapping would grow without bound.
+    # Forget workers that the job may no longer use, or the mapping would grow without bound.
     known = {w: h for w, h in faults.health.items() if w in turn.state.assigned}
     turn.update_faults(replace(faults, health={**known, member.worker: health}))
     wait_s = health.retry_at - turn.now
@@ -101,7 +101,7 @@ def _lose(turn: Turn, member: Member, cause: str, detected_s: float) -> None:
     turn.update_faults(turn.state.faults.with_lost(member.worker, cause))
     turn.remove(member)
     turn.publish(events.WorkerLost, worker=member.worker, cause=cause, detected_s=detected_s)
-    # No rank waits for a newcomer, or for one that has reported.
+    # No rank waits for a newcomer, or for a trainer that has reported.
     if member.phase == "ranked":
         turn.update_generation(replace(turn.state.current, has_lost=True))
         turn.add_why("lost")

@@ -17,7 +17,7 @@ MemberPhase = Literal["starting", "warm", "ranked", "reported"]
 JobPhase = Literal["gathering", "running", "changing", "collecting", "closing"]
 Outcome = Literal["finished", "stopped", "failed"]
 FormReason = Literal["start", "join", "leave", "lost", "stalled", "restart", "resume"]
-"""Why the next generation forms. The log has one more: ``broken`` for ``lost`` without a loss."""
+"""Why the next generation forms. If no worker was lost, the log has ``broken`` for ``lost``."""
 
 KEEP_LOST = 8
 """Maximum number of lost workers that the status of a waiting job lists."""
@@ -45,7 +45,7 @@ class Member:
     device: str = ""
     """The device as torch names it; empty until the trainer is warm."""
     gpu: str = ""
-    """The GPU's identifier; empty without one."""
+    """Identifier of the GPU; empty if there is none."""
     phase: MemberPhase = "starting"
     """``starting`` until it is warm, ``warm`` until it is admitted, ``ranked`` in the current
     generation, ``reported`` after it has left one and waits for the next."""
@@ -58,9 +58,9 @@ class Member:
     """Deadline for its last step, so that its state is durable before its machine is interrupted.
     Infinite if no interruption is planned, or its time is unknown."""
     formed: bool = False
-    """True if it has reported that it steps in the current generation."""
+    """True if it has reported that it is stepping in the current generation."""
     steps_since: float = 0.0
-    """When it reported that for the first time; 0.0 before."""
+    """When it first reported that; 0.0 before."""
     form_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Seconds it took to connect, to sync and to wrap the model."""
     signs: LifeSigns | None = None
@@ -86,7 +86,7 @@ class UserError:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Progress of a checkpoint that blocks the job, because its state may be gone afterwards."""
+    """Progress of a checkpoint that blocks the job, because its state could otherwise be lost."""
 
     trainer: str = ""
     """The trainer that was ordered to write it and has not answered; empty if there is none."""
@@ -109,7 +109,7 @@ class GenerationState:
     number: int = 0
     """Counted from 1; 0 before the first generation."""
     world_size: int = 0
-    """Ranks when it was formed."""
+    """Number of ranks when it was formed."""
     first_step: int = 0
     """The step that it started from."""
     backend: str = "gloo"
@@ -123,9 +123,9 @@ class GenerationState:
     has_backup: bool = False
     """True if its ranks were asked for a checkpoint because all of them will leave."""
     breaks: tuple[Break, ...] = ()
-    """Reports of its ranks that it broke."""
+    """Reports from its ranks that it broke."""
     undone: tuple[tuple[int, str], ...] = ()
-    """Steps that survivors had begun and undone, with their workers; until they are logged."""
+    """Steps that survivors began and undid, each with its worker, until they are logged."""
     nan_loss: NanLoss | None = None
     """The step that it ended with, if the loss of that step was not finite."""
 
@@ -140,17 +140,17 @@ class Faults:
     """Failures that count against a budget or delay a retry, and the workers that are missing."""
 
     failed_forms: FailedForms = NO_FAILED_FORMS
-    """Generations in a row that broke although no worker was lost."""
+    """Consecutive generations that broke although no worker was lost."""
     form_at: float = 0.0
     """Earliest time of the next attempt to form after such a failure."""
     health: Mapping[str, Health] = field(default_factory=dict)
-    """Workers whose trainers exited by themselves."""
+    """Workers whose trainers exited on their own."""
     lost: tuple[tuple[str, str], ...] = ()
     """Lost workers that are still missing, each with the cause; at most ``KEEP_LOST``."""
     num_warm_ups: int = 0
-    """Trainers in a row that exited before any was warm, while no trainer held the state."""
+    """Consecutive trainers that exited before any was warm, while none held the state."""
     at_step: tuple[int, tuple[int, ...]] = (-1, ())
-    """A step, and the generations that broke in it by a trainer's fault or for no known cause."""
+    """A step, and the generations that broke in it because of a trainer or for unknown reasons."""
     last: UserError | None = None
     """The newest of the faults above; it fails the job when a budget is used up."""
 
@@ -161,7 +161,7 @@ class Faults:
         return replace(self, lost=(*others, (worker, cause))[-KEEP_LOST:])
 
     def with_warm_up_fault(self, fault: UserError) -> Faults:
-        """Return a copy with one more trainer that exited while it warmed up."""
+        """Return a copy with one more trainer that exited during its warm-up."""
         return replace(self, num_warm_ups=self.num_warm_ups + 1, last=fault)
 
     def with_step_fault(self, fault: UserError, *, generation: int) -> Faults:
@@ -221,7 +221,7 @@ Ending = Finishing | Stopping | Failing
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """Everything that decides what happens next to one job."""
+    """Everything that determines what happens next to one job."""
 
     # --- given by the user ---
 
@@ -235,16 +235,16 @@ class JobState:
     pauses_on_nan: bool = False
     """True if a loss that is not finite pauses the job instead of failing it."""
 
-    # --- where the job is ---
+    # --- its status and phase ---
 
     status: JobStatus = "submitted"
     """The status that the log shows; a terminal one if and only if the job has ended."""
     reason: str = ""
     phase: JobPhase = "gathering"
-    """``gathering``: no generation is formed. ``running``: one forms or steps. ``changing``: its
-    ranks leave at the next agreed step boundary. ``collecting``: it was aborted, and its ranks have
-    not all reported. ``closing``: no generation follows; the last checkpoint is written, or the job
-    has ended."""
+    """``gathering``: no generation is formed. ``running``: one is forming or stepping.
+    ``changing``: its ranks leave at the next agreed step boundary. ``collecting``: it was aborted,
+    and not all ranks have reported. ``closing``: no generation follows; the last checkpoint is
+    written, or the job has ended."""
     since: float = 0.0
     """When this phase began."""
     pause: Pause | None = None
@@ -262,7 +262,7 @@ class JobState:
     next_whys: tuple[FormReason, ...] = ("start",)
     """Reasons of the next generation."""
     has_trained: bool = False
-    """True if all ranks of any generation have stepped, which proves the notebook's code."""
+    """True once all ranks of some generation have stepped: the notebook's code works."""
     faults: Faults = Faults()
 
     # --- its training state ---
@@ -272,7 +272,7 @@ class JobState:
     saved_steps: tuple[int, ...] = ()
     """Steps of the newest durable checkpoints, oldest first."""
     saving: Saving = Saving()
-    """The checkpoint without which the newest state must not leave."""
+    """The checkpoint to finish before the last holder of the newest state may leave."""
     timings: Timings = Timings()
 
     def with_member(self, member: Member) -> JobState:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class NanLoss:
-    """A step that all ranks undid before its update, because of its loss."""
+    """A step that all ranks undid before its update because the loss was not finite."""
 
     step: int
     loss: float
     """The mean over the ranks: NaN, or infinite."""
     sources: tuple[tuple[int, str], ...] = ()
-    """Rank and worker of those that have reported that their own share was not finite."""
+    """Rank and worker of each rank that has reported a non-finite share of its own."""
 
     def to_text(self, saved_step: int) -> str:
-        """Describe what happened, where, and which state is left.
+        """Describe what happened, where, and which state remains.
 
         Args:
             saved_step: The newest durable checkpoint; below 0 if there is none.
@@ -25,7 +25,7 @@ class NanLoss:
         'the loss of step 12 is nan on rank 1 (w1); no rank updated its weights, which are those \
 of step 11; the newest checkpoint is of step 8'
         """
-        # All ranks know the mean, but only its source knows where it came from, and may be lost.
+        # All ranks have the mean, but only the ranks that caused it report that, and may be lost.
         named = [f"rank {rank} ({worker})" for rank, worker in self.sources]
         where = f" on {', '.join(named)}" if named else " (the ranks that computed it were lost)"
         newest = f"the newest checkpoint is of step {saved_step}"

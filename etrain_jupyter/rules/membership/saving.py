@@ -1,4 +1,4 @@
-"""Wait for checkpoints: before the last holder of the newest state leaves, or at the end.
+"""Wait for checkpoints: before the last holder of the newest state leaves, or as the job ends.
 
 The holders of the newest state try to write it, one after another. If all fail, they retry after a
 delay, because a full disk or an unreachable store may recover.
@@ -15,11 +15,11 @@ from etrain_jupyter.rules.membership.membership import Finishing, JobState, Memb
 from etrain_jupyter.rules.membership.turn import Turn, end_job, newest_step
 
 SAVE_WAITS_S = (5.0, 10.0, 20.0)
-"""Delays in seconds after the first, the second and each later round in which no holder could write
-the checkpoint. At its end, a job has one retry per entry, and then ends without the checkpoint."""
+"""Seconds to wait after the first, second and each later round in which no holder could write the
+checkpoint. A job that is ending retries once per entry, then ends without the checkpoint."""
 
 SAVE_TIME_DECAY = 0.8
-"""Factor by which each faster checkpoint lowers the known duration of a checkpoint."""
+"""A faster checkpoint lowers the estimated duration of a checkpoint at most to this fraction."""
 
 
 def newest_holders(state: JobState) -> list[Member]:
@@ -30,7 +30,7 @@ def newest_holders(state: JobState) -> list[Member]:
 
 
 def is_newest_durable(state: JobState) -> bool:
-    """Return whether nothing would be lost without the holders of the newest state.
+    """Return whether losing all holders of the newest state would lose no steps.
 
     True before the first step.
     """
@@ -43,7 +43,7 @@ def saver_of(state: JobState) -> Member | None:
 
 
 def save_newest(turn: Turn) -> None:
-    """Order one holder of the newest state to save it, unless one does already or must wait."""
+    """Order one holder of the newest state to save it, unless one is doing so or must wait."""
     # One round over three holders of the newest state, and the next one:
     #
     #   w1 fails -> w2 fails -> w3 fails | wait 5 s | w1 ... succeeds: ``Saving()``
@@ -77,7 +77,7 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
         turn.saved(sorted(known)[-KEEP_SAVED:])
         if saved.duration_s:
             # A slow checkpoint raises the estimate immediately; faster ones lower it gradually,
-            # because a deadline that is missed costs more than one that is early.
+            # because missing a deadline costs more than saving too early.
             timings = turn.state.timings
             save_s = max(saved.duration_s, timings.save_s * SAVE_TIME_DECAY)
             turn.update_timings(replace(timings, save_s=save_s))
@@ -95,7 +95,7 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
 
 
 def _is_given_up(state: JobState) -> bool:
-    # Only at the end: before an interruption it retries for as long as the machine exists.
+    # Only as the job ends: before an interruption, it retries as long as the machine exists.
     return state.phase == "closing" and state.saving.num_rounds > len(SAVE_WAITS_S)
 
 
@@ -109,18 +109,18 @@ def close_job(turn: Turn) -> None:
     state = turn.state
     has_finished = isinstance(state.ending, Finishing)
     if has_finished and max(newest_step(state), state.saved_step) < state.step:
-        # All holders of its last steps died. Other jobs may have the workers by now, because this
-        # job was about to end: so it gets workers assigned again.
+        # All holders of the last steps died. Because this job was about to end, its workers may
+        # now belong to other jobs: have workers assigned again.
         turn.train_on()
         turn.enter_phase("gathering")
     elif is_newest_durable(state):
-        # What is left here is durable. If a checkpoint was ordered and the state of ``state.step``
-        # is gone all the same, the reason says so.
+        # The remaining state is durable. If a checkpoint was ordered but the state of
+        # ``state.step`` was lost anyway, report that.
         is_unsaved = bool(state.saving.since) and state.saved_step < state.step
         end_job(turn, unsaved=_describe_loss(state) if is_unsaved else "")
     else:
         if state.phase != "closing":
-            # Failed rounds before this point were those of an interruption: they do not count.
+            # Earlier failed rounds were due to an interruption and do not count.
             turn.enter_phase("closing")
             turn.update_saving(replace(state.saving, num_rounds=0, retry_at=0.0))
         save_newest(turn)

@@ -11,16 +11,16 @@ process was stopped, or its event loop was blocked."""
 
 @dataclass
 class Hearing:
-    """Record when each supervisor sent its last message. Time is an argument.
+    """Record when each supervisor sent its last message. Callers pass the time.
 
-    Only the time in which the coordinator ran counts. After a suspension of the head, no supervisor
-    counts as silent, although no message was received for a long time.
+    Only time during which the coordinator was running counts: a suspension of the head does not
+    make a supervisor count as silent.
     """
 
     limit_s: float
     """Timeout in seconds without a message from a supervisor."""
     tick_s: float
-    """Ordinary interval between two calls of ``tick``, in seconds."""
+    """Normal interval between calls to ``tick``, in seconds."""
     heard_at: dict[str, float] = field(default_factory=dict)
     _ticked_at: float | None = None  # None before the first tick
 
@@ -34,7 +34,7 @@ class Hearing:
 
     def tick(self, now: float) -> float:
         """Advance the time, and return the seconds for which the coordinator was suspended."""
-        # tick   tick                           tick    tick_s is the ordinary interval
+        # tick   tick                           tick    tick_s is the normal interval
         #  |------|------- suspended ------------|
         #         |<-tick_s->|<---- asleep_s --->|      heard_at moves by asleep_s
         passed_s = self.tick_s if self._ticked_at is None else now - self._ticked_at
@@ -42,7 +42,7 @@ class Hearing:
         if 0 <= passed_s < LATE_S:
             return 0.0
         asleep_s = passed_s - self.tick_s
-        # Do not count the suspended time: messages from it may still be waiting in the sockets.
+        # Do not count the suspended time: messages sent then may still be waiting in the sockets.
         for name in self.heard_at:
             self.heard_at[name] += asleep_s
         return asleep_s

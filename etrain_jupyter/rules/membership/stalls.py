@@ -1,10 +1,10 @@
 """Find the straggler from the ranks' progress counters, which their supervisors report.
 
-All ranks start the same collectives in the same order. So when no rank makes progress, the others
-wait for the rank that has started the fewest. A process that is stopped, or in which one thread
-holds the GIL, may have started as many as the others; the age of its pulse identifies it. Only the
-straggler is killed. Without a clear straggler, the connections may be the cause: the generation is
-aborted, and the next one forms. If a rank does hang, it is then the one that does not report.
+All ranks start the same collectives in the same order. So when no rank makes progress, the rank
+that has started the fewest is the one that the others wait for. A process that is stopped, or in
+which one thread holds the GIL, may have started just as many; the age of its pulse identifies it.
+Only the straggler is killed. Without a clear straggler, the connections may be the cause: the
+generation is aborted, and the next one forms. A rank that does hang then fails to report.
 
 ========================================  ========================================================
 no progress for ``patience_s`` and ...    action
@@ -28,15 +28,15 @@ from etrain_jupyter.rules.membership.saving import saver_of
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 
 STEPS_PER_LIMIT = 10
-"""Number of ordinary steps for which a rank may make no progress."""
+"""Maximum time without progress, in multiples of the duration of a step."""
 
 WARM_UPS_PER_LIMIT = 3
-"""The same before the first step, as a number of warm-ups, each of which includes a pass."""
+"""The same before the first step, in multiples of a warm-up, which includes a pass."""
 
 RESTORE_PATIENCE = 10
 WARM_UP_PATIENCE = 4
-"""Factors on the time allowed without progress: reading a checkpoint or building the model may take
-long, and reports no progress meanwhile."""
+"""Factors applied to the time allowed without progress: reading a checkpoint or building the model
+may take long, without any report of progress."""
 
 FROZEN_S = 3.0
 """A running process pulses four times a second; without a pulse for this many seconds it is
@@ -51,11 +51,11 @@ lost."""
 
 
 def take_progress(turn: Turn, seen: s.ProgressSeen) -> None:
-    """Remember the newest reading of a trainer's page, and when its counters last changed."""
+    """Record the newest reading of a trainer's progress, and when its counters last changed."""
     member = turn.state.members.get(seen.trainer)
     if member is None:
         return
-    # Both instants are the coordinator's: the trainer's clock is not compared with ours.
+    # Both times are by the coordinator's clock, which is never compared with the trainer's.
     old = member.signs
     has_moved = old is None or _position(old.seen) != _position(seen)
     moved_at = turn.now if old is None or has_moved else old.moved_at
@@ -69,7 +69,7 @@ def _position(seen: s.ProgressSeen) -> tuple[int, int, int]:
 
 
 def check_stalls(turn: Turn) -> None:
-    """Find the members that make no progress, and act on it. Called with each tick."""
+    """Find the members that make no progress, and act on them. Called with each tick."""
     _declare_unkillable_lost(turn)
     _check_newcomers(turn)
     phase = turn.state.phase
@@ -83,7 +83,7 @@ def check_stalls(turn: Turn) -> None:
 
 def excuse_sleep(turn: Turn, asleep_s: float) -> None:
     """Do not count the time in which the coordinator itself was suspended."""
-    # Shift every instant that a timeout is measured from.
+    # Shift every time that a timeout is measured from.
     for member in list(turn.state.members.values()):
         signs = member.signs
         if signs is not None:
@@ -105,7 +105,7 @@ def _check_generation(turn: Turn) -> None:
     state = turn.state
     ranked = state.in_phase("ranked")
     quiet_s = turn.now - _moved_at(state, ranked)
-    # Without news of a rank, its supervisor is the problem: ``silence`` evicts that worker.
+    # If a rank's reports stop, its supervisor is the problem: ``silence`` evicts that worker.
     if not ranked or quiet_s <= patience_s(state) or not _have_fresh_reports(turn, ranked):
         return
     # last progress of any rank                    now
@@ -126,7 +126,7 @@ def _check_generation(turn: Turn) -> None:
 
 
 def patience_s(state: JobState) -> float:
-    """Return how many seconds all ranks of a generation may make no progress."""
+    """Return for how many seconds a generation may make no progress."""
     # Before the first step the duration of a step is unknown (0.0): a warm-up includes one.
     slow_s = STEPS_PER_LIMIT * state.timings.step_s or WARM_UPS_PER_LIMIT * state.timings.warm_s
     limit_s = max(state.hang_s, slow_s)
@@ -137,7 +137,7 @@ def patience_s(state: JobState) -> float:
 
 
 def find_suspects(state: JobState, *, now: float, quiet_s: float) -> list[Member]:
-    """Return the ranks that the others wait for; none if that is not clear.
+    """Return the ranks that the others are waiting for; empty if unclear.
 
     Ranks that have already left the generation are ahead of all that have not. Two ranks at the
     same place, behind the others, may be waiting for each other. A single rank is suspected only if
@@ -179,7 +179,7 @@ def _is_frozen(member: Member, now: float, quiet_s: float, hang_s: float) -> boo
 
 
 def _moved_at(state: JobState, ranked: list[Member]) -> float:
-    # A report counts as progress of the generation: the others have just begun to wait for less.
+    # A report counts as progress of the generation: there is one rank fewer to wait for.
     moves = [m.signs.moved_at for m in ranked if m.signs]
     reports = [m.since for m in state.in_phase("reported")]
     return max([state.since, *moves, *reports])
@@ -196,7 +196,7 @@ def _restart_generation(turn: Turn, quiet_s: float) -> None:
     num_ranks = len(state.in_phase("ranked"))
     what = f"{num_ranks} ranks made no progress for {quiet_s:.0f} s, without a clear straggler"
     turn.log(f"{what}, at step {state.step + 1}; aborting generation {state.generation}")
-    if state.current.is_ready:  # otherwise no step had begun, which is the network's fault
+    if state.current.is_ready:  # otherwise no step had begun: blame the network
         count_step_fault(turn, error=what)
     begin_collecting(turn, "stalled")
 
@@ -252,8 +252,8 @@ def _check_frozen(turn: Turn, members: list[Member], limit_s: float) -> None:
 
 
 def _declare_unkillable_lost(turn: Turn) -> None:
-    # SIGKILL takes effect only when the kernel lets the process go, for example after a read from a
-    # dead network file system. The job does not wait for that.
+    # A process that is blocked in the kernel, for example reading from a dead network file system,
+    # does not react to SIGKILL. The job does not wait for it.
     for member in list(turn.state.members.values()):
         if member.killed_at and turn.now - member.killed_at > KILL_PATIENCE_S:
             take_trainer_lost(turn, s.TrainerLost(trainer=member.trainer, cause=member.killed_why))
@@ -264,13 +264,13 @@ def _declare_unkillable_lost(turn: Turn) -> None:
 
 def _kill(turn: Turn, member: Member, why: str) -> None:
     if member.killed_at:
-        return  # its exit, ``TrainerLost``, is still to come
+        return  # already killed; ``TrainerLost`` will report its exit
     turn.put(replace(member, killed_at=turn.now, killed_why=why))
     turn.do(KillTrainer(trainer=member.trainer, why=why, stacks=True))
 
 
 def _warn(turn: Turn, member: Member, what: str) -> None:
-    # Once until it makes progress again: the stacks are long.
+    # Warn once until it makes progress again: the stacks are long.
     if member.is_warned_of or member.signs is None or member.killed_at:
         return
     turn.put(replace(member, is_warned_of=True))

@@ -3,7 +3,7 @@
 No I/O, no clock, no randomness. The coordinator turns messages into stimuli and carries out the
 commands; the tests simulate thousands of schedules in seconds.
 
-Each turn of this loop is one generation::
+Each pass through this loop is one generation::
 
     gathering --enough are warm--> running --join, leave, pause, stop--> changing ----+
         ^                             |                                               |
@@ -43,10 +43,10 @@ from etrain_jupyter.rules.membership.turn import (
 
 LAST_SAVE_S = 30.0
 """Seconds before the interruption at which the last holder of the state stops stepping and saves
-it. At most half of the notice, unless checkpoints are known to take longer."""
+it. At most half of the notice period, unless checkpoints are known to take longer."""
 
 SAVES_PER_LEAD = 1.5
-"""Safety factor on the duration of recent checkpoints, for the time kept free for the last one."""
+"""Time reserved for the last checkpoint, as a multiple of the duration of recent ones."""
 
 
 def handle(
@@ -55,13 +55,13 @@ def handle(
     """Apply one stimulus and return the next state with the commands to carry out.
 
     Args:
-        state: The job before.
+        state: The job's state before the stimulus.
         stimulus: The input.
-        now: Seconds of a monotonic clock. All instants in the state and in stimuli are its.
-        wall: Seconds since the epoch, for the events; None stands for ``now``.
+        now: Monotonic time, in seconds. All times in the state and in stimuli are by this clock.
+        wall: Seconds since the epoch, for the events; None to use ``now``.
 
     Returns:
-        The job after, and the commands in the order in which to carry them out.
+        The job's new state, and the commands in the order in which to carry them out.
     """
     if state.is_ended:
         return state, []  # released trainers may still report
@@ -125,7 +125,7 @@ def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
         is_assigned = member.worker in stimulus.workers
         if not is_assigned and not member.leaving:
             ask_to_leave(turn, member, "scaled down")
-        # Scaled up again before it had left. A preempted member leaves in any case.
+        # Scaled up again before it left. A preempted member leaves in any case.
         elif is_assigned and member.leaving == "scaled down":
             turn.put(replace(member, leaving=""))
     start_missing(turn)
@@ -143,7 +143,7 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
     if member is not None:
         left_s = max(0.0, stimulus.deadline - turn.now)
         lead_s = min(LAST_SAVE_S, left_s / 2)
-        # A slow store needs a longer lead, if need be the whole notice.
+        # A slow store needs a longer lead, up to the whole notice period.
         lead_s = max(lead_s, min(left_s, SAVES_PER_LEAD * turn.state.timings.save_s))
         member = replace(member, save_at=stimulus.deadline - lead_s)
         turn.put(member)
@@ -152,13 +152,13 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
 
 def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
     member = turn.state.members.get(stimulus.trainer)
-    # A restarted scheduler gets unacknowledged reports again: it knows of this one from the hello.
+    # A restarted scheduler receives unacknowledged reports again: the hello already had this one.
     if member is None or member.phase != "starting":
         return
     turn.put(
         replace(member, phase="warm", since=turn.now, device=stimulus.device, gpu=stimulus.gpu)
     )
-    # One warm trainer proves that the notebook's code can warm up: the count starts over.
+    # One warm trainer proves that the notebook's code can warm up: reset the count.
     turn.update_faults(replace(turn.state.faults, num_warm_ups=0))
     timings = turn.state.timings
     turn.update_timings(replace(timings, warm_s=max(timings.warm_s, stimulus.warm_s)))
@@ -183,9 +183,9 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
     if turn.state.current.is_restoring and not any(m.formed for m in turn.state.in_phase("ranked")):
         turn.restored_at(stimulus.step)
     times = (stimulus.connect_s, stimulus.sync_s, stimulus.wrap_s)
-    since = member.steps_since or turn.now  # kept over generations: the age of the trainer counts
+    since = member.steps_since or turn.now  # kept across generations: the age of the trainer counts
     turn.put(replace(member, formed=True, steps_since=since, form_times=times))
-    # A fast rank may have left the generation again before the slowest one has formed.
+    # A fast rank may already have left the generation when the slowest one has formed.
     ranks = [m for m in turn.state.in_phase("ranked", "reported") if m.formed]
     if len(ranks) == turn.state.current.world_size:
         turn.ready()
@@ -201,11 +201,11 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
 
 def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
     member = turn.state.members.get(stimulus.trainer)
-    # Fence reports of an older generation, and a second report of the same one.
+    # Reject reports from an older generation, and duplicates from the current one.
     if member is None or member.phase != "ranked" or stimulus.generation != turn.state.generation:
         return
     turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
-    # Its step records may still be on the way: they are reported by rank 0 only.
+    # Its step records may still be in transit: only rank 0 sends them.
     turn.committed(stimulus.progress[0])
     current = turn.state.current
     if stimulus.undone:
@@ -233,8 +233,8 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
 
 
 def _expect_reports(turn: Turn) -> None:
-    # No command: all ranks leave after the same step, by a decision that they share (a change, the
-    # last step, a loss that is not finite).
+    # No command is needed: all ranks decide alike (a change, the last step, a non-finite loss), and
+    # leave after the same step.
     if turn.state.phase == "running":
         turn.enter_phase("changing")
 
@@ -246,8 +246,8 @@ def _take_nan_loss(turn: Turn, stimulus: s.NonFiniteLoss) -> None:
     step = stimulus.progress[0] + 1
     turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
     turn.committed(stimulus.progress[0])
-    # Every rank reports the same mean. What differs is whose own share was not finite, so the
-    # sources are collected until all ranks have reported (``_settle_nan_loss``).
+    # Every rank reports the same mean, but only the sources had a non-finite share of their own.
+    # Collect the sources until all ranks have reported (``_settle_nan_loss``).
     current = turn.state.current
     found = current.nan_loss or NanLoss(step=step, loss=stimulus.loss)
     if stimulus.is_source:
@@ -278,14 +278,14 @@ def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
                 step=step,
             )
     turn.fail(error)
-    # An error of the warm-up has generation 0, and the trainer holds no state.
+    # An error during the warm-up has generation 0, and the trainer holds no state.
     if member.phase == "ranked" and stimulus.generation == turn.state.generation:
         turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
     begin_collecting(turn)
 
 
 def _is_dispensable(state: JobState, member: Member) -> bool:
-    # If other members hold a state that the same code has made, the code works: the cause is on the
+    # If other members hold a state produced by the same code, the code works: the cause is the
     # newcomer's worker, and the job can train without it.
     is_newcomer = member.phase in ("starting", "warm")
     return is_newcomer and state.has_trained and bool(state.in_phase("ranked", "reported"))
@@ -306,14 +306,14 @@ def _take_bounds(turn: Turn, stimulus: s.BoundsChanged) -> None:
 
 def _take_resume(turn: Turn) -> None:
     turn.unpause()
-    # The reason is logged only for a job that has come to rest.
+    # The reason is logged only if training had actually stopped.
     if turn.state.phase == "gathering":
         turn.add_why("resume")
 
 
 def _take_stop(turn: Turn, stimulus: s.StopAsked) -> None:
     outcome = turn.state.outcome
-    # A job that has trained all its steps finishes, unless it must not wait for its last state.
+    # A job that has trained all its steps still finishes, unless it must stop ``now``.
     if not outcome or (stimulus.now and outcome == "finished"):
         turn.stop()
     if stimulus.now:
@@ -321,7 +321,7 @@ def _take_stop(turn: Turn, stimulus: s.StopAsked) -> None:
 
 
 def _take_tick(turn: Turn, stimulus: s.Tick) -> None:
-    # Before the check: after a suspension of the head every rank would seem to be stalled.
+    # Before the check: otherwise every rank would seem stalled after the head was suspended.
     if stimulus.asleep_s:
         excuse_sleep(turn, stimulus.asleep_s)
     check_stalls(turn)

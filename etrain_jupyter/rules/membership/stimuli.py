@@ -27,12 +27,12 @@ class WorkerNoticed:
 
     worker: str
     deadline: float = math.inf
-    """Time of the interruption, by the clock of the state machine; infinite if unknown."""
+    """Time of the interruption, by the state machine's clock; infinite if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGone:
-    """A worker's connection closed, or its machine is gone; so is its trainer."""
+    """A worker's connection closed, or its machine is gone; its trainer is gone as well."""
 
     worker: str
     cause: str
@@ -49,19 +49,19 @@ class TrainerWarm:
     device: str = ""
     """The device that it trains on, as torch names it."""
     gpu: str = ""
-    """The GPU's identifier; empty without one."""
+    """Identifier of the GPU; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFormed:
-    """A rank has its process group and the newest state, and steps."""
+    """A rank has its process group and the newest state, and is stepping."""
 
     trainer: str
     generation: int
     connect_s: float = 0.0
     sync_s: float = 0.0
     wrap_s: float = 0.0
-    """Durations of its parts, see ``events.GenerationReady``."""
+    """Durations of the phases of forming; see ``events.GenerationReady``."""
     step: int = 0
     """The step that it continues from; only the ranks know which checkpoint could be read."""
 
@@ -80,14 +80,13 @@ class TrainerReported:
     why: Literal["planned", "failed", "done"]
     undone: bool = False
     ending: str = ""
-    """Why nothing is left to train before the planned end; empty at the planned end."""
+    """Why training ends before its planned end; empty if it does not."""
     error: str = ""
     """If ``failed``, the error message; empty if this rank only saw the abort."""
     backend: str = ""
     """The backend that the failure came from, ``nccl`` or ``gloo``; empty if unknown."""
     is_excused: bool = False
-    """True if the failure has another cause than the connections: out of memory, or an injected
-    fault."""
+    """True if the connections did not cause the failure: out of memory, or an injected fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ class NonFiniteLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerLost:
-    """A trainer's process exited while its worker lives."""
+    """A trainer's process exited while its worker is alive."""
 
     trainer: str
     cause: str
@@ -134,12 +133,12 @@ class ProgressSeen:
     phase: str = "idle"
     alive_age_s: float = 0.0
     process: str = ""
-    """State of the process in the system, queried only if it seems frozen: ``stopped`` ..."""
+    """State of the process in the OS, for example ``stopped``; queried only if it seems frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserErrorSeen:
-    """The notebook's code raised in a trainer, whose state is that of the last good step."""
+    """The notebook's code raised an exception in a trainer; its state is of the last good step."""
 
     trainer: str
     generation: int
@@ -199,7 +198,7 @@ class StopAsked:
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivorFound:
-    """A trainer that has outlived the scheduler that started it, as its supervisor reports it."""
+    """A trainer that has outlived its scheduler, as reported by its supervisor."""
 
     trainer: str
     worker: str
@@ -212,18 +211,18 @@ class SurvivorFound:
     device: str = ""
     gpu: str = ""
     progress: Progress = NO_PROGRESS
-    """Its newest report; inside a generation it may be further by now."""
+    """Its newest reported progress; inside a generation it may have advanced since."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainersFound:
-    """A new scheduler has taken the job over, and found these of its trainers."""
+    """A new scheduler has taken over the job and found these trainers."""
 
     found: tuple[SurvivorFound, ...]
     lost: tuple[str, ...] = ()
-    """Workers that are gone, or whose trainer is."""
+    """Workers that are gone, or whose trainers are gone."""
     world_size: int = 0
-    """Ranks of the newest generation when it was formed."""
+    """Number of ranks of the newest generation when it was formed."""
     is_ready: bool = False
     """True if all of its ranks had stepped."""
     backend: str = "gloo"
@@ -235,8 +234,8 @@ class Tick:
     """Time has passed."""
 
     asleep_s: float = 0.0
-    """Seconds of it in which the coordinator itself was suspended. It could receive nothing in that
-    time, so no silence and no stall in it counts."""
+    """Seconds of that time for which the coordinator itself was suspended. It could receive nothing
+    then, so silences and stalls in it do not count."""
 
 
 Stimulus = (

@@ -1,4 +1,4 @@
-"""One call of the state machine: the state as it changes, and the transitions that rules share."""
+"""One call to the state machine: the state as it changes, and the transitions that rules share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from etrain_jupyter.rules.membership.membership import (
 
 
 class Turn:
-    """One call of ``handle``: the state as it changes, and the commands so far.
+    """One call to ``handle``: the state as it changes, and the commands so far.
 
     The state changes only through these methods, each of which is one transition.
     """
@@ -60,10 +60,10 @@ class Turn:
         """Add a message for the log."""
         self.publish(events.LogLine, level=level, worker=worker, text=text)
 
-    # --- where the job is ---
+    # --- status and phase ---
 
     def enter_phase(self, phase: JobPhase) -> None:
-        """Enter a phase now; a new generation restarts the clock of ``running``."""
+        """Enter a phase now; entering ``running`` again restarts its clock."""
         if phase != self.state.phase or phase == "running":
             self.state = replace(self.state, phase=phase, since=self.now)  # ``stalls`` reads it
 
@@ -74,7 +74,7 @@ class Turn:
             self.publish(events.JobStatusChanged, status=status, reason=reason)
 
     def pause(self, reason: str = "") -> None:
-        """Pause the job. The user's request, without a reason, keeps that of an earlier pause."""
+        """Pause the job. A user's request has no reason, and keeps that of an earlier pause."""
         if reason or self.state.pause is None:
             self.state = replace(self.state, pause=Pause(reason=reason))
 
@@ -114,7 +114,7 @@ class Turn:
         self.assign(w for w in self.state.assigned if w != worker)
 
     def put(self, member: Member) -> None:
-        """Add a member, or replace the one of this name."""
+        """Add a member, or replace the one with this name."""
         self.state = self.state.with_member(member)
 
     def remove(self, member: Member) -> None:
@@ -154,7 +154,7 @@ class Turn:
         )
 
     def adopt_generation(self, current: GenerationState) -> None:
-        """Take the newest generation over from a previous scheduler."""
+        """Take over the newest generation from a previous scheduler."""
         self.state = replace(self.state, current=current, next_whys=())
 
     def update_generation(self, current: GenerationState) -> None:
@@ -170,14 +170,14 @@ class Turn:
 
     def ready(self) -> None:
         """Record that all ranks of the newest generation have formed."""
-        # From now on an error on a newcomer is the newcomer's: ``state_machine._is_dispensable``.
+        # From now on, newcomers are blamed for their own errors: ``state_machine._is_dispensable``.
         current = replace(self.state.current, ready_at=self.now)
         self.state = replace(self.state, current=current, has_trained=True)
 
     # --- training state ---
 
     def committed(self, step: int) -> None:
-        """Remember that a step is committed; an older one changes nothing."""
+        """Record that a step is committed; an older step changes nothing."""
         self.state = replace(self.state, step=max(self.state.step, step))
 
     def saved(self, steps: Iterable[int]) -> None:
@@ -189,11 +189,11 @@ class Turn:
         self.state = replace(self.state, saving=saving)
 
     def update_timings(self, timings: Timings) -> None:
-        """Replace the durations that timeouts follow from."""
+        """Replace the durations that determine timeouts."""
         self.state = replace(self.state, timings=timings)
 
     def update_faults(self, faults: Faults) -> None:
-        """Replace the failures that are counted."""
+        """Replace the record of failures."""
         self.state = replace(self.state, faults=faults)
 
     def excuse_sleep(self, asleep_s: float) -> None:
@@ -226,14 +226,14 @@ def release(turn: Turn, member: Member, reason: events.LeaveReason) -> None:
 
 
 def begin_collecting(turn: Turn, why: FormReason = "lost") -> None:
-    """Abort the generation, to free the ranks that wait for one that will never respond."""
+    """Abort the generation, to free the ranks that wait for a rank that will never respond."""
     # t  rank 0                       rank 1          rank 2
     # |  all-reduce of step 8         same            killed
     # |  waits                        waits
     # |  <---------- BreakGeneration (this command) ----------
     # v  undoes step 8, reports 7     the same        ``_settle`` forms the next one from step 7
     if turn.state.phase not in ("running", "changing"):
-        return  # aborted already: several ranks report the same loss
+        return  # already aborted: several ranks report the same loss
     turn.add_why(why)
     ranked = turn.state.in_phase("ranked")
     turn.enter_phase("collecting")
@@ -251,7 +251,7 @@ def publish_undone(turn: Turn) -> None:
     """Log the undone step once, with all survivors that had begun it."""
     # w1 commits step 7 and dies; w2, w3 undo it       lost: StepUndone 7, by w2 and w3
     # w1 commits step 7 and survives; w2 undoes it     not lost: w1 will hand its state over to w2
-    # ... but w1 dies before it has                    lost then: so the entry stays until then
+    # ... but w1 dies before it does                   lost after all: keep the entry until then
     newest = newest_step(turn.state)
     current = turn.state.current
     lost = sorted({step for step, _ in current.undone if step > newest})

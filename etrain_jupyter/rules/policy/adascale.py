@@ -1,12 +1,12 @@
 """Estimate the gain of AdaScale: the number of base steps that a larger batch is worth.
 
 A batch that is ``S`` times as large is worth up to ``S`` steps of the base batch if the gradient is
-mostly noise, and hardly more than one if it is not. This gain is the factor of the learning rate.
+mostly noise, and hardly more than one if it is not. This gain is the learning rate factor.
 
 Source: Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML
 2020. With ``v`` the variance of one worker's mean gradient (summed over its components) and ``q``
-the square norm of the true gradient, the gain of ``W`` workers over ``b`` is
-``(v / b + q) / (v / W + q)``. Each step gives an unbiased estimate of both, from the square norms
+the squared norm of the true gradient, the gain of ``W`` workers over ``b`` is
+``(v / b + q) / (v / W + q)``. Each step gives an unbiased estimate of both, from the squared norms
 of the ranks' gradients and of their mean; the estimates are averaged over recent steps.
 """
 
@@ -35,9 +35,9 @@ class GradientNoise:
         """Return the estimate after one more step.
 
         Args:
-            mean_of_squares: Mean over the ranks of the square norm of a rank's mean gradient.
-            square_of_mean: Square norm of the mean over the ranks.
-            world_size: Ranks of the step, with equal numbers of samples. A single rank gives no
+            mean_of_squares: Mean over the ranks of the squared norm of a rank's mean gradient.
+            square_of_mean: Squared norm of the mean over the ranks.
+            world_size: Number of ranks, with equal numbers of samples. A single rank gives no
                 estimate of the noise, and neither do infinite gradients.
 
         >>> GradientNoise().take(mean_of_squares=5.0, square_of_mean=3.0, world_size=2)
@@ -50,7 +50,7 @@ class GradientNoise:
         variance = (mean_of_squares - square_of_mean) * world_size / (world_size - 1)
         square_norm = square_of_mean - variance / world_size
         count = self.num_estimates + 1
-        # A plain mean at first, then an exponential one. Larger steps measure better: weight ~ W.
+        # A plain mean at first, then an exponential one. Larger steps are less noisy: weight ~ W.
         weight = max(1.0 / count, min(1.0, world_size / AVERAGING_WINDOW))
         return type(self)(
             variance=self.variance + weight * (variance - self.variance),
@@ -71,7 +71,7 @@ class GradientNoise:
         scale = world_size / base_workers
         if not self.num_estimates:
             return min(scale, 1.0)
-        # An unbiased estimate may be negative, although what it estimates is not.
+        # An unbiased estimate may be negative, although the true value is not.
         variance, square_norm = max(self.variance, 0.0), max(self.square_norm, 0.0)
         present = variance / world_size + square_norm
         if present <= 0.0:  # no gradient at all

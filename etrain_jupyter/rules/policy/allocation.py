@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The request of one job."""
+    """One job's request for workers."""
 
     job_id: str
     min_workers: int
@@ -38,7 +38,7 @@ def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple
     ...           Claim(job_id="b", min_workers=1, max_workers=2)], ["w1", "w2"])
     {'a': ('w1',), 'b': ('w2',)}
     """
-    # First the numbers, then the names. With 5 workers, for jobs of 1 to 4 and of 2 to 2:
+    # First the numbers, then the names. With 5 workers, a job of 1 to 4 and a job of exactly 2:
     #
     #             minimum   maximum (what is left, in order of submission)
     #   job a        1         1 + 2 = 3
@@ -57,7 +57,7 @@ def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple
 def _pick(
     claims: Sequence[Claim], workers: Sequence[str], shares: dict[str, int]
 ) -> dict[str, tuple[str, ...]]:
-    # All jobs keep theirs before any gets another one: a running rank is worth more than a choice.
+    # All jobs keep their workers before any gets new ones: keeping a running rank matters most.
     usable = set(workers)
     kept: dict[str, tuple[str, ...]] = {}
     for claim in claims:
@@ -65,7 +65,7 @@ def _pick(
         held = tuple(name for name in claim.held if name in fit)[: shares[claim.job_id]]
         kept[claim.job_id] = held
         usable -= set(held)
-    # Jobs that fit few of the free workers choose first: the others can take what is left.
+    # Jobs that can run on few of the free workers choose first: the others can use the rest.
     for claim in sorted(claims, key=lambda claim: -len(claim.unfit & usable)):
         missing = shares[claim.job_id] - len(kept[claim.job_id])
         spare = [name for name in workers if name in usable and name not in claim.unfit]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 
 MAX_MESSAGE_CHARS = 300
-"""Length of NCCL's message in a status; the log has the whole text."""
+"""Maximum length of NCCL's message in a status; the log has the whole text."""
 
 _UNKNOWN_REMEDY = "set NCCL_DEBUG=INFO in the workers' environment, and read NCCL's log there"
 
-# Specific causes first: many messages also have a general word like "socket".
+# Specific causes first: many messages also contain a general word like "socket".
 _REMEDIES = (
     (
         ("/dev/shm", "shared memory", "no space left on device"),  # Docker's default is 64 MB
@@ -44,11 +44,11 @@ _REMEDIES = (
         "connects the machines (ip addr lists them), and open its ports between them",
     ),
 )
-"""Strings in NCCL's message, in lower case, and what fixes it; the first match counts."""
+"""Substrings of NCCL's messages, in lower case, and the remedy; the first match counts."""
 
 
 def choose_backend(devices: Sequence[tuple[str, str]]) -> str:
-    """Return ``nccl`` if no two ranks share a GPU and none trains on a CPU, else ``gloo``.
+    """Return ``nccl`` if no two ranks share a GPU and none trains on a CPU, otherwise ``gloo``.
 
     Args:
         devices: For each rank, the device as torch names it and the GPU's identifier, empty if
@@ -94,7 +94,7 @@ def shorten_message(text: str) -> str:
     ...     "ncclSystemError: System call failed.\nLast error:\nNo space left on device")
     'ncclSystemError: No space left on device'
     """
-    # NCCL error in: a.cpp:77, unhandled system error ...     where in torch: of no use to users
+    # NCCL error in: a.cpp:77, unhandled system error ...     location in torch: no use to users
     # ncclSystemError: System call failed.                    the kind
     # Last error:
     # No space left on device                                 the cause
@@ -108,7 +108,7 @@ def shorten_message(text: str) -> str:
 
 
 def remedy_for(text: str) -> str:
-    """Return the usual fix for an error of NCCL with this message.
+    """Return the usual fix for an NCCL error with this message.
 
     >>> remedy_for("Bootstrap : no socket interface found").partition(" in ")[0]
     'set NCCL_SOCKET_IFNAME'

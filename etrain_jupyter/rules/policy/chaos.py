@@ -23,10 +23,10 @@ class Strike:
 
 
 class Chaos:
-    """Faults with exponentially distributed times between them. Time is an argument.
+    """Faults with exponentially distributed times between them. Callers pass the time.
 
     Args:
-        mtbf_s: Mean time between two faults of the job.
+        mtbf_s: Mean seconds between faults in the job.
         mode: One of ``MODES``; ``mix`` draws a kind for each fault.
         seed: The same seed, with the same workers at the same times, gives the same faults.
         now: Start time.
@@ -51,18 +51,18 @@ class Chaos:
         return now >= self._ends_at
 
     def due(self, workers: Sequence[str], now: float) -> Strike | None:
-        """Return the fault that is due, if one is.
+        """Return the fault that is due, if any.
 
         Args:
-            workers: The workers that train now. Without any, the fault is dropped.
-            now: The current time. Several faults that are overdue count as one.
+            workers: The workers that train now. If there are none, the fault is dropped.
+            now: The current time. Several overdue faults count as one.
         """
         if now < self._next_at or self.is_over(now):
             return None
         self._next_at = now + self._random.expovariate(1 / self._mtbf_s)
         kind = self._random.choice(FAULT_KINDS) if self._mode == "mix" else self._mode
-        # Draw the same numbers of the generator with and without workers: later faults then do not
-        # depend on whether the job happened to wait now.
+        # Draw the same random numbers with and without workers, so later faults do not depend on
+        # whether the job happens to be waiting.
         number = self._random.random()
         if not workers:
             return None

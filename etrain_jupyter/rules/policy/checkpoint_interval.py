@@ -1,18 +1,18 @@
 """Choose the interval of ``checkpoint.every: auto`` from the cost and the benefit of a checkpoint.
 
-While one rank survives, it has the weights, and no checkpoint is read. So the rate that matters is
-not that of lost workers, but that of losing all ranks before a replacement has the state, or of
-resuming on another cluster. This rate and the measured cost of a checkpoint give the interval that
-wastes the least time.
+As long as one rank survives, it has the weights, and no checkpoint is read. So what matters is not
+how often workers are lost, but how often all ranks are lost before a replacement has the state, or
+the job resumes on another cluster. This rate and the measured cost of a checkpoint give the
+interval that wastes the least time.
 
 Sources:
     J. W. Young, A first order approximation to the optimum checkpoint interval, Communications of
     the ACM 17(9), 1974: ``sqrt(2 C M)``.
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future
-    Generation Computer Systems 22(3), 2006, equation 37: Young's with two terms more, and ``M``
-    where a checkpoint costs more than twice that.
+    Generation Computer Systems 22(3), 2006, equation 37: Young's with two more terms, or ``M``
+    if a checkpoint costs at least ``2 M``.
     K. N. Fleming, A reliability model for common mode failures in redundant safety systems, 1975:
-    the share of failures that take all units at once (beta factor).
+    the share of failures that affect all units at once (beta factor).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import math
 from dataclasses import dataclass
 
 FIRST_S = 10.0
-"""Time of the first checkpoint in seconds: it measures the cost."""
+"""Seconds until the first checkpoint, which measures the cost."""
 SHORTEST_S, LONGEST_S = 10.0, 600.0
-"""Bounds in seconds: below the first, checkpoints follow each other needlessly; the second limits
-the lost work of a user who continues elsewhere."""
+"""Bounds in seconds: below the first, checkpoints are needlessly frequent; the second limits the
+work that is lost when a user continues elsewhere."""
 MAX_COST_SHARE = 0.01
-"""Maximum share of the time; takes precedence over the bounds above."""
+"""Maximum share of the time that checkpoints may cost; overrides the bounds above."""
 MAX_WRITING_SHARE = 0.5
-"""Maximum share of the time in which a slow store is written to."""
+"""Maximum share of the time spent writing to a slow store."""
 
 PRIOR_WORKER_S = 24 * 3600.0
-"""Prior: one loss per this many seconds of a worker."""
+"""Prior: one loss per this many worker-seconds."""
 PRIOR_JOB_S = 24 * 3600.0
 """Prior: one loss of everything at once (a machine, the cluster, the session) per this many seconds
-of a job."""
+of training."""
 COMMON_LOSS_SHARE = 0.1
-"""Share of single losses that take all other workers along: a spot market may interrupt a whole
+"""Share of single losses that take all other workers with them: a spot market may interrupt a whole
 zone. A tenth is the usual estimate without data; see Fleming."""
 REPLACEMENT_S = 120.0
 """Seconds until another worker has the state of a lost one."""
@@ -53,9 +53,9 @@ class Interruptions:
     num_lost: int = 0
     """Workers that were lost or interrupted, together with all others or alone."""
     worker_s: float = 0.0
-    """Seconds of all workers, added up, in which that happened."""
+    """Worker-seconds over which that happened."""
     num_all_lost: int = 0
-    """Times at which no trainer held the state any more."""
+    """How often no trainer held the state any more."""
     job_s: float = 0.0
     """Seconds for which the job trained."""
 
@@ -79,7 +79,7 @@ class Choice:
     loss_rate_per_h: float
     """Expected rate of losing all holders of the state."""
     limit: str
-    """The bound that applies: ``shortest``, ``longest``, ``cost``, ``writing``; empty for none."""
+    """The bound that applies: ``shortest``, ``longest``, ``cost``, ``writing``; empty if none."""
 
 
 def worker_loss_rate(seen: Interruptions) -> float:
@@ -97,8 +97,8 @@ def total_loss_rate(seen: Interruptions) -> float:
     """Return the expected rate of losing all holders of the state, per second.
 
     The sum of three rates: one event takes all at once (observed, and a prior); one loss takes the
-    others along; all are lost one by one, before the first has been replaced. The last is the rate
-    at which ``n`` units with independent failures and repairs are down together:
+    others with it; all are lost one by one, before the first is replaced. The last is the rate at
+    which ``n`` units with independent failures and repairs are down together:
     ``n / r * (x / (1 + x)) ** n``, where ``x`` is the failure rate times the repair time ``r``.
 
     >>> alone, four = (total_loss_rate(Interruptions(num_holders=n)) for n in (1, 4))
@@ -109,7 +109,7 @@ def total_loss_rate(seen: Interruptions) -> float:
     at_once = (1 + seen.num_all_lost) / (PRIOR_JOB_S + seen.job_s)  # the prior is one loss, again
     share = (
         rate * REPLACEMENT_S / (1 + rate * REPLACEMENT_S)
-    )  # of the time, in which a worker is away
+    )  # fraction of the time for which a worker is missing
     one_by_one = num / REPLACEMENT_S * share**num
     together = (
         COMMON_LOSS_SHARE * num * rate if num > 1 else 0.0
@@ -121,14 +121,14 @@ def daly_interval(cost_s: float, mean_time_s: float) -> float:
     """Return the interval between checkpoints that wastes the least time.
 
     Args:
-        cost_s: ``C``, seconds of training that one costs.
-        mean_time_s: ``M``, mean seconds between two losses that need one.
+        cost_s: ``C``, seconds of training that a checkpoint costs.
+        mean_time_s: ``M``, mean seconds between losses that require a checkpoint.
 
     >>> round(daly_interval(1.0, 3600.0), 1), round((2 * 1.0 * 3600.0) ** 0.5, 1)  # Young's
     (84.2, 84.9)
     """
     if cost_s >= 2 * mean_time_s:
-        return mean_time_s  # outside of the series' range
+        return mean_time_s  # outside the range of the series
     ratio = cost_s / (2 * mean_time_s)
     young_s = math.sqrt(2 * cost_s * mean_time_s)
     return young_s * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s

@@ -1,7 +1,7 @@
 """Track the best evaluations and decide on early stopping.
 
-All ranks get the same sums, so each of them comes to the same decision without communication. A
-value that is not finite is never better than another one.
+All ranks get the same sums, so each makes the same decision without communication. A value that is
+not finite is never better than another one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 Mode = Literal["min", "max"]
 
 KEEP_BEST = 32
-"""Evaluations to remember, best first: the weights of the best one may have been lost with the
-machine that was saving them, and then the next one counts."""
+"""Number of best evaluations to remember: the weights of the best one may be lost with the machine
+that was saving them; the next best one then counts."""
 
 
 class EvaluationRecord(NamedTuple):
@@ -27,12 +27,12 @@ class EvaluationRecord(NamedTuple):
 
 
 def is_better(value: float, than: float | None, *, mode: Mode, min_delta: float = 0.0) -> bool:
-    """Return whether ``value`` improves on another one by more than ``min_delta``.
+    """Return whether ``value`` improves on ``than`` by more than ``min_delta``.
 
     Args:
         value: The new value.
-        than: The best earlier one; None without any.
-        mode: ``min`` if less is better, ``max`` if more is.
+        than: The best earlier value; None if there is none.
+        mode: ``min`` if lower is better, ``max`` if higher is better.
         min_delta: Improvements up to this size do not count.
 
     >>> [is_better(0.52, 0.5, mode="max", min_delta=d) for d in (0.0, 0.1)]
@@ -51,7 +51,7 @@ def is_better(value: float, than: float | None, *, mode: Mode, min_delta: float 
 def add_evaluation(
     best: Sequence[EvaluationRecord], found: EvaluationRecord, *, mode: Mode
 ) -> tuple[EvaluationRecord, ...]:
-    """Return the best evaluations, best first, after one more; of equals the earlier is better.
+    """Add an evaluation; return the best ones, best first. Among equals, the earlier is better.
 
     >>> known = (EvaluationRecord(20, 0.9), EvaluationRecord(10, 0.7))
     >>> [e.step for e in add_evaluation(known, EvaluationRecord(30, 0.9), mode="max")]

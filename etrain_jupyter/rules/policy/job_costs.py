@@ -1,8 +1,8 @@
 """Split the cost of a cluster's nodes among its jobs.
 
-While workers of a node are ranks of jobs, these jobs pay for it. While it boots, warms up, drains
-or waits for its termination, all active jobs share its cost; for a job that has trained before,
-this share counts as wasted. A refund by EC2 goes to the jobs that paid.
+While a node's workers are ranks of jobs, these jobs pay for it. While it boots, warms up, drains
+or waits to be terminated, all active jobs share its cost; for a job that has trained before,
+this share counts as wasted. A refund from EC2 goes to the jobs that paid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Spent(Protocol):
 
     @property
     def spent_usd(self) -> float:
-        """US dollars so far. May decrease, by a refund."""
+        """US dollars so far. A refund may decrease it."""
 
     @property
     def on_demand_usd(self) -> float:
@@ -41,7 +41,7 @@ class RunningCost:
     on_demand_usd: float = 0.0
     """Cost of the same hours at on-demand prices."""
     wasted_usd: float = 0.0
-    """Part of ``spent_usd`` for times after its first step in which a node did not train."""
+    """Part of ``spent_usd`` for time after its first step when a node did not train."""
 
     def plus(self, other: RunningCost) -> RunningCost:
         """Return the sum."""
@@ -72,7 +72,7 @@ class JobCosts:
         self._has_trained: set[str] = set()
 
     def begin(self, job_id: str, cost: RunningCost, *, has_trained: bool) -> None:
-        """Start with the earlier cost of a job, under another scheduler or on another cluster."""
+        """Start with the cost of a job so far, from another scheduler or cluster."""
         self._paid[""][job_id] = cost  # under no node, so that no refund touches it
         if has_trained:
             self._has_trained.add(job_id)
@@ -95,7 +95,7 @@ class JobCosts:
     ) -> None:
         """Share the cost since the last update among jobs.
 
-        The first update only sets the baseline: a previous scheduler has shared that cost.
+        The first update only sets the baseline: a previous scheduler has already shared that cost.
 
         Args:
             nodes: All nodes, present and past.
@@ -136,7 +136,7 @@ class JobCosts:
             paid[job_id] = paid.get(job_id, RunningCost()).plus(share)
 
     def _refund(self, node_id: str, amount_usd: float) -> None:
-        # In proportion to the payments. ``on_demand_usd`` stays: it is a price, not a payment.
+        # In proportion to the payments. ``on_demand_usd`` is a price, not a payment: keep it.
         payers = self._paid[node_id]
         total = sum(paid.spent_usd for paid in payers.values())
         left = max(0.0, 1.0 - amount_usd / total) if total else 0.0

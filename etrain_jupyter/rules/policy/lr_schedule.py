@@ -1,6 +1,6 @@
 """Learning rate schedule: a warm-up and a decay, counted in samples.
 
-In samples and not in steps, so that it does not depend on the batch size.
+Counting samples rather than steps makes it independent of the batch size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LrSchedule:
     """Samples that the whole job trains; later steps have the final rate."""
 
     def factor(self, position: int, count: int) -> float:
-        """Return the factor on the learning rate of one step.
+        """Return the learning rate factor for one step.
 
         At a constant batch of B samples, with a warm-up of W steps out of T, these are the usual
         formulas, with step t from 0: ``(t + 1) / W`` in the warm-up, so that the first
@@ -32,7 +32,7 @@ class LrSchedule:
 
         Args:
             position: Samples trained before the step.
-            count: Samples of the step.
+            count: Samples in the step.
 
         >>> schedule = LrSchedule(warmup=200, decay="linear", end=1000)
         >>> [schedule.factor(position, 100) for position in (0, 100, 200, 600, 900)]

@@ -1,7 +1,7 @@
 """Scale the learning rate with a batch that grows and shrinks with the workers.
 
 The batch of a job with ``batch.per_worker`` is ``scale`` times its base batch. A rule gives the
-factor of the learning rate for a scale. The factor increases over several steps: a jump would also
+learning rate factor for a scale. The factor increases over several steps: a jump would also
 multiply the noisy momentum of the small batch, and the loss might overshoot and not recover. It
 decreases immediately, because the previous rate may be unstable for a smaller batch. The momentum
 buffer itself never changes.
@@ -22,7 +22,7 @@ Rule = Literal["none", "linear", "sqrt"]
 
 
 def factor_of(rule: Rule, scale: float, max_factor: float = math.inf) -> float:
-    """Return the factor of the learning rate that a rule gives for a scale of the batch.
+    """Return the learning rate factor that a rule gives for a scale of the batch.
 
     Args:
         rule: ``linear`` (Goyal et al., 2017), ``sqrt`` (for Adam-family optimizers: Malladi et
@@ -38,12 +38,12 @@ def factor_of(rule: Rule, scale: float, max_factor: float = math.inf) -> float:
 
 
 def ramp_length(growth: float, momentum: float) -> int:
-    """Return the number of steps over which to approach a factor that grows ``growth`` times.
+    """Return the number of steps over which to increase the factor ``growth``-fold.
 
     Args:
         growth: Ratio of the new factor to the current one.
-        momentum: Weight of the past in the optimizer's mean of the gradients: ``momentum`` of SGD,
-            beta1 of Adam-family optimizers; 0 without momentum.
+        momentum: Weight of past gradients in the optimizer's mean: ``momentum`` for SGD, beta1 for
+            Adam-family optimizers; 0 without momentum.
 
     >>> ramp_length(12.0, 0.9), ramp_length(0.5, 0.9), ramp_length(12.0, 0.0)
     (105, 0, 0)
@@ -68,18 +68,18 @@ class Ramp:
 
     @property
     def factor(self) -> float:
-        """The factor of the next step."""
+        """The factor for the next step."""
         if self.since >= self.length:
             return self.target
         return self.start + (self.target - self.start) * self.since / self.length
 
     def aim(self, target: float, momentum: float, length: int | None = None) -> Self:
-        """Return a ramp from the current factor to ``target``; the same target changes nothing.
+        """Return a ramp from the current factor to ``target``; an unchanged target has no effect.
 
         Args:
             target: The factor at the end of the ramp.
             momentum: See ``ramp_length``.
-            length: Steps for a growing factor, instead of those that follow from ``momentum``.
+            length: Steps for an increasing factor; None to use ``ramp_length``.
         """
         # Called before each step; the target changes only with the number of workers:
         #

@@ -1,1 +1,1 @@
-"""Rebuild what a job's log implies for its policies."""
+"""Rebuild the inputs of policies from a job's log."""

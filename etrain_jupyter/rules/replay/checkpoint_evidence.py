@@ -20,7 +20,7 @@ from etrain_jupyter.rules.policy.checkpoint_interval import (
 )
 
 KEEP_COSTS = 5
-"""Number of newest checkpoints whose median counts: the first one also allocates the memory."""
+"""Number of newest checkpoints whose median cost is used: the first one also allocates memory."""
 
 
 class Evidence:
@@ -31,7 +31,7 @@ class Evidence:
         """The current interval; None before the first choice."""
         self._costs: deque[Costs] = deque(maxlen=KEEP_COSTS)
         self._seen = Interruptions()
-        self._began_at: float | None = None  # ``num_holders`` ranks train since then; None: none do
+        self._began_at: float | None = None  # when ``num_holders`` ranks began to train, or None
         self._newest_at = 0.0  # time of the newest event
         # When the newest durable state was current; at first, the start of training.
         self._saved_at: float | None = None
@@ -42,8 +42,8 @@ class Evidence:
 
         Args:
             event: The event.
-            at: Its time by the clock of ``review``. None for an event of an old log: its wall time
-                counts, and ``shift`` converts all instants afterwards.
+            at: Its time by the clock of ``review``. None for an event from an old log: its wall
+                time is used, and ``shift`` converts all times afterwards.
         """
         at = event.time if at is None else at
         match event:
@@ -68,7 +68,7 @@ class Evidence:
         self._newest_at = at
 
     def shift(self, by_s: float) -> None:
-        """Convert all instants from another clock, which is ``by_s`` behind."""
+        """Convert all times from a clock that is ``by_s`` seconds behind."""
         self._newest_at += by_s
         if self._began_at is not None:
             self._began_at += by_s
@@ -109,7 +109,7 @@ class Evidence:
         )
 
     def age_s(self, now: float) -> float:
-        """Return the age of the newest durable state in seconds; without any, of the training."""
+        """Return the seconds since the newest durable state, or since training began if none."""
         return max(0.0, now - self._saved_at) if self._saved_at is not None else 0.0
 
     # --- events ---
@@ -127,13 +127,13 @@ class Evidence:
         self._seen = dataclasses.replace(self._seen, num_lost=self._seen.num_lost + 1)
 
     def _on_restored(self, at: float) -> None:
-        if not self._is_resuming:  # otherwise it is counted already, or the user had ended the job
+        if not self._is_resuming:  # otherwise already counted, or the user had ended the job
             self._count_all_lost()
         self._is_resuming = False
-        self._saved_at = at  # nothing was trained since
+        self._saved_at = at  # nothing has been trained since
 
     def _on_resumed(self, event: t.JobResumed) -> None:
-        # Stop at the previous event: nothing trained between the end and the resume.
+        # Stop at the previous event: nothing was trained between the end and the resume.
         self._stop_clock(self._newest_at)
         self._is_resuming = True
         self._saved_at = None

@@ -1,4 +1,4 @@
-"""Split the samples of one step over the ranks of a generation.
+"""Split the samples of one step across the ranks of a generation.
 
 A step means the same at any world size: shares may be unequal, and on the last step of an
 epoch some may be empty, because gradients are summed over samples and never averaged over ranks.
@@ -36,9 +36,9 @@ def plan_step(
         count: Samples of this step, see ``ledger.cursor_at``.
         world_size: Ranks in this generation.
         micro_batch_size: Maximum samples per forward pass on one rank; None for no limit.
-        min_share: Minimum samples of a rank that gets any, if the step has as many. With 2, the
-            small last step of an epoch leaves no rank a single sample, on which BatchNorm fails.
-        num_passes: Minimum passes of a rank, as far as each has ``min_share`` samples.
+        min_share: Minimum samples for a rank that gets any, if the step has that many. With 2, no
+            rank gets a single sample, on which BatchNorm fails, in an epoch's small last step.
+        num_passes: Minimum passes per rank, as long as each has ``min_share`` samples.
 
     >>> plan_step(count=5, world_size=3, micro_batch_size=1)
     StepPlan(starts=(0, 2, 4), counts=(2, 2, 1), num_micro_steps=2)
@@ -68,7 +68,7 @@ def share_samples(count: int, world_size: int) -> tuple[int, ...]:
 
 
 def share_range(num_samples: int, rank: int, world_size: int) -> range:
-    """Return the contiguous indices that ``rank`` evaluates; each sample is on exactly one rank.
+    """Return the contiguous indices that ``rank`` evaluates; each sample goes to exactly one rank.
 
     >>> [share_range(7, rank, 3) for rank in range(3)]
     [range(0, 3), range(3, 5), range(5, 7)]

@@ -1,11 +1,11 @@
 """Ledger: the samples that each step trains.
 
 The order of an epoch is a pure function of ``(seed, epoch, num_samples)``, and a committed step
-advances one cursor over it. It does not depend on the world size, so no history of joins and losses
+advances one cursor over it. Neither depends on the world size, so no history of joins and losses
 can lose or repeat a sample, and the durable log alone proves which samples were trained.
 
-No version may change the numbers of this module: a job that a later version resumes continues in
-the same order. So it has its own hash instead of ``numpy.random``, whose shuffles may change
+The numbers that this module computes must never change: a job resumed by a later version continues
+in the same order. So it has its own hash instead of ``numpy.random``, whose shuffles may change
 between versions. The hash is SplitMix64: Guy L. Steele Jr., Doug Lea, Christine H. Flood,
 "Fast splittable pseudorandom number generators", OOPSLA 2014, as in their public
 ``splitmix64.c`` (whose constants are David Stafford's "Mix13").
@@ -39,7 +39,7 @@ class StepRange(NamedTuple):
     """Number of samples, at least 1."""
 
     def position(self, num_samples: int) -> int:
-        """Return the number of samples before it, over all epochs of ``num_samples``."""
+        """Return the number of samples before it, counted over all epochs."""
         return self.epoch * num_samples + self.first
 
 
@@ -50,7 +50,7 @@ class Cursor:
     epoch: int
     """From 0."""
     first: int
-    """Position in the epoch's order of the next sample to train, ``0 <= first < num_samples``."""
+    """Position of the next sample in the epoch's order, ``0 <= first < num_samples``."""
 
     def next_range(self, *, num_samples: int, global_batch_size: int) -> StepRange:
         """Return the samples of the next step: a full batch, or the rest of the epoch."""
@@ -86,7 +86,7 @@ def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]
     >>> epoch_order(seed=0, epoch=0, num_samples=8).tolist()
     [0, 7, 2, 5, 4, 6, 3, 1]
     """
-    # Each sample gets a hash of (seed, epoch, index), and the order is that of the hashes. Unlike a
+    # Each sample gets a hash of (seed, epoch, index), and samples are sorted by hash. Unlike a
     # shuffle, this needs no random number generator and no state.
     key = _mix_int(_mix_int(seed + _GAMMA) + (epoch + 1) * _GAMMA)
     keys = _mix(_index_states(np.arange(num_samples, dtype=np.uint64), key))
@@ -98,8 +98,8 @@ def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]
 def checksum_of(indices: NDArray[np.int64]) -> int:
     """Return the sum over ``indices`` of a 32-bit mix of each: proof of which samples were trained.
 
-    The sum is additive over disjoint parts, so that ranks sum their own shares. Each term is below
-    2**32, so that a float64 all-reduce over up to 2**20 samples is exact.
+    The sum is additive over disjoint parts, so ranks sum their own shares. Each term is below
+    2**32, so a float64 all-reduce over up to 2**20 samples is exact.
 
     >>> whole = np.arange(10)
     >>> checksum_of(whole) == checksum_of(whole[:3]) + checksum_of(whole[3:])

@@ -1,9 +1,9 @@
 """Assign shards to ranks, and fix the order in which the sums of shards are added.
 
-With ``reproducible`` a step's samples are split into V shards at any number of ranks, and the
-shards' gradients are added along one binary tree over ``range(V)``: its root halves the range, its
-left part being the smaller one, and so on down to single shards. Addition of floats is not
-associative; but the tree is the same for every number of ranks, and so is the sum, to the last bit.
+With ``reproducible``, a step's samples are split into V shards for any number of ranks, and the
+shards' gradients are added along a binary tree over ``range(V)``: the root halves the range, with
+the smaller part on the left, and so on down to single shards. Floating-point addition is not
+associative, but the tree is the same for every number of ranks, and so is the sum, bit for bit.
 
 A rank has a contiguous range of shards. It adds up the largest subtrees within that range; it
 cannot add more without the other ranks' shards. The rest of the tree is added where these partial
@@ -20,7 +20,7 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.rules.samples.batch_plan import share_range
 
 Merge = tuple[int, int]
-"""Add the second to the first, in place: indices into the list of sums."""
+"""Indices of two sums: add the second to the first, in place."""
 
 
 class Subtree(NamedTuple):
@@ -66,7 +66,7 @@ class ShardPlan:
 
 
 def plan_shards(*, num_shards: int, world_size: int) -> ShardPlan:
-    """Share ``num_shards`` over ``world_size`` ranks in contiguous ranges, as even as possible.
+    """Share ``num_shards`` over ``world_size`` ranks in contiguous ranges, as evenly as possible.
 
     Raises:
         ConfigError: If a rank would get no shard.
@@ -144,15 +144,15 @@ def shard_merges(tree: Subtree) -> tuple[Merge, ...]:
 
 
 def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[ShardPass, ...]:
-    """Return a rank's passes in the order of its shards, with few sums in memory at any time.
+    """Return a rank's passes in the order of its shards, keeping few sums in memory at any time.
 
     The sum of subtree ``k`` ends up in slot ``k``. Only the slots after it hold intermediate
     sums, so there are at most ``log2 V`` more slots than subtrees.
 
     Args:
-        subtrees: Those of the rank, from left to right.
+        subtrees: The rank's subtrees, from left to right.
         adds_in_place: True if a shard's value may be accumulated onto its left neighbour's. That
-            is the same sum only if the value is computed in one piece.
+            gives the same sum only if the value is computed in one piece.
 
     >>> for p in plan_passes([Subtree(0, 4)], adds_in_place=True):
     ...     print(p.shard, p.slot, p.is_fresh, p.merges)
@@ -184,5 +184,5 @@ def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[Sh
 
 
 def num_slots(passes: Sequence[ShardPass]) -> int:
-    """Return the number of sums to keep at a time."""
+    """Return the number of sums to keep at once."""
     return 1 + max(p.slot for p in passes)

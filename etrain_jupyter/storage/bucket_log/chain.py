@@ -7,8 +7,8 @@
     events.segments/000000000001-000000020000.npz    the latter as columns
 
 An object of ``log/`` is named after its first event and written only if its key is free. This
-fences writers: one that continues from the end of the log finds the next key taken if another one
-has continued there. Packs are copies. Their writer deletes the objects of ``log/`` that they
+fences writers: a writer that continues from the end of the log finds the next key taken if another
+writer has done so first. Packs are copies. Their writer deletes the objects of ``log/`` that they
 contain, except the first object of each writer, so that the keys at which other writers were
 fenced stay taken.
 """
@@ -31,7 +31,7 @@ from etrain_jupyter.storage.bucket_log.objects import RunObjects
 PIECE_EVENTS = 1_000
 """Maximum events in one object of ``log/``."""
 PACKS = (EVENTS_PER_SEGMENT, 1_000)
-"""Events per pack, the larger first; the smaller packs are deleted when a larger one exists."""
+"""Events per pack, larger first; smaller packs are deleted once a larger one exists."""
 _MAX_PACK_BYTES = 512 * 1024 * 1024
 FETCH_THREADS = 8
 _RELISTS = 3  # consecutive listings without progress before an event counts as missing
@@ -69,7 +69,7 @@ class LogObject:
 
 
 def piece_key(first: int) -> str:
-    """Return the key of the object that starts with an event."""
+    """Return the key of the object whose first event is ``first``."""
     return f"log/{first:012d}.jsonl"
 
 
@@ -87,7 +87,7 @@ def parse_piece(data: bytes, first: int, where: str) -> LogObject:
     """Parse an object.
 
     Raises:
-        RunStoreError: If it is truncated, or not an object of a log.
+        RunStoreError: If it is truncated, or not part of a log.
     """
     head_line, _, body = data.partition(b"\n")
     try:
@@ -111,7 +111,7 @@ class Chain:
         self.objects = objects
 
     def read_piece(self, first: int) -> LogObject | None:
-        """Return the object that starts with an event; None if there is none."""
+        """Return the object whose first event is ``first``; None if there is none."""
         key = piece_key(first)
         data = self.objects.get(key)
         return None if data is None else parse_piece(data, first, f"{self.objects}/{key}")
@@ -121,8 +121,8 @@ class Chain:
         for _ in range(_RELISTS):
             if self.objects.put_if_absent(piece_key(piece.first), piece.to_bytes()):
                 return piece
-            # The object may be our own, if the response to the first attempt was lost. The caller
-            # compares. It may also have been deleted in between: then try again.
+            # The object may be our own, if the response to the first attempt was lost: the caller
+            # checks that. It may also have been deleted in between: then try again.
             found = self.read_piece(piece.first)
             if found is not None:
                 return found
@@ -137,7 +137,7 @@ class Chain:
         return [int(match[1]) for match in found if match]
 
     def list_packs(self) -> list[tuple[int, int]]:
-        """Return first event and size of each pack, in order, larger packs first."""
+        """Return the first event and size of each pack, in order, larger packs first."""
         found = (_PACK_KEY.fullmatch(key) for key in self.objects.keys("packs"))
         pairs = [(int(m[1]), int(m[2]) - int(m[1]) + 1) for m in found if m]
         return sorted((p for p in pairs if p[1] in PACKS), key=lambda p: (p[0], -p[1]))
@@ -169,7 +169,7 @@ class Chain:
 
     def put_pack(self, first: int, lines: Sequence[bytes]) -> None:
         """Write a pack if it does not exist."""
-        # Without a time stamp, all writers produce the same bytes, so either one may win.
+        # Without a time stamp, all writers produce the same bytes, so any of them may win.
         data = gzip.compress(b"".join(line + b"\n" for line in lines), 3, mtime=0)
         self.objects.put_if_absent(pack_key(first, len(lines)), data)
 
@@ -188,7 +188,7 @@ class Chain:
         #   get log/...0041: missing, a gap
         #   list again: the pack has the events
         #
-        # A gap that several listings do not close is a real one.
+        # A gap that remains after several listings is real.
         at, num_tries = seq, 0
         while True:
             started_at = at
@@ -234,7 +234,7 @@ class Chain:
                         at = piece.last + 1
 
     def end(self) -> tuple[int, bytes]:
-        """Return the last event's ``seq`` and line; 0 and nothing if the log is empty."""
+        """Return the last event's ``seq`` and line; 0 and ``b""`` if the log is empty."""
         packs = self.list_packs()
         pieces = self.list_pieces(packs[-1][0] if packs else 0)
         start = max([1, *pieces[-1:], *(first for first, _ in packs[-1:])])

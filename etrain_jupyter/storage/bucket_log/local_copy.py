@@ -25,7 +25,7 @@ from etrain_jupyter.storage.bucket_log.chain import Chain, columns_key
 
 LOCK_FILE = ".copy.lock"
 RELIST_S = 15.0
-"""Time without new events after which the log is listed again: the next ones may be packed."""
+"""Time without new events after which the log is listed again: new ones may already be packed."""
 _TAIL_BYTES = 64 * 1024
 
 
@@ -41,7 +41,7 @@ class LogCopy:
         self._chain = chain
         self.path = log_path
         self._is_checked = False
-        """The copy was compared with the log: one of the two is the beginning of the other."""
+        """True once the copy was compared with the log: one of the two is a prefix of the other."""
         self._listed_at = 0.0
 
     def refresh(self) -> None:
@@ -143,7 +143,7 @@ def copy_lock(folder: Path, *, patience_s: float = 0.0) -> Iterator[bool]:
 
 
 def take_lock(folder: Path, *, patience_s: float) -> int | None:
-    """Return an open file that holds the lock of a copy; None if another process keeps it.
+    """Return an open file that holds the lock of a copy; None if another process still holds it.
 
     Raises:
         RunStoreError: If the folder cannot be created.

@@ -1,4 +1,4 @@
-"""Upload a job's log to the bucket while it is written here, in a background thread.
+"""Upload a job's log to the bucket in a background thread, while this machine writes it.
 
 The thread ``etrain-mirror-<job>`` ends after ``finish``, when everything is uploaded or the bucket
 has been unreachable for ``GIVE_UP_S``. Training never waits for it.
@@ -34,12 +34,12 @@ class Mirror:
     """Uploads a log in the background.
 
     Args:
-        uploads: The uploader; from now on used by this thread only.
+        uploads: The uploader; from now on used only by the background thread.
         lock: An open file with the lock of the copy; closed when this process neither writes nor
             reads the copy any more.
         name: The job, for the thread's name.
         on_trouble: Called from the thread with the reason when the bucket fails, and with an empty
-            text when all events are uploaded again.
+            string when all events are uploaded again.
         on_fenced: Called from the thread with an explanation when another writer has taken over.
     """
 
@@ -92,7 +92,7 @@ class Mirror:
         self._wake.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; return whether it has ended."""
+        """Wait for the thread to end; return whether it has."""
         return self.is_done.wait(timeout_s)
 
     def _run(self) -> None:
@@ -102,7 +102,7 @@ class Mirror:
             logger.error("%s", exc)
             self._on_fenced(str(exc))
         except Exception as exc:
-            # A bug. The job must not fail for it: its log is complete on this machine.
+            # A bug. The job must not fail because of it: its log is complete on this machine.
             logger.exception("uploading the log has stopped")
             self._on_trouble(f"{type(exc).__name__}: {exc}")
         finally:
@@ -126,8 +126,8 @@ class Mirror:
         num_failures = 0
         while True:
             try:
-                # Read the flag before uploading: if `finish` is called in between, events that
-                # were appended just before it are uploaded in one more round.
+                # Read the flag before uploading: if `finish` is called in between, events
+                # appended just before that call are uploaded in one more round.
                 is_finishing = self._is_finishing.is_set()
                 self._upload_all(is_last=is_finishing)
                 if self.trouble:

@@ -26,7 +26,7 @@ class RunObjects:
 
     Args:
         url: ``s3://bucket/prefix``, of a run store or of one job in it.
-        patience_s: Time after which a request is not retried, in seconds.
+        patience_s: Seconds after which a request is no longer retried.
     """
 
     def __init__(self, url: str, *, patience_s: float = 15.0) -> None:
@@ -49,7 +49,7 @@ class RunObjects:
                     f"the run store {self.url} needs boto3, which is not installed "
                     f'({sys.executable}). Install it there: pip install "etrain-jupyter[s3]"'
                 ) from exc
-            # Shorter than for checkpoints: small objects, and a notebook or a job's end waits.
+            # Shorter than for checkpoints: objects are small, and a notebook may be waiting.
             limits = S3Limits(
                 connect_timeout_s=3.0,
                 read_timeout_s=10.0,
@@ -106,7 +106,7 @@ class RunObjects:
             return sorted(self._bucket.keys(folder, f"{folder} cannot be listed", after=after))
 
     def folders(self) -> list[str]:
-        """Return the names of the folders at the top."""
+        """Return the names of the top-level folders."""
         with _as_run_store_error():
             return self._bucket.folders("the jobs cannot be listed")
 
@@ -126,7 +126,7 @@ class RunObjects:
         """Check that the store can be written, and that it supports conditional writes.
 
         Raises:
-            RunStoreError: If not; two writers could then write one log.
+            RunStoreError: If not: two writers could then write the same log.
         """
         # The first request may create the probe. The second one must find it, so if it succeeds,
         # the endpoint has ignored the condition.

@@ -31,7 +31,7 @@ def is_remote(root: object) -> bool:
 
 
 def check_root(url: str) -> str:
-    """Return the URL of a run store as written in records: without a ``/`` at its end.
+    """Return the URL of a run store as written in records: without a trailing ``/``.
 
     Raises:
         ConfigError: If the URL is invalid.
@@ -59,7 +59,7 @@ def spool_root(environment: Mapping[str, str] = os.environ) -> Path:
 
 def spool_of_root(root: str) -> Path:
     """Return the folder with this machine's copies of a run store's jobs."""
-    # The bucket's name is for people. The digest separates several run stores in one bucket.
+    # The bucket's name is for readability; the digest distinguishes run stores in one bucket.
     bucket, _ = split_s3_url(root)
     return spool_root() / f"{bucket}-{hashlib.sha256(root.encode()).hexdigest()[:12]}"
 

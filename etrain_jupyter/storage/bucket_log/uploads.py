@@ -38,8 +38,8 @@ class Uploads:
     Args:
         chain: The log in the bucket.
         log_path: The log.
-        writer: The writer in the uploaded objects; by default the previous one of this folder.
-        seq: Last event of this log in the bucket; required with ``writer``.
+        writer: Writer name in the uploaded objects; by default the previous one in this folder.
+        seq: Last event of this log that is in the bucket; required with ``writer``.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Uploads:
         self.writer = writer or str(known.get("writer") or new_writer())
         self.seq = int(known.get("seq", 0)) if seq is None else seq
         self._own: list[int] = []
-        """First events of our objects that may be deleted once they are packed, in order. Those of
-        an earlier process with the same writer are not known, and stay in the bucket."""
+        """First events of our objects that may be deleted once they are packed, in order. Those
+        from an earlier process with the same writer are unknown, and stay in the bucket."""
         self._packed: dict[int, int] = {}
         """Last packed event by size of the packs; empty before the first listing."""
         # The key of our first object stays taken forever: it is what fences the previous writer.
@@ -130,7 +130,7 @@ class Uploads:
             for size in PACKS:
                 self._packed[size] = max((end for n, end in ends if n >= size), default=0)
         for size in PACKS:
-            # Events in a larger pack need no smaller one.
+            # Events in a larger pack need no smaller pack.
             self._packed[size] = max(n for s, n in self._packed.items() if s >= size)
             while self._packed[size] + size <= self.seq:
                 first = self._packed[size] + 1
@@ -169,7 +169,7 @@ class Uploads:
     def beat(self, *, has_ended: bool = False) -> None:
         """Write the job's status, which is also the writer's heartbeat.
 
-        Readers take its age from S3's clock, so the clocks of the machines do not matter.
+        Readers compute its age by S3's clock, so the clocks of the machines do not matter.
         """
         status = {
             **self.facts,
@@ -196,7 +196,7 @@ _FACTS = ("status", "reason", "step", "total_steps", "world_size", "time")
 
 
 def _status_lines(lines: tuple[bytes, ...]) -> list[bytes]:
-    # Thousands of lines may arrive at once. Select by their first bytes, and parse only these.
+    # Thousands of lines may arrive at once: select by the first bytes, and parse only those lines.
     steps = [n for n, line in enumerate(lines) if line.startswith(b'{"event":"StepCompleted"')]
     last = steps[-1] if steps else -1
     return [line for n, line in enumerate(lines) if n == last or line.startswith(_STATUS_EVENTS)]
@@ -206,14 +206,14 @@ def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -
     """Become the only writer of a log; the caller holds the lock of its copy.
 
     Events that only this machine has are uploaded first. Then a line that names the new writer
-    takes the next key in the chain: only one of several writers gets it.
+    claims the next key in the chain, which only one of several writers can get.
 
     Args:
         copy: This machine's copy.
         chain: The log in the bucket.
         job_id: The job.
-        end: The newest event when the log was found to have no writer; None to continue after any
-            last event, and to fence its writer.
+        end: The newest event when the log was found to have no writer; None to continue after
+            whatever event is last, and to fence its writer.
 
     Raises:
         FencedError: If another process writes the log.
@@ -226,14 +226,14 @@ def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -
     #   (paused, or cut off from its cluster)    fill the copy: 80 events
     #                                            put log/...0081, a line that names B: written
     #   put log/...0081: the key is taken by B
-    #   FencedError: A writes no more            continues at event 82
+    #   FencedError: A stops writing             continues at event 82
     #
     # If A is faster and takes the key, B fills its copy again and tries the next one.
     writer = new_writer()
     for attempt in range(CLAIM_TRIES):
         uploads = Uploads(chain, copy.path, writer=writer, seq=copy.fill())
         try:
-            # Events that never reached the bucket, of a writer on this machine that was killed.
+            # Events that never reached the bucket, from a killed writer on this machine.
             while uploads.upload():
                 pass
             # The log has grown since the caller looked at it.

@@ -1,6 +1,6 @@
 """Checkpoint stores, the manifest protocol, and retention.
 
-A part of a checkpoint is bytes or a file here; ``trainer`` defines its content.
+Here, a part of a checkpoint is bytes or a file; ``trainer`` defines its content.
 """
 
 from __future__ import annotations

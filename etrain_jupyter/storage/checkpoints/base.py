@@ -36,7 +36,7 @@ def ignore_progress(num_bytes: int) -> None:
 class CheckpointStore(Protocol):
     """A folder, or a prefix of a bucket, with the checkpoints of one job.
 
-    Write with ``begin``, any number of ``put_part`` (from any process, only the folder's key is
+    Write with ``begin``, any number of ``put_part`` (from any process; only the folder's key is
     needed), and ``commit``. A write that is interrupted before ``commit`` leaves older checkpoints
     unchanged. If the store fails, all methods raise ``CheckpointError`` and nothing else.
 
@@ -45,7 +45,7 @@ class CheckpointStore(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """Each machine has its own connection to the store, so that several write faster."""
+        """True if each machine has its own connection to the store, so several write faster."""
         ...
 
     @property
@@ -122,7 +122,7 @@ def open_newest(
     job_id: str | None = None,
     check: Callable[[Manifest, dict[str, Path]], None] = lambda manifest, files: None,
 ) -> OpenCheckpoint:
-    """Return the newest valid checkpoint; skip invalid ones, with reasons.
+    """Return the newest valid checkpoint, and why newer ones were skipped.
 
     Args:
         store: The store to search.

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 4 << 20
 _SCRATCH, _LOCK = "etrain-checkpoint-", "lock"
 _SCRATCH_AGE_S = 60.0
 """A younger scratch folder may not be locked yet."""
-# What link() returns on file systems such as FAT, some FUSE mounts and some network shares.
+# Errors from link() on file systems such as FAT, some FUSE mounts and some network shares.
 _HAS_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -127,8 +127,8 @@ def new_scratch_file() -> ScratchFile:
 
     Its file is deleted when the returned object is garbage-collected.
 
-    The folder is deleted when the process exits. A process that is killed leaves its folder, which
-    the next process that needs such a folder finds unlocked and deletes.
+    The folder is deleted when the process exits. If a process is killed, its folder remains until
+    the next process that needs such a folder finds it unlocked and deletes it.
 
     Raises:
         CheckpointError: If the folder cannot be created.
@@ -153,7 +153,7 @@ def new_scratch_file() -> ScratchFile:
 #   |    younger than 60 s     |                              killed: the kernel releases the lock,
 #                                                             and the next process deletes it
 #
-# The cache has the process id as its key, so that a forked child creates its own folder.
+# The cache is keyed by process ID, so that a forked child creates its own folder.
 @functools.cache
 def _scratch_of(_pid: int) -> Path:
     remove_unlocked_scratch()

@@ -17,9 +17,9 @@ class ListedCheckpoint:
     manifest: Manifest | None
     """None if it cannot be read."""
     problem: str
-    """What is wrong with it; empty if nothing is known."""
+    """The known problem with it; empty if there is none."""
     is_verified: bool
-    """All parts were read, and match size and SHA-256 of the manifest."""
+    """True if all parts were read and match the size and SHA-256 in the manifest."""
 
 
 def list_checkpoints(

@@ -67,8 +67,8 @@ class LocalStore:
                 key = folder_key(step, attempt)
                 try:
                     # mkdir is atomic: only one of several processes creates the folder. A folder
-                    # that exists is never reused, since its writer may have been evicted without
-                    # having ended yet.
+                    # that exists is never reused, since its writer may have been evicted but
+                    # still be running.
                     (self.root / key).mkdir()
                 except FileExistsError:
                     attempt += 1
@@ -90,7 +90,7 @@ class LocalStore:
         temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
         with self._as_checkpoint_error(f"{key} cannot be written"), removed_on_failure(temporary):
             # This check need not be atomic: the folder belongs to one attempt, in which each rank
-            # writes a part with another name.
+            # writes a part with a different name.
             if path.exists():
                 raise CheckpointError(f"{key} already exists; keys are never used twice")
             size, digest = write_new(temporary, data, progress)
@@ -162,8 +162,8 @@ class LocalStore:
         return removed
 
     def _remove_temporary_manifests(self, *, before: int) -> None:
-        # `.step_00001200.1a2b3c4d`, left by a writer that was killed in `commit`. One of the newest
-        # kept step or a later one may belong to a commit in progress.
+        # `.step_00001200.1a2b3c4d`, left by a writer that was killed in `commit`. A file for the
+        # newest kept step or a later one may belong to a commit in progress.
         for name in self._names_in(MANIFESTS_FOLDER):
             step = step_of_folder(name[1:].rpartition(".")[0]) if name.startswith(".") else None
             if step is not None and step < before:

@@ -75,8 +75,8 @@ def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
     """Parse the manifest of ``step``.
 
     Raises:
-        CheckpointError: If it is truncated or corrupt, of another step or a newer format, or if it
-            refers to a key outside of the folder of parts.
+        CheckpointError: If it is truncated or corrupt, for another step or in a newer format, or
+            if it refers to a key outside of the folder of parts.
     """
     name = step_name(step)
     try:
@@ -107,8 +107,8 @@ def check_key(key: str) -> PurePosixPath:
     Raises:
         CheckpointError: If the key points outside of the folder of parts.
     """
-    # PurePosixPath normalizes "a//b" and "a/./b": keys that it changes are refused, because S3
-    # would take them as other objects.
+    # PurePosixPath normalizes "a//b" and "a/./b": keys that it changes are refused, because to
+    # S3 they are different objects.
     path = PurePosixPath(key)
     is_plain = str(path) == key and ".." not in path.parts and "\\" not in key and "\0" not in key
     if not is_plain or len(path.parts) != 3 or path.parts[0] != PARTS_FOLDER:

@@ -1,8 +1,8 @@
 """Checkpoint store in S3, or a compatible service with conditional writes.
 
-The layout is the same as in a folder. Where a file system renames, S3 writes only if the key is
-free (``If-None-Match: *``): an object ``.begun`` claims a folder, a part is written once, and only
-one of several writers creates the manifest.
+The layout is the same as in a folder. Where a file system would rename, S3 writes only if the key
+is free (``If-None-Match: *``): an object ``.begun`` claims a folder, a part is written once, and
+only one of several writers creates the manifest.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class S3Store:
 
     Args:
         url: ``s3://bucket/prefix``. The first method call connects to S3.
-        limits: Sizes, timeouts and numbers of attempts.
+        limits: Sizes, timeouts and retry limits.
     """
 
     is_remote = True
@@ -76,7 +76,7 @@ class S3Store:
         self._local: WeakValueDictionary[Part, ScratchFile] = WeakValueDictionary()
         """Verified copies of parts whose paths are still referenced."""
         self._is_conditional = False
-        """Whether the endpoint has been checked to refuse a key that exists."""
+        """True once the endpoint was found to refuse keys that exist."""
         self.notice = ""
         self._may_not_list_uploads = False
 
@@ -148,8 +148,8 @@ class S3Store:
         for part in manifest.parts.values():
             self._check_exists(part, what)
         data = manifest.to_json().encode()
-        # The result of the write is not used. What is stored now shows who committed, also after a
-        # lost response and in a repeated call.
+        # Ignore the result of the write: the stored manifest shows who committed, even after a
+        # lost response or in a repeated call.
         self._bucket.put_if_absent(manifest_key(manifest.step), data, what)
         found = self._bucket.get(manifest_key(manifest.step), what)
         return found == data or self._is_same(found, manifest)
@@ -238,7 +238,7 @@ class S3Store:
         for key in keys:
             if _folder_of(key) in unused:
                 self._bucket.delete(key, what)
-        # The uploads come last: a role that may not list them can still delete all else.
+        # The uploads come last: a role that may not list them can still delete everything else.
         folders = set(unused) | self._abort_uploads(kept, dropped)
         return removed + [f"{PARTS_FOLDER}/{name}" for name in sorted(folders)]
 
@@ -259,8 +259,8 @@ class S3Store:
             names = {_folder_of(key) for key, _ in uploads}
             used, unused = self._split_folders(names, kept, dropped) if names else (set(), [])
             for key, upload in uploads:
-                # In a folder that a manifest refers to, all parts are complete: what is still open
-                # there is the upload of a late rank whose part rank 0 has written elsewhere.
+                # In a folder that a manifest refers to, all parts are complete: an upload still
+                # open there is from a late rank whose part rank 0 has written elsewhere.
                 if _folder_of(key) in used.union(unused):
                     self._bucket.abort(key, upload, what)
         except AccessDeniedError:

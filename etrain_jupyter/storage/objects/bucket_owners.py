@@ -1,6 +1,6 @@
 """Expected owners of buckets: S3's ``ExpectedBucketOwner``.
 
-Once a bucket is deleted, any account may take its name. With the expected owner in a request, S3
+Once a bucket is deleted, any account may claim its name. With the expected owner in a request, S3
 refuses access to a bucket of another account, so that we neither read that account's data nor store
 ours there.
 
@@ -37,7 +37,7 @@ def expected_owner(bucket: str) -> str:
 
 
 def named_owner(bucket: str) -> str:
-    """Return the owner in ``ETRAIN_BUCKET_OWNERS``, or ``any``; empty if it is not there."""
+    """Return the owner in ``ETRAIN_BUCKET_OWNERS``, or ``any``; empty if it is not listed."""
     return parse_owners(os.environ.get(VARIABLE, "")).get(bucket, "")
 
 
@@ -70,6 +70,6 @@ def parse_owners(text: str) -> dict[str, str]:
 
 def with_owner(text: str, bucket: str, owner: str) -> str:
     """Return the variable's text with one more bucket, unless the bucket is already in it."""
-    # The user's own entries come last, because they win.
+    # The user's own entries come last, so that they win.
     owners = {bucket: owner, **parse_owners(text)} if owner else parse_owners(text)
     return ",".join(f"{name}={account}" for name, account in owners.items())

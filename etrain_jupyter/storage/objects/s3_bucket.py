@@ -44,7 +44,7 @@ class AgedObject:
 
     data: bytes
     age_s: float
-    """Seconds since it was written, by S3's clock alone, so that local clocks do not matter."""
+    """Seconds since it was written, by S3's clock alone: local clocks do not matter."""
 
 
 class Bucket:
@@ -55,10 +55,10 @@ class Bucket:
 
     Args:
         name: The bucket.
-        prefix: Prepended to all keys, without a ``/`` at its end; may be empty.
-        limits: Sizes, timeouts and numbers of attempts.
+        prefix: Prepended to all keys, without a trailing ``/``; may be empty.
+        limits: Sizes, timeouts and retry limits.
         setting: The setting that names the bucket, for messages.
-        make_client: Creates a client of boto3; by default from the environment.
+        make_client: Creates a boto3 client; by default from the environment.
         owner: Returns the account that the bucket must belong to, empty for any; by default the one
             that the environment names.
     """
@@ -137,9 +137,9 @@ class Bucket:
         Args:
             key: Relative to the prefix.
             data: The object's bytes.
-            what: The action, for the message.
+            what: The action, for the error message.
             token: Stored with the object, to recognize it: if the response to a successful request
-                is lost, the retry finds our own object under the key. Then True is returned.
+                is lost, the retry finds our own object under the key, and returns True.
         """
         # Why the token is needed:
         #
@@ -225,7 +225,7 @@ class Bucket:
     # --- multipart uploads and downloads ---
 
     def uploads(self, folder: str, what: str) -> list[tuple[str, str]]:
-        """Return key and id of the incomplete multipart uploads below a folder."""
+        """Return the key and ID of the incomplete multipart uploads below a folder."""
         pages = self._s3.pages(what, "list_multipart_uploads", self._s3.full_key(folder) + "/")
         found = [item for page in pages for item in page.get("Uploads", ())]
         return [(self._s3.relative_key(item["Key"]), item["UploadId"]) for item in found]
@@ -247,7 +247,7 @@ class Bucket:
         """Create an object from bytes or a file, in chunks if it is large.
 
         Raises:
-            StoreError: Also if the key exists.
+            StoreError: If the upload fails, or the key exists.
         """
         token = os.urandom(8).hex()
         if size <= self._s3.limits.chunk_bytes:

@@ -1,4 +1,4 @@
-"""Total deadlines for requests of boto3.
+"""Overall deadlines for boto3 requests.
 
 boto3's timeouts apply to each connection attempt and each read: a server that sends a byte now and
 then never exceeds them. ``Deadline`` limits everything that a thread does in a block. When the time
@@ -61,7 +61,7 @@ class Deadline:
     def __enter__(self) -> Self:
         self._outer = getattr(_local, "deadline", None)
         _local.deadline = self
-        self.renew()  # before add(): the watcher would take at=0.0 as expired
+        self.renew()  # before add(): the watcher would treat at=0.0 as expired
         _watcher.add(self)
         return self
 

@@ -1,7 +1,7 @@
 """Explain errors of S3 and boto3: what happened, and what to do next.
 
-The services' own messages are only shown for codes that are not listed here, and with everything
-removed that looks like a credential: some repeat the access key or the whole signed request.
+The services' own messages are shown only for codes that are not listed here, and without anything
+that looks like a credential: some repeat the access key or the whole signed request.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _SECRETS = re.compile(
 
 
 def code_of(exc: BaseException) -> str:
-    """Return the error code of the service, or an empty string."""
+    """Return the service's error code, or an empty string."""
     if not isinstance(exc, ClientError):
         return ""
     return str(exc.response.get("Error", {}).get("Code", ""))
@@ -130,14 +130,14 @@ def message_of(exc: BaseException, *, setting: str = "checkpoint.to") -> str:
 
     Args:
         exc: The error.
-        setting: The setting that names the place. For another one than ``checkpoint.to``, the
-            message does not mention checkpoints or workers.
+        setting: The setting that names the location. Unless it is ``checkpoint.to``, the message
+            does not mention checkpoints or workers.
     """
     message = _message_of(exc)
     if setting == "checkpoint.to":
         return message
     # The texts are written for checkpoints. Elsewhere no checkpoint follows, and the machine is
-    # not always a worker: a notebook that follows a job in a bucket is none.
+    # not always a worker: a notebook that follows a job in a bucket is not.
     message = message.replace("checkpoint.to", setting)
     message = message.replace("The next checkpoint retries", "The next request retries")
     for worker in ("of this worker", "on this worker", "the worker reads", "the worker's"):

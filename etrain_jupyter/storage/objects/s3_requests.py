@@ -1,7 +1,7 @@
 """Send S3 requests with retries, deadlines and the expected bucket owner.
 
 The client is configured as boto3 users expect: ``AWS_PROFILE``, ``AWS_ENDPOINT_URL`` or
-``AWS_ENDPOINT_URL_S3``, ``AWS_REGION``, ``~/.aws/config``, the role of the machine.
+``AWS_ENDPOINT_URL_S3``, ``AWS_REGION``, ``~/.aws/config``, the machine's role.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class CutShortError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class S3Limits:
-    """Sizes, timeouts and numbers of attempts."""
+    """Sizes, timeouts and retry limits."""
 
     chunk_bytes: int = 16 << 20
     """Size of an upload's parts and of a download's ranges; larger objects are split."""
     num_threads: int = 4
-    """Maximum chunks in transfer at once."""
+    """Maximum number of chunks transferred at once."""
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 20.0
     """Maximum time between two bytes of a response."""
@@ -93,7 +93,7 @@ class S3Limits:
     page_size: int = 1000
     """Keys per list request; all pages are read."""
     patience_s: float = 60.0
-    """No attempt starts later than this after the first one."""
+    """No attempt starts more than this many seconds after the first."""
     deadline_s: float = 60.0
     """Timeout of a whole attempt. A server that sends one byte now and then never exceeds
     ``read_timeout_s``."""
@@ -106,8 +106,8 @@ class S3Requests:
 
     Args:
         name: The bucket.
-        prefix: Prepended to all keys, without a ``/`` at its end; may be empty.
-        limits: Sizes, timeouts and numbers of attempts.
+        prefix: Prepended to all keys, without a trailing ``/``; may be empty.
+        limits: Sizes, timeouts and retry limits.
         setting: The setting that names the bucket, for messages.
         make_client: Creates a client; called again when its credentials have expired.
         owner: Returns the account that the bucket must belong to; empty for any.
@@ -139,12 +139,12 @@ class S3Requests:
         """Call ``act``, and retry after transient errors within the limits.
 
         Args:
-            what: The action that failed, for the message.
+            what: The action, for the error message.
             act: Sends the requests.
             num_bytes: Bytes to transfer, if known: extends the deadline.
 
         Raises:
-            StoreError: After the last attempt; the subclasses tell expected cases apart.
+            StoreError: After the last attempt; its subclasses distinguish expected cases.
         """
         # Three layers of timeouts and retries, from the inside out:
         #
@@ -187,7 +187,7 @@ class S3Requests:
         return kind(f"{what} in {self}: {self._message_of(exc)}")
 
     def request(self, operation: str, *, Key: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request about an object, without retries of our own."""
+        """Send one request about an object, without additional retries."""
         call = getattr(self.connect(), operation)
         target = {"Bucket": self.name, "Key": self.full_key(Key), **self._owner_argument()}
         response: dict[str, Any] = call(**target, **arguments)
@@ -239,7 +239,7 @@ class S3Requests:
         return key[len(self.prefix) + 1 :] if self.prefix else key
 
     def _owner_argument(self) -> dict[str, str]:
-        """Return the argument with which S3 refuses access to another account's bucket."""
+        """Return the argument that makes S3 refuse access to another account's bucket."""
         owner = self._owner()
         return {"ExpectedBucketOwner": owner} if owner else {}
 
@@ -323,6 +323,6 @@ def _is_worth_retrying(exc: Exception) -> bool:
             return False
         is_cut_off = code.isdecimal() and not exc.operation_name.startswith("Head")
         return is_cut_off or code in _TRANSIENT or code in CREDENTIAL_CODES
-    if isinstance(exc, BotoCoreError):  # checked first: some of them are an OSError, too
+    if isinstance(exc, BotoCoreError):  # checked first: some of them are also an OSError
         return isinstance(exc, ResponseStreamingError | IncompleteReadError | ReadTimeoutError)
     return isinstance(exc, HTTPError | CutShortError | ConnectionError | TimeoutError)

@@ -22,7 +22,7 @@ from etrain_jupyter.storage.objects.s3_requests import CutShortError, S3Requests
 T = TypeVar("T")
 
 MAX_CHUNKS = 10_000
-"""S3's own limit for one multipart upload."""
+"""S3's limit on the number of parts of a multipart upload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def upload_chunks(
     chunk = max(s3.limits.chunk_bytes, -(-size // MAX_CHUNKS))
     starts = range(0, size, chunk)
 
-    # Runs in the pool. Deadlines belong to a thread, so each chunk has its own one and its own
+    # Runs in the pool. Deadlines belong to a thread, so each chunk has its own deadline and
     # retries: a broken connection repeats 16 MiB, not the whole object.
     def put(first: int) -> dict[str, Any]:
         data = read_chunk(source, first, min(chunk, size - first))
@@ -126,7 +126,7 @@ def _results(futures: list[Future[T]]) -> list[T]:
     try:
         return [future.result() for future in futures]
     except BaseException:
-        # Do not start the chunks that are still queued. Those in transfer run to their end,
+        # Do not start the chunks that are still queued. Those in transfer run to completion,
         # because leaving the pool's context waits for its threads.
         for future in futures:
             future.cancel()
@@ -135,7 +135,7 @@ def _results(futures: list[Future[T]]) -> list[T]:
 
 @contextmanager
 def _new_file(path: Path, what: str) -> Iterator[int]:
-    # A descriptor instead of a file object: pwrite needs no common position, so several threads
+    # A descriptor instead of a file object: pwrite needs no shared position, so several threads
     # can write their ranges at the same time.
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -148,7 +148,7 @@ def _new_file(path: Path, what: str) -> Iterator[int]:
 
 
 def read_chunk(source: memoryview | Path, first: int, size: int) -> bytes:
-    """Return ``size`` bytes of the source from ``first`` on."""
+    """Return ``size`` bytes of the source, starting at ``first``."""
     if isinstance(source, memoryview):
         return bytes(source[first : first + size])
     with source.open("rb") as file:
@@ -156,5 +156,5 @@ def read_chunk(source: memoryview | Path, first: int, size: int) -> bytes:
 
 
 def base64_sha256(data: bytes) -> str:
-    """Return the SHA-256 as S3 takes and returns it."""
+    """Return the SHA-256 in base64, the format that S3 uses."""
     return base64.b64encode(hashlib.sha256(data).digest()).decode()
