@@ -161,7 +161,7 @@ class TrainingJob(JobRequests):
 
     @property
     def lost(self) -> str:
-        """Why the job counts as lost: its cluster ended first. Empty if it is not known to be lost."""
+        """Why the job counts as lost: its cluster ended first. Empty if not known to be lost."""
         return self._feed.lost
 
     @property
