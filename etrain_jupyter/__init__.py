@@ -1,8 +1,8 @@
 """Elastic data-parallel training from a notebook cell.
 
-``%load_ext etrain_jupyter`` and then ``%%etrain distributed``; from Python,
-``etrain_jupyter.distributed({...})``. The names below are loaded when they are first used:
-importing the package loads no torch, IPython, distributed, boto3 or anywidget.
+Use ``%load_ext etrain_jupyter``, then ``%%etrain distributed``; from Python,
+``etrain_jupyter.distributed({...})``. The names below are loaded on first use: importing the
+package does not load torch, IPython, distributed, boto3 or anywidget.
 """
 
 from __future__ import annotations

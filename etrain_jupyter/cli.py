@@ -24,7 +24,7 @@ from etrain_jupyter.untrusted import plain_line, plain_text
 
 
 class Terminal:
-    """The terminal: it shows a job as text, and has no variables."""
+    """A terminal, which shows a job as text and has no variables."""
 
     def __init__(self, root: str | None) -> None:
         self.store = open_runs(root)
@@ -52,7 +52,7 @@ class Terminal:
         print(plain_text(_in_terminal_words(line)), flush=True)
 
     def open_tensorboard(self, folder: Path) -> str:
-        """Return nothing: a terminal cannot show a page."""
+        """Return an empty string: a terminal cannot show a page."""
         return ""
 
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _refuse_notebook_only(words)
         text = run_line(Terminal(root), words, prog="etrain")
-        # Log lines are printed as the workers wrote them, also if they contain "%etrain". An empty
+        # Log lines are printed as the workers wrote them, even if they contain "%etrain". An empty
         # log prints nothing, not even a newline.
         if text or words[:1] != ["logs"]:
             print(plain_text(text if words[:1] == ["logs"] else _in_terminal_words(text)))
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # again at exit and would report the closed pipe, so redirect it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, by convention of the shells
+        return 130  # 128 + SIGINT, by shell convention
     except EtrainError as exc:
         print(plain_text(_in_terminal_words("\n".join(exc.render()))), file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1
@@ -82,12 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_terminal_words(text: str) -> str:
-    """Replace ``%etrain`` by ``etrain``; ``%%etrain`` exists in notebooks only."""
+    """Replace ``%etrain`` with ``etrain``; ``%%etrain`` exists in notebooks only."""
     return re.sub(r"(?<!%)%etrain\b", "etrain", text)
 
 
 def _split_root(words: list[str]) -> tuple[str | None, list[str]]:
-    """Remove ``--runs DIR`` or ``--runs s3://...`` from any position of the line."""
+    """Remove ``--runs DIR`` or ``--runs s3://...`` from anywhere on the line."""
     for place, word in enumerate(words):
         if word == "--runs":
             if place + 1 == len(words):

@@ -1,15 +1,15 @@
-"""Exceptions, as one tree.
+"""Exception hierarchy.
 
 ::
 
     EtrainError
     ├── ConfigError (ValueError)         the cell or the mapping is not a valid job
-    │   ├── CellError                    ... with the line and column of the cell
+    │   ├── CellError                    ... with the line and column in the cell
     │   └── NotSupportedYetError         a documented key that this version does not implement
-    ├── BundleError (ValueError)         an object of the notebook cannot be sent to workers
+    ├── BundleError (ValueError)         a notebook object cannot be sent to workers
     ├── PoolError (RuntimeError)         workers or their scheduler are not available
-    ├── JobNotFoundError (LookupError)   no job of that name or id in the run store
-    ├── JobFailedError (RuntimeError)    a job ended as failed; carries the user's traceback
+    ├── JobNotFoundError (LookupError)   no job with that name or id in the run store
+    ├── JobFailedError (RuntimeError)    a job has failed; carries the user's traceback
     ├── JobLostError (RuntimeError)      the cluster of a job is gone
     ├── UntrustedJobError (RuntimeError) another user may have submitted the job to resume
     ├── StoreError (RuntimeError)        an object store cannot be read or written
@@ -38,7 +38,7 @@ class EtrainError(Exception):
         return [f"etrain: {self}"]
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows for Python code that called us: its frames, without ours."""
+        """Return what IPython shows instead of a traceback: the caller's frames, without ours."""
         return [*_frames_of_caller(self.__traceback__), *self.render()]
 
 
@@ -58,7 +58,7 @@ def _place_of(filename: str) -> str:
     """Return ``Cell In[3]`` for a cell, the file's name otherwise."""
     ipython = sys.modules.get("IPython")  # not imported: a script may run without it
     shell = ipython.get_ipython() if ipython else None
-    # A private dict of IPython: file name of a cell -> execution count.
+    # A private dict in IPython: file name of a cell -> execution count.
     numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
     return f"Cell In[{numbers[filename]}]" if filename in numbers else filename
 
@@ -67,7 +67,7 @@ class ConfigError(EtrainError, ValueError):
     """The configuration is not a valid job.
 
     Attributes:
-        path: Keys from the top of the body to the invalid one, for example ``("batch", "global")``;
+        path: Keys from the top of the body to the invalid key, for example ``("batch", "global")``;
             empty if none.
         hint: What to type instead, or an empty string.
     """
@@ -89,9 +89,9 @@ class CellError(ConfigError):
     """A ConfigError with its position in the cell.
 
     Attributes:
-        line: Line of the cell, the ``%%etrain`` line being 1.
-        column: Column from 1.
-        text: That line's text.
+        line: Line number in the cell; the ``%%etrain`` line is 1.
+        column: Column, counted from 1.
+        text: Text of that line.
         length: Number of characters to underline.
     """
 
@@ -119,7 +119,7 @@ class CellError(ConfigError):
 
 
 class NotSupportedYetError(ConfigError):
-    """A documented key that this version does not implement: refused, never ignored."""
+    """A documented key that this version does not implement: rejected, never ignored."""
 
 
 class BundleError(EtrainError, ValueError):
@@ -131,11 +131,11 @@ class PoolError(EtrainError, RuntimeError):
 
 
 class JobNotFoundError(EtrainError, LookupError):
-    """No job of that name or id is in the run store."""
+    """The run store has no job with that name or id."""
 
 
 class JobFailedError(EtrainError, RuntimeError):
-    """A job ended as failed.
+    """A job has failed.
 
     Attributes:
         job_id: The job.
@@ -173,7 +173,7 @@ class RunStoreError(EtrainError, RuntimeError):
 
 
 class FencedError(RunStoreError):
-    """Another process has taken over this job's log, so this process must stop writing it."""
+    """Another process has taken over this job's log, so this process must stop writing to it."""
 
 
 class CheckpointError(EtrainError, RuntimeError):

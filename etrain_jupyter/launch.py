@@ -34,8 +34,8 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     """Resolve the job's pool and run store, check its references and capture them by value."""
     if parsed.config.log.tensorboard:
         require_tensorboard()
-    # Resolved here and carried by the plan. Both decide where the checkpoints must go: machines of
-    # a cloud pool do not see this machine's folders.
+    # Resolved here and carried by the plan. Both determine where the checkpoints must go: machines
+    # in a cloud pool cannot see this machine's folders.
     pool, runs = find_pool(parsed), open_runs()
     config = with_shared_checkpoints(parsed.config, pool, has_bucket=runs.is_remote)
     parsed = dataclasses.replace(parsed, config=config)
@@ -66,7 +66,7 @@ def resume(
 
 
 def distributed(body: Mapping[str, Any] | None = None, /, **keys: Any) -> TrainingJob:
-    """Submit a job from Python: the keys of the cell's body, as a mapping, as keywords or both.
+    """Submit a job from Python, with a cell's keys as a mapping, as keyword arguments, or both.
 
     References are expressions over the caller's names, or the objects themselves.
     """

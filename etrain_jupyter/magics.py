@@ -59,8 +59,8 @@ class EtrainMagics(Magics):
         try:
             text = self._run_line(line) if cell is None else self._run_cell(line, cell)
         except EtrainError as exc:
-            # IPython calls this method of an exception instead of formatting a traceback. The
-            # attribute overrides the method of the class, which also prints the caller's frames.
+            # IPython calls this method instead of formatting a traceback. The instance attribute
+            # overrides the class's method, which also prints the caller's frames.
             lines = list(map(plain_text, exc.render()))
             vars(exc)["_render_traceback_"] = lambda: lines
             raise
@@ -72,7 +72,7 @@ class EtrainMagics(Magics):
         return launch.attach(name_or_id, store=self.store)
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
-        """Assign the job to a variable of the notebook, if one is given.
+        """Assign the job to a notebook variable, if one is given.
 
         Without a job, only check the name.
         """
@@ -93,8 +93,8 @@ class EtrainMagics(Magics):
         """Open TensorBoard below the cell, with its own magic."""
         assert self.shell is not None, "magics are registered with a shell"
         self.shell.run_line_magic("load_ext", "tensorboard")
-        # Called, not run as a line: IPython would evaluate {expressions} and $names in the path of
-        # the folder, which another user's job may have chosen.
+        # Call the magic instead of running a line: IPython would expand {expressions} and $names in
+        # the folder's path, which another user's job may have chosen.
         magics: dict[str, Any] = self.shell.magics_manager.magics["line"]
         start = magics.get("tensorboard")
         if start is None:
@@ -124,7 +124,7 @@ class EtrainMagics(Magics):
             options = distributed_parser().parse_args(words[1:])
         except HelpRequested:
             return help_on_cell()
-        check_variable(options.out)  # before the job exists: afterwards it would have no variable
+        check_variable(options.out)  # a later error would leave the job without a variable
         for flag in ("force", "trust"):
             if getattr(options, flag) and not options.resume:
                 raise ConfigError(f"--{flag} requires --resume", hint=f"--resume JOB --{flag}")
@@ -176,12 +176,12 @@ def split_line(line: str) -> list[str]:
     >>> split_line("resume 'digits #2' --steps 10  # twice as long")
     ['resume', 'digits #2', '--steps', '10']
     """
-    # A quoted text is matched as a whole, so that a # in it does not start a comment.
+    # Match quoted text as a whole, so that a # in it does not start a comment.
     words = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])"""
     code = re.match(rf"(?:\s*(?!#){words}+)*", line)
     rest = line[code.end() :].lstrip() if code else line
-    # The match ends at a comment, at the end of the line, or at a quote that is not closed. In the
-    # last case, pass the whole line on, so that shlex raises.
+    # The match ends at a comment, at the end of the line, or at an unclosed quote. In the last
+    # case, pass on the whole line, so that shlex raises.
     try:
         return shlex.split(code[0] if code and rest.startswith("#") else line)
     except ValueError as exc:
@@ -206,11 +206,11 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Remove them; jobs and clusters continue."""
+    """Remove what ``load`` registered; jobs and clusters continue."""
     hooks.remove(shell)
     if give_empty_body in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(give_empty_body)
-    # IPython has no method that unregisters a magic.
+    # IPython has no method for unregistering a magic.
     magics: dict[str, dict[str, Any]] = shell.magics_manager.magics
     for kind in ("cell", "line"):
         magics[kind].pop("etrain", None)

@@ -2,7 +2,7 @@
 
 Another user may have written the run store, the bucket or the working folder. Reading them must not
 block forever, fill the memory, follow a link out of the folder, or print control sequences that a
-terminal executes. The module imports nothing of this package, and raises only ``OSError`` and
+terminal executes. The module imports nothing from this package, and raises only ``OSError`` and
 ``ValueError``.
 """
 
@@ -49,7 +49,7 @@ def check_job_id(text: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    r"""Escape control characters, so that a terminal shows them. Newlines and tabs stay.
+    r"""Escape control characters, so that a terminal displays them; keep newlines and tabs.
 
     >>> plain_text("\x1b]0;title\x07 loss 1.5\n")
     '\\x1b]0;title\\x07 loss 1.5\n'
@@ -63,7 +63,7 @@ def plain_line(text: str, max_length: int = 200) -> str:
     >>> plain_line("a\nb" + "c" * 10, max_length=6)
     'a\\nbcc…'
     """
-    # Cut first: the text may be huge. One character more shows that something was cut off.
+    # Cut first: the text may be huge. One extra character shows whether anything was cut off.
     line = plain_text(text[: max_length + 1]).replace("\n", "\\n").replace("\t", " ")
     return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
@@ -107,7 +107,7 @@ def read_regular(
         OSError: If it cannot be read or is larger than ``most_bytes``.
     """
     with open_regular(path, follow=follow) as file:
-        # Limit the read instead of checking the size before: the file may be growing.
+        # Limit the read instead of checking the size first: the file may be growing.
         data = file.read(-1 if most_bytes is None else most_bytes + 1)
     if most_bytes is not None and len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))

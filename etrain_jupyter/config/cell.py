@@ -41,7 +41,7 @@ EXAMPLES = {
 }
 
 SHORT_EXAMPLES = {"batch": "batch: 256", "workers": "workers: 4"}
-"""Examples of the groups that accept a number as shorthand."""
+"""Examples for the groups that accept a number as shorthand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,12 @@ class ParsedJob:
 
     config: TrainConfig
     namespace_extra: Mapping[str, Any] = field(default_factory=dict)
-    """Objects that were passed directly instead of by name, keyed by the name that ``config`` uses
-    for each of them."""
+    """Objects passed directly instead of by name, keyed by their names in ``config``."""
     source: SourceMap = NOWHERE
     """Position of each key in the cell."""
 
     def namespace(self, notebook: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the notebook's names and those of ``namespace_extra``."""
+        """Return the notebook's names and those in ``namespace_extra``."""
         return {**notebook, **self.namespace_extra}
 
 
@@ -92,7 +91,7 @@ def parse_cell(
     #
     # The keys are checked before pydantic, which would report an unknown key without a suggestion.
     overrides = overrides or {}
-    # Only values of !py may be objects; a text in the body is always an expression.
+    # Only !py values may be objects; text in the body is always an expression.
     live = LiveObjects(namespace, source.computed)
     return _parse(_merged(data, overrides), source.without(overrides), live)
 
@@ -101,7 +100,7 @@ def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> P
     """Read a job from Python, where objects may be given directly instead of by name.
 
     Raises:
-        ConfigError: If the mapping is invalid; it has the path of the first error.
+        ConfigError: If the mapping is invalid; ``path`` is that of the first error.
 
     >>> parse_mapping({"model": "Net", "data": {"train": "d"}, "loss": "f"}, {}).config.epochs
     1.0
@@ -119,13 +118,13 @@ def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap =
     """Read a group of keys other than a job, with the same error messages and positions.
 
     Args:
-        data: Plain data; keys as the text spells them.
+        data: Plain data, with keys as spelled in the text.
         section: Class to parse it into.
         source: Position of each key in the text.
 
     Raises:
-        ConfigError: If it is invalid; it has the path of the first error and, if there is a text,
-            its position.
+        ConfigError: If it is invalid; ``path`` is that of the first error, and its position is
+            included if there is a text.
     """
     _check_keys(data, section, (), source, top=section)
     return _validate(data, section, source)
@@ -152,7 +151,7 @@ def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def keys_of(section: type[Section]) -> dict[str, type[Section] | None]:
-    """Map the keys of a group, as the cell spells them, to the group that each one opens."""
+    """Map the keys of a group, as spelled in the cell, to the groups that they open."""
     result: dict[str, type[Section] | None] = {}
     for name, info in section.model_fields.items():
         result[info.alias or name] = _group_of(info.annotation)
@@ -207,8 +206,8 @@ def _unknown_key(
 ) -> ConfigError:
     where = f" in '{dotted(path)}'" if path else ""
     message = f"unknown key '{key}'{where}"
-    # The most specific hint first: a comma in an expression, a key of another system, a spelling
-    # mistake, the right key in the wrong group.
+    # Try the most specific hint first: a comma in an expression, a key from another system, a
+    # spelling mistake, the right key in the wrong group.
     hint = _torn_expression(key, group)
     if top is TrainConfig:
         hint = hint or _known_elsewhere(str(key), path)
@@ -220,7 +219,7 @@ def _unknown_key(
 
 def _torn_expression(key: Any, group: Mapping[Any, Any]) -> str:
     # In a {} mapping, a comma ends the value, even within the brackets of an expression:
-    # {model: Net(1, 2)} has the keys "model" with the value "Net(1" and "2)" without one.
+    # {model: Net(1, 2)} has the key "model" with the value "Net(1", and the key "2)" with no value.
     keys = list(group)
     before = group[keys[keys.index(key) - 1]] if keys.index(key) > 0 else None
     if isinstance(before, str) and any(
@@ -262,7 +261,7 @@ def _first_error(exc: ValidationError, source: SourceMap) -> ConfigError:
 
 def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
     path: Path = error["loc"]
-    # A message of our own validators, which is complete except for the key's name.
+    # A message from our own validators, complete except for the key's name.
     if error["type"] == "etrain":
         context = error["ctx"]
         path = tuple(context["path"] or path)
@@ -310,7 +309,7 @@ _WANTED: dict[str, Callable[[dict[str, Any]], str]] = {
 def _value_hint(error: ErrorDetails, path: Path) -> str:
     value = error["input"]
     if error["type"] in ("int_type", "float_type") and isinstance(value, str):
-        # YAML 1.2 reads 1_000 and "1000" as texts.
+        # YAML 1.2 reads 1_000 and "1000" as text.
         bare = value.replace("_", "").replace(",", "")
         try:
             float(bare)
@@ -343,14 +342,14 @@ def _missing(path: Path, source: SourceMap) -> ConfigError:
 
 
 class LiveObjects:
-    """Replace objects in a configuration by names.
+    """Replace objects in a configuration with names.
 
-    An object that the notebook has under a name keeps that name. Any other object gets a
+    An object that has a name in the notebook keeps it. Any other object gets a
     descriptive name that the notebook does not use, so that the configuration stays readable text.
     """
 
     def __init__(self, namespace: Mapping[str, Any], computed: frozenset[Path]) -> None:
-        # Values at and below the paths `computed` are objects; the path () covers everything.
+        # Values at and below the `computed` paths may be objects; the path () covers everything.
         self._namespace = namespace
         self._computed = computed
         self.extra: dict[str, Any] = {}
@@ -373,7 +372,7 @@ class LiveObjects:
         return plain_value(value)
 
     def _reference(self, value: Any, path: Path) -> Any:
-        # A text is an expression already; a number is an error that pydantic reports.
+        # Text is already an expression; a number is an error, which pydantic reports.
         if value is None or isinstance(value, str | int | float):
             return value
         if not any(path[: len(start)] == start for start in self._computed):
@@ -381,7 +380,7 @@ class LiveObjects:
         return self._name_for(value, path)
 
     def _name_for(self, value: Any, path: Path) -> str:
-        # Prefer a name of the notebook, which the user recognizes.
+        # Prefer a name from the notebook, which the user recognizes.
         for name, known in {**self._namespace, **self.extra}.items():
             if known is value and not name.startswith("_") and name.isidentifier():
                 return name

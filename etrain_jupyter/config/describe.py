@@ -1,7 +1,7 @@
 """Descriptions of the keys of a cell's body: accepted values, default, meaning and example.
 
-The help, the editor's hints and the table of the documentation all use this module, so that an
-option is described in one place: its field in ``schema``.
+The help, the editor's hints and the documentation's table all use this module, so an option is
+described in one place: its field in ``schema``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from etrain_jupyter.config.template import yaml_of
 from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES, find_optimizer
 
 _USUAL = ("model", "data", "loss", "optimizer", "batch", "epochs", "workers")
-"""Keys that the example of a body shows."""
+"""Keys shown in the example body."""
 _KINDS = {
     bool: "true or false",
     int: "whole number",
@@ -53,11 +53,11 @@ class KeyHelp:
     """Type and range of its value, for example ``whole number, 1 or more``."""
     meaning: str
     default: str = ""
-    """Default value as the cell spells it. Empty if the key is required, or if no value means the
+    """Default value as spelled in the cell. Empty if the key is required, or if no value means the
     same as omitting the key."""
     is_required: bool = False
     words: tuple[str, ...] = ()
-    """Accepted words: all of an enumeration, else the usual ones."""
+    """Accepted words: all of an enumeration, or the usual ones."""
     example: str = ""
     """Example line of a body."""
 
@@ -132,9 +132,9 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
 def describe(path: KeyPath, *, optimizer: str = "AdamW") -> KeyHelp | None:
     """Return the description of a key; None if the key is unknown.
 
-    ``optimizer`` is the name in the cell; its options are keys as well.
+    ``optimizer`` is the optimizer named in the cell; its options are keys as well.
     """
-    # Options of optimizers and names of metrics are not fields of the schema.
+    # Optimizer options and metric names are not fields in the schema.
     name = find_optimizer(optimizer)
     if path[:-1] == OPTIMIZER and len(path) == 2 and path[-1] in OPTIONS.get(name, ()):
         return _describe_option(path, name)
@@ -199,7 +199,7 @@ def _shorthand(path: KeyPath) -> str:
 
 def _default(info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True) if not info.is_required() else None
-    # Null and empty groups mean the same as no key, so the help shows no default for them.
+    # Null or an empty group means the same as no key, so the help shows no default.
     if default is None or default == {} or (isinstance(default, Section) and not _is_every(info)):
         return ""
     if isinstance(default, float):
@@ -212,11 +212,11 @@ def _is_every(info: FieldInfo) -> bool:
 
 
 def _example(path: KeyPath, info: FieldInfo) -> str:
-    # Written by hand where the first example of the schema alone would explain little.
+    # Written by hand where the schema's first example alone would explain little.
     if len(path) == 1 and path[0] in EXAMPLES:
         return EXAMPLES[path[0]]
     value = info.examples[0] if info.examples else info.get_default(call_default_factory=True)
-    # Nested groups on one line: `checkpoint: {best: {metric: accuracy}}`.
+    # Write nested groups on one line: `checkpoint: {best: {metric: accuracy}}`.
     line = f"{path[-1]}: {yaml_of(str(value) if isinstance(value, Interval) else value)}"
     for key in reversed(path[:-1]):
         line = f"{key}: {{{line}}}"
@@ -224,7 +224,7 @@ def _example(path: KeyPath, info: FieldInfo) -> str:
 
 
 def all_keys(path: KeyPath = ()) -> Iterator[KeyHelp]:
-    """Yield every key in the order of the schema, each group before its keys."""
+    """Yield every key in schema order, each group before its keys."""
     group = group_at(path)
     if group is None or group is Interval:
         return
@@ -252,7 +252,7 @@ def keys_in_words() -> str:
 
 
 def keys_as_table() -> str:
-    """Return all keys as a table in Markdown, for ``docs/reference/cell-keys.md``."""
+    """Return all keys as a Markdown table, for ``docs/reference/cell-keys.md``."""
     rows = ["| key | takes | meaning |", "|---|---|---|"]
     for key in all_keys():
         meaning = key.meaning.replace("|", "\\|")

@@ -46,7 +46,7 @@ class Difference:
     """One key with two values."""
 
     key: str
-    """Dotted key, as the cell spells it."""
+    """Dotted key, as spelled in the cell."""
     old: Any
     new: Any
     why: str = ""
@@ -67,8 +67,8 @@ def compare_configs(old: TrainConfig, new: TrainConfig) -> list[Difference]:
         if values[0] != values[1]:
             why = _why(key, old, new)
             found.append(Difference(key=key, old=values[0], new=values[1], why=why))
-    # Without an explicit number, the shards follow from workers.max, and so do the weights. So
-    # compare the effective numbers, not the keys.
+    # Without an explicit number, the shards and thus the weights depend on workers.max, so compare
+    # the effective numbers, not the keys.
     found = [difference for difference in found if not difference.key.startswith("reproducible")]
     shards = old.num_shards(), new.num_shards()
     if shards[0] != shards[1]:
@@ -82,7 +82,7 @@ def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
 
     Args:
         config: Configuration of the job.
-        changes: ``pool``, ``min``, ``max``, ``epochs`` or ``steps``; None changes nothing.
+        changes: ``pool``, ``min``, ``max``, ``epochs`` or ``steps``; None keeps the current value.
 
     Raises:
         ValidationError: If the changed values are inconsistent.
@@ -92,7 +92,7 @@ def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
         return config
     data = config.model_dump(mode="json")
     if config.reproducible is not None:
-        # Fix the number of shards: without it, a new workers.max would change the shards and the
+        # Fix the number of shards; otherwise a new workers.max would change it, and with it the
         # weights.
         data["reproducible"] = {"shards": config.num_shards()}
     data["workers"] |= {key: given[key] for key in ("min", "max") if key in given}
@@ -110,7 +110,7 @@ def _why(key: str, old: TrainConfig, new: TrainConfig) -> str:
     falls = any(c.schedule is not None and c.schedule.decay != "none" for c in (old, new))
     if is_length and falls:
         return f"schedule.decay ends with the job: {REASONS['schedule']}"
-    # The size of a pass changes the order of the sums, which matters only for bit-for-bit results.
+    # The size of a pass changes the summation order, which matters only for bit-for-bit results.
     if key == "batch.micro" and new.reproducible is not None:
         return REASONS["reproducible"]
     prefixes = list(_prefixes(key))

@@ -21,14 +21,14 @@ from etrain_jupyter.config.source_map import did_you_mean, in_words
 def fault(
     message: str, *, hint: str = "", path: tuple[str, ...] | None = None, at_key: bool = False
 ) -> PydanticCustomError:
-    """Build an error with its final message; ``path``, from the top, points at another key."""
+    """Build an error with its final message; ``path``, if given, points at another key."""
     context = {"message": message, "hint": hint, "path": path, "at_key": at_key}
     # pydantic formats the template with the context; `cell` reads the context itself.
     return PydanticCustomError("etrain", "{message}", context)
 
 
 def check_word(value: Any, known: Sequence[str], *, usual: str = "", hint: str = "") -> Any:
-    """Return ``value`` if it is an accepted word, else raise a validation error.
+    """Return ``value`` if it is an accepted word; otherwise raise a validation error.
 
     Args:
         value: Value in the cell.
@@ -49,14 +49,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        # A quoted '3' stays a text: YAML already distinguishes texts from numbers.
+        # A quoted '3' stays text: YAML already distinguishes text from numbers.
         strict=True,
         populate_by_name=True,
         use_attribute_docstrings=True,
     )
     shorthand: ClassVar[str] = ""
-    """Key that a whole number stands for, for example ``global`` for ``batch: 32``; empty if a
-    number is invalid."""
+    """Key set by a bare integer, such as ``global`` for ``batch: 32``; empty if there is none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +69,7 @@ class Interval(Section):
     """Interval: ``200 steps``, ``1 epoch``, ``30 s``, ``5 min`` or ``2 h``."""
 
     value: float
-    """Number of units; above 0, and whole for steps."""
+    """Number of units; positive, and an integer for steps."""
     unit: Literal["steps", "epochs", "s"]
     """Unit; minutes and hours are converted to seconds."""
 
@@ -89,7 +88,7 @@ class Interval(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, data: Any) -> Any:
-        # The fields themselves, from Python.
+        # The fields themselves, as given from Python.
         if isinstance(data, Mapping) and set(data) == {"value", "unit"}:
             return data
         return interval_parts(data)
@@ -117,7 +116,7 @@ _INTERVAL_HINT = "write for example '200 steps', '1 epoch' or '5 min'"
 
 
 def interval_words(value: Any) -> re.Match[str] | None:
-    """Match a number and any unit; None if ``value`` is not such a text."""
+    """Match a number and any unit; None if ``value`` does not match."""
     return _INTERVAL.fullmatch(value) if isinstance(value, str) else None
 
 

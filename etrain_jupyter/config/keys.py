@@ -16,7 +16,7 @@ from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
 from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES, find_optimizer
 
 KeyPath = tuple[str, ...]
-"""Keys from the top of the body, as the cell spells them."""
+"""Keys from the top of the body, as spelled in the cell."""
 
 OPTIMIZER: KeyPath = ("optimizer",)
 METRICS: KeyPath = ("metrics",)
@@ -28,7 +28,7 @@ COUNTED = ("steps", "epochs", "s", "min", "h")
 _INTERVALS = ("1 epoch", "200 steps", "5 min")
 
 
-# ------------------------------------------------------------------------------------ where it is
+# --------------------------------------------------------------------------- where a key is allowed
 
 
 def group_at(path: KeyPath) -> type[Section] | None:
@@ -58,7 +58,7 @@ def field_at(path: KeyPath) -> FieldInfo | None:
 
 
 def keys_at(path: KeyPath, given: Mapping[str, str], *, top: Mapping[str, Any]) -> list[str]:
-    """Return the keys that may still be added to a group, in the order of the schema.
+    """Return the keys that may still be added to a group, in schema order.
 
     Args:
         path: The group.
@@ -91,11 +91,11 @@ def _excludes(
     """Return whether one of the given keys excludes this key."""
     if any(other in given for other in _rivals(path, key)):
         return True
-    # Rivals are declared on one of the two keys only, so look from both sides.
+    # A rival is declared on only one of the two keys, so check both directions.
     if any(other in given and key in _rivals(path, other) for other in known):
         return True
-    # Such a key belongs to an alternative in another group, for example scaling to
-    # batch.per_worker. It is invalid without it.
+    # Such a key is valid only with an alternative in another group, for example scaling with
+    # batch.per_worker.
     group, _, instead = _extra(path, key, "instead_of").partition(".")
     other = top.get(group)
     return bool(instead) and isinstance(other, Mapping) and not _has_rival_of(group, instead, other)
@@ -116,7 +116,7 @@ def _extra(path: KeyPath, key: str, name: str) -> str:
     return str(extra.get(name, "")) if isinstance(extra, dict) else ""
 
 
-# ------------------------------------------------------------------------------------ what it takes
+# -------------------------------------------------------------------------------- values it accepts
 
 
 def accepts(path: KeyPath, value: Any) -> bool:
@@ -141,7 +141,7 @@ def _is_about(error: ErrorDetails, key: str) -> bool:
 
 
 def is_reference(path: KeyPath) -> bool:
-    """Return whether a key takes a Python expression over the notebook's names."""
+    """Return whether a key accepts a Python expression over the notebook's names."""
     if path == OPTIMIZER or (path[:-1] == METRICS and len(path) > 1):
         return True
     info = field_at(path)
@@ -149,7 +149,7 @@ def is_reference(path: KeyPath) -> bool:
 
 
 def takes_reference(info: FieldInfo) -> bool:
-    """Return whether a field takes a Python expression."""
+    """Return whether a field accepts a Python expression."""
     return any(
         isinstance(item, BeforeValidator) and "reference" in getattr(item.func, "__name__", "")
         for item in info.metadata
@@ -157,7 +157,7 @@ def takes_reference(info: FieldInfo) -> bool:
 
 
 def is_interval(path: KeyPath) -> bool:
-    """Return whether a key takes a number with a unit."""
+    """Return whether a key accepts a number with a unit."""
     info = field_at(path)
     if info is None:
         return False
@@ -165,7 +165,7 @@ def is_interval(path: KeyPath) -> bool:
 
 
 def words_of(path: KeyPath) -> tuple[str, ...]:
-    """Return the words that a key accepts: all of an enumeration, else the usual ones."""
+    """Return the words that a key accepts: all of an enumeration, or the usual ones."""
     if path == (*OPTIMIZER, "name"):
         return tuple(NAMED_LR)
     if path[:-1] == OPTIMIZER and path[-1] in SWITCHES:
@@ -200,7 +200,7 @@ def _takes_word(path: KeyPath, word: str) -> bool:
 
 def parts_of(annotation: Any) -> set[Any]:
     """Return the members of a union without None; for any other type, the type itself."""
-    # get_args of a Literal or a dict are its words or its key type, not members of a union.
+    # For a Literal or a dict, get_args returns its words or types, not members of a union.
     is_plain = isinstance(annotation, type) or get_origin(annotation) in (Literal, dict)
     parts = (annotation,) if is_plain else get_args(annotation)
     return {part for part in parts if part is not NoneType}

@@ -67,7 +67,7 @@ def free_names(expression: str) -> frozenset[str]:
 
 def _globals_of(table: symtable.SymbolTable, *, top: bool) -> Iterator[str]:
     for symbol in table.get_symbols():
-        # At the top, a name that := assigns is the expression's own. Within a lambda or
+        # At the top level, a name assigned by := belongs to the expression. Within a lambda or
         # comprehension, symtable marks names from outside as global.
         taken = symbol.is_referenced() and not symbol.is_assigned() if top else symbol.is_global()
         if taken:
@@ -109,7 +109,7 @@ def check_references(
         except ConfigError as exc:
             errors.append(exc)
     if errors:
-        # Checked in the order of the schema, but reported in the order of the cell.
+        # Checked in schema order, but reported in the order of the cell.
         raise min(errors, key=lambda e: (getattr(e, "line", 0), getattr(e, "column", 0)))
 
 
@@ -146,7 +146,7 @@ class _Check:
     ) -> ConfigError:
         inside = None
         if node is not None and "\n" not in self.text:
-            # ast counts columns in bytes of UTF-8, the cell in characters.
+            # ast counts columns in UTF-8 bytes, the cell in characters.
             offset = len(self.text.encode()[: node.col_offset].decode())
             inside = (offset, length or (node.end_col_offset or 0) - node.col_offset)
         return self._source.error(self._path, message, hint=hint, inside=inside)
@@ -171,15 +171,16 @@ class _Check:
         nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in missing)
         node = min(nodes, key=lambda n: (n.lineno, n.col_offset))
         known = visible_names(self.namespace)
-        # The name of an optimizer is a likely intention only if it is the whole expression.
+        # An optimizer is likely to be meant only if the name is the whole expression.
         if self.key == "optimizer" and node is tree:
-            # The user may have meant a name of torch.optim, for example `optimizer: AdmW`.
+            # The user may have meant a name from torch.optim, for example `optimizer: AdmW`.
             known = [*known, *DEFAULT_LR]
         hint = did_you_mean(node.id, known, count=3) or "run the cell that defines it first"
         raise self._fault(f"{self.key}: '{node.id}' is not defined in this notebook", hint, node)
 
     def _check_attributes(self, tree: ast.expr) -> None:
-        # Only of modules: for other objects, attribute access may run the user's code.
+        # Check attributes of modules only: for other objects, attribute access may run the user's
+        # code.
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
@@ -199,7 +200,7 @@ class _Check:
 
     def _resolve(self, node: ast.expr) -> tuple[bool, Any]:
         # Finds the object behind a literal, a plain name, or attributes of modules. The first
-        # result distinguishes an object that is None from no object.
+        # return value distinguishes an object that is None from no object.
         if isinstance(node, ast.Constant):
             return True, node.value
         if isinstance(node, ast.Name):
@@ -250,7 +251,7 @@ class _Check:
                 f"write {self.key}: {attribute}",
             )
         try:
-            # A module that is loaded needs no search, and may have no file.
+            # A loaded module needs no search, and may have no file.
             spec = sys.modules.get(module) or importlib.util.find_spec(module)
         except Exception as exc:  # find_spec imports parent packages, which may raise anything.
             raise self._no_module(module, exc) from exc
@@ -307,8 +308,7 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
         raise fault(
             f"{key}: '{text}' is {_kind(value)} and cannot be called", _WANTED[key.split(".")[0]]
         )
-    # The rank constructs a class without arguments, except these two, which it calls with
-    # arguments.
+    # The rank calls a class without arguments, except for these two keys.
     called = isinstance(value, type) and key not in ("optimizer", "data.collate")
     if called or (key in ("model", "data.train", "data.eval") and inspect.isfunction(value)):
         problem = _misfit(value, [], {})

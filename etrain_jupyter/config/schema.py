@@ -1,8 +1,7 @@
 """Schema of a job: one frozen model, from which help, template and errors are derived.
 
-Field names are those of Python and JSON; where the cell uses a shorter key, it is the alias
-(``batch.global``). All validation happens here, once, so that other modules can rely on a
-``TrainConfig``.
+Fields are named as in Python and JSON; a shorter key in the cell is the alias (``batch.global``).
+All validation happens here, once, so that other modules can rely on a ``TrainConfig``.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ RESERVED_METRICS = frozenset(
         *("time", "data_s", "compute_s", "communication_s", "optimizer_s"),
     )
 )
-"""Columns of every history. A metric must not have the same name."""
+"""Columns of every history, whose names metrics must not use."""
 
 
 DEFAULT_MAX_WORKERS = 4
@@ -75,13 +74,13 @@ class DataConfig(Section):
     eval: Annotated[Optional, Field(examples=["eval_set"])] = None
     """Evaluation data, each sample evaluated once; no evaluations by default."""
     collate: Annotated[Optional, Field(examples=["collate"])] = None
-    """Function that makes a batch of a list of samples; torch's default_collate by default."""
+    """Function that makes a batch from a list of samples; torch's default_collate by default."""
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Data-loading processes per rank; 0 loads in the trainer itself."""
 
 
 class OptimizerConfig(Section):
-    """Optimizer: a name of torch.optim with its options, or a reference."""
+    """Optimizer: a name from torch.optim with its options, or a reference."""
 
     name: Annotated[str | None, Field(examples=["AdamW"])] = "AdamW"
     """Optimizer of torch.optim (upper or lower case), LAMB or LARS; null with ``reference``."""
@@ -98,7 +97,7 @@ class OptimizerConfig(Section):
     @classmethod
     def _from_cell(cls, data: Any) -> Any:
         if isinstance(data, str):
-            # Not a name of torch.optim, so it is an expression of the notebook, such as
+            # Not a name from torch.optim, so it is an expression over the notebook's names, such as
             # make_optimizer.
             if find_optimizer(data) not in (*NAMED_LR, *REFUSED):
                 return {"name": None, "reference": data}
@@ -115,7 +114,7 @@ class OptimizerConfig(Section):
         # As model_dump writes it: {name: null, reference: ...}.
         if given.get("reference") is not None:
             given.setdefault("name", None)
-        # model_dump writes name: null with a reference; without one, the cell's name is empty.
+        # model_dump writes name: null with a reference; otherwise the name in the cell is empty.
         elif "name" in given and given["name"] is None:
             raise fault("optimizer.name is empty", hint="write for example {name: AdamW, lr: 3e-4}")
         if isinstance(given.get("name"), str):
@@ -200,9 +199,9 @@ class BatchConfig(Section):
     per_worker_batch_size: Annotated[
         int | None, Field(alias="per_worker", ge=1, examples=[32], json_schema_extra=INSTEAD)
     ] = None
-    """Samples per step on each worker, instead of global: the batch grows with the workers."""
+    """Samples per step on each worker, instead of ``global``; grows with the number of workers."""
     aggregation_frequency: Annotated[int, Field(ge=1, examples=[4])] = 1
-    """Passes per worker and step, whose gradients are accumulated before they are exchanged."""
+    """Passes per worker in each step, whose gradients are accumulated before the exchange."""
 
     @model_validator(mode="before")
     @classmethod
@@ -214,7 +213,7 @@ class BatchConfig(Section):
             next((data[key] for key in keys if data.get(key) is not None), None)
             for keys in (("global", "global_batch_size"), ("per_worker", "per_worker_batch_size"))
         ]
-        # Both in the cell. A dump has the other one as null, and is accepted.
+        # Both keys are in the cell. A dump, in which one of them is null, is accepted.
         if None not in sizes:
             raise fault(
                 f"batch.global={sizes[0]} and batch.per_worker={sizes[1]} exclude each other",
@@ -231,7 +230,8 @@ class BatchConfig(Section):
 
     @model_validator(mode="after")
     def _check_passes(self) -> Self:
-        # One worker has the largest share: if that is too small for the passes, all are.
+        # A single worker has the largest share: if that is too small for the passes, every share
+        # is.
         size, passes = self.size(1), self.aggregation_frequency
         if size < passes:
             key = "global" if self.per_worker_batch_size is None else "per_worker"
@@ -289,7 +289,7 @@ class ScalingConfig(Section):
     @field_validator("rule", mode="before")
     @classmethod
     def _known_rule(cls, value: Any) -> Any:
-        # None stands for auto here: the optimizer, which decides, is in another group.
+        # None stands for auto here, because the optimizer, which decides, is in another group.
         if value in (None, "auto"):
             return None
         return check_word(value, RULES, usual="rule: linear")
@@ -301,7 +301,7 @@ class ScalingConfig(Section):
 
 
 def _parse_steps(value: Any) -> Any:
-    """Read '10 steps'; a bare number passes through and means steps, too."""
+    """Parse '10 steps'; a bare number is passed through and also means steps."""
     if not isinstance(value, str):
         return value
     parts = interval_parts(value)
@@ -317,7 +317,7 @@ NAN_REACTIONS = ("fail", "pause")
 
 
 class MetricConfig(Section):
-    """One number of each evaluation, and whether it is minimized or maximized."""
+    """A metric of the evaluations, and whether it is minimized or maximized."""
 
     metric: Annotated[str, Field(examples=["accuracy"])]
     """Metric of the evaluation: loss, or a name in metrics."""
@@ -327,7 +327,7 @@ class MetricConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_mode(cls, data: Any) -> Any:
-        # A loss is always minimized. For any other metric a wrong guess would keep the worst
+        # A loss is always minimized. For any other metric, a wrong guess would keep the worst
         # weights.
         if not isinstance(data, Mapping) or data.get("mode") is not None:
             return data
@@ -387,7 +387,7 @@ class CheckpointConfig(Section):
                 split_s3_url(value)
             except ValueError as exc:
                 raise fault(f"{{key}} {exc}", hint="write s3://bucket/prefix") from None
-        # gs:// or abfs:// would otherwise create a folder of that name.
+        # gs:// or abfs:// would otherwise create a folder with that name.
         elif isinstance(value, str) and "://" in value:
             hint = "write a folder on this machine, or s3://bucket/prefix"
             raise fault(f"'{value}' is neither a folder nor an S3 URL", hint=hint)
@@ -407,7 +407,7 @@ class WorkersConfig(Section):
     @field_validator("max")
     @classmethod
     def _check_min(cls, value: int | None, info: ValidationInfo) -> int | None:
-        # Missing if min itself is invalid; its own error is reported then.
+        # Missing if min itself is invalid, which is reported separately.
         least = info.data.get("min")
         if value is not None and least is not None and value < least:
             raise fault(
@@ -480,7 +480,7 @@ class TrainConfig(Section):
     )
     """Functions (output, target) that return one value per sample, or torchmetrics, by name."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """A name of torch.optim with its options, or a function of the parameters."""
+    """A name from torch.optim with its options, or a function of the parameters."""
     schedule: Annotated[
         ScheduleConfig | None, Field(examples=[{"warmup": "500 steps", "decay": "cosine"}])
     ] = None
@@ -568,7 +568,7 @@ class TrainConfig(Section):
     @field_validator("steps")
     @classmethod
     def _check_epochs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        # `epochs` precedes `steps` in the schema, so it is validated by now.
+        # `epochs` precedes `steps` in the schema, so it has already been validated.
         epochs = info.data.get("epochs")
         if value is not None and epochs is not None:
             raise fault(
@@ -585,7 +585,7 @@ class TrainConfig(Section):
     @field_validator("precision", mode="before")
     @classmethod
     def _known_precision(cls, value: Any) -> Any:
-        # Words of other systems first: they are not similar to the right one.
+        # Check words from other systems first: they are not similar to the right one.
         meant = OTHER_PRECISIONS.get(str(value).lower(), "fp32, bf16 or fp16")
         return check_word(value, PRECISIONS, hint=f"write precision: {meant}")
 
@@ -801,7 +801,7 @@ class TrainConfig(Section):
 
         ``true`` selects the smallest power of two that gives each of ``workers.max`` workers a
         shard. If ``workers.max`` is omitted, four workers are assumed, so that the number depends
-        on the cell only and never on the machine.
+        only on the cell, never on the machine.
         """
         if self.reproducible is None:
             return None
@@ -812,10 +812,10 @@ class TrainConfig(Section):
         return min(1 << (most - 1).bit_length(), self.batch.size(1))
 
     def max_workers(self, cores: int | None = None) -> int:
-        """Return the largest number of workers that each get a sample, or a shard, of every step.
+        """Return the largest number of workers that each get a sample, or a shard, in every step.
 
         Args:
-            cores: Cores of the pool's machine; None uses those of this one.
+            cores: Cores of the pool's machine; None for those of this machine.
         """
         if cores is None:
             cores = (

@@ -12,7 +12,7 @@ from typing import Any
 from etrain_jupyter.errors import CellError, ConfigError
 
 Path = tuple[str | int, ...]
-"""Keys from the top of the body, as the cell spells them: ``("batch", "global")``."""
+"""Keys from the top of the body, as spelled in the cell: ``("batch", "global")``."""
 
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 """Line breaks in YAML. ``str.splitlines`` splits at more characters, so its line numbers would
@@ -54,7 +54,7 @@ class SourceMap:
 
         Args:
             path: Key or value. If it is not in the cell, the error points at the nearest enclosing
-                group, or else at line 1.
+                group, or at line 1.
             message: Description of the error, including the invalid value.
             hint: Suggested fix.
             at_key: Point at the key instead of its value.
@@ -73,7 +73,7 @@ class SourceMap:
             message,
             line=span.line,
             column=span.column,
-            # Columns count a tab as one, so it must be printed one character wide for the carets to
+            # A tab counts as one column, so it must be printed one character wide for the carets to
             # line up.
             text=self.text_of(span.line).replace("\t", " ").rstrip(),
             length=span.length,
@@ -119,8 +119,8 @@ class SourceMap:
         return self.lines[line - 1] if 0 < line <= len(self.lines) else ""
 
     def _narrow(self, span: Span, path: Path, offset: int, length: int) -> Span:
-        # Quotes, escapes and folded lines shift positions in the source against those in the value.
-        # If the shift is unknown, point at the whole value.
+        # Quotes, escapes and folded lines shift positions in the source relative to those in the
+        # value. If the shift is unknown, point at the whole value.
         start = span.column - 1
         text = self.text_of(span.line)[start : start + span.length]
         quoted = text[:1] in ("'", '"')
@@ -142,7 +142,7 @@ def nearest(word: str, names: Iterable[str], *, count: int = 1) -> list[str]:
     >>> nearest("optimiser", ["epochs", "optimizer"])
     ['optimizer']
     """
-    # Compare without case, but return the name as it is spelled.
+    # Compare case-insensitively, but return the name as spelled.
     by_folded: dict[str, str] = {}
     for name in names:
         by_folded.setdefault(name.casefold(), name)
@@ -151,7 +151,7 @@ def nearest(word: str, names: Iterable[str], *, count: int = 1) -> list[str]:
 
 
 def did_you_mean(word: str, names: Iterable[str], *, count: int = 1) -> str:
-    """Return ``did you mean 'optimizer'?``, or an empty text if no name is similar."""
+    """Return ``did you mean 'optimizer'?``, or an empty string if no name is similar."""
     found = [f"'{name}'" for name in nearest(word, names, count=count)]
     return f"did you mean {' or '.join(found)}?" if found else ""
 

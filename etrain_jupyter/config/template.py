@@ -31,7 +31,8 @@ def _section(section: type[Section], *, indent: str = "", off: bool = False) -> 
         key, kind = info.alias or name, info.annotation
         mark = _mark(info)
         if mark in ("", "# "):
-            # Put the marks of a block in one column, so that an editor can uncomment all of them.
+            # Put a block's comment markers in one column, so that an editor can uncomment them
+            # together.
             start = f"# {indent}" if off else f"{indent}{mark}"
         else:
             start = f"{indent}{mark}"
@@ -57,7 +58,7 @@ def _mark(info: FieldInfo) -> str:
 
 
 def yaml_of(value: Any) -> str:
-    """Return a value as the cell spells it, on one line."""
+    """Return a value as spelled in the cell, on one line."""
     if value is None:
         return "null"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Names known without an import: the optimizers of torch.optim, and keys of other systems.
+"""Names known without an import: the optimizers in torch.optim, and keys from other systems.
 
 The kernel checks a cell without importing torch; a test compares these literals with torch.
 """
@@ -38,7 +38,7 @@ REFUSED = {
     "LBFGS": "it evaluates the loss several times per step, but gradients are exchanged only once",
     "SparseAdam": "it needs sparse gradients, which are not exchanged between workers",
 }
-"""Unsupported optimizers of torch.optim, and the reasons."""
+"""Unsupported optimizers from torch.optim, and the reasons."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OTHER_PRECISIONS = {
@@ -46,7 +46,7 @@ OTHER_PRECISIONS = {
     **dict.fromkeys(("bfloat16", "bf16-mixed", "mixed", "torch.bfloat16"), "bf16"),
     **dict.fromkeys(("float16", "16", "half", "f16", "16-mixed", "torch.float16"), "fp16"),
 }
-"""Names of the precisions in other systems."""
+"""Names for precisions in other systems."""
 
 _COMMON = "foreach maximize differentiable "
 _OPTIONS = {
@@ -88,7 +88,7 @@ def find_optimizer(text: str) -> str:
 
 
 def check_options(name: str, options: Mapping[str, Any], fault: Callable[..., Exception]) -> None:
-    """Reject keywords that optimizer ``name`` does not have, and values other than plain ones."""
+    """Reject keywords that optimizer ``name`` does not have, and values that are not numbers."""
     for key, value in options.items():
         path = ("optimizer", key)
         if key not in OPTIONS[name]:
@@ -197,4 +197,4 @@ _ANSWERS: dict[str, str] = {
 KNOWN_ELSEWHERE: dict[str, str] = dict(
     chain.from_iterable(((key, text) for key in keys.split()) for keys, text in _ANSWERS.items())
 )
-"""Maps a dotted key of another system to a hint about the equivalent key."""
+"""Maps a dotted key from another system to a hint about the equivalent key."""

@@ -1,9 +1,9 @@
 """Read YAML into plain data, with the position of every key and value.
 
-PyYAML implements YAML 1.1, in which ``3e-4`` is a text, ``no`` is false, ``12:30:00`` is 45000,
-``017`` is 15, and a repeated key silently overwrites the first one. This module uses only its
-parser, up to the nodes, which have positions. Scalars are resolved by the core schema of YAML 1.2.
-Cells allow one tag, ``!py``: a Python expression over the notebook's names. Files allow no tags.
+PyYAML implements YAML 1.1, in which ``3e-4`` is text, ``no`` is false, ``12:30:00`` is 45000,
+``017`` is 15, and a repeated key silently overwrites the first one. This module uses PyYAML only up
+to the nodes, which have positions, and resolves scalars by the core schema of YAML 1.2. Cells allow
+one tag, ``!py``: a Python expression over the notebook's names. Files allow no tags.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from etrain_jupyter.errors import CellError
 
 PY_TAG = "!py"
 MOST_VALUES = 50_000
-"""Upper limit of values in a text: more than any real cell or file has, and few enough to be read
-within a second."""
+"""Maximum number of values in a text: more than any real cell or file has, and few enough to be
+read within a second."""
 _CORE = "tag:yaml.org,2002:"
 _ADVICE = (
     (
@@ -158,7 +158,7 @@ class _NodeReader:
         self._num_read = 0
         self._keys: dict[Path, Span] = {}
         self._values: dict[Path, Span] = {}
-        # Nodes that are being read, by identity: an alias to one of them would never end.
+        # Nodes that are being read, by identity: an alias to one of them would recurse forever.
         self._open: set[int] = set()
         self.computed: set[Path] = set()
         self.source = SourceMap(lines=lines, keys=self._keys, values=self._values)
@@ -338,15 +338,15 @@ def _syntax_error(
     problem = exc.problem or exc.context or "this is not valid YAML"
     described = f"{exc.context}, {problem}" if exc.context and exc.context != problem else problem
     hint = next((advice for sign, advice in _ADVICE if sign in described), "")
-    # Some errors of the composer have no position.
+    # Some errors from the composer have no position.
     if mark is None:
         start = Span(line=first_line_number, column=1)
         return SourceMap(lines=lines).error_at(start, problem, hint=hint)
     line, column = mark.line + first_line_number, mark.column + 1
     at_end = line > len(lines) or not lines[line - 1].strip() or "unexpected end" in problem
     if at_end and exc.context_mark is not None:
-        # The parser notices the error at the end of the body or on an empty line: point at its
-        # start.
+        # The parser detects the error at the end of the body or on an empty line: point at the
+        # start of the construct.
         line = exc.context_mark.line + first_line_number
         column = exc.context_mark.column + 1
     # Without its ':', 'epochs 3' continues on the next line, where the parser then reports the

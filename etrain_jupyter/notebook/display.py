@@ -25,7 +25,7 @@ def follow(job: TrainingJob) -> Screen:
     """List a job in JupyterLab's side panel, displayed or not, and return its dashboard."""
     if job.screen is None:
         screen = Dashboard(job_id=job.id, on_request=job.handle_request)
-        # The first picture should include the history, but must not wait for a slow disk.
+        # The first rendering should include the history, but must not wait for a slow disk.
         job.subscribe(screen.add_events).wait(HISTORY_S)
         screen.follow()
         job.screen = screen
@@ -38,8 +38,8 @@ def open_panel() -> None:
         return
 
     def attach_quietly(job_id: str) -> str:
-        # Not `attach`: a click in the panel must not change the most recently used job, which is
-        # the one that `%etrain stop` without a name stops.
+        # Not `attach`: a click in the panel must not change the most recently used job, which
+        # `%etrain stop` without a name would stop.
         follow(hold(open_runs().find(job_id)))
         return ""
 

@@ -18,7 +18,7 @@ export interface ITimeSplit {
 /** One row of the table of workers. */
 export interface IWorkerRow {
   worker: string;
-  /** Rank in the current generation; null if it is not in it. */
+  /** Rank in the current generation; null if it is not a member. */
   rank: number | null;
   /** `starting`, `warm`, `training`, `waiting`, `leaving`, `left`, `lost` or `done`. */
   state: string;
@@ -37,7 +37,7 @@ export interface IWorkerRow {
   steps: number;
   /** Time split of its latest steps; null until reported. */
   split: ITimeSplit | null;
-  /** Reason for which the worker does not compute; empty if it computes. */
+  /** Why the worker is not computing; empty if it is. */
   waits_for: string;
 }
 
@@ -109,7 +109,7 @@ export interface ICheckpointDue {
 /** Cost of the machines. */
 export interface ICostSummary {
   spent_usd: number;
-  /** Savings against on-demand prices. */
+  /** Savings compared with on-demand prices. */
   saved_usd: number;
   /** Cost of training that preemptions discarded. */
   wasted_usd: number;
@@ -171,7 +171,7 @@ export interface ISnapshot {
   num_preempted: number;
   /** Steps undone by rewinds so far. */
   num_undone: number;
-  /** Stall of training before the current generation. */
+  /** Time for which training stalled before the current generation. */
   stall_s: number | null;
   checkpoint: ILatestCheckpoint | null;
   /** Null if the pool does not report costs. */
@@ -180,13 +180,13 @@ export interface ISnapshot {
   charts: IChartList;
   /** Share of the planned steps that are done, from 0 to 1. */
   progress: number | null;
-  /** Estimated time to the end; null if unknown or not running. */
+  /** Estimated remaining time; null if unknown or not running. */
   eta_s: number | null;
   elapsed_s: number | null;
   /** Recent throughput. */
   samples_per_s: number | null;
   checkpoint_due: ICheckpointDue;
-  /** Reason for which each request is not possible now; empty if it is. */
+  /** Why each request is not possible now; empty if it is. */
   controls: Record<string, string>;
   /** Ranks in order, then newcomers, then workers that are gone. */
   workers: IWorkerRow[];

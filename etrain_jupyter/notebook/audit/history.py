@@ -2,7 +2,7 @@
 
 A trainer is known to hold a step once the log shows that its generation committed it or was ready
 at it, until the trainer undoes that step or starts to receive another trainer's state. The log
-alone therefore shows whether a survivor had newer state when a job returned to an older step.
+alone therefore shows whether a survivor held a newer state when a job returned to an older step.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class _Follower:
         self._receiving: set[Trainer] = set()
         self._is_cut_due = False
         """True if the first step of the current generation discards all newer steps."""
-        # Where the generation restored a checkpoint, rank 0 reports the step. It takes precedence
-        # over the step that the coordinator expected when it formed the generation.
+        # If the generation restored a checkpoint, rank 0 reports the step, which takes precedence
+        # over the one that the coordinator expected when it formed the generation.
         self._restored = {e.generation for e in log if isinstance(e, JobRestored)}
         for event in log:
             if isinstance(event, StepCompleted):
@@ -106,8 +106,8 @@ class _Follower:
                 f"step {event.step} was committed by {event.world_size} ranks, "
                 f"generation {event.generation} had {formed.world_size}"
             )
-        # A new rank 0 resends the records that the previous one could not send. They are of steps
-        # up to the one from which the generation continues, never of later ones.
+        # A new rank 0 resends the records that the previous one could not send. These cover steps
+        # up to the one from which the generation continues, never later ones.
         if event.generation < current.generation and event.step > self._base:
             self._report(
                 f"step {event.step} was committed by generation {event.generation} although "
@@ -152,7 +152,7 @@ class _Follower:
                 f"although {', '.join(better)} had survived"
             )
         # These ranks drop what they held as soon as they begin to receive, so until the generation
-        # is ready, they hold nothing that could be continued from.
+        # is ready, they hold no state to continue from.
         for rank in event.behind:
             if rank < len(members):
                 self._receiving.add(members[rank])
@@ -160,7 +160,7 @@ class _Follower:
         self._current, self._base = event, event.step
         self.history.formed[event.generation] = event
         # Newer steps are discarded at the first step of this generation, not now: it may end before
-        # that, and the next one may continue from a later step after all.
+        # that, and the next one may still continue from a later step.
         self._is_cut_due = event.generation not in self._restored
 
     def _go_back(self, step: int) -> None:

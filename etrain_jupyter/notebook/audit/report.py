@@ -1,4 +1,4 @@
-"""The audit's report, for users to read and for tests to assert."""
+"""The audit's report, for users to read and for tests to assert on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLUMNS = ("epoch", "samples", "once", "repeated", "missing")
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCoverage:
-    """Counts of the samples of one epoch that committed steps trained."""
+    """Counts of the samples that committed steps trained in one epoch."""
 
     epoch: int
     samples: int
@@ -33,7 +33,7 @@ class EpochCoverage:
 
     @property
     def is_exact(self) -> bool:
-        """True if each due sample was trained once, and no other sample was."""
+        """True if each due sample was trained once, and no other sample was trained."""
         return self.repeated == 0 and self.missing == 0
 
 
@@ -54,17 +54,17 @@ class AuditReport:
     steps_rolled_back: int = 0
     """Committed steps that were trained again from a checkpoint because no worker survived."""
     steps_compared: int = 0
-    """Committed steps of several ranks with equal fingerprints of a part of their weights."""
+    """Committed steps in which several ranks had equal fingerprints of part of their weights."""
     steps_alone: int = 0
     """Committed steps of a single rank, which has no other rank to compare with."""
     digests_compared: int = 0
     """Digests of a rank's weights that were compared with another rank's at the same step."""
     last_step: int = 0
-    """The newest step that led to the weights; 0 before the first."""
+    """The newest step that led to the weights; 0 before the first step."""
     saved_step: int = 0
     """Step of the newest checkpoint; 0 if there is none."""
     digest_step: int = 0
-    """Step of ``newest_digest``; 0 without one."""
+    """Step of ``newest_digest``; 0 if there is none."""
     newest_digest: str = ""
     """The newest SHA-256 of the weights and its step; equal for equal ``reproducible`` jobs."""
     num_evals: int = 0
@@ -79,7 +79,7 @@ class AuditReport:
 
     @property
     def steps_executed(self) -> int:
-        """Steps that took time: committed, undone and trained again."""
+        """All steps executed, including those undone or trained again."""
         return self.steps_committed + self.steps_undone + self.steps_rolled_back
 
     @property
@@ -89,7 +89,7 @@ class AuditReport:
             return f"audit FAILED: {_count(len(self.problems), 'problem')}"
         if not self.epochs:
             return "audit ok: nothing has been trained yet"
-        # Only the last epoch may be incomplete, or the one in which a resume changed the rules.
+        # Only the last epoch, or one in which a resume changed the rules, may be incomplete.
         num_complete = sum(epoch.is_complete for epoch in self.epochs)
         parts = [f"{_count(num_complete, 'epoch')} complete"] if num_complete else []
         is_over = self.status != "finished" or "EarlyStopped" in self.num_kinds

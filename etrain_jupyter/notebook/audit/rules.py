@@ -39,7 +39,7 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
         events: All events, in order, for example from ``log.event_log.read_events``.
 
     Returns:
-        The report; ``ok`` is True if it has no problems, even if nothing was trained yet.
+        The report; ``ok`` is True if it has no problems, even if nothing has been trained yet.
     """
     log = list(events)
     history = follow_history(log)
@@ -78,7 +78,7 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
 
 
 def _check_log(log: Sequence[Event]) -> Iterator[str]:
-    """Report gaps in the log, and events of another job."""
+    """Report gaps in the log, and events from another job."""
     expected = 1
     for event in log:
         # Sequence numbers start at 1; an event with 0 has none yet.
@@ -129,11 +129,11 @@ def _name_steps(first: int, last: int) -> str:
 
 
 def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]:
-    """Check that planned changes undo no step, and each loss of a worker at most the current one.
+    """Check that planned changes undo no step, and that losing a worker undoes at most one.
 
     Losses are counted by generation: steps committed before a loss may be logged after it, so the
-    order of the lines proves nothing. Only losses of ranks count, because a joining worker costs no
-    step.
+    order of the lines proves nothing. Only lost ranks count, because losing a worker that is still
+    joining costs no step.
     """
     undone: dict[int, set[int]] = defaultdict(set)
     losses: dict[int, set[str]] = defaultdict(set)
@@ -189,7 +189,7 @@ def _check_end(
     *,
     num_attempts: int,
 ) -> Iterator[str]:
-    # Only a finished job promises to have trained everything; a stopped or failed one may resume.
+    # Only a finished job must have trained everything; a stopped or failed one may resume.
     planned = record.plan
     if planned is None or record.status != "finished":
         return
@@ -201,8 +201,8 @@ def _check_end(
         if decided[-1] != reached:
             yield f"the job finished at step {reached}, to be stopped early at {decided[-1]}"
         return
-    # A resume with another batch size changes the number of steps, but not of samples. The same
-    # holds for a batch per worker, whose global size changes with the number of workers.
+    # A resume with another batch size changes the number of steps, but not the number of samples.
+    # The same holds for a per-worker batch, whose global size changes with the number of workers.
     if planned.per_worker_batch_size or (num_attempts > 1 and planned.total_samples):
         last = max(steps, key=lambda step: step.step, default=None)
         trained = 0

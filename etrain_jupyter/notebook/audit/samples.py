@@ -46,8 +46,8 @@ class Work:
         """Return the number of samples in the first ``step`` steps, for a constant batch size."""
         if not self.base_step:
             return position_after(step, self.num_samples, self.global_batch_size)
-        # The rest of the epoch that was in progress at the resume, and then whole epochs. Each of
-        # them ends with a batch that may be smaller:
+        # First the rest of the epoch in progress at the resume, then whole epochs. Each ends with a
+        # batch that may be smaller:
         #   base_position   num_in_rest steps   end of the epoch   steps_per_epoch steps   ...
         rest = -self.base_position % self.num_samples
         num_in_rest = steps_per_epoch(rest, self.global_batch_size)
@@ -78,7 +78,7 @@ def check_samples(
         work: The parameters of the job.
 
     Returns:
-        A row for each epoch that was begun, and the problems as text.
+        A row for each epoch that was started, and the problems as text.
     """
     begun = position = work.base_position if work.base_step else work.position_after(start)
     due: dict[int, StepRange] = {}
@@ -113,7 +113,7 @@ class _EpochCheck:
         self._work, self._epoch = work, epoch
         self._order = epoch_order(seed=work.seed, epoch=epoch, num_samples=work.num_samples)
         self._terms = checksum_terms(self._order).astype(np.int64)
-        # Prefix sums make the checksum of any range a single subtraction.
+        # Prefix sums reduce the checksum of any range to a single subtraction.
         self._sums = np.concatenate(([0], np.cumsum(self._terms)))
         self._counts = np.zeros(work.num_samples, dtype=np.int64)
 
@@ -129,7 +129,7 @@ class _EpochCheck:
         if step.samples != num_due:
             yield f"step {step.step} trained {step.samples} samples, expected {num_due}"
         # The checksum is a sum of hashes of the sample indices. If it equals that of the range, the
-        # ranks trained each of its samples once, except with a chance of about 2**-32.
+        # ranks trained each of its samples once, with an error probability of about 2**-32.
         if self._sum_of(step.first, step.first + step.samples) == step.sample_checksum:
             self._counts[step.first : step.first + step.samples] += 1
         else:
@@ -163,7 +163,7 @@ class _EpochCheck:
         expected = self._sum_of(first, end)
         if expected is None:
             return f"step {step.step} trained samples outside of the epoch"
-        # The difference to the expected sum identifies a single wrong sample:
+        # The difference from the expected sum identifies a single wrong sample:
         #   expected - found = term of one sample in the range    that sample is missing
         #   found - expected = term of any sample                 that sample is extra
         #   found - expected = term of one - term of another      one replaces the other

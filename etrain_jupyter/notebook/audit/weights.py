@@ -48,7 +48,7 @@ def compare_weights(log: Sequence[Event], history: WeightHistory) -> WeightsProo
 
 
 def _check_fingerprints(steps: Sequence[StepCompleted], history: WeightHistory) -> Iterator[str]:
-    """Report each generation's first step with unequal ranks; later ones are consequences."""
+    """Report each generation's first step in which ranks differ; later ones are consequences."""
     reported: set[int] = set()
     for step in steps:
         if not step.ranks_agree and step.generation not in reported:
@@ -62,7 +62,7 @@ def _digests_by_step(
     log: Sequence[Event], history: WeightHistory
 ) -> dict[int, list[WeightsHashed]]:
     """Return the digests of the steps that count; an undone attempt at a step has other digests."""
-    # The steps that count, so a step that was trained twice has the generation of the second time.
+    # Only steps that count, so a step that was trained twice has the generation of its second run.
     committed_by = {step.step: step.generation for step in history.steps}
     groups: dict[int, list[WeightsHashed]] = defaultdict(list)
     for event in log:

@@ -35,7 +35,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "mode": MODES,
     "format": FORMATS,
 }
-"""The words that an argument of that name accepts, for completion; ``one_of`` checks them."""
+"""The words that an argument with that name accepts, for completion; ``one_of`` checks them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class StoreSeconds(argparse.Action):
-    """A duration above 0, in seconds. An action, because argparse rewrites the errors of a type."""
+    """A duration above 0, in seconds. An action, because argparse rewrites errors from a type."""
 
     least = math.ulp(0.0)
 
@@ -84,13 +84,13 @@ class StoreSecondsOrZero(StoreSeconds):
 
 
 class StoreCount(argparse.Action):
-    """A whole number of 1 or more."""
+    """An integer of 1 or more."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
     ) -> None:
         """Store the number."""
-        # int() would also accept "1_000", " 5 " and digits of other scripts.
+        # int() would also accept "1_000", " 5 " and digits from other scripts.
         number = int(values) if re.fullmatch(r"[+-]?\d+", values) else 0
         if number < 1:
             raise ConfigError(
@@ -101,7 +101,7 @@ class StoreCount(argparse.Action):
 
 
 def question_as_help(words: Sequence[str]) -> list[str]:
-    """Replace a question mark at the end by ``--help``, as in IPython's ``show?``.
+    """Replace a question mark at the end with ``--help``, as in IPython's ``show?``.
 
     >>> question_as_help(["show?"])
     ['show', '--help']
@@ -171,7 +171,7 @@ class Spelling:
     """Other spellings: a short flag such as ``-o``, or an alias such as ``--workers``."""
     metavar: str | None = None
     action: type[argparse.Action] | None = None
-    """Reads the value, for more than text and numbers."""
+    """Parses the value if it is not plain text or a number."""
 
 
 Variable = Annotated[str | None, Spelling(flags=("-o",), metavar="VAR")]
@@ -189,13 +189,13 @@ COMMON_TEXTS = {
     "force": FORCE_HELP,
     "trust": TRUST_HELP,
 }
-"""Help texts of the parameters that several sub-commands share."""
+"""Help texts for parameters that several sub-commands share."""
 
 
 def add_parameters(parser: Parser, function: Callable[..., Any]) -> None:
     """Add an argument for each parameter of a function, except the first one.
 
-    The help texts are those of the function's docstring, or of ``COMMON_TEXTS``.
+    The help texts come from the function's docstring or from ``COMMON_TEXTS``.
     """
     # parameter                             argument
     # ------------------------------------  -------------------------------------------
@@ -251,7 +251,7 @@ class Docstring:
     arguments: dict[str, str]
     """Texts of the section ``Args``, by parameter."""
     example: str
-    """Text of the section ``Example``; empty without one."""
+    """Text of the section ``Example``; empty if there is none."""
 
 
 def read_docstring(function: Callable[..., Any]) -> Docstring:
@@ -331,5 +331,5 @@ def _parse_interval(text: str) -> float:
         interval = Interval.parse(text)
     except ValueError:
         return math.nan
-    # An interval of a cell may also count steps or epochs, which are not durations.
+    # An interval in a cell may also count steps or epochs, which are not durations.
     return interval.value if interval.unit == "s" else math.nan

@@ -1,7 +1,7 @@
 """Diagnose problems of this machine and suggest fixes: ``%etrain doctor``.
 
-Each check is read-only, and none imports torch, so that a kernel which only looks stays small. EC2
-is queried only on request, with a short timeout.
+Each check is read-only, and none imports torch, so that a kernel that trains nothing stays small.
+EC2 is queried only on request, with a short timeout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXTENSION = "etrain-jupyter"
 WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
 GUIDE = "docs/how-to/troubleshoot.md"
 EC2_S = 15.0
-"""Timeout of the query of EC2 in one region, in seconds."""
+"""Timeout for querying EC2 in one region, in seconds."""
 MARKS = {"ok": "  ok ", "note": "note ", "wrong": "WRONG"}
 
 
@@ -84,7 +84,7 @@ def examine(store: RunStore, *, with_ec2: bool = False, region: str | None = Non
         "clusters": _check_clusters,
     }
     findings = []
-    # In the order in which problems cause others: a missing package explains a failing pool.
+    # Ordered so that causes precede effects: a missing package explains a failing pool.
     for topic, check in checks.items():
         try:
             found = check()
@@ -109,7 +109,7 @@ def _check_packages() -> list[Finding]:
         state, remedy = ("ok", "") if version else ("wrong", f"pip install {name}")
         findings.append(Finding(state=state, what=f"{name} {version or 'missing'}", remedy=remedy))
     kernel = version_of("ipykernel")
-    # Subshells are new in ipykernel 7: they handle a message of the dashboard while a cell runs.
+    # Subshells are new in ipykernel 7: they handle a message from the dashboard while a cell runs.
     if kernel and int(kernel.split(".")[0]) < 7:
         findings.append(
             Finding(
@@ -256,7 +256,7 @@ def _check_aws(specs: list[AwsSpotSpec]) -> list[Finding]:
 
 
 def _check_ec2(region: str | None) -> list[Finding]:
-    # All clusters of this package in the account, including those of other users.
+    # All clusters created by this package in the account, including those of other users.
     return [found for spec in aws_specs(region) for found in _query_ec2(spec)]
 
 
@@ -274,7 +274,7 @@ def _query_ec2(spec: AwsSpotSpec) -> list[Finding]:
             results.append(exc)
         has_responded.set()
 
-    # In a daemon thread: a request that hangs must not block the cell, or the kernel at its exit.
+    # In a daemon thread: a request that hangs must not block the cell, or the kernel's exit.
     threading.Thread(target=query, name="etrain-doctor", daemon=True).start()
     # The thread continues if the timeout expires; its result is then ignored.
     if not has_responded.wait(EC2_S):
@@ -313,7 +313,7 @@ def _check_clusters() -> list[Finding]:
     findings = []
     for cluster in cluster_dirs():
         record = cluster.record()
-        # The folder exists before the scheduler has written its record, and after its end.
+        # The folder exists before the scheduler has written its record, and after it has exited.
         if record is None or not record.is_alive:
             what = f"cluster {cluster.cluster_id} has ended or is starting"
             findings.append(Finding(state="note", what=what, remedy="%etrain down removes it"))

@@ -27,15 +27,15 @@ from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 SLICE_S = 0.2
-"""Interval of a poll for new events, in seconds; interrupts are handled in between."""
+"""Polling interval for new events, in seconds; interrupts are handled in between."""
 STEP_S = 5.0
 """Minimum interval between printed steps, in seconds."""
 LOOK_S = 3.0
-"""Interval of checks for a resume of a job whose cluster has ended, in seconds."""
+"""Interval between checks for a resume after the cluster has ended, in seconds."""
 
 
 def log_lines(events: Iterable[Event]) -> list[str]:
-    """Return one line per printed output, and per event that affected a worker."""
+    """Return one line per printed line and per event that affected a worker."""
     return [line for event in events if (line := _line_of(event))]
 
 
@@ -147,6 +147,7 @@ def _await_resume(job: TrainingJob, store: RunStore) -> TrainingJob:
         time.sleep(LOOK_S)
         with contextlib.suppress(EtrainError):  # the store may be temporarily unreachable
             record = store.find(job.id)
-            # A resume changes the cluster in the record. Without one, the cluster may prove alive.
+            # A resume changes the cluster in the record. Without a resume, the cluster may turn out
+            # to be alive.
             if record.cluster != job.record.cluster or not store.summarize(record).is_gone:
                 return hold(record)

@@ -18,7 +18,7 @@ from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
 from etrain_jupyter.process.machine_load import read_load
 
 MAX_CHECKED_JOBS = 50
-"""Maximum number of jobs to check, newest first: each one is a read, and older jobs rarely run."""
+"""Maximum number of jobs to check, newest first: each check is a read; older jobs rarely run."""
 
 
 def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -> OtherJobs:
@@ -78,7 +78,7 @@ def _load_of(cluster: ClusterDir) -> dict[str, Any] | None:
         "cluster_id": cluster.cluster_id,
         "workers": load.workers,
         "idle_s": idle_s,
-        # JSON has no infinity, which means that only `%etrain down` ends the cluster.
+        # JSON has no infinity, which here means that only `%etrain down` ends the cluster.
         "ends_in_s": left_s if left_s < float("inf") else None,
         "time": now,
     }

@@ -54,7 +54,7 @@ from etrain_jupyter.untrusted import plain_line
 MAX_PROBLEMS = 10
 """Maximum number of unreadable folders that ``ls`` names."""
 IN_DOUBT_S = 60.0
-"""Age of a job's last report, in seconds, from which on ``ls`` shows that age."""
+"""Age of a job's last report, in seconds, above which ``ls`` shows it."""
 LATER = ("diagnose", "plan")
 """Sub-commands that are planned for a later version."""
 
@@ -139,12 +139,12 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
 
     Raises:
         ConfigError: If the sub-command is unknown; the message has the nearest word.
-        NotSupportedYetError: If a later version will have it.
+        NotSupportedYetError: If it is planned for a later version.
     """
     for command in SUBCOMMANDS:
         if command.name == name:
             return command
-    # A notebook written for a later version should learn that, and not be sent to a similar word.
+    # Say so to a notebook written for a later version, rather than suggest a similar word.
     if name in LATER:
         raise NotSupportedYetError(f"{prog} {name} comes with a later version")
     known = [*others, *(c.name for c in SUBCOMMANDS)]
@@ -237,7 +237,7 @@ def _row(store: RunStore, record: RunRecord) -> tuple[str, ...]:
 
 
 def describe_status(job: JobSummary) -> str:
-    """Return a job's status for a list; of a job in doubt also when it was last seen."""
+    """Return a job's status for a list; for a job in doubt, also when it was last seen."""
     if job.is_gone:
         return "failed (its cluster has ended)"
     status = plain_line(job.status, 40)
@@ -472,7 +472,7 @@ def preempt(
         preempt --notice 30s
     """
     found = surface.find(job)
-    # The positional argument is a worker here and a job everywhere else, which is easily confused.
+    # The positional argument is a worker here but a job everywhere else, which is easily confused.
     with _job_is_not_a_worker(surface, "preempt", worker):
         return found.preempt(worker, notice_s=notice)
 
@@ -614,7 +614,7 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
     if folder is None or (record.place and not folder.exists()):
         refresh_log(record)
         folder = record.folder / "tensorboard"
-        # Another user may own the run folder, and a link could point to files of this user.
+        # Another user may own the run folder, and a link could point to this user's files.
         if folder.is_symlink():
             raise EtrainError(f"{folder} is a link, which is not followed. Nothing was written.")
         convert(record.log_path, folder)

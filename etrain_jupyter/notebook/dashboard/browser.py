@@ -1,4 +1,4 @@
-"""This kernel's shell and displays, and the anywidget that most front ends show.
+"""This kernel's shell and displays, and the anywidget shown by most front ends.
 
 JupyterLab with our extension uses ``link`` instead.
 """
@@ -25,7 +25,7 @@ def current_shell() -> Any | None:
 
 def cell_numbers() -> Mapping[str, int]:
     """Return the execution count of each cell of this kernel, by the file name of its code."""
-    # Private to ipykernel's compiler: without it, stack dumps say "a cell" instead of a number.
+    # Private to ipykernel's compiler: without it, stack dumps show "a cell" instead of a number.
     return dict(getattr(getattr(current_shell(), "compile", None), "_filename_map", {}))
 
 
@@ -37,8 +37,8 @@ def has_front_end() -> bool:
 
 def publish(bundle: dict[str, Any], display_id: str, *, update: bool) -> None:
     """Display ``bundle`` in the running cell, or update the display with this ``display_id``."""
-    # The parent of an update is the cell that runs at that time. Front ends find the display by its
-    # ID alone, but nbclient ignores updates whose parent is not the cell that it waits for.
+    # An update's parent is the cell running at that time. Front ends find the display by its
+    # ID alone, but nbclient ignores updates whose parent is not the cell it is waiting for.
     shell = current_shell()
     if shell is not None:
         shell.display_pub.publish(
@@ -47,10 +47,10 @@ def publish(bundle: dict[str, Any], display_id: str, *, update: bool) -> None:
 
 
 def keep_subshell(comm: Any) -> None:
-    """Deliver requests of the browser on the subshell that the front end has chosen."""
-    # ipykernel 7.4 delivers a message of a front end to the shell that last published on its comm.
-    # The dashboard publishes from a background thread, which counts as the main shell. There, a
-    # stop request would wait until the running cell ends:
+    """Deliver requests from the browser on the subshell that the front end has chosen."""
+    # ipykernel 7.4 delivers a message from a front end to the shell that last published on its
+    # comm. The dashboard publishes from a background thread, which counts as the main shell. There,
+    # a stop request would wait until the running cell ends:
     #
     #   cell runs ....................................| ends
     #   Stop pressed -> main shell, queued ............ handled now: too late

@@ -1,6 +1,6 @@
-"""Changes of a snapshot since the last message of a channel.
+"""Changes to a snapshot since a channel's last message.
 
-A message contains only changed fields, and of lists only the changed fields of rows: at ten
+A message contains only changed fields and, for lists, only the changed fields of rows: at ten
 messages per second, whole snapshots of 200 workers would take 800 kB per second. ``lists.ts``
 merges them in the front end.
 """
@@ -24,21 +24,21 @@ class SentSnapshot:
         self._rows: dict[str, dict[Any, JsonRow]] = {}
 
     def record_all(self, snapshot: Mapping[str, Any]) -> None:
-        """Record that the whole snapshot is sent."""
+        """Record the whole snapshot as sent."""
         self._facts = {key: value for key, value in snapshot.items() if key not in LISTS}
         self._rows = {name: _by_key(name, snapshot[name]) for name in LISTS}
 
     def record_changes(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what to send of a snapshot, and record that it is sent.
+        """Return the parts of a snapshot to send, and record them as sent.
 
         Args:
             snapshot: The current snapshot. A list that is missing has not changed.
 
         Returns:
-            ``snapshot`` contains the changed fields. ``lists`` contains by name: ``rows``, new rows
-            with all fields and changed rows with their key and the changed fields; ``gone``, the
-            keys of removed rows; ``order``, all keys, unless the order is unchanged and new rows
-            are at the end.
+            ``snapshot`` contains the changed fields. ``lists`` contains, by name: ``rows``, new
+            rows with all fields and changed rows with their key and the changed fields; ``gone``,
+            the keys of removed rows; ``order``, all keys, unless the order is unchanged and new
+            rows are at the end.
         """
         facts, previous = {}, self._facts
         for key, value in snapshot.items():
@@ -63,7 +63,7 @@ class SentSnapshot:
         default_order += [key for key in current if key not in previous]
         order = [] if default_order == list(current) else list(current)
         patch = {"rows": changed, "gone": gone, "order": order}
-        # lists.ts takes an empty `order` as "unchanged", so an empty part can be omitted.
+        # lists.ts treats an empty `order` as "unchanged", so an empty part can be omitted.
         return {part: value for part, value in patch.items() if value}
 
 

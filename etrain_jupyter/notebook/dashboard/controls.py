@@ -1,4 +1,4 @@
-"""Decide which requests a job accepts, and why not the others: a rule without I/O."""
+"""Decide which requests a job accepts, and why it rejects the others: a rule without I/O."""
 
 from __future__ import annotations
 

@@ -63,13 +63,13 @@ class CurveSet:
 
     def rewind_to(self, step: int) -> None:
         """Remove the points after ``step`` from the curves over steps."""
-        # Curves over time keep their points: they show which workers were there, and when.
+        # Curves over time keep their points: they show how many workers there were, and when.
         for name, series in self._series.items():
             if not name.startswith(BY_TIME):
                 self._undone.keep(name, series, step)
                 series.cut_from(step + 1)
         # `cut_from` has removed the undone steps, so the last point counts the samples that still
-        # hold.
+        # count as trained.
         samples = self._series.get("samples")
         self._num_samples = int(samples.y[-1]) if samples else 0
 

@@ -54,12 +54,12 @@ class Entries:
 
     def to_tuple(self) -> tuple[EventLine, ...]:
         """Return the entries, oldest first."""
-        # By id and not by seq, which is 0 for events outside the log.
+        # Sort by id, not by seq, which is 0 for events outside the log.
         return tuple(sorted([*self._calm, *self._alarms], key=lambda entry: entry.id))
 
 
 class Markers:
-    """The newest markers of the charts, with a limit of their own for checkpoints."""
+    """The newest markers of the charts, with a separate limit for checkpoints."""
 
     def __init__(self) -> None:
         self._num = 0

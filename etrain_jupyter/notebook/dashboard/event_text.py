@@ -107,7 +107,7 @@ def _describe_job_status_changed(event: JobStatusChanged) -> Line:
     text = event.status.capitalize() + (f": {event.reason}" if event.reason else "")
     level = _STATUS_LEVELS.get(event.status, "info")
     if level == "info" and event.reason and not event.seq:
-        # Not in the log: this kernel reports a problem of its connection to the job.
+        # Not in the log: this kernel reports a problem with its connection to the job.
         level = "warning"
     return Line(text=text, level=level)
 
@@ -255,14 +255,14 @@ def _describe_unknown_event(event: UnknownEvent) -> Line:
 
 
 def restored_text(event: JobRestored) -> str:
-    """Return what a restore means, for the event list and the marker."""
+    """Describe the effect of a restore, for the event list and the marker."""
     undone = counted(event.num_undone, "step")
     again = f", {undone} will be trained again" if event.num_undone else ""
     return f"Restored the state of step {event.step:,}{again}"
 
 
 def describe_times(event: RankTimed) -> str:
-    """Return the step times that a worker reports, as a line of the log."""
+    """Return the step times that a worker reports, as a log line."""
     whole = max(event.elapsed_s, 1e-9)
     parts = {
         "data": event.data_s,
@@ -331,7 +331,7 @@ def size(value: float) -> str:
     >>> size(812), size(1_500_000)
     ('812 B', '1.5 MB')
     """
-    # Decimal units, as in the prices of storage.
+    # Decimal units, as in storage prices.
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -340,7 +340,7 @@ def size(value: float) -> str:
 
 
 def dollars(usd: float) -> str:
-    """Return an amount, with four digits below ten cents, as a minute of a machine costs.
+    """Return an amount, with four decimals below ten cents, as for a minute on a machine.
 
     >>> [dollars(usd) for usd in (1234.5, 1.5, 0.0512, 0.0)]
     ['$1,234.50', '$1.50', '$0.0512', '$0.00']

@@ -1,4 +1,4 @@
-"""Messages of one channel into a browser: full resets and incremental updates.
+"""Messages on one channel to a browser: full resets and incremental updates.
 
 Each message has a sequence number ``seq``. An ``update`` contains the changed fields of the
 snapshot, the changed rows of its ``lists`` (see ``changes``) and, for each curve that grew, a block

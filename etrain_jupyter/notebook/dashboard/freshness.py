@@ -1,7 +1,7 @@
 """Decide whether the newest durable checkpoint is too old: a rule without I/O.
 
 The clock starts at the last checkpoint, or when training last started or resumed if that is later:
-time in which a job waited is not at risk.
+time spent waiting is not at risk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.notebook.dashboard.snapshot import CheckpointDue, Snapshot
 
 OVERDUE_AFTER = 3
-"""Number of intervals without a checkpoint that is too many: one may be in flight, one late."""
+"""Number of missed intervals that counts as overdue: one may be in flight, one late."""
 MIN_LIMIT_S = 30.0
 """Minimum time until a checkpoint is overdue, so that short intervals raise no false alarm."""
 
@@ -36,8 +36,8 @@ class Freshness:
         self._every = Interval(value=interval_s, unit="s")
 
     def start_training(self, time: float) -> None:
-        """Start the clock, when training starts or resumes."""
-        # Never back: a checkpoint may have committed after the time of this event.
+        """Start the clock when training starts or resumes."""
+        # Never move it back: a checkpoint may have been committed after this event.
         self._since = max(time, self._since or time)
 
     def commit(self, time: float, duration_s: float) -> None:
@@ -58,7 +58,7 @@ class Freshness:
         interval_s = self._interval_s(step_s, steps_per_epoch)
         limit_s = None
         if interval_s is not None:
-            # A checkpoint counts once it is durable, which takes as long as the last one took.
+            # A checkpoint counts once it is durable; assume that this takes as long as last time.
             limit_s = max(OVERDUE_AFTER * interval_s + self._duration_s, MIN_LIMIT_S)
         return CheckpointDue(since=self._since, limit_s=limit_s, failed=self._failed)
 

@@ -1,4 +1,4 @@
-"""A job without JavaScript: for exports, other front ends and terminals.
+"""Render a job without JavaScript, for exports, other front ends and terminals.
 
 Sanitizers of untrusted notebooks remove ``<svg>`` and ``<style>``, but keep an ``<img>`` with a
 data URL. So the chart is such an image, in mid tones that are readable on white and on black.
@@ -104,7 +104,7 @@ def _warning(snapshot: Snapshot) -> str:
 
 
 def _checkpoint_trouble(snapshot: Snapshot) -> str:
-    # At the time of the newest event and not now, so that an old log always looks the same.
+    # Judge at the time of the newest event, not now, so that an old log always looks the same.
     trouble = trouble_of(snapshot, snapshot.updated_at)
     if not trouble:
         return ""
@@ -172,7 +172,7 @@ def _worker_row(worker: WorkerRow) -> str:
 
 
 def _machine_of(worker: WorkerRow) -> str:
-    """Return type, price and zone of the machine if the pool reports them, else the device."""
+    """Return the machine's type, price and zone if the pool reports them, otherwise the device."""
     if not worker.machine:
         return str(worker.device)
     price = "" if worker.usd_per_h is None else f" ${worker.usd_per_h:.2f}/h"
@@ -204,7 +204,7 @@ def _since_start(event: EventLine, snapshot: Snapshot) -> str:
 
 
 def _chart_image(snapshot: Snapshot, curves: Curves) -> str:
-    # A curve of one point has no line; the headline has its value.
+    # A curve with one point has no line; the headline has its value.
     loss = curves.get("loss")
     if loss is None or len(loss[0]) < 2:
         return ""

@@ -1,6 +1,6 @@
 """Pure fold of a job's events into its snapshot and curves.
 
-The result depends only on the events: neither on when they arrive, nor on how they are batched.
+The result depends only on the events: not on when they arrive or how they are batched.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ STALLED = frozenset({"paused", "waiting"})
 
 
 class JobView:
-    """Fold of one job's events into everything that the front end shows of it.
+    """Fold of one job's events into everything that the front end shows about it.
 
-    ``add`` takes the events in order, in batches of any size. It skips those that it has folded
-    before, by their ``seq``, so that a caller may replay the log.
+    ``add`` takes the events in order, in batches of any size. It skips those already folded, by
+    their ``seq``, so a caller may replay the log.
 
     Args:
         job_id: The job.
@@ -77,7 +77,7 @@ class JobView:
 
     Attributes:
         rewinds: Number of times the job returned to an older step and the curves were cut.
-        lists_version: Grows with each new or changed entry of the event list and each marker.
+        lists_version: Incremented with each marker and each new or changed entry in the event list.
     """
 
     def __init__(self, job_id: str = "", cell_numbers: CellNumbers = dict) -> None:
@@ -162,7 +162,7 @@ class JobView:
 
     def _add_run(self, run: StepRun) -> None:
         # All steps of a run have the same generation, world size and metrics. So the snapshot
-        # depends on the first and the last only, and the steps between only extend the curves.
+        # depends only on the first and the last; the steps in between only extend the curves.
         self._add_event(run.first)
         rest = run.inner()
         self._num_steps += len(rest)
@@ -175,7 +175,7 @@ class JobView:
 
     @singledispatchmethod
     def _fold(self, event: Event) -> None:
-        """Ignore an event that only enters the event list."""
+        """Ignore an event that only appears in the event list."""
 
     @_fold.register
     def _fold_job_submitted(self, event: JobSubmitted) -> None:
@@ -449,6 +449,6 @@ class JobView:
 
 
 def with_metrics(charts: ChartList, metrics: Iterable[str]) -> ChartList:
-    """Return the charts with one for each metric, for metrics that a ``step`` function returns."""
+    """Return the charts, with one added for each metric that a ``step`` function returns."""
     new = tuple(name for name in metrics if name not in charts.metrics)
     return replace(charts, metrics=charts.metrics + new) if new else charts

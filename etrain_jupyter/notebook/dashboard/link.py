@@ -5,12 +5,12 @@ draws the job after the kernel has died. Messages about one job have a ``job_id`
 describes them. Messages of the kind ``session`` are about all jobs; ``side_panel`` describes them.
 """
 
-# The kernel opens the comm and the browser finds it, never the other way round:
+# The kernel opens the comm and the browser finds it, never the reverse:
 #
 #   kernel    comm_open (etrain.jobs) ........... hello ->  reset ->  update ->
 #   browser        lists the kernel's comms, finds it  ^
 #
-# A front end that opened it would make every kernel without our package log an error.
+# If the front end opened it, every kernel without our package would log an error.
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PanelComm:
     """The kernel's comm with our JupyterLab extension.
 
     Attributes:
-        panel: The messages of the side panel.
+        panel: The side panel's messages.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,15 @@ class PanelComm:
         self.panel = SidePanel(self._post)
 
     def register(self, job_id: str, receive: Receive) -> None:
-        """Route messages about ``job_id`` to ``receive``, instead of a previous receiver."""
+        """Route messages about ``job_id`` to ``receive``, replacing any previous receiver."""
         with self._lock:
-            # Remove and add, so that dict order is the order of registration and the oldest job
-            # goes first.
+            # Remove and add, so that dict order is the order of registration and the oldest job is
+            # dropped first.
             self._receivers.pop(job_id, None)
             self._receivers[job_id] = receive
             if len(self._receivers) > MAX_LINKED_JOBS:
                 del self._receivers[next(iter(self._receivers))]
-            # The panel and the comm have their own locks, so call them without this one.
+            # The panel and the comm have their own locks, so call them without holding this one.
             kept = set(self._receivers)
         self.panel.keep_only(kept)
         self.open()
@@ -56,7 +56,7 @@ class PanelComm:
     def unregister(self, job_id: str, receive: Receive) -> None:
         """Stop routing messages to ``receive``, unless another receiver has replaced it."""
         with self._lock:
-            # A job that was attached again has a new dashboard; the old one closes after it.
+            # A job that was attached again has a new dashboard, and the old one closes later.
             if self._receivers.get(job_id) == receive:
                 del self._receivers[job_id]
 

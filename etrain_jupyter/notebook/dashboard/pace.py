@@ -43,8 +43,9 @@ class StepRate:
         self._eval_s = event.duration_s
 
     def rewind(self) -> None:
-        """Forget the times of steps, because a rate must not span a rewind."""
-        # Step numbers repeat after it, so the difference of two steps could be zero or negative.
+        """Discard the step times, because a rate must not span a rewind."""
+        # Step numbers repeat after a rewind, so the difference of two steps could be zero or
+        # negative.
         self._instants.clear()
 
     def samples_per_s(self) -> float | None:

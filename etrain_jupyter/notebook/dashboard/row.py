@@ -9,13 +9,13 @@ from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.series import means
 
 MAX_CURVE_POINTS = 48
-"""Maximum points of the sparkline, at least as many as it has pixels."""
+"""Maximum points in the sparkline: at least one per pixel."""
 LONG_FIELDS = ("workers", "events", "markers")
 
 
 def row_of(view: JobView) -> dict[str, Any]:
     """Return ``snapshot`` without its lists and traceback, and ``loss`` as ``{x, y}``."""
-    # A row is sent up to twice per second and job, so it omits all parts that can be long.
+    # A row is sent up to twice per second per job, so it omits all parts that can become large.
     snapshot = view.snapshot()
     if snapshot.error is not None:
         snapshot = replace(snapshot, error=replace(snapshot.error, traceback=""))
@@ -25,7 +25,7 @@ def row_of(view: JobView) -> dict[str, Any]:
         "snapshot": snapshot.to_json(without=LONG_FIELDS),
         "loss": {
             "x": [round(float(step), 1) for step in x],
-            # JSON has no NaN: null is a gap of the sparkline.
+            # JSON has no NaN: null is a gap in the sparkline.
             "y": [float(f"{v:.4g}") if abs(v) < float("inf") else None for v in map(float, y)],
         },
     }

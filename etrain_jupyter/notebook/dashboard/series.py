@@ -15,7 +15,7 @@ FIRST_CAPACITY = 256
 
 
 class Series:
-    """One curve: ``y`` over a non-decreasing ``x``, with amortized constant time per append.
+    """One curve: ``y`` over a non-decreasing ``x``, with appends in amortized constant time.
 
     A point takes 12 bytes. ``y`` is single precision, which is enough for a screen; the durable log
     has the exact numbers.
@@ -72,7 +72,7 @@ class Series:
 
 
 def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloats]:
-    """Keep about ``max_points`` points, so that every peak and every dip is visible.
+    """Keep about ``max_points`` points, so that every peak and every dip remains visible.
 
     Split the curve into buckets with the same number of points. Keep the minimum and the maximum of
     each bucket at their positions, and the first and the last point. NaN is neither.
@@ -80,7 +80,7 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
     Args:
         x: Positions, shape ``(n,)``.
         y: Values, shape ``(n,)``.
-        max_points: Points to keep, at least 4; up to two more are returned.
+        max_points: Number of points to keep, at least 4; up to two more may be returned.
 
     Returns:
         The kept positions and values, in order.
@@ -95,7 +95,7 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
     #              |  ..      |     .    |     . .  |
     #   kept         max, min   max, min   max, min
     #
-    # A mean would hide a spike of the loss, and every n-th point would hide most of them.
+    # A mean would hide a spike in the loss, and taking every n-th point would miss most spikes.
     num_buckets = max(1, max_points // 2)
     size = -(-num_points // num_buckets)  # rounded up
     kept = np.concatenate(
@@ -109,7 +109,7 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
 def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloats]:
     """Average neighbouring points, so that at most ``max_points`` are left.
 
-    NaN is ignored; the mean of only NaN is NaN.
+    NaN is ignored; the mean of NaN only is NaN.
 
     Args:
         x: Positions, shape ``(n,)``.
@@ -126,7 +126,7 @@ def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloa
     # In double precision: a sum of many float32 values would lose digits.
     sums = np.add.reduceat(np.where(shown, y, 0).astype(np.float64), starts)
     num_shown = np.add.reduceat(shown.astype(np.int64), starts)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # 0 / 0 of a bucket of NaN
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # 0 / 0 if all are NaN
         mean_y = (sums / num_shown).astype(np.float32)
     return np.add.reduceat(x, starts) / counts, mean_y
 

@@ -34,7 +34,7 @@ class OtherJobs:
 
     others: tuple[Mapping[str, Any], ...] | None = ()
     """Running jobs, each with job_id, name, status, step, total_steps and world_size; None if the
-    scan omitted them, and the previous ones remain valid."""
+    scan omitted them, so the previous ones remain valid."""
     pools: tuple[Mapping[str, Any], ...] = ()
     """Running clusters, each with pool, cluster_id, workers, idle_s, ends_in_s and time."""
 
@@ -54,7 +54,7 @@ Look = Callable[[Collection[str], bool], OtherJobs]
 
 
 class SidePanel:
-    """Send the messages, from one background thread that ends when no front end watches.
+    """Send the messages, from one background thread that ends when no front end is watching.
 
     Args:
         post: Sends a message to the front ends.
@@ -71,8 +71,8 @@ class SidePanel:
         self._look: Look | None = None
         self._handlers: dict[str, Callable[[Mapping[str, Any]], str]] = {}
         self._others, self._sent_others = OtherJobs(), OtherJobs()
-        # Version of each job's row that was sent. The id of the object distinguishes two dashboards
-        # of the same job, whose versions count separately.
+        # Version of the last row sent for each job. The id of the object distinguishes two
+        # dashboards of the same job, whose versions count separately.
         self._sent: dict[str, tuple[int, int]] = {}
         self._is_whole_due = self._is_scan_requested = False
         self._watched_until = self._scanned_at = float("-inf")
@@ -99,7 +99,7 @@ class SidePanel:
         self._is_due.set()
 
     def add(self, job_id: str, job: Listed) -> None:
-        """List a job, instead of a previous one with the same ID."""
+        """List a job, replacing any previous one with the same ID."""
         with self._lock:
             self._jobs.pop(job_id, None)
             self._jobs[job_id] = job
@@ -114,7 +114,7 @@ class SidePanel:
     def remove(self, job_id: str, job: Listed) -> None:
         """Remove a job, unless another one has replaced it."""
         with self._lock:
-            # A job that was attached again has a new dashboard, and the old one closes after that.
+            # A job that was attached again has a new dashboard, and its old one closes later.
             if self._jobs.get(job_id) is job:
                 del self._jobs[job_id]
         self._is_due.set()
@@ -124,7 +124,7 @@ class SidePanel:
         self._is_due.set()
 
     def receive(self, content: Mapping[str, Any]) -> None:
-        """Handle a message of a front end, on a thread of the kernel."""
+        """Handle a message from a front end, on a kernel thread."""
         ask = content.get("ask")
         if ask in ("watch", "look"):
             self._watch(is_asked=ask == "look")
@@ -167,7 +167,7 @@ class SidePanel:
 
     def _run(self) -> None:
         while self._is_watched():
-            # Before the rows are built: a change while they are built sets it again.
+            # Cleared before the rows are built, so that a change meanwhile sets it again.
             self._is_due.clear()
             with self._lock:
                 if self._is_scan_due():
@@ -198,7 +198,7 @@ class SidePanel:
             jobs, sent = dict(self._jobs), self._sent
             is_whole, self._is_whole_due = self._is_whole_due, False
             others = self._others
-        # Outside the lock: building a row takes the lock of its dashboard.
+        # Outside the lock: building a row acquires its dashboard's lock.
         gone = sorted(sent.keys() - jobs.keys())
         # Read before the rows: a row may be newer than its version, and is then sent twice, but a
         # change is never missed.
@@ -221,7 +221,7 @@ class SidePanel:
         return self._look is not None and (is_late or self._is_scan_requested)
 
     def _scan(self) -> None:
-        # A disk or a bucket that does not answer may block this thread; there is never a second.
+        # A disk or bucket that does not respond may block this thread; there is never a second one.
         with self._lock:
             look, job_ids = self._look, tuple(self._jobs)
             is_asked, self._is_scan_requested = self._is_scan_requested, False

@@ -1,8 +1,8 @@
 """The state of a job as the front end draws it: a value, and its JSON form.
 
-``job_view`` folds events into a ``Snapshot``. The front end's type of it, ``snapshot.ts``, is
-generated from this module by ``typescript``: run ``make snapshot`` after a change of a field.
-The order of the fields is the order of the keys on the wire.
+``job_view`` folds events into a ``Snapshot``. Its front-end type, ``snapshot.ts``, is generated
+from this module by ``typescript``: run ``make snapshot`` after changing a field. The order of the
+fields is the order of the keys on the wire.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WorkerRow:
 
     worker: str
     rank: int | None
-    """Rank in the current generation; None if it is not in it."""
+    """Rank in the current generation; None if it is not a member."""
     state: str
     """``starting``, ``warm``, ``training``, ``waiting``, ``leaving``, ``left``, ``lost`` or
     ``done``."""
@@ -55,7 +55,7 @@ class WorkerRow:
     split: TimeSplit | None
     """Time split of its latest steps; None until reported."""
     waits_for: str
-    """Reason for which the worker does not compute; empty if it computes."""
+    """Why the worker is not computing; empty if it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class CostSummary:
 
     spent_usd: float
     saved_usd: float
-    """Savings against on-demand prices."""
+    """Savings compared with on-demand prices."""
     wasted_usd: float
     """Cost of training that preemptions discarded."""
 
@@ -207,7 +207,7 @@ class Snapshot:
     num_undone: int = 0
     """Steps undone by rewinds so far."""
     stall_s: float | None = None
-    """Stall of training before the current generation."""
+    """Time for which training stalled before the current generation."""
     checkpoint: LatestCheckpoint | None = None
     cost: CostSummary | None = None
     """None if the pool does not report costs."""
@@ -216,13 +216,13 @@ class Snapshot:
     progress: float | None = None
     """Share of the planned steps that are done, from 0 to 1."""
     eta_s: float | None = None
-    """Estimated time to the end; None if unknown or not running."""
+    """Estimated remaining time; None if unknown or not running."""
     elapsed_s: float | None = None
     samples_per_s: float | None = None
     """Recent throughput."""
     checkpoint_due: CheckpointDue = CheckpointDue()
     controls: Mapping[str, str] = field(default_factory=dict)
-    """Reason for which each request is not possible now; empty if it is."""
+    """Why each request is not possible now; empty if it is."""
     workers: tuple[WorkerRow, ...] = ()
     """Ranks in order, then newcomers, then workers that are gone."""
     events: tuple[EventLine, ...] = ()
@@ -263,5 +263,5 @@ def to_json(value: Any) -> Any:
 
 @cache
 def field_names(kind: type) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass, in their order."""
+    """Return the names of a dataclass's fields, in order."""
     return tuple(item.name for item in fields(kind))

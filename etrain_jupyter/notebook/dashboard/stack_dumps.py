@@ -58,7 +58,7 @@ class Dump:
             # faulthandler lists the current thread somewhere among the others. Put it first.
             self.threads.insert(0 if self.is_in_current else len(self.threads), [])
         elif found := _FRAME.fullmatch(text):
-            # A frame without a thread above it is not of this dump.
+            # A frame without a thread above it does not belong to this dump.
             if not self.threads:
                 return False
             thread = self.threads[0 if self.is_in_current else -1]
@@ -68,7 +68,7 @@ class Dump:
         return True
 
     def describe(self, numbers: Mapping[str, int]) -> Line:
-        """Return the dump as one line, which names the innermost frame of the notebook's code."""
+        """Return the dump as one line, which names the innermost frame in the notebook's code."""
         fatal = _FATAL.match(self.header)
         level = "error" if fatal else "warning"
         frames = [frame for thread in self.threads for frame in thread]

@@ -1,9 +1,10 @@
 """Generate ``snapshot.ts``, the front end's types of a snapshot, on standard output.
 
 ``make snapshot`` writes the output to ``labextension/src/snapshot.ts``. A unit test compares the
-two. There, ``protocol.ts`` must convert every field, or TypeScript does not compile.
+two. The TypeScript compiles only if ``protocol.ts`` converts every field.
 
-The types describe a snapshot after that conversion: numbers that JSON lacks are numbers again.
+The types describe a snapshot after that conversion: NaN and infinity, which JSON lacks, are numbers
+again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SIMPLE = {int: "number", float: "number", str: "string", bool: "boolean", NoneTy
 
 def generate() -> str:
     """Return the text of ``snapshot.ts``, formatted as Prettier formats it."""
-    # In the order of the source, in which a dataclass precedes those that use it.
+    # In source order, in which a dataclass precedes those that use it.
     kinds = [kind for kind in vars(snapshot).values() if is_own_dataclass(kind)]
     return "\n".join([HEAD, *(interface_of(kind) for kind in kinds)])
 
@@ -59,7 +60,7 @@ def type_of(hint: Any) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in SIMPLE:
         return SIMPLE[hint]
-    # A reference to another interface of the same file.
+    # A reference to another interface in the same file.
     if is_own_dataclass(hint):
         return f"I{hint.__name__}"
     if origin is UnionType:

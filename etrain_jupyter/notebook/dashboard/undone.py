@@ -16,13 +16,13 @@ MAX_POINTS = 1000
 
 
 class UndoneCurves:
-    """Keep, thinned, the newest value that each step had before it was undone."""
+    """Keep the newest value that each step had before it was undone, thinned."""
 
     def __init__(self) -> None:
         self._curves: dict[str, tuple[Floats, SmallFloats]] = {}
 
     def keep(self, name: str, series: Series, step: int) -> None:
-        """Store the points that a curve is about to lose after ``step``, and the point at it."""
+        """Store the point at ``step`` and the later ones, which a curve is about to lose."""
         #   before          1 2 3 4 5 6 7
         #   rewind to 4     1 2 3 4              undone: 4 5 6 7, so that it starts on the curve
         #   5, then to 2    1 2                  undone: 2 3 4 5 (new) and 6 7 (of the first rewind)

@@ -1,4 +1,4 @@
-"""Derive where a worker's time goes and what it waits for: rules without I/O."""
+"""Derive how a worker spends its time and what it waits for: rules without I/O."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def what_it_waits_for(state: str, note: str, timing: RankTimed | None) -> str:
     split = split_of(timing)
     if split is None:
         return ""
-    # A rank that arrives first at the exchange of gradients waits there for the slowest rank, so
+    # A rank that reaches the gradient exchange first waits there for the slowest rank, so
     # most of its communication time is waiting.
     data, communication = split.shares["data"], split.shares["communication"]
     if max(data, communication) < MIN_SHARE:

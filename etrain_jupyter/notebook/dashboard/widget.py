@@ -26,11 +26,11 @@ MIME = "application/vnd.etrain.job+json"
 FLUSH_EVERY_S = 0.05
 """Minimum interval between two messages, in seconds. A higher rate is not visible."""
 SAVE_EVERY_S = 5.0
-"""Interval of updates of the saved output, in seconds."""
+"""Interval between updates of the saved output, in seconds."""
 SAVE_SELDOM_S = 60.0
-"""The same if only an anywidget draws the job: each update mounts its view again."""
+"""The same if only an anywidget draws the job: each update remounts its view."""
 LINGER_S = 1.0
-"""Seconds after the end of a job in which late events are still shown."""
+"""Seconds after the end of a job during which late events are still shown."""
 MAX_SAVED_POINTS = 2000
 """Maximum points of all curves together in a saved notebook: about 40 kB."""
 MAX_SAVED_CURVES = 20
@@ -40,7 +40,7 @@ OnRequest = Callable[[str, dict[str, Any]], object]
 
 
 class Dashboard:
-    """Fold a job's events and keep every view of it up to date.
+    """Fold a job's events and keep every view of the job up to date.
 
     ``add_events`` only folds, so a slow, dead or missing view never blocks its caller. One
     background thread, ``etrain-dashboard-JOB``, sends the changes and ends with the job. Another
@@ -50,7 +50,7 @@ class Dashboard:
     Args:
         job_id: The job.
         on_request: Called with a request (``stop``, ``scale`` ...) and its arguments when a button
-            is pressed. It runs on a thread of the kernel, also while a cell runs. The text that it
+            is pressed. It runs on a kernel thread, even while a cell is running. The text that it
             returns, or the error that it raises, is shown below the button.
     """
 
@@ -64,7 +64,8 @@ class Dashboard:
         #   _sending  one sender of the outbox at a time, so that messages keep their order
         #   _changed  the view, the feeds and the flags below
         #
-        # Reentrant, because show() opens the widget under the lock, which takes a snapshot.
+        # Reentrant, because show() holds the lock while it opens the widget, which takes a
+        # snapshot.
         self._changed = threading.Condition(threading.RLock())
         self._view = JobView(job_id, browser.cell_numbers)
         self._thread: threading.Thread | None = None
@@ -107,7 +108,7 @@ class Dashboard:
                 self._widget = self._open_widget()
             self._is_shown = True
             self._start_thread()
-        # Held, so that a save that was built from an older state cannot be published after this.
+        # Hold the lock, so that a save built from an older state cannot be published after this.
         with self._saving:
             browser.publish(self.bundle(), self._display_id, update=False)
 
@@ -235,7 +236,7 @@ class Dashboard:
         self._send_out()
 
     def _send_out(self) -> None:
-        # Without _changed: a front end that reads slowly must not block add_events.
+        # Without holding _changed: a front end that reads slowly must not block add_events.
         with self._sending:
             while self._outbox:
                 self._guarded(self._outbox.popleft())
@@ -311,7 +312,7 @@ class Dashboard:
         elif content.get("kind") == "detail":
             first, last = float(content.get("first", 0)), float(content.get("last", 0))
             with self._changed:
-                # First, so that no point is missing between the last update and the detail.
+                # Flush first, so that no point is missing between the last update and the detail.
                 feed.flush(self._view)
                 feed.detail(self._view, str(content.get("view", "")), first, last)
         elif content.get("kind") == "request":
@@ -320,7 +321,7 @@ class Dashboard:
 
     def _carry_out(self, feed: ViewFeed, content: dict[str, Any]) -> None:
         request, args = str(content.get("request", "")), dict(content.get("args") or {})
-        # Without _changed: a request waits for the scheduler's reply, add_events must not.
+        # Without holding _changed: a request waits for the scheduler's reply; add_events must not.
         try:
             answer, level = self._on_request(request, args), "info"
         except Exception as error:
@@ -331,7 +332,7 @@ class Dashboard:
 
 
 def _written(numbers: Floats | SmallFloats, digits: str) -> str:
-    # One text, because JupyterLab saves a list with one line per number.
+    # A single string, because JupyterLab saves a list with one line per number.
     return " ".join(map(digits.format, numbers.tolist()))
 
 

@@ -1,4 +1,4 @@
-"""Fold of the events of workers into the table of workers."""
+"""Fold worker events into the table of workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GONE = ("left", "lost")
 
 @dataclass(kw_only=True)
 class TrackedWorker:
-    """State of one worker; see ``WorkerRow`` for the fields that both have."""
+    """State of one worker; see ``WorkerRow`` for the fields that they share."""
 
     worker: str
     device: str = ""
@@ -45,8 +45,8 @@ class TrackedWorker:
     """The newest report of its step times."""
 
     def steps(self, num_steps: int) -> int:
-        """Return its steps, when the job has committed ``num_steps``."""
-        # Counted by difference, so that a step of 200 workers costs no update of 200 rows.
+        """Return its steps once the job has committed ``num_steps``."""
+        # Counted by difference, so that a step with 200 workers does not update 200 rows.
         current = num_steps - self.entered_at if self.rank is not None else 0
         return self.steps_before + current
 
@@ -58,7 +58,7 @@ class TrackedWorker:
             self.rank = self.rank if keep_rank else None
 
     def to_row(self, num_steps: int) -> WorkerRow:
-        """Return its row of the table."""
+        """Return its row in the table."""
         return WorkerRow(
             worker=self.worker,
             rank=None if self.state == "waiting" else self.rank,
@@ -77,7 +77,7 @@ class TrackedWorker:
 
 
 class WorkerTable:
-    """All workers of a job, including the newest that are gone."""
+    """All workers of a job, including those that left most recently."""
 
     def __init__(self) -> None:
         self._rows: dict[str, TrackedWorker] = {}
@@ -118,7 +118,7 @@ class WorkerTable:
         present = {row.worker for row in self._rows.values() if row.rank is not None}
         for row in self._rows.values():
             row.leave_generation(num_steps)
-            # Not part of the new generation unless the loop below says so: its trainer is idle.
+            # Not part of the new generation unless the loop below adds it: its trainer is idle.
             row.state = "warm" if row.state in ("training", "waiting") else row.state
         for rank, worker in enumerate(ranks):
             row = self._row(worker)

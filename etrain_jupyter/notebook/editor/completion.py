@@ -87,7 +87,7 @@ def _free_keys(group: KeyPath, outline: Outline) -> list[str]:
 
 
 def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
-    # A metric's key is free, so offer each of the notebook's functions under its own name.
+    # Any metric name is allowed, so offer each of the notebook's functions under its own name.
     given = outline.given(METRICS)
     found = []
     for offer in names_for((*METRICS, "any"), facts.names):
@@ -116,7 +116,7 @@ def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
         return facts.complete_python(word)
     if word.startswith("!"):
         return Offers(0, tuple(matching(["!py "], word, "value")))
-    # Its options are keys that only the optimizer's name makes valid.
+    # The optimizer's name determines which options are valid keys.
     optimizer = outline.values.get((*OPTIMIZER, "name"), "").strip("'\"") or "AdamW"
     if not is_reference(path) and describe(path, optimizer=optimizer) is None:
         return Offers(0)
@@ -144,7 +144,7 @@ def _literals(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[
     else:
         names = NAMED_LR if path == OPTIMIZER else ()
         yield from matching([*words_of(path), *names], word, "value")
-    # An empty value of a group can also start a group in braces.
+    # Where a group is expected, an empty value can also start one in braces.
     if not word and group_at(path) is not None:
         yield from (Completion(f"{{{key}: ", "key") for key in _free_keys(path, outline))
     if not word and path == METRICS:
@@ -175,7 +175,7 @@ def _units(path: KeyPath, word: str) -> Offers | None:
 def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
     """Return the completions of a Python expression; a simple name must fit the key."""
     if _NAME.fullmatch(word):
-        # A prefix of a name here is case-sensitive, as in Python; words of the schema are not.
+        # Names are matched case-sensitively here, as in Python; words of the schema are not.
         fitting = names_for(path, facts.names)
         return Offers(0, tuple(offer for offer in fitting if offer.text.startswith(word)))
     # "package.module:attribute" is not Python, so IPython cannot complete it.
@@ -191,7 +191,7 @@ def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
 
 
 def _module(dotted: str, facts: Facts) -> ModuleType | None:
-    # From dictionaries only: getattr on a module may run its __getattr__, which may import.
+    # Look in dictionaries only: getattr on a module may run its __getattr__, which may import.
     first, *rest = dotted.split(".")
     found = facts.names.get(first)
     for name in rest:
@@ -200,7 +200,7 @@ def _module(dotted: str, facts: Facts) -> ModuleType | None:
 
 
 def _of_module(path: KeyPath, name: str, begun: str, *, start: int) -> Offers:
-    # Only of a loaded module, since an import may run user code.
+    # Only if the module is loaded, since an import may run user code.
     module = sys.modules.get(name)
     if module is None or name == "__main__":
         return Offers(start)

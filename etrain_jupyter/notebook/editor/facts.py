@@ -1,7 +1,7 @@
 """Facts about this kernel's notebook: names, jobs, pools, and Python's completions.
 
 A completion must not block typing. A background thread reads lists from the disk; the caller waits
-``MAX_WAIT_S`` for it and otherwise gets the previous list.
+at most ``MAX_WAIT_S`` for it, then gets the previous list.
 """
 
 #   caller   get(): wait 0.15 s, previous list     get(): new list
@@ -50,7 +50,7 @@ _OPEN_CALL = re.compile(r"([^\W\d][\w.]*)\(([^()]*)$")
 
 
 class CachedList:
-    """A list that a background thread loads, at most one at a time.
+    """A list that is loaded in a background thread, at most one at a time.
 
     Args:
         look_up: Loads the list; may be slow. An exception counts as an empty list.
@@ -75,7 +75,7 @@ class CachedList:
             # A daemon: a disk that hangs must not keep the kernel from exiting.
             self._thread = threading.Thread(target=self._load, name=self._name, daemon=True)
             self._thread.start()
-        # Returns at once if the thread has ended, which is the usual case.
+        # Returns at once if the thread has finished, which is the usual case.
         if self._thread is not None:
             self._thread.join(max_wait_s)
         return self._known
@@ -86,9 +86,9 @@ class CachedList:
     def _load(self) -> None:
         try:
             self._known = self._look_up()
-        except Exception:  # The top of a thread. A traceback while typing would not help.
+        except Exception:  # Top level of a thread: a traceback while typing would not help.
             self._known = ()
-        # After a failure too: a broken disk is not read again with every key that is pressed.
+        # Set after a failure too, so that a broken disk is not read again at every keystroke.
         self._known_at = self._clock()
 
 
@@ -103,7 +103,8 @@ class ShellFacts:
     @property
     def names(self) -> Mapping[str, Any]:
         """The notebook's names."""
-        # Hide what IPython itself put there, such as its own ``open``, unless the user replaced it.
+        # Hide names that IPython itself added, such as its own ``open``, unless the user replaced
+        # them.
         hidden = self._shell.user_ns_hidden
         names: dict[str, Any] = self._shell.user_ns
         return {
@@ -159,7 +160,7 @@ class ShellFacts:
 
     def _keywords(self, code: str) -> Offers:
         """Return keywords such as ``hidden=`` inside ``Net(``, from the function's signature."""
-        # The innermost open call. A call within its arguments would need a parser.
+        # Find the innermost open call; a call within its arguments would need a parser.
         match = _OPEN_CALL.search(code)
         begun = re.search(r"(?:^|[(,])\s*([^\W\d]\w*)?$", code)
         if match is None or begun is None:
@@ -173,7 +174,7 @@ class ShellFacts:
         except Exception:  # a forbidden expression, an unknown name, or no signature
             return Offers(len(code))
         given = set(re.findall(r"([^\W\d]\w*)\s*=", match[2]))
-        # Positional-only and variable parameters cannot be given by name.
+        # Positional-only and variadic parameters cannot be passed by name.
         free = [
             name
             for name, parameter in parameters.items()

@@ -1,4 +1,4 @@
-"""Text of ``?`` and ``--help``, which hints use too."""
+"""Text of ``?`` and ``--help``, also used by hints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def example_cell() -> str:
 
 
 def find_parser(words: list[str], *, is_cell: bool) -> Parser | None:
-    """Return the parser for a line that starts with these words; None without a sub-command."""
+    """Return the parser for a line that starts with these words; None if there is none."""
     if not words:
         return None
     if words[0] == CELL_COMMAND:

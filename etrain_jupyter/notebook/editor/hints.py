@@ -69,7 +69,7 @@ def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
 
 
 def _on_magic(text: str, cursor: int) -> Hint | None:
-    # Only the first word of a line is the magic: elsewhere "%etrain" is the user's text.
+    # "%etrain" is the magic only as the first word of a line; elsewhere it is the user's text.
     line = text[text.rfind("\n", 0, cursor) + 1 :].lstrip()
     word = line.split()[0] if line.split() else ""
     return _preformatted(help_on_magic()) if word in ("%etrain", "%%etrain") else None
@@ -158,9 +158,9 @@ def _on_value(place: CursorContext, outline: Outline, names: Mapping[str, Any]) 
     is_python = place.is_computed or is_reference(place.path)
     if not is_python or not whole or place.is_whole:
         return own
-    # The value is a Python expression: IPython explains the object, the key is the fallback.
+    # The value is a Python expression: IPython explains the object; the key's help is the fallback.
     expression = Expression(code=f"{place.word}{place.rest}", cursor=len(place.word))
-    # Then only IPython's reply counts; without one, the reply is that nothing was found.
+    # Then only IPython's reply counts, even if it has found nothing.
     if own is None:
         return Hint(plain="", markdown="", expression=expression)
     return Hint(plain=own.plain, markdown=own.markdown, expression=expression)

@@ -1,8 +1,8 @@
 """Install completion and hints in an IPython shell, and remove them.
 
-IPython calls matchers for every front end, including a terminal. Hints are replies of the kernel:
-to Shift-Tab, to the contextual help, and to a list of completions that shows a description of each
-entry. On any error, IPython answers alone: no help is better than an exception while typing.
+IPython calls matchers for every front end, including a terminal. Hints are the kernel's replies to
+Shift-Tab, to the contextual help, and to completion lists that describe each entry. On any error,
+IPython answers alone: no help is better than an exception while typing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from etrain_jupyter.notebook.editor.hints import Hint
 
 PRIORITY = 1_000
-"""Higher than all matchers of IPython, which are then not called in an etrain cell."""
+"""Higher than that of any IPython matcher, so these are not called in an etrain cell."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Hooks:
         self._matchers: list[Any] = shell.Completer.custom_matchers
         self._matcher = _matcher(facts)
         self._matchers.append(self._matcher)
-        # A terminal has no kernel and no Shift-Tab: then only the matcher is installed.
+        # A terminal has no kernel and no Shift-Tab, so only the matcher is installed there.
         self._kernel: Any = getattr(shell, "kernel", object())
         original = getattr(self._kernel, "do_inspect", None)
         #   front end -> kernel.do_inspect = _Inspector -> a hint of ours -> reply
@@ -54,13 +54,12 @@ class _Hooks:
             self._kernel.do_inspect = self._inspector
 
     def remove(self) -> None:
-        """Remove both."""
+        """Remove the matcher and the inspector."""
         if self._matcher in self._matchers:
             self._matchers.remove(self._matcher)
         if self._inspector is not None:
             self._inspector.is_on = False
-            # Another extension may have wrapped the inspector. Then it stays, and forwards all
-            # calls.
+            # If another extension has wrapped the inspector, it stays and forwards all calls.
             if vars(self._kernel).get("do_inspect") is self._inspector:
                 del self._kernel.do_inspect
 
@@ -122,7 +121,7 @@ class _Inspector:
         expression = hint.expression
         if expression is not None:
             reply = self._original(expression.code, expression.cursor, *args, **kwargs)
-            # Prefer the kernel's own reply. An awaitable is returned as it is: whether the kernel
+            # Prefer the kernel's own reply. An awaitable is returned as is: whether the kernel
             # finds anything is known only after this call has returned.
             if not isinstance(reply, dict) or reply.get("found"):
                 return reply

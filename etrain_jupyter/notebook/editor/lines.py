@@ -30,7 +30,7 @@ class Magic:
     line: str
     """The text after ``%etrain``."""
     body_start: int
-    """Offset of the body; for a line, an offset after the end of the cell."""
+    """Offset of the body; for a line, an offset past the end of the cell."""
 
     def is_in_body(self, cursor: int) -> bool:
         """Return True if the cursor is in the body of a cell."""
@@ -39,12 +39,12 @@ class Magic:
 
 def find_magic(text: str, cursor: int) -> Magic | None:
     """Return the ``etrain`` magic around the cursor; None if the cursor is not after its name."""
-    # A cell magic must start the cell. A line magic may be on any line, also in an assignment.
+    # A cell magic must start the cell. A line magic may be on any line, even in an assignment.
     match = _CELL.match(text)
     is_cell = match is not None
     if match is None:
         match = _LINE.match(text, text.rfind("\n", 0, cursor) + 1)
-    # On the name itself IPython completes magics, and `hints` explains this one.
+    # On the name itself, IPython completes magics and `hints` explains this one.
     if match is None or cursor <= match.end():
         return None
     end = text.find("\n", match.end())
@@ -110,7 +110,7 @@ def _complete_argument(parser: Parser, place: LinePlace, start: int, facts: Fact
     # -----------------------  --------------------------------------------------
     # --pool lo                values of the previous flag
     # --pool=lo                values of this flag, after the "="
-    # -                        flags that were not given yet
+    # -                        flags that have not been given yet
     # anything else            values of the next positional argument, then flags
     given = place.words[1:]
     flag, equals, value = place.begun.partition("=")
@@ -152,7 +152,7 @@ def _positional(parser: Parser, given: Sequence[str]) -> list[argparse.Action]:
     is_value = False
     for word in given:
         found = find_flag(parser, word) if word.startswith("-") else None
-        # A word that is neither a flag nor a flag's value takes the next positional argument.
+        # A word that is neither a flag nor a flag's value fills the next positional argument.
         if found is None and not is_value:
             rest = rest[1:]
         is_value = found is not None and found.nargs != 0 and "=" not in word

@@ -2,7 +2,7 @@
 
 The checks at submit (``config.references``) are stricter, but may run user code: ``len`` of a data
 set does. This module inspects types and signatures only. It does not use ``isinstance``, which
-reads ``__class__`` of the object: a lazy proxy would start to load.
+reads the object's ``__class__`` and could make a lazy proxy load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def names_for(path: KeyPath, names: Mapping[str, Any]) -> list[Completion]:
         offer = _offer(path, name, names[name])
         if offer is not None:
             ranked.append((_rank(path, names[name]), offer))
-    # Within a rank, the name that was defined last comes first: the next cell likely uses it.
+    # Among equally likely names, the most recently defined one comes first.
     return [offer for _, offer in sorted(reversed(ranked), key=lambda pair: pair[0])]
 
 
@@ -45,7 +45,7 @@ def is_module(value: Any) -> bool:
 def fits(path: KeyPath, value: Any) -> bool:
     """Return True if an object can be a key's value, judged by its type and signature."""
     kind = type(value)
-    # These fit no key, although a str has a length and items, as a data set has.
+    # These fit no key, although a str has a length and items, like a data set.
     if value is None or issubclass(kind, (*_SCALARS, ModuleType)):
         return False
     if path == ("model",):
@@ -99,7 +99,7 @@ def _must_be_called(path: KeyPath, value: Any) -> bool:
     kind = type(value)
     if not (issubclass(kind, type) or (is_built and issubclass(kind, FunctionType))):
         return False
-    # A class for these keys is called by the trainer, which passes the arguments.
+    # For these keys, the trainer calls a class itself and passes the arguments.
     if path in (("optimizer",), ("data", "collate")):
         return False
     return not _takes(value, 0)
@@ -110,12 +110,13 @@ def _takes(function: Any, count: int) -> bool:
     kind = type(function)
     is_plain = issubclass(kind, (type, *_ROUTINES))
     try:
-        # For an object with __call__, read the class: attributes of the object may run user code.
+        # For an object with __call__, read the class: reading the object's attributes may run user
+        # code.
         signature = inspect.signature(function if is_plain else kind.__call__)
         signature.bind(*[None] * (count if is_plain else count + 1))
     except TypeError:
         return False
-    except Exception:  # __signature__ may be any object of the user.
+    except Exception:  # __signature__ may be any user object.
         return True
     return True
 

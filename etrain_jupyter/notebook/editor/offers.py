@@ -1,4 +1,4 @@
-"""Completions at the cursor, and the interface to the notebook that they are computed from."""
+"""Completions at the cursor, and the notebook facts from which they are computed."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class _Reader:
             if match.end() <= self._at <= stop:
                 self._see_value(path, self._at, stop, lacks_space=self._at == match.end())
             return end + 1
-        # The value is on this line, so lines below it are not its keys.
+        # The value is on this line, so the lines below are not its keys.
         self._last_is_open = False
         self._see_space(path, match.end(), value)
         if rest[0] in "{[":
@@ -130,7 +130,7 @@ class _Reader:
 
     def _enter(self, column: int) -> KeyPath | None:
         # Returns the group with keys in this column, and closes the groups that are indented more.
-        # None if no key is valid in the column: "b" is in none of the two blocks of
+        # None if no key is valid in the column: "b" is in neither of the two blocks of
         #
         #   batch:
         #       global: 3
@@ -193,7 +193,7 @@ class _Reader:
             if is_ready or (mark in "{[" and self._depth > _MAX_DEPTH):
                 pos += 1
             elif mark in "{[":
-                # A group without a key: use a path that no schema knows, so nothing is offered.
+                # A group without a key: use a path that no schema contains, so nothing is offered.
                 pos, is_closed = self._read_flow(pos, (*path, ""))
             elif is_group:
                 pos, is_closed, is_torn = self._read_flow_entry(pos, path, is_torn)
@@ -233,8 +233,8 @@ class _Reader:
         return self._end_of_line(pos) + 1 if is_closed else pos
 
     def _skip_blank(self, pos: int) -> tuple[int, bool]:
-        # Blanks, line breaks and comments. True if the brackets end here although they are open:
-        # at the end of the body, or before a line that looks like the next key of the block.
+        # Skips blanks, line breaks and comments. Also returns whether open brackets end here: at
+        # the end of the body, or before a line that looks like the block's next key.
         while pos < len(self._text):
             mark = self._text[pos]
             if mark == "\n" and self._is_next_key(pos + 1):
@@ -248,7 +248,7 @@ class _Reader:
         return len(self._text) + 1, True
 
     def _is_next_key(self, pos: int) -> bool:
-        # On the level of the key before the bracket, or on an outer level.
+        # At the level of the key before the bracket, or at an outer level.
         line = self._text[pos : self._end_of_line(pos)]
         text = line.lstrip(" ")
         return len(line) - len(text) <= self._base and bool(_KEY_LINE.match(text))
@@ -268,7 +268,7 @@ class _Reader:
         return max(stop, begin + 1)
 
     def _end_of_scalar(self, pos: int, end: int, *, is_flow: bool, is_key: bool = False) -> int:
-        # A quoted text after the tag may contain ':' and '#', as one without a tag may.
+        # Quoted text after the tag may contain ':' and '#', just as without a tag.
         tag = _TAGGED.match(self._text, pos, end)
         pos = tag.end() if tag else pos
         mark = self._text[pos : pos + 1]

@@ -23,7 +23,7 @@ class CursorContext:
     name: str = ""
     """For a key: its whole text."""
     has_colon: bool = False
-    """For a key: True if its colon exists already."""
+    """For a key: True if it already has a colon."""
     is_computed: bool = False
     """For a value: True after ``!py``."""
     lacks_space: bool = False

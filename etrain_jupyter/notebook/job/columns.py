@@ -1,6 +1,6 @@
 """The history of a job in columns, with one row per committed step.
 
-A running job adds single rows, and the blocks of a log add thousands at once. Rows are packed into
+A running job adds single rows, and the blocks in a log add thousands at once. Rows are packed into
 arrays with at most 8 bytes per number; only ``columns`` returns Python objects.
 """
 
@@ -34,7 +34,7 @@ STEP_COLUMNS = (
 """The columns of every history, in this order; metric columns follow."""
 
 _PACK_AT = 4096
-"""Number of single rows after which they are packed into arrays."""
+"""Number of single rows at which they are packed into arrays."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class History:
         self._tail: list[dict[str, Any]] = []
         """Rows that are not packed yet."""
         self._measured: dict[str, None] = {}
-        """The columns beyond ``STEP_COLUMNS``, in order of their first value."""
+        """The columns beyond ``STEP_COLUMNS``, in the order of their first values."""
         self._evals: dict[str, dict[int, float]] = {}
         """Evaluation results by column and row."""
 

@@ -1,8 +1,8 @@
 """Track whether a job's coordinator responds, and schedule retries.
 
-From here, a suspended, swapped-out or disconnected scheduler looks like a dead one; only a process
-on the same machine can distinguish the two. A timeout alone is therefore reported but never final,
-and the feed keeps retrying.
+Seen from here, a suspended, swapped-out or disconnected scheduler looks like a dead one; only a
+process on the same machine can tell them apart. A timeout alone is therefore reported but never
+final, and the feed keeps retrying.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ RETRY_S = 0.3
 """Delay before the first retry, in seconds; it doubles with each further failure."""
 RETRY_MAX_S = 5.0
 NOTIFY_AFTER = 2
-"""Number of consecutive failures, of some seconds each, before the user is notified."""
+"""Number of consecutive failures, each taking a few seconds, before the user is notified."""
 LOST_AFTER = 2
-"""Number of consecutive responses that deny the job before the job counts as lost."""
+"""Number of consecutive responses that deny having the job before it counts as lost."""
 
 
 class Contact:
-    """Count the failures since the last response. Not thread-safe: owned by the feed's thread.
+    """Count the failures since the last response. Not thread-safe: only the feed's thread uses it.
 
     Attributes:
         num_failures: Number of failures since the last response.
@@ -51,7 +51,7 @@ class Contact:
         #   failure   1        2          3      4      5      6 and later
         #   delay     0.3 s    0.6 s      1.2 s  2.4 s  4.8 s  5 s
         #   user               notified   (once, until a response ends the outage)
-        # A suspended scheduler is found by the timeout of each request, which comes on top.
+        # A suspended scheduler is detected by each request's timeout, which adds to the delay.
         self.num_failures += 1
         # Only a scheduler that responds can deny that it has the job. `UnreachableError` is also a
         # `JobLostError`, but proves nothing, so it resets the count of denials.

@@ -21,7 +21,7 @@ class JobCost:
     num_samples: int = 0
     """Number of samples trained."""
     is_known: bool = True
-    """True if the job's pool knows prices."""
+    """True if the job's pool has prices."""
 
     @property
     def saved_usd(self) -> float:
@@ -30,7 +30,7 @@ class JobCost:
 
     @property
     def wasted_usd_per_interruption(self) -> float:
-        """Average waste per interruption; 0.0 without interruptions."""
+        """Average waste per interruption; 0.0 if there were none."""
         return self.wasted_usd / self.num_interruptions if self.num_interruptions else 0.0
 
     @property

@@ -87,14 +87,15 @@ def export_folder(
         check_absent(folder / name, overwrite=overwrite)
     with as_checkpoint_error(record, saved, folder):
         put_file(folder / CONFIG_FILE, lambda file: file.write(config), overwrite=overwrite)
-        # The weights go last: no library opens a folder without them, so none loads half an export.
+        # Write the weights last: no library opens a folder without them, so none loads half an
+        # export.
         weights = folder / MODEL_PART
         put_file(weights, lambda file: copy_weights(record, saved, file), overwrite=overwrite)
     return folder
 
 
 def config_text(record: RunRecord, saved: Saved, model: Any) -> bytes:
-    """Return the contents of ``config.json``: of ``model`` if given, else of the job's model."""
+    """Return the contents of ``config.json``: for ``model``, or by default the job's model."""
     if model is None:
         if CONFIG_FILE in saved.files:
             return saved.files[CONFIG_FILE].read_bytes()
@@ -122,8 +123,8 @@ def config_text(record: RunRecord, saved: Saved, model: Any) -> bytes:
 
 def copy_weights(record: RunRecord, saved: Saved, file: IO[bytes]) -> None:
     """Copy the weights with a header that names the job and the step."""
-    # A safetensors file, where the offsets of the tensors count from the start of the data, so a
-    # header of another length does not change them:
+    # In a safetensors file, tensor offsets count from the start of the data, so a header of a
+    # different length does not change them:
     #   | header length: 8 bytes, little-endian | header: JSON | tensor data |
     with saved.files[MODEL_PART].open("rb") as source:
         (length,) = struct.unpack("<Q", source.read(8))
@@ -154,7 +155,7 @@ def check_absent(path: Path, *, overwrite: bool) -> None:
 def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool) -> None:
     """Write a file under a temporary name, sync it and rename it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because a rename and a link do not cross file systems.
+    # In the same folder, because renames and links cannot cross file systems.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with removed_at_end(temporary):
         with temporary.open("xb") as file:
@@ -172,7 +173,7 @@ def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool
 
 @contextmanager
 def as_checkpoint_error(record: RunRecord, saved: Saved, target: Path) -> Iterator[None]:
-    """Convert errors of the operating system to ``CheckpointError`` with the path."""
+    """Convert operating system errors to ``CheckpointError`` with the path."""
     try:
         yield
     except OSError as exc:

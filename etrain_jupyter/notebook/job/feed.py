@@ -117,9 +117,9 @@ class EventFeed:
         return "" if self.ended.is_set() else self._log_trouble
 
     def start(self) -> None:
-        """Start to follow the job; further calls have no effect."""
+        """Start following the job; further calls have no effect."""
         with self._lock:
-            # After the end only `subscribe` starts a thread, to pass on the history.
+            # After the end, only `subscribe` starts a thread, to pass on the history.
             if self._thread is None and not self._is_over:
                 self._start_thread()
 
@@ -136,7 +136,7 @@ class EventFeed:
             An event that is set once the listener has received the history.
         """
         newcomer = _Newcomer(listener)
-        # The same lock is held where the thread finds its inbox empty and ends. Without it, the
+        # The thread holds the same lock while it finds its inbox empty and ends. Without it, the
         # thread could end between these two lines, and the listener would wait forever:
         #   here: put   thread: inbox was empty   thread: ends   here: a thread exists, start none
         with self._lock:
@@ -146,7 +146,7 @@ class EventFeed:
         return newcomer.has_history
 
     def wait_until_caught_up(self, timeout: float) -> bool:
-        """Wait until earlier events are folded; returns immediately within a listener."""
+        """Wait until earlier events are folded; returns immediately if called from a listener."""
         if threading.current_thread() is self._thread:
             return self.caught_up.is_set()
         return self.caught_up.wait(timeout)
@@ -161,7 +161,7 @@ class EventFeed:
         # A listener runs in the feed's thread, which would wait for itself.
         if threading.current_thread() is not self._thread and not self.ended.is_set():
             self._responded.wait(timeout)
-            # Set even after a timeout: a slow scheduler must not delay every call of a cell.
+            # Set even after a timeout: a slow scheduler must not delay every call in a cell.
             if is_last:
                 self._responded.set()
 
@@ -205,7 +205,7 @@ class EventFeed:
         #   long polls of 10 s   -> each returns as soon as there are new events
         #   terminal status      -> ended; for 2 s more, poll for late output of the workers
         #   inbox empty          -> the thread ends; a late subscriber starts another one
-        # So the events are not empty if a late subscriber started this thread.
+        # Hence the events are not empty if a late subscriber started this thread.
         if not self._events:
             self._take(self._read_log())
         # If the log had ended before the feed started, no further events can come.
@@ -225,7 +225,7 @@ class EventFeed:
             self._handle(self._inbox.get_nowait())
 
     def _follow(self) -> None:
-        """Poll the coordinator and handle the inbox until the log has ended."""
+        """Poll the coordinator and handle the inbox until the log is complete."""
         while not self._is_over:
             self._request_if_due()
             pause = None if self._is_requesting else max(0.0, self._request_at - time.monotonic())
@@ -303,8 +303,8 @@ class EventFeed:
         # not durable yet, and reports why with each response.
         before, self._log_trouble = self._log_trouble, trouble
         has_aged = time.monotonic() - self._trouble_sent_at >= TROUBLE_EVERY_S
-        # Report each begin and end at once, but a change of the text at most once per interval: the
-        # text may contain numbers that change all the time.
+        # Report each start and end at once, but a change in the text at most once per interval: it
+        # may contain numbers that keep changing.
         if is_due or bool(trouble) != bool(before) or (trouble != before and has_aged):
             self._trouble_sent_at = time.monotonic()
             if not self._is_terminal:
@@ -315,7 +315,7 @@ class EventFeed:
     def _fail(self, exc: BaseException) -> None:
         """Schedule a retry; give up only if the cluster is known to have ended."""
         # The cases, in this order:
-        #   the cluster has ended                      -> read the log; lost unless it has an end
+        #   the cluster has ended                      -> read the log; lost unless it has the end
         #   unreachable, and the log shows the end     -> the job is over
         #   unreachable for long enough to report it   -> report it once, and retry
         #   otherwise                                  -> retry
@@ -338,7 +338,7 @@ class EventFeed:
             self._send_unlogged([self._status_now(self._contact.trouble)])
 
     def _lose(self, why: str) -> None:
-        """Read the rest of the log; if it has no end of the job, mark the job as lost."""
+        """Read the rest of the log; if it lacks the job's end, mark the job as lost."""
         self._take(self._read_log())
         self._is_over = True
         self._contact.trouble, self._unlogged = "", []
@@ -364,7 +364,7 @@ class EventFeed:
         )
 
     def _make_final_event(self, why: str) -> Event:
-        """Return a final event in place of the coordinator's; ``seq`` 0 marks it as not logged."""
+        """Return a final event in place of the coordinator's; ``seq`` 0 marks it as unlogged."""
         last = self._events[-1] if self._events else None
         return JobStatusChanged(
             job_id=self.job_id,
@@ -375,7 +375,7 @@ class EventFeed:
         )
 
     def _log_has_grown(self) -> bool:
-        """Return True if the size of the log has changed: reading the whole log is expensive."""
+        """Return True if the log's size has changed, without the cost of reading the log."""
         before = self._log_size
         self._refresh()
         try:
@@ -394,8 +394,8 @@ class EventFeed:
 
     def _take(self, events: Sequence[Event]) -> Sequence[Event]:
         """Append the events that continue the known ones, notify all listeners, and return them."""
-        # The log and the responses overlap, since both start after the newest known event. The
-        # sequence numbers make each event count once, whichever source has it first.
+        # The log and the responses overlap, since both start after the newest known event. Sequence
+        # numbers ensure that each event counts once, whichever source delivers it first.
         fresh = self._select_next(events)
         if not fresh:
             return fresh

@@ -1,4 +1,4 @@
-"""Submit a job to a coordinator, and upload its bundle if they share no file system."""
+"""Submit a job to a coordinator, and upload its bundle if the two share no file system."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hand_over(link: JobLink, spec: dict[str, Any], bundle: Path) -> None:
     #   submit -> wants_bundle=False   the job has started
     if not _submit(link, spec):
         return
-    # The first chunk truncates what an interrupted upload has left.
+    # The first chunk truncates a file that an interrupted upload left behind.
     with bundle.open("rb") as file:
         offset = 0
         while data := file.read(CHUNK_BYTES):
@@ -60,7 +60,7 @@ def _submit(link: JobLink, spec: dict[str, Any]) -> bool:
         return link.call(SubmitJob(job=spec), timeout=SUBMIT_S).wants_bundle
     except NoAnswerError as exc:
         # A scheduler that was suspended reads the request when it continues, and starts the job.
-        # The callers keep the folder after a JobLostError: without it, that job would train unseen.
+        # The callers keep the folder after a JobLostError; otherwise that job would train unseen.
         job_id = spec["job_id"]
         raise UnreachableError(
             f"the scheduler did not answer within {SUBMIT_S:g} s, so job {job_id} may or may not "

@@ -32,7 +32,7 @@ NOT_FOLDABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError
 """Exceptions raised by events with invalid values: a log may come from another user."""
 PEEK_BYTES = 64 * 1024
 PEEK_MAX_BYTES = 4 * 1024 * 1024
-"""Maximum number of bytes at the end of a log that are searched for a step or a status."""
+"""Maximum number of bytes to search at the end of a log for a step or a status."""
 
 
 class LatestValues(JobRecord):
@@ -109,13 +109,14 @@ def _add_tail(view: LatestValues, events: list[Event]) -> None:
     view.add(events)
     shown = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
     if shown and isinstance(shown[-1], StepCompleted):
-        # A step after the last status proves that the job runs; the status between may be unread.
+        # A step after the last status proves that the job is running; a status in between may be
+        # unread.
         view.status, view.reason = "running", ""
 
 
 def _events_in(data: bytes) -> list[Event]:
-    # The first and the last line of a part are usually cut. They, and lines of a newer version or
-    # of another author, are skipped.
+    # The first and last lines of a part are usually incomplete. Skip them, as well as lines written
+    # by a newer version or another author.
     events = []
     for line in data.splitlines():
         try:

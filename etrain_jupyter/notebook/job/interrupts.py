@@ -51,14 +51,14 @@ class Interrupts:
     def handle(self) -> None:
         """Act on the presses since the last call, and print a message for each.
 
-        The third press in a row calls the previous handler, which usually raises KeyboardInterrupt
-        or cancels the task of an awaiting cell.
+        The third consecutive press calls the previous handler, which usually raises
+        KeyboardInterrupt or cancels the task of an awaiting cell.
         """
         while self._presses:
             self._press(self._presses.pop(0))
 
     def _press(self, at: float) -> None:
-        # Presses in a row, each within AGAIN_WITHIN_S of the one before:
+        # Consecutive presses, each within AGAIN_WITHIN_S of the one before:
         #   1st -> stop with a checkpoint; 2nd -> stop immediately; further -> previous handler
         is_again = bool(self._handled) and at - self._handled[-1] <= AGAIN_WITHIN_S
         self._handled = [*self._handled, at] if is_again else [at]

@@ -26,7 +26,7 @@ MAX_RECORD_BYTES = 16_000_000
 """Maximum size of a ``job.json``; a larger file was not written by this package."""
 MAX_TIME = 253_370_764_800.0
 """The year 9999, in seconds since the epoch; a later time is invalid."""
-# `bundle` of the submit, `bundle-<digest>` of a cell that resumed the job.
+# `bundle` from the submit, `bundle-<digest>` from a cell that resumed the job.
 _BUNDLE_NAME = re.compile(r"bundle(-[A-Za-z0-9]{1,64})?")
 
 
@@ -139,7 +139,7 @@ def record_from(data: bytes, folder: Path, place: str = "") -> RunRecord:
     # Ignore unknown keys: a newer version may have written them.
     known = {k: values[k] for k in RunRecord.__dataclass_fields__ if k in values}
     _check_types({**_SAMPLE, **known})
-    # A copied or forged record must not stand for another job. `folder` and `place` are replaced
+    # A copied or forged record must not pass for another job. `folder` and `place` are replaced
     # below, so their values in the file do not matter.
     if not is_job_id(known.get("job_id")) or known["job_id"] != folder.name:
         raise ValueError(
@@ -176,8 +176,8 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 def _is_config(config: Mapping[str, Any]) -> bool:
     """Return True if the values that are read without ``TrainConfig`` have the right types."""
-    # Not the whole configuration: one of another version must still be listed and attached to. A
-    # resume validates all of it.
+    # Do not check the whole configuration: a job from another version must still be listed and
+    # attachable. A resume validates all of it.
     checkpoint, log = config.get("checkpoint") or {}, config.get("log") or {}
     if not isinstance(checkpoint, dict) or not isinstance(log, dict):
         return False

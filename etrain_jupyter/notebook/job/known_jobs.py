@@ -17,8 +17,8 @@ _ID = re.compile(r"(.+)-[0-9a-f]{8}")
 def list_known_jobs(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names and then the ids of known jobs, newest first, from one folder scan.
 
-    No record is read and no bucket is accessed: for a run store in a bucket, only jobs with a copy
-    on this machine are listed. Unreadable entries are skipped.
+    No record is read and no bucket is accessed, so for a run store in a bucket, only jobs with a
+    copy on this machine are listed. Unreadable entries are skipped.
     """
     root = environment.get(ROOT_VARIABLE)
     # Completion must be fast, so read the local copies of a bucket only.
@@ -36,7 +36,8 @@ def _jobs_in(folder: Path) -> list[tuple[float, str]]:
             for entry in entries:
                 if entry.name.startswith("."):  # a job that is being created
                     continue
-                # The record is replaced at each resume, so its time is that of the last one.
+                # The record is replaced at each resume, so its modification time is that of the
+                # last resume.
                 try:
                     modified = os.stat(os.path.join(entry.path, RECORD_FILE)).st_mtime
                 except OSError:

@@ -2,7 +2,7 @@
 
 The thread ``etrain-link``, a daemon that the first call starts, runs one asyncio loop for the whole
 process and owns every connection. Callers pass it a request and wait in slices of 0.1 s, so that
-the kernel notices an interrupt. The thread delays the end of the interpreter by at most 0.5 s.
+the kernel notices an interrupt. The thread delays the interpreter's exit by at most 0.5 s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from etrain_jupyter.process.address import SchedulerAddress
 
 CONNECT_S = 3.0
-"""Connect timeout, in seconds; Dask retries until then if no process listens."""
+"""Connect timeout, in seconds; Dask retries until then if no process is listening."""
 RESTART_S = 6.0
 """Maximum wait for a scheduler that has died and is being restarted, in seconds."""
 SLICE_S = 0.1
@@ -50,7 +50,7 @@ class UnreachableError(JobLostError):
 
 
 class NoCoordinatorError(JobLostError, PoolError):
-    """The scheduler replies, but runs no etrain coordinator, and so has no job."""
+    """The scheduler replies, but runs no etrain coordinator and therefore has no jobs."""
 
 
 class NoAnswerError(PoolError):
@@ -130,7 +130,7 @@ class ClusterLink:
         # Only the loop's thread uses the counter, so it needs no lock.
         self._num_in_flight += 1
         try:
-            # Decoding a pickle would run code of the scheduler in this kernel.
+            # Unpickling would run the scheduler's code in this kernel.
             with plain_values_only():
                 return await self._reply_to(request, timeout)
         finally:
@@ -143,11 +143,11 @@ class ClusterLink:
         #   connection breaks      OSError; the cluster looks alive -> UnreachableError
         #   keeper restarts it     `_locate` returns "" -> the next request waits up to RESTART_S
         #   scheduler is back      `_locate` returns its address -> a new connection
-        #   keeper has ended too   `_has_ended` -> ClusterEndedError, and the feed stops retrying
+        #   keeper has exited too   `_has_ended` -> ClusterEndedError, and the feed stops retrying
         try:
             if self._has_failed:
                 # A killed process closes its connections a moment before it disappears, so the
-                # failed request may have found it alive. Check again before the next one.
+                # failed request may have found it alive. Check again before the next request.
                 self._refuse_if_ended()
             reply = await asyncio.wait_for(self._exchange(request), timeout)
         except RefusedRequestError as exc:
@@ -170,8 +170,9 @@ class ClusterLink:
             # CommClosedError, refused connections and TLS failures are all OSErrors.
             self._has_failed = True
             self._refuse_if_ended()
-            # At the same address, Dask opens a new connection itself. At another one, or at none
-            # yet, drop this one, so that the next request calls `_find_scheduler`.
+            # At the same address, Dask opens a new connection itself. At another address, or if
+            # there is none yet, drop this connection, so that the next request calls
+            # `_find_scheduler`.
             found = self._locate()
             if found != self.address:
                 await self._disconnect()
@@ -226,7 +227,7 @@ class ClusterLink:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
-        # Cleared before the wait: a request that comes during it opens a new connection.
+        # Cleared before the wait: a request that arrives meanwhile opens a new connection.
         closing, self._rpc = self._rpc, None
         if closing is not None:
             with contextlib.suppress(OSError):
@@ -323,14 +324,14 @@ def _run_in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
             _loop = asyncio.new_event_loop()
             _thread = threading.Thread(target=_loop.run_forever, name=THREAD_NAME, daemon=True)
             _thread.start()
-            # The second thread of a process, after a fork, must not register it twice.
+            # The second thread of a process, after a fork, must not register the hook twice.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return asyncio.run_coroutine_threadsafe(work, _loop)
 
 
 def _close_all() -> None:
-    """Close the connections at the end of the process, in at most 0.5 s."""
+    """Close the connections when the process exits, in at most 0.5 s."""
     if _loop is None or _thread is None or not _loop_is_running():
         return
     loop, thread = _loop, _thread

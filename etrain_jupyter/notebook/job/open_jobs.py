@@ -145,7 +145,7 @@ def hold(record: RunRecord) -> TrainingJob:
 
 
 def link_of(record: RunRecord) -> JobLink | None:
-    """Return the source of a job's events: its cluster if this user owns it, else the run store.
+    """Return the source of a job's events: this user's cluster, otherwise the run store.
 
     None if the cluster is known to have ended.
     """

@@ -50,7 +50,7 @@ def _signature(values: Mapping[str, Any], key: bytes) -> str:
 
 
 def _read_key() -> bytes | None:
-    """Return the key; None unless there is one that only this user can read."""
+    """Return the key; None if it is missing or if others can read it."""
     with contextlib.suppress(OSError):
         # Another user may have planted a link, a pipe or a readable file, so open without following
         # links or blocking, and check the opened file rather than its path.

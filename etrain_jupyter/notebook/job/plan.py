@@ -29,7 +29,7 @@ class Plan:
     """Warnings about the configuration, printed before the job starts."""
 
     def print_warnings(self) -> None:
-        """Print the warnings of the configuration and of the bundle."""
+        """Print the warnings about the configuration and the bundle."""
         for warning in (*self.warnings, *self.bundle.warnings):
             print(f"etrain: {warning}")
 

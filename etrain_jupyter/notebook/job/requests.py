@@ -68,7 +68,7 @@ class JobRequests(ABC):
         force: bool = False,
         trust: bool = False,
     ) -> str:
-        """Resume a paused job, or a job that has ended, or whose cluster has ended.
+        """Resume a paused job, an ended job, or a job whose cluster has ended.
 
         An ended job is resumed from its newest checkpoint, and keeps its log and curve.
 
@@ -95,7 +95,7 @@ class JobRequests(ABC):
         #   changes are given                                -> submit; refused while it trains
         #   ended, lost, or scheduler unreachable            -> submit
         #   only its log is readable, in a folder            -> submit; needs --force
-        # A job in a bucket has a heartbeat there: without one it counts as lost.
+        # A job in a bucket has a heartbeat there; if it is missing, the job counts as lost.
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
@@ -132,9 +132,9 @@ class JobRequests(ABC):
 
         Args:
             worker: Its name; by default the coordinator chooses a worker that trains.
-            how: ``worker`` ends the worker process; ``kill`` (SIGKILL), ``segfault`` and ``exit``
-                end its trainer; ``stop`` (SIGSTOP), ``hold_gil`` and ``hang`` block the trainer
-                without ending it.
+            how: ``worker`` kills the worker process; ``kill`` (SIGKILL), ``segfault`` and ``exit``
+                terminate its trainer; ``stop`` (SIGSTOP), ``hold_gil`` and ``hang`` block the
+                trainer without terminating it.
         """
         if how == "worker":
             return self.request("kill", worker=worker)
@@ -163,7 +163,7 @@ class JobRequests(ABC):
         return self.request("chaos", mtbf_s=mtbf_s, mode=mode, duration_s=duration_s, seed=seed)
 
     def handle_request(self, request: str, args: Mapping[str, Any]) -> str:
-        """Handle a button of the dashboard; unlike ``request``, this can resume an ended job."""
+        """Handle a dashboard button; unlike ``request``, this can resume an ended job."""
         return self.resume() if request == "resume" else self.request(request, **args)
 
     def request(self, request: str, **args: Any) -> str:

@@ -108,7 +108,7 @@ class _NextAttempt:
 def resume_job(
     job: ResumableJob, request: ResumeRequest, *, address: SchedulerAddress | None = None
 ) -> str:
-    """Submit a job that is not being trained to a cluster again; return a message with the start.
+    """Resubmit a job that is not being trained; return a message that names the starting step.
 
     Args:
         job: The job; afterwards it follows the new attempt.
@@ -122,7 +122,7 @@ def resume_job(
         PoolError: If no cluster accepts the job; then its record is unchanged.
     """
     store = store_of(job.record)
-    # The order of the checks: each comes before the step that would do harm without it.
+    # Each check comes before the step that would do harm without it:
     #   trusted?             before a connection: the record may name another user's host
     #   not being trained?   two coordinators would write one log and one set of checkpoints
     #   lock, read again     another notebook may do the same at this moment
@@ -143,7 +143,8 @@ def resume_job(
             address = pool.up()
         here = replace(attempt.record, cluster=address.to_dict(), host=platform.node())
         attempt = replace(attempt, record=here)
-        # Without `log_end`, the coordinator takes the log from any other writer: that is --force.
+        # Without `log_end`, the coordinator takes over the log from any other writer, as with
+        # --force.
         extra = {} if request.is_forced or end is None else {"log_end": end}
         written = _submit(store, known, attempt, address, is_forced=request.is_forced, extra=extra)
         note_scheduler(address)
@@ -306,7 +307,7 @@ def _prepare(
 
 def _stored_bundle(store: RunStore, record: RunRecord, *, is_needed: bool) -> Path | None:
     """Return the path of the bundle that the job was submitted with."""
-    # A cell has its own bundle; then the stored one is only compared with it.
+    # A cell has its own bundle, with which the stored one is only compared.
     try:
         path = store.fetch_bundle(record)
     except (OSError, RunStoreError) as exc:
@@ -326,7 +327,7 @@ def _stored_bundle(store: RunStore, record: RunRecord, *, is_needed: bool) -> Pa
 
 
 def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
-    # Only headers are read; no code of the notebook runs.
+    # Only headers are read; no notebook code runs.
     later = open_bundle(new.header)
     try:
         earlier = open_bundle(b"" if old is None else old)
@@ -353,12 +354,12 @@ def _check_work_is_left(
     known: RunRecord, old: TrainConfig, new: TrainConfig, log: Sequence[Event]
 ) -> None:
     """Refuse to resume a job that would end immediately."""
-    # Only a finished job is complete; a stopped or failed one, or a lost one, has steps left.
+    # Only a finished job is complete; a stopped, failed or lost one has steps left.
     done = JobRecord().apply_all(log)
     if done.plan is None or done.status != "finished":
         return
     early = done.early_stop
-    # A decision of an earlier generation is void: a later one continued to train.
+    # A decision of an earlier generation is void if a later one continued training.
     if early is not None and early.generation == done.generation:
         if old.early_stopping == new.early_stopping:
             raise ConfigError(
@@ -369,8 +370,8 @@ def _check_work_is_left(
             )
         return
     plan = done.plan
-    # The global size of a per-worker batch depends on the number of ranks, so the plan in the log
-    # has the size that its number of steps refers to.
+    # The global size of a per-worker batch depends on the number of ranks, so use the size in the
+    # logged plan, to which its number of steps refers.
     size = plan.global_batch_size if plan.per_worker_batch_size else new.batch.size(1)
     steps = total_steps(new.epochs, new.steps, plan.num_train_samples, size)
     if steps <= plan.total_steps and new.batch == old.batch:
@@ -426,7 +427,7 @@ def _submit(
     try:
         hand_over(link, spec, written.bundle_path)
     except PoolError:
-        # Keep the old signature: signing would turn a job that was trusted once into an own one.
+        # Keep the old signature: signing would make a job that was trusted once count as one's own.
         store.rewrite(known, is_signed=False)
         if written.bundle_file != known.bundle_file:
             store.remove_bundle(written)
@@ -445,7 +446,8 @@ def _folder_of(record: RunRecord) -> str:
 
 
 def _describe_start(record: RunRecord) -> str:
-    # The newest one by its manifest; the trainers verify it, and may fall back to an older one.
+    # The newest checkpoint by its manifest; the trainers verify it and may fall back to an older
+    # one.
     place = record.checkpoints
     steps = open_store(place).list_steps()
     if not steps:

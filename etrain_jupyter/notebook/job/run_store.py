@@ -81,7 +81,7 @@ def default_root(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def new_job_id(name: str) -> str:
-    """Return a unique id: the name and eight hexadecimal digits."""
+    """Return a unique id: the name followed by eight hexadecimal digits."""
     return f"{safe_name(name)}-{secrets.token_hex(4)}"
 
 
@@ -175,9 +175,9 @@ class RunStore:
         job_id = check_job_id(job_id) if job_id else new_job_id(str(record["name"]))
         values = {**record, "job_id": job_id, "folder": self.root / job_id}
         made = RunRecord(**{**values, "place": self.place_of(job_id)})
-        # Signed before the rename, so that no reader finds an own job without its signature.
+        # Signed before the rename, so that no reader finds this user's job without its signature.
         made = replace(made, signature=sign(made.to_dict()))
-        # A reader never finds half a job, wherever the process is killed:
+        # A reader never finds a partial job, wherever the process is killed:
         #   .<id>.<random>/ with the bundle and job.json   hidden; left behind by a crash
         #   renamed to <id>/                               complete on this machine
         #   uploaded: the bundle, then job.json            complete in the bucket
@@ -208,7 +208,7 @@ class RunStore:
         bundle: Bundle | bytes | None = None,
         is_signed: bool = True,
     ) -> RunRecord:
-        """Replace a job's ``job.json``, and write a changed bundle to another file before.
+        """Replace a job's ``job.json``, after writing a changed bundle to another file.
 
         Args:
             record: The new contents.
@@ -227,10 +227,10 @@ class RunStore:
         name = f"{BUNDLE_FILE}-{record.bundle_digest[:12]}"
         has_new_bundle = False
         if bundle is not None and not has_digest(record.bundle_path, record.bundle_digest):
-            # Under a new name, so that job.json and its bundle fit at any time:
+            # Under a new name, so that job.json and its bundle match at any time:
             #   bundle-<digest> written   job.json still names the old bundle
             #   job.json replaced         it names the new bundle
-            #   `remove_bundle`           by the caller, once a coordinator accepted the job
+            #   `remove_bundle`           by the caller, once a coordinator has accepted the job
             _replace_bundle(record.folder / name, bundle)
             has_new_bundle = name != record.bundle_file
             record = replace(record, bundle_file=name)
@@ -264,7 +264,7 @@ class RunStore:
         return found.sorted()
 
     def find(self, name_or_id: str) -> RunRecord:
-        """Find a job by its id, else the newest one by its name, else one by a prefix of its id.
+        """Find a job by its id, otherwise the newest by name, otherwise one by a prefix of its id.
 
         Raises:
             JobNotFoundError: If no job or several jobs match; the message has the closest names.

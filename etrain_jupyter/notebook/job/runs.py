@@ -1,4 +1,4 @@
-"""Find the run store of a folder, a URL or a job."""
+"""Find the run store for a folder, a URL or a job."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class S3RunStore(RunStore):
         key, data = f"{record.job_id}/{RECORD_FILE}", json_of(record)
         if not is_new:
             self._objects.put(key, data)
-        # A condition that fails does not prove that the id is taken: if the response to the first
+        # A failed condition does not prove that the id is taken: if the response to the first
         # attempt was lost, the retry finds the object that this process has just written.
         elif not self._objects.put_if_absent(key, data) and self._objects.get(key) != data:
             raise FileExistsError(f"job {record.job_id} already exists in {self}")
@@ -79,7 +79,7 @@ class S3RunStore(RunStore):
         """Remove a job that no cluster accepted; a job with a log is kept."""
         if Chain(self._job(record)).list_pieces(0):
             return
-        # The record first: without it, no machine lists the job, even if the rest fails.
+        # Remove the record first: without it, no machine lists the job, even if the rest fails.
         for name in (RECORD_FILE, record.bundle_file, ALIVE):
             self._objects.delete(f"{record.job_id}/{name}")
         super().discard(record)
@@ -112,7 +112,7 @@ class S3RunStore(RunStore):
     def fetch_bundle(self, record: RunRecord) -> Path:
         """Return the path of a job's bundle, downloaded unless this machine has a copy."""
         path = record.bundle_path
-        # The copy may be of a bundle that a cell on another machine has replaced since.
+        # The copy may be of a bundle that a cell on another machine has since replaced.
         if has_digest(path, record.bundle_digest):
             return path
         key = f"{record.job_id}/{record.bundle_file}"

@@ -1,8 +1,8 @@
 """Follow a job whose cluster is unreachable from here, by polling its log in the run store.
 
-The only supported request is that for new events: the log is read every ``POLL_S``. In a bucket,
-``alive.json`` shows whether the coordinator is alive. In a folder that is unknown, so the job is
-followed until its log has an end.
+The only supported request is the one for new events: the log is read every ``POLL_S``. In a bucket,
+``alive.json`` shows whether the coordinator is alive. For a folder, this is unknown, so the job is
+followed until its log shows the end.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class StoreLink:
         # Keep the reader between polls, so that each poll parses only the new lines.
         if self._reader is None or self._reader[0] != since:
             reader = LogReader(self._record.log_path)
-            # The copy may be shorter than what the feed knows, for example if it was fetched again
-            # because it was damaged; then there are no newer events to return.
+            # The copy may be shorter than the feed's history, for example if it was fetched again
+            # because it was damaged; in that case there are no newer events to return.
             if self._lines(lambda: reader.skip(since)) < since:
                 return []
             self._reader = (since, reader)

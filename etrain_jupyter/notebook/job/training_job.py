@@ -94,7 +94,7 @@ class TrainingJob(JobRequests):
     def follow_again(self, record: RunRecord, link: JobLink | None) -> None:
         """Follow the next attempt of a resumed job, from the beginning of its log."""
         # The thread of the old feed may still deliver a batch. It changes only the old view, which
-        # is not read any more; the screen skips events that it knows.
+        # is no longer read; the screen skips events that it has already seen.
         self._feed.close()
         self.record, self._link, self.was_interrupted = record, link, False
         self._view = LatestValues()
@@ -131,7 +131,7 @@ class TrainingJob(JobRequests):
 
     @property
     def id(self) -> str:
-        """The id: the name and eight hexadecimal digits."""
+        """The id: the name followed by eight hexadecimal digits."""
         return self.record.job_id
 
     @property
@@ -161,7 +161,7 @@ class TrainingJob(JobRequests):
 
     @property
     def lost(self) -> str:
-        """Why the job counts as lost: its cluster ended first; empty as far as is known."""
+        """Why the job counts as lost: its cluster ended first. Empty if not known to be lost."""
         return self._feed.lost
 
     @property
@@ -221,11 +221,11 @@ class TrainingJob(JobRequests):
         return self._feed.events()
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return one record per worker (worker, rank, state, device ...); empty after the end.
+        """Return one record per worker (worker, rank, state, device ...); empty once the job ends.
 
         The states are those of the dashboard: starting, warm, training, waiting.
         """
-        # The coordinator of an ended job has released its workers, or has ended itself.
+        # The coordinator of an ended job has released its workers, or has itself exited.
         if self._latest().status in TERMINAL_STATUSES or self._link is None:
             return []
         found = self._link.call(ListWorkers(job_id=self.id), timeout=REQUEST_S)
@@ -292,7 +292,7 @@ class TrainingJob(JobRequests):
         With ``until``, an interrupt only ends the wait.
 
         Args:
-            timeout: Longest wait in seconds; without it, no limit.
+            timeout: Maximum wait in seconds; no limit by default.
             until: A condition that is polled about five times a second, for example
                 ``lambda job: job.world_size == 4``.
 
@@ -372,7 +372,7 @@ class TrainingJob(JobRequests):
         self.was_interrupted |= interrupts.were_any
 
     def _print_trouble(self, printed: str) -> str:
-        """Print the trouble if its kind is not ``printed`` yet, or its end; return the kind."""
+        """Print trouble of a kind other than ``printed``, or that it has ended; return the kind."""
         feed = self._feed
         # Print each kind of trouble once, although its text may change at every retry.
         kind = "scheduler" if feed.trouble else "log" if feed.log_trouble else ""

@@ -48,7 +48,7 @@ def check_which(which: Which) -> None:
     Raises:
         ConfigError: If it is neither ``last``, ``best`` nor a step.
     """
-    # `True` is an int too, but means no step.
+    # `True` is an int too, but not a step.
     is_step = isinstance(which, int) and not isinstance(which, bool) and which >= 0
     if not is_step and which not in ("last", "best"):
         raise ConfigError(
@@ -58,12 +58,12 @@ def check_which(which: Which) -> None:
 
 
 def find_saved(record: RunRecord, which: Which, best_evals: Mapping[int, float]) -> Saved:
-    """Return the newest checkpoint, the best one or that of a step.
+    """Return the newest checkpoint, the best one or the one at a step.
 
     Args:
         record: The job.
         which: ``last`` is the newest valid checkpoint.
-        best_evals: Value by step of the evaluations that were the best so far, from the log.
+        best_evals: Values, by step, of the evaluations that were the best so far, from the log.
 
     Raises:
         CheckpointError: If there is none, with the reason for each checkpoint that was refused.
@@ -183,7 +183,7 @@ def _open_newest(record: RunRecord) -> OpenCheckpoint:
     # A running job with `checkpoint.keep: 1` replaces the checkpoint that is being opened:
     #   here: list steps: 100              open 100: missing     list steps: 200 -> try again
     #   job:                write 200, delete 100
-    # Each further attempt needs a further checkpoint, so the loop ends.
+    # Each further attempt requires another new checkpoint, so the loop ends.
     store = _store_of(record)
     while True:
         steps = store.list_steps()

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """The location of a job's cluster; without address or end, only the log can be followed."""
+    """The location of a job's cluster, if known; otherwise only the log can be followed."""
 
     address: SchedulerAddress | None = None
     """Its address, from this user's own files."""
     is_alive: bool = False
-    """True if its scheduler is known to be alive, as a process of this machine."""
+    """True if its scheduler is known to be alive, as a process on this machine."""
     has_ended: bool = False
     """True if it is known to have ended, or if the job was never submitted to a cluster."""
     why: str = ""
@@ -68,7 +68,8 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
     if not state_dir:
         known = find_scheduler(cluster_id, address_in_record)
         return Whereabouts(address=known, why="" if known else _why_unreachable(cluster, host))
-    # A live cluster of this user on this machine always has a folder, so without one it has ended.
+    # This user's live clusters on this machine always have a folder; if it is missing, the cluster
+    # has ended.
     is_here = host in ("", platform.node()) and PurePath(state_dir).parent in state_roots()
     return Whereabouts(has_ended=is_here, why="" if is_here else _why_unreachable(cluster, host))
 
