@@ -23,12 +23,12 @@ from etrain_jupyter.wire.progress_page import ProgressPage, start_pulse
 _PR_SET_PDEATHSIG = 1
 
 MAX_DESCRIPTORS = 2**20
-"""Upper bound of the descriptor limit. With an unlimited one, programs that close every possible
+"""Upper bound for the descriptor limit. Without a limit, programs that close every possible
 descriptor at startup would take minutes."""
 
 
 def die_with_parent() -> None:
-    """Make Linux kill this process with its supervisor; elsewhere the closed channel ends it."""
+    """Make Linux kill this process when its supervisor dies. Elsewhere, channel closure ends it."""
     if sys.platform != "linux":
         return
     parent = int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0"))
@@ -38,21 +38,21 @@ def die_with_parent() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files to the user's maximum: gloo ends the process at the limit.
+    """Raise the open-file limit to the user's maximum: gloo terminates the process at the limit.
 
     While a rank's connections form, each unknown connection to its port uses one descriptor.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they report
+    with contextlib.suppress(ValueError, OSError):  # some systems allow fewer than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def open_page(descriptor: int) -> ProgressPage:
-    """Map the progress page, and update its pulse while this process can run Python code."""
+    """Map the progress page, and update its pulse as long as this process can run Python code."""
     os.set_inheritable(descriptor, False)
-    # The handler writes from within the signal, so that its report includes a thread that holds the
-    # GIL. Register it before the first pulse, which permits the signal.
+    # The handler writes in the signal context, so its report includes a thread that holds the GIL.
+    # Register it before the first pulse, which permits the signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     page = ProgressPage(descriptor)
     start_pulse(page)
@@ -60,7 +60,7 @@ def open_page(descriptor: int) -> ProgressPage:
 
 
 def print_any_text() -> None:
-    """Escape characters that cannot be encoded, such as those of a non-UTF-8 file name."""
+    """Escape characters that cannot be encoded, such as those in a non-UTF-8 file name."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -84,7 +84,7 @@ def main() -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads that are stuck inside gloo would make an ordinary exit abort.
+    # With threads stuck inside gloo, an ordinary exit would abort.
     os._exit(code)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class References(Protocol):
-    """The notebook's expressions, to be evaluated on this rank: an opened bundle."""
+    """The notebook's expressions, to be evaluated on this rank; an opened bundle."""
 
     def evaluate(self, key: str) -> Any:
         """Evaluate the expression of a config key, and return a new value."""

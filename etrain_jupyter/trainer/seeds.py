@@ -15,7 +15,7 @@ import torch
 def seed_all(seed: int, *, step: int, rank: int) -> None:
     """Seed torch, numpy and random for one step of the model.
 
-    A step that is repeated after a fault draws the same numbers, and no two ranks draw the same.
+    A step repeated after a fault draws the same numbers, and no two ranks draw the same numbers.
 
     Args:
         seed: The job's seed.
@@ -26,7 +26,7 @@ def seed_all(seed: int, *, step: int, rank: int) -> None:
 
 
 def seed_of(seed: int, *names: str | int) -> int:
-    """Return a 63-bit seed that is different for each sequence of names."""
+    """Return a 63-bit seed that differs for each sequence of names."""
     text = "/".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
