@@ -24,7 +24,7 @@ BACKEND: Any = "inductor"
 BEAT_S = 1.0
 """Interval of the heartbeats during a compilation."""
 COMPILE_TIMEOUT_S = 600.0
-"""Stop the heartbeats after this time; the rank is then reported as hung, with its stack."""
+"""Heartbeats stop after this time; the rank is then reported as hung, with its stack."""
 
 MAX_REASON = 300
 """Maximum length of a compiler error in the log."""

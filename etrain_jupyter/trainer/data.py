@@ -18,7 +18,7 @@ Indices = Sequence[int] | NDArray[np.int64]
 
 
 class Share(NamedTuple):
-    """Samples that become one batch."""
+    """The samples of one batch."""
 
     indices: Indices
     seed: int = 0
@@ -65,7 +65,7 @@ def open_samples(
         num_workers: Number of loader processes; 0 loads in the training process.
 
     Returns:
-        A source whose batches are tuples or the results of ``collate``.
+        A source that yields tuples or results of ``collate`` as batches.
 
     Raises:
         DataError: If ``data`` is none of these, or is empty.
@@ -107,7 +107,7 @@ def _is_array(value: Any) -> bool:
 
 
 class ColumnSource:
-    """Tensors of equal length: a batch takes one indexing operation per column."""
+    """Tensors of equal length, so a batch needs only one indexing operation per column."""
 
     def __init__(
         self, columns: tuple[torch.Tensor, ...] | dict[str, torch.Tensor], name: str
@@ -190,7 +190,7 @@ class _Shares:
 
 
 class _Order(NamedTuple):
-    # A share as it is sent to a loader process, with plain integers, which any data set accepts.
+    # A share as sent to a loader process, with plain integers, which any data set accepts.
     indices: list[int]
     seed: int
 

@@ -85,7 +85,7 @@ def lr_schedule_of(config: TrainConfig, plan: WorkPlan) -> LrSchedule | None:
 
 
 class Every:
-    """Schedule of something that repeats every N steps, epochs or seconds.
+    """Schedule for an action that repeats every N steps, epochs or seconds.
 
     Queries have no side effects. The time is passed as an argument, a ``time.monotonic`` value.
     """

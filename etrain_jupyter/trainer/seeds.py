@@ -1,4 +1,4 @@
-"""Counter-based random numbers: stateless, so there is no RNG state to save or transfer."""
+"""Counter-based random numbers: there is no RNG state to save or transfer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @functools.cache
 def _seeder() -> Callable[[int], object]:
-    # Without an accelerator, torch.manual_seed spends nearly all of its 0.1 ms on recording the
+    # Without an accelerator, torch.manual_seed spends nearly all of its 0.1 ms recording the
     # caller's stack for a later initialization.
     has_more = torch.accelerator.is_available()
     return torch.manual_seed if has_more else torch.default_generator.manual_seed

@@ -28,7 +28,7 @@ DIVERGENCE = 1e-3
 
 
 class InjectedError(RuntimeError):
-    """An injected exception that counts as a bug in this package, not as the notebook's error."""
+    """An injected exception that counts as a bug in this package, not in the notebook."""
 
 
 class Faults:
@@ -47,14 +47,14 @@ class Faults:
         self.renew(planned)
 
     def renew(self, planned: Iterable[Fault]) -> None:
-        """Adopt the plan of a new generation, without faults that have fired in other trainers."""
+        """Adopt a new generation's plan, which lacks faults that fired in other trainers."""
         # Requested faults belong to this trainer, and are not in the coordinator's plan.
         requested = [fault for fault in self._planned if fault["at"] == ANYWHERE]
         mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _CORRUPTIONS]
         self._planned = requested + mine
 
     def at(self, place: str, *, rank: int, step: int) -> None:
-        """Inject the faults that are planned for this place; may not return.
+        """Inject the faults planned for this place; may not return.
 
         Args:
             place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``,

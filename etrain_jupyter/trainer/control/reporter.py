@@ -14,7 +14,7 @@ from etrain_jupyter.wire.channel import Channel
 from etrain_jupyter.wire.messages import StepRecord, StepsTrained, TrainerReport
 
 FLUSH_EVERY_S = 0.05
-"""Minimum interval between two batches; the record of a longer step is sent immediately."""
+"""Minimum interval between two batches. Records of steps longer than this are sent immediately."""
 KEEP_RECORDS = 10_000
 """Number of records that a rank keeps in case rank 0 dies before sending its own."""
 
@@ -100,8 +100,8 @@ class Reporter:
         self._thread.join()
 
     def _flush_often(self) -> None:
-        # If this thread fails, the process ends: otherwise steps would be missing from the log,
-        # and no error would show it.
+        # If this thread fails, the process exits: otherwise, steps would silently be missing from
+        # the log.
         try:
             self._flush_until_ended()
         except BaseException:

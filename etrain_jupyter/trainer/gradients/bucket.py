@@ -25,8 +25,8 @@ class GradientBucket:
     any shard touched the parameter. Otherwise ``p.grad`` must stay None, because an optimizer skips
     such parameters.
 
-    No element is ever -0.0: sums start at 0.0, and a sum is -0.0 only if all terms are. So a shard
-    without samples never changes a bit, whether its zeros are added or not.
+    No element is ever -0.0: sums start at 0.0, and a sum is -0.0 only if all its terms are. So a
+    shard without samples never changes a bit, whether its zeros are added or not.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], num_sums: int) -> None:
@@ -65,7 +65,7 @@ class GradientBucket:
         """Copy the gradient that a backward pass has left in a parameter into the sum."""
         parameter, view = self.parameters[index], self._views[slot][index]
         gradient = parameter.grad
-        # Otherwise autograd has added to the view itself.
+        # Otherwise, autograd has already added to the view.
         if gradient is not None and gradient.data_ptr() != view.data_ptr():
             torch.add(gradient, 0.0, out=view)  # instead of a copy: -0.0 becomes 0.0
             parameter.grad = view
@@ -86,7 +86,7 @@ class GradientBucket:
         self.sums_SN[0, self._num_gradients :] = torch.tensor(flags)
 
     def publish(self) -> None:
-        """Make the first sum the gradient of the parameters."""
+        """Use the first sum as the gradient of the parameters."""
         flags = self.sums_SN[0, self._num_gradients :].tolist()
         for parameter, view, flag in zip(self.parameters, self._views[0], flags, strict=True):
             # The flag is a sum over all shards of all ranks.

@@ -47,7 +47,7 @@ class BucketSums:
         self.is_open = False
         """True during the last backward pass of the step, which completes the buckets."""
         self.num_tags = 0
-        """Number of message tags that the sums use, from 0."""
+        """Number of message tags that the sums use; tags start from 0."""
         self._add_up = [self._sum_of(bucket, plan) for bucket in buckets]
 
     def _sum_of(self, bucket: GradientBucket, plan: ShardPlan) -> Callable[[], None]:

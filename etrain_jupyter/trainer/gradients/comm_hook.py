@@ -41,7 +41,7 @@ class CommHook:
         return self._send(bucket)
 
     def take_square_norm(self) -> float:
-        """Return the squared norm of the buckets since the last call."""
+        """Return the squared norm over the buckets since the last call."""
         squares, self._squares = self._squares, []
         return _sum(squares)
 

@@ -72,7 +72,7 @@ class ShardedGradients:
         is_one_pass = num_passes == 1 and (micro_batch_size or largest) >= largest
         self._passes = shard_plan.plan_passes(self._subtrees, adds_in_place=is_one_pass)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        # New for each generation: an exchange that was aborted may still write into the old ones.
+        # New for each generation: an aborted exchange may still write into the old buffers.
         self._buckets = make_buckets(trainable, shard_plan.num_slots(self._passes))
         self._sums = BucketSums(group, self._plan, self._buckets, self._passes[-1].merges)
         self._hooks = [

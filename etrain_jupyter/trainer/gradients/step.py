@@ -1,4 +1,4 @@
-"""One step in progress, as the strategies for computing gradients see it."""
+"""One step in progress, as seen by the strategies for computing gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MicroBatch(NamedTuple):
     stream: int
     """The rank or shard that it belongs to and whose random numbers it uses."""
     number: int
-    """Its number within that rank's or shard's samples, from 0."""
+    """Index within that rank's or shard's micro-batches, from 0."""
 
 
 class Gradients(Protocol):
@@ -62,7 +62,7 @@ class RequestSource(Protocol):
     """Source of this rank's requests to all ranks."""
 
     def collect(self, group: RankGroup, span: StepRange) -> Requests:
-        """Return the requests as of now."""
+        """Return the current requests."""
         ...
 
 

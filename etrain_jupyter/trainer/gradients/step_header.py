@@ -28,7 +28,7 @@ EVAL, SAVE = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """Requests of one rank to all ranks."""
+    """One rank's requests to all ranks."""
 
     is_change_pending: bool
     """The rank knows of a planned change; the generation must end after this step."""
@@ -50,7 +50,7 @@ class StepHeader:
     def __init__(self, *, num_means: int, num_slots: int = 1, merges: Sequence[Merge] = ()) -> None:
         # | pending | requests | checksum | count | fingerprint | its square | means of slot 0 | ...
         #
-        # One vector, because a step should cost one small collective rather than several.
+        # One vector, because a step should need one small collective rather than several.
         self._values = torch.zeros(NUM_COUNTS + num_slots * num_means, dtype=torch.float64)
         self._means_SM = self._values[NUM_COUNTS:].view(num_slots, num_means)
         self._merges = merges
@@ -84,7 +84,7 @@ class StepHeader:
 
     def start(self, group: RankGroup, requests: Requests, *, fingerprint: torch.Tensor) -> None:
         """Start summing the vector over the ranks."""
-        mine = float(fingerprint)  # waits for the device, if the weights are on one
+        mine = float(fingerprint)  # waits for the device if the weights are on one
         # Only rank 0 sets bits, so the sum over the ranks is rank 0's number.
         bits = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
         self._values[PENDING] = float(requests.is_change_pending)

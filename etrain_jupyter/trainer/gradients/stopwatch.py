@@ -31,7 +31,7 @@ class StepTimes:
 
 
 class Stopwatch:
-    """Measure one step after another."""
+    """Measures one step after another."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._is_cuda = torch.device(device).type == "cuda"

@@ -43,7 +43,7 @@ class Peers(Protocol):
 
 
 class TreeSum:
-    """Repeated sums of one vector over the partial sums of all ranks, with its own buffers.
+    """Repeatedly adds up the partial sums of one vector from all ranks, in its own buffers.
 
     Args:
         plan: Distribution of the shards over the ranks.
@@ -92,7 +92,7 @@ class TreeSum:
         return [slice(a, b) for a, b in pairwise(bounds)]
 
     def exchange(self) -> None:
-        """Compute the total into the first partial sum. Blocks; only inside ``RankGroup.start``."""
+        """Write the total into the first partial sum. Blocks; only inside ``RankGroup.start``."""
         # Two ranks, each with one partial sum of two chunks; rank 0 owns chunk a, rank 1 chunk b
         # (in a direct sum, each rank receives and adds both):
         #

@@ -1,4 +1,4 @@
-"""Authenticate the ranks' connections before the first tensor, so that strangers and relays fail.
+"""Authenticate the ranks' connections before the first tensor, to reject strangers and relays.
 
 gloo has no authentication: its listener gives a rank's place to the first connection that sends the
 8-byte number of a pair (0, 1, 2 ...). So after gloo has connected, each rank publishes both ends of
@@ -33,14 +33,14 @@ MAX_UNCLAIMED = 1024
 exhaust the file descriptors, and gloo terminates the process if ``accept`` fails."""
 
 DESCRIPTION_TIMEOUT_S = 5.0
-"""Timeout for the other ranks' descriptions of unknown connections."""
+"""Timeout for receiving other ranks' descriptions of unknown connections."""
 
 MAX_DESCRIBED = 3
 """Maximum number of unknown connections listed in a message; the rest are only counted."""
 
 
 class UnknownPeerError(CommunicationError):
-    """A connection of this generation is not between two of its ranks."""
+    """A connection in this generation is not between two of its ranks."""
 
 
 def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Connect one rank with the other ranks of its generation, in a thread that can be abandoned.
+"""Connect one rank to the other ranks of its generation, in a thread that can be abandoned.
 
 ::
 
@@ -28,7 +28,7 @@ from etrain_jupyter.trainer.group.rendezvous import (
 )
 
 WATCH_EVERY_S = 0.02
-"""Interval at which a rank counts the connections of strangers while it connects."""
+"""Interval at which a rank counts connections from strangers while it connects."""
 
 
 @dataclass(kw_only=True)
@@ -82,7 +82,7 @@ class Forming:
         """Return the connected gloo backend.
 
         Raises:
-            CommunicationError: If that fails, times out or is aborted.
+            CommunicationError: If connecting fails, times out or is aborted.
         """
         token = self._waiters.register(self._ready.set)
         builder = threading.Thread(

@@ -1,4 +1,4 @@
-"""Gloo device with access to its sockets, to list them, hold them back, seal and shut them down.
+"""Gloo device whose sockets can be listed, held back, sealed and shut down.
 
 Shutting the sockets down is the only way to break a stuck collective. Listing them is the only way
 to verify the peers, because gloo gives a rank's place to the first connection that sends the rank's
@@ -56,14 +56,14 @@ class GlooDevice:
         # after; the lock keeps two devices from being created at the same time.
         with self._making:
             before, known = set(_links().values()), set(_descriptors())
-            # Not lazily: connections must be made before the ranks authenticate each other.
+            # Not lazy: all connections must exist before the ranks authenticate each other.
             self.device = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
             if on_listening is not None:
                 _call_with_listener(on_listening, set(_descriptors()) - known)
             self._epoll = _find_epoll(before)
 
     def connections(self) -> list[Connection]:
-        """Return all current connections, without the listener.
+        """Return all current connections, excluding the listener.
 
         Raises:
             CommunicationError: The sockets of a process cannot be listed on this system.

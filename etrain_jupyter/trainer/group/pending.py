@@ -29,8 +29,8 @@ class Waiters:
         """Backend that failed, ``gloo`` or ``nccl``; empty after an abort."""
 
     def fail(self, why: str, *, backend: str = "") -> CommunicationError:
-        """Record the failure, unless there is an earlier one; return the exception to raise."""
-        # The first one is the cause. An abort breaks all collectives, whose errors follow.
+        """Record the failure unless there is an earlier failure; return the exception to raise."""
+        # The first failure is the cause. An abort breaks all collectives, whose errors follow.
         if not self.failure:
             self.failure, self.failed_backend = why, backend
         return CommunicationError(self.failure)
@@ -78,7 +78,7 @@ class Pending:
         self._future = future
 
     def wait(self) -> None:
-        """Block until it is complete. Raises CommunicationError if it failed or was aborted."""
+        """Block until complete. Raises CommunicationError on a failure or an abort."""
         if self._future is None:
             return
         # Not future.wait(): it would block without a timeout if the peer is silent.
@@ -111,7 +111,7 @@ def error_of(future: Any) -> BaseException | None:
 def text_of(exc: BaseException) -> str:
     """Return an exception's text for a report, bounded and without a C++ trace, or its type.
 
-    More than the first line, because NCCL puts its own message last, after ``Last error:``.
+    Not only the first line, because NCCL puts its own message last, after ``Last error:``.
     """
     text = str(exc).partition(_CPP_TRACE)[0].strip() or type(exc).__name__
     return text.encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]

@@ -125,7 +125,7 @@ class RankGroup:
         """
         if self.world_size > 1:
             self.connect()
-            # DDP, and user code that calls torch.distributed, use the default group.
+            # DDP and user code that calls torch.distributed use the default group.
             self._default_group = make_default_group(
                 self._gloo, self._store, self.rank, self.world_size
             )
@@ -203,7 +203,7 @@ class RankGroup:
     # --- collectives ---
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start to sum ``tensor`` over the ranks, in place."""
+        """Start summing ``tensor`` over the ranks, in place."""
         if self.world_size == 1:
             return Pending(self._waiters, None)
         # The future completes before Work.is_completed() becomes true, so query the future.

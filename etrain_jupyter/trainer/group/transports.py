@@ -158,7 +158,7 @@ class NcclTransport:
                 have been called, and would not be called again.
         """
         # ``abort`` sets the failure before it calls ``end``. So either this sees the failure, or
-        # ``end`` sees the backend; a backend that is never aborted would block in NCCL forever.
+        # ``end`` sees the backend; without an abort, the backend would block in NCCL forever.
         with self._lock:
             is_late = bool(self._waiters.failure)
             self.backend = None if is_late else backend

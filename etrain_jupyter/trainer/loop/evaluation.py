@@ -41,7 +41,7 @@ class _Batch(NamedTuple):
 
 
 class Evaluation:
-    """Evaluate each sample on exactly one rank.
+    """Evaluates each sample on exactly one rank.
 
     With ``reproducible``, the set is split into V shards that are added up in a fixed order, so the
     means are bit for bit the same on any number of ranks. Otherwise, each rank adds up one share.

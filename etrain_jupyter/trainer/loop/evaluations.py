@@ -50,7 +50,7 @@ class Evaluations:
         """Evaluate the current weights.
 
         Returns:
-            False if a planned change interrupted it; the next generation starts it again.
+            False if a planned change interrupted it; the next generation restarts the evaluation.
         """
         state, started_at = self._state, time.perf_counter()
         result = self._evaluation.run(

@@ -121,13 +121,13 @@ class LearningRate:
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Adopt another trainer's state."""
         values = dict(state_dict)
-        # Checkpoints from before AdaScale have no "noise".
+        # Checkpoints written before AdaScale was added have no "noise".
         self._noise = self._next_noise = GradientNoise(**values.pop("noise", {}))
         self._committed = self._next = Ramp(**values)
 
 
 def scaling_of(config: TrainConfig) -> ScalingConfig | None:
-    """Return a job's scaling of the rate with the batch size; None if the batch size is fixed."""
+    """Return how a job scales the rate with the batch size; None if the batch size is fixed."""
     if config.batch.per_worker_batch_size is None:
         return None
     return config.scaling or ScalingConfig()

@@ -21,7 +21,7 @@ EPOCH_REPORT_S = 10.0
 
 
 class RankTimes:
-    """Accumulate the times of this rank's steps between two reports."""
+    """Accumulates the times of this rank's steps between two reports."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

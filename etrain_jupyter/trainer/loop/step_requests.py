@@ -1,4 +1,4 @@
-"""Collect what this rank requests from all ranks within a step."""
+"""Collect the requests that this rank sends to all ranks within a step."""
 
 from __future__ import annotations
 

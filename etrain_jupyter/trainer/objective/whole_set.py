@@ -79,7 +79,7 @@ class WholeSetMetric:
         self._prototype = metric
 
     def new(self, device: torch.device | str) -> Any:
-        """Return an empty copy that does not communicate with other ranks."""
+        """Return a copy with an empty state that does not communicate with other ranks."""
         copy = self._prototype.clone().to(device)
         copy.reset()
         # Otherwise, torchmetrics would itself gather over torch's default group.

@@ -86,7 +86,7 @@ class _Waiting:
 
 
 class CheckpointWriter:
-    """Write copies of the state to the store, one at a time, and prune old checkpoints.
+    """Writes copies of the state to the store, one at a time, and prunes old checkpoints.
 
     All public methods except ``count_written`` are for the main thread.
 

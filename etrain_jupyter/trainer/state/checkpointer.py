@@ -75,7 +75,7 @@ class Checkpointer:
         self._was_writing = False
         """True if a checkpoint was being written when the newest step began."""
         self._num_bytes = 0
-        """Size of the last copy; 0 before the first."""
+        """Size of the last copy; 0 if there is none yet."""
         self._spare: dict[str, StagedFile] = {}
         """Memory of the last copy written, for reuse by the next one."""
         self._unsaved_best: StateCopy | None = None

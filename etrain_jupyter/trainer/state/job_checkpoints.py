@@ -62,7 +62,7 @@ class JobCheckpoints:
         return writers
 
     def claim(self, step: int, generation: int, writers: Writers) -> None:
-        """Prepare to write a step, unless a later generation already writes to the store.
+        """Prepare to write a step, unless a later generation is already writing to the store.
 
         An invalid checkpoint of the same step is removed, because a commit never replaces one.
 

@@ -97,5 +97,5 @@ def unpack(packed: Any, find: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _as_key(value: Any) -> Any:
-    # A list cannot be a key, so it was a tuple.
+    # A list cannot be a key, so the key was a tuple.
     return tuple(value) if isinstance(value, list) else value
