@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 class HeadCoordinator(Protocol):
     """Assign workers to jobs; a plugin of the Dask scheduler.
 
-    The settings file of a cluster names the class as ``module:attribute``; ``head.main`` calls it
-    with the node source, ``cluster_id`` and ``on_shutdown``. Subclass this protocol explicitly: it
-    implements every method but ``idle_s`` for a coordinator that keeps no records and no costs.
+    A cluster's settings file names the class as ``module:attribute``; ``head.main`` calls it with
+    the node source, ``cluster_id`` and ``on_shutdown``. Subclass this protocol explicitly: it
+    implements every method except ``idle_s`` for a coordinator that tracks neither records nor
+    costs.
     """
 
     def idle_s(self) -> float:
@@ -32,11 +33,11 @@ class HeadCoordinator(Protocol):
         return self.idle_s() == 0.0
 
     def register(self, scheduler: Scheduler) -> None:
-        """Register request handlers before the scheduler starts to listen."""
+        """Register request handlers before the scheduler starts listening."""
         return
 
     def recall(self, folder: Path, *, died_at: float) -> None:
-        """Restore the jobs of the previous scheduler from ``folder``, and keep records there.
+        """Restore the previous scheduler's jobs from ``folder``, and keep records there.
 
         Args:
             folder: Folder with one record per job.
@@ -50,7 +51,7 @@ class HeadCoordinator(Protocol):
         return
 
     def take_notice(self, worker: str, leaves_at: float) -> None:
-        """Handle an interruption notice: the worker's machine ends at ``leaves_at`` (epoch)."""
+        """Handle an interruption notice: the machine goes away at ``leaves_at`` (epoch)."""
         return
 
     def warn(self, text: str) -> None:

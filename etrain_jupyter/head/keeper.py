@@ -2,7 +2,7 @@
 
 A small process, detached from the kernel. It starts the scheduler process, restarts it in the same
 folder if it dies, and removes the folder when the cluster shuts down. Workers and their trainers
-belong to the keeper and not to the scheduler, so they survive a scheduler that dies.
+belong to the keeper rather than the scheduler, so they survive its death.
 
 Imports neither torch nor distributed.
 """
@@ -32,7 +32,8 @@ logger = logging.getLogger("etrain.keeper")
 
 MAX_DEATHS = 5
 WITHIN_S = 60.0
-"""After ``MAX_DEATHS`` deaths within this many seconds, give up: the next one would die as well."""
+"""After ``MAX_DEATHS`` deaths within this many seconds, give up: the next scheduler would die as
+well."""
 
 FIRST_BACK_OFF_S = 0.5
 STOP_TIMEOUT_S = 12.0
@@ -41,7 +42,7 @@ STOP_TIMEOUT_S = 12.0
 
 @dataclass
 class Restarts:
-    """Compute the back-off before a dead scheduler is restarted. Time is an argument."""
+    """Compute the back-off before a dead scheduler is restarted. Callers pass in the time."""
 
     max_deaths: int = MAX_DEATHS
     within_s: float = WITHIN_S
@@ -54,7 +55,7 @@ class Restarts:
         >>> [restarts.after_death(now) for now in (0.0, 1.0, 2.0, 3.0)]
         [0.0, 0.5, 1.0, None]
         """
-        # Deaths outside the time window are forgotten: a cluster may run for weeks.
+        # Forget deaths outside the time window: a cluster may run for weeks.
         self._deaths = [at for at in self._deaths if now - at < self.within_s] + [now]
         num_deaths = len(self._deaths)
         if num_deaths >= self.max_deaths:
@@ -69,15 +70,15 @@ class ChildWatch:
     """
 
     def __init__(self) -> None:
-        # Not ``os.waitpid(pid, 0)``: it would neither reap the adopted orphans meanwhile nor return
-        # after a SIGTERM, because Python retries interrupted system calls.
+        # Not ``os.waitpid(pid, 0)``: it would neither reap adopted orphans in the meantime nor
+        # return after a SIGTERM, because Python retries interrupted system calls.
         self._wake_read, wake_write = os.pipe()
         for end in (self._wake_read, wake_write):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self.is_stop_requested = False
         signal.signal(signal.SIGTERM, self._request_stop)
-        # The handler does nothing, but without one SIGCHLD would not write to the pipe.
+        # The handler does nothing, but without a handler SIGCHLD would not write to the pipe.
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def _request_stop(self, *_: Any) -> None:
@@ -103,14 +104,14 @@ class ChildWatch:
             self._wait_for_signal(left)
 
     def _wait_for_signal(self, timeout_s: float | None) -> None:
-        # A signal between the check of the caller and this call has already written its byte, so
-        # select returns immediately: no wake-up is lost.
+        # A signal that arrived after the caller's check has already written its byte, so select
+        # returns immediately: no wake-up is lost.
         select.select([self._wake_read], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
     def _reap(self, pid: int) -> int | None:
-        # All exited children, including adopted orphans; the result is the exit code of ``pid``.
+        # Reap all exited children, including adopted orphans; return the exit code of ``pid``.
         found = None
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -120,7 +121,7 @@ class ChildWatch:
 
 
 class Keeper:
-    """Run one cluster's scheduler, and restart it when it dies.
+    """Run a cluster's scheduler, and restart it when it dies.
 
     Args:
         cluster: The cluster's folder.
@@ -144,21 +145,21 @@ class Keeper:
         self._restarts = restarts
 
     def run(self) -> bool:
-        """Return True when the cluster has shut down in order, False if it failed.
+        """Return True once the cluster has shut down cleanly, False if it failed.
 
         ===================================  =====================================================
         the scheduler ...                    the keeper ...
         ===================================  =====================================================
-        exits with code 0                    returns True: idle time-out or ``%etrain down``
-        fails before it ever listened        returns False: the launcher reports it and cleans up
-        dies after it removed its record     returns True: it was already shutting down
+        exits with code 0                    returns True: idle timeout or ``%etrain down``
+        fails before listening               returns False: the launcher reports it and cleans up
+        dies after removing its record       returns True: it was already shutting down
         dies otherwise                       restarts it after a back-off, or returns False after
                                              too many deaths
-        runs when SIGTERM arrives            stops it and returns True
+        is running when SIGTERM arrives      stops it and returns True
         ===================================  =====================================================
         """
-        # A folder that is taken over continues the count of its previous keeper: workers connect
-        # only to a scheduler with a higher number than their last one.
+        # A keeper that takes over a folder continues its predecessor's count: workers connect only
+        # to a scheduler with a higher number than their previous one.
         died_at, incarnation = self._cluster.last_life()
         first = incarnation + 1
         while not self._children.is_stop_requested:
@@ -180,7 +181,7 @@ class Keeper:
             if code == START_FAILED and incarnation == first:
                 return False  # it has notified the launcher, which cleans up
             if not self._cluster.is_published():
-                return True  # it was already shutting down; stopping the workers is up to us now
+                return True  # it was already shutting down; now we must stop the workers
             died_at = time.time()
             delay_s = self._restarts.after_death(time.monotonic())
             if delay_s is None:
@@ -197,7 +198,7 @@ class Keeper:
         return True
 
     def _may_retry(self, exc: OSError) -> bool:
-        # The fork failed: no memory, or no process. Wait as after a death, or give up.
+        # The fork failed: out of memory or processes. Wait as after a death, or give up.
         logger.error("the scheduler could not be restarted: %s", exc)
         delay_s = self._restarts.after_death(time.monotonic())
         if delay_s is None:
@@ -207,8 +208,8 @@ class Keeper:
         return True
 
     def _stop_scheduler(self, pid: int) -> None:
-        # It stops its workers first, which takes seconds. ``main`` then kills what is left of the
-        # cluster, including a scheduler that hangs.
+        # It stops its workers first, which takes seconds. ``main`` then kills the rest of the
+        # cluster, including a hung scheduler.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         if self._children.wait_for_stopped(pid, timeout_s=STOP_TIMEOUT_S) is None:
@@ -232,7 +233,7 @@ class Keeper:
 def shut_down_cluster(cluster: ClusterDir) -> None:
     """Kill the remaining processes of a cluster and remove its folder.
 
-    Holds the start lock, so that a kernel that needs a cluster waits until this one is gone.
+    Holds the start lock, so a kernel that needs a cluster waits until this one is gone.
     """
     root, key = cluster.path.parent, cluster.lock_key
     with contextlib.ExitStack() as stack:
@@ -242,8 +243,8 @@ def shut_down_cluster(cluster: ClusterDir) -> None:
         except TimeoutError:
             logger.warning("another cluster is starting; shutting down alongside it")
         cluster.retract()
-        # Trainers exit with their workers, but processes that user code started may not. They have
-        # the cluster's marker in their environment.
+        # Trainers exit with their workers, but processes started by user code may not. Their
+        # environment contains the cluster's marker.
         kill_processes_of(cluster.cluster_id)
         logger.info("cluster %s has shut down", cluster.cluster_id)
         cluster.remove()
@@ -261,16 +262,16 @@ class SchedulerStarter:
     def __init__(self, cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
         self._cluster = cluster
         self._for_first = [lock_fd, ready_fd]
-        # Only this process has the write end, so the kernel closes the pipe when the keeper dies,
-        # even by SIGKILL. The scheduler and the workers read from it and exit then.
+        # Only this process has the write end, so the OS closes the pipe when the keeper dies, even
+        # from SIGKILL. The scheduler and the workers read from it and exit at end-of-file.
         self._parent_pipe, self._kept_open = os.pipe()
 
     def __call__(self, incarnation: int, died_at: float) -> int:
         """Start a scheduler process and return its id."""
         flags = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *flags, "-m", "etrain_jupyter.head.main"]
-        # A restarted scheduler has neither a lock to release nor a launcher to notify. An inherited
-        # lock would also keep the next cluster from starting for as long as it runs.
+        # A restarted scheduler has neither a lock to release nor a launcher to notify. If it
+        # inherited the lock, the next cluster could not start until it exits.
         fds, self._for_first = self._for_first, []
         options = {
             **dict(zip(("lock-fd", "ready-fd"), map(str, fds), strict=False)),
@@ -286,14 +287,14 @@ class SchedulerStarter:
         )
         for fd in fds:
             os.close(fd)
-        # ``ChildWatch`` reaps the process. With a return code set, the destructor of Popen neither
-        # reaps it first, which would lose the exit code, nor warns that it still runs.
+        # ``ChildWatch`` reaps the process. With a return code set, Popen's destructor does not reap
+        # it first, losing the exit code, or warn that it is still running.
         process.returncode = 0
         return process.pid
 
 
 def detach() -> None:
-    """Continue in a child of init, which the notebook kernel need not reap."""
+    """Continue in a child of init, so that the notebook kernel need not reap it."""
     if os.fork():
         os._exit(0)
     # The launcher started a new session, so SIGHUP and SIGINT can only arrive by mistake. Install
@@ -303,7 +304,7 @@ def detach() -> None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line that the launcher writes."""
+    """Parse the command line passed by the launcher."""
     parser = argparse.ArgumentParser(prog="etrain-local-keeper")
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--lock-fd", type=int, required=True, help="open file that holds the lock")
@@ -330,7 +331,7 @@ def main() -> None:
     if is_orderly:
         shut_down_cluster(cluster)
     else:
-        # Keep the folder, so that its log can be read. The start of the next cluster removes it.
+        # Keep the folder, so that its log can be read. The next cluster to start removes it.
         kill_processes_of(cluster.cluster_id)
     logging.shutdown()
     os._exit(0 if is_orderly else 1)

@@ -1,4 +1,4 @@
-"""Node source of a local cluster: worker processes in the slots of this machine."""
+"""Node source for a local cluster: worker processes in this machine's slots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LocalHeadNodes(LocalNodes):
             on_end=self._records.remove,
         )
         # The processes belong to the keeper, and their records on disk outlive the scheduler. Adopt
-        # them before anything is started: a slot of a survivor must not get a second worker.
+        # them before anything is started: a survivor's slot must not get a second worker.
         self.adopt(
             self._records.survivors(),
             num_named=self._records.num_named(),
@@ -43,11 +43,11 @@ class LocalHeadNodes(LocalNodes):
         )
 
     async def start(self, scheduler_address: str) -> None:
-        """Store the scheduler's address, which new workers connect to."""
+        """Store the scheduler's address, to which new workers connect."""
         self._scheduler_address = scheduler_address
 
     def hold(self, count: int, *, reason: str) -> None:
-        """Keep at least ``count`` workers even if the jobs want fewer, also after a restart."""
+        """Keep at least ``count`` workers even if the jobs want fewer, and across restarts."""
         self._records.note_held(count)
         super().hold(count, reason=reason)
 
@@ -57,7 +57,7 @@ class LocalHeadNodes(LocalNodes):
 
     def _spawn_worker(self, name: str, slot: Slot) -> subprocess.Popen[bytes]:
         cluster = self._facts.cluster
-        # As in this process: a file in the notebook's folder must not shadow a module.
+        # As in this process, files in the notebook's folder must not shadow modules.
         flags = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *flags, "-m", "etrain_jupyter.worker.main"]
         options = {
@@ -76,7 +76,7 @@ class LocalHeadNodes(LocalNodes):
                 stdout=log,
                 stderr=log,
                 env=os.environ | slot.environment,
-                # Its own group, so that leftover children can be killed with it.
+                # In its own group, so that leftover children can be killed with it.
                 process_group=0,
             )
         finally:
@@ -86,7 +86,7 @@ class LocalHeadNodes(LocalNodes):
 
 
 def open_slots(cluster: ClusterDir) -> list[Slot]:
-    """Return the slots of this machine; the first scheduler of the cluster detects them.
+    """Return this machine's slots, which the cluster's first scheduler detects.
 
     Later schedulers read the file: a worker that they adopt must keep its slot.
     """

@@ -26,7 +26,7 @@ from etrain_jupyter.process.survivors import AdoptedProcess, Survivor
 logger = logging.getLogger(__name__)
 
 HEALTHY_S = 3.0
-"""A worker that lived at least this many seconds did not fail at its start; the back-off resets."""
+"""A worker that lived at least this many seconds started successfully; the back-off resets."""
 FIRST_BACK_OFF_S = 0.5
 MAX_BACK_OFF_S = 30.0
 
@@ -46,14 +46,14 @@ class WorkerProcess:
 
 
 class LocalNodes:
-    """A ``NodeSource`` of processes on this machine. Only ``close`` blocks.
+    """A ``NodeSource`` that runs processes on this machine. Only ``close`` blocks.
 
     Args:
         slots: Capacity for workers.
-        spawn: Starts a worker with a name in a slot.
+        spawn: Starts a worker with a given name in a slot.
         is_connected: Returns True if the scheduler is connected to a worker.
         is_busy: Returns True if a job may be using a worker.
-        linger_s: Seconds for which surplus workers are kept.
+        linger_s: How many seconds surplus workers are kept.
         on_end: Called with the name of a worker that has exited.
     """
 
@@ -77,7 +77,7 @@ class LocalNodes:
         self._linger_s = linger_s
         self._processes: dict[str, WorkerProcess] = {}
         self._num_named = 0
-        # The target is the larger of what the jobs want and what the user holds.
+        # The target is the larger of the jobs' demand and the number held by the user.
         self._wanted = 0
         self._held = 0
         self._num_failures = 0
@@ -86,12 +86,12 @@ class LocalNodes:
         self._is_closing = False
 
     def adopt(self, survivors: Sequence[Survivor], *, num_named: int, num_held: int = 0) -> None:
-        """Adopt the workers of the previous scheduler. Call it before ``want`` and ``hold``.
+        """Adopt the previous scheduler's workers. Call this before ``want`` and ``hold``.
 
         Args:
-            survivors: Workers that still run.
+            survivors: Workers that are still running.
             num_named: Highest worker number used so far; names are never reused.
-            num_held: Minimum number of workers that the previous scheduler held.
+            num_held: Minimum number of workers to keep, as set under the previous scheduler.
         """
         self._held = num_held
         self._num_named = max(self._num_named, num_named)
@@ -105,7 +105,7 @@ class LocalNodes:
                     started_at=time.monotonic(),
                 )
                 logger.info("adopted worker %s, process %d", survivor.name, survivor.pid)
-        # Keep all of them until the restored jobs have requested their number: they are training.
+        # Keep all of them until the restored jobs have requested workers: they are training.
         self._wanted = len(self._processes)
 
     def want(self, count: int, *, reason: str) -> None:
@@ -140,15 +140,15 @@ class LocalNodes:
         ]
 
     def release(self, worker: str, *, drain_s: float) -> None:
-        """Send SIGTERM to a worker, and SIGKILL after ``drain_s`` seconds if it still runs.
+        """Send SIGTERM to a worker, and SIGKILL after ``drain_s`` seconds if it is still running.
 
-        Unknown names are ignored. A second call is ignored too: the first deadline stays.
+        Unknown names are ignored. So is a second call: the first deadline stands.
         """
         process = self._processes.get(worker)
         if process is None or process.is_draining:
             return
         process.is_draining = process.is_end_wanted = True
-        # SIGTERM starts an orderly end: the worker closes its connection, and kills its trainers.
+        # SIGTERM starts a clean exit: the worker closes its connection and kills its trainers.
         _signal(process.popen, signal.SIGTERM)
         self._call_later(f"kill {worker}", drain_s, lambda: self.kill(worker))
         self._reconcile()
@@ -161,7 +161,7 @@ class LocalNodes:
             _signal(process.popen, signal.SIGKILL)
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
-        """Do nothing: this machine has no slots beyond the existing ones."""
+        """Do nothing: this machine has no extra slots for a replacement."""
 
     def reap(self) -> None:
         """Remove workers that have exited, and start their replacements.
@@ -207,11 +207,11 @@ class LocalNodes:
         if self._is_closing:
             return
         target = min(max(self._wanted, self._held), len(self._slots))
-        # A draining worker counts as gone: its replacement starts now if a slot is free, and else
-        # when its process has exited (reap).
+        # A draining worker counts as gone: its replacement starts now if a slot is free, otherwise
+        # once its process has exited (reap).
         num_kept = sum(not process.is_draining for process in self._processes.values())
-        # Surplus workers stay for linger_s, because the next job often starts right after one
-        # ended and a warm worker saves seconds. Any demand in the meantime cancels the release.
+        # Surplus workers stay for linger_s, because a job often starts right after another ends,
+        # and a warm worker saves seconds. Any demand in the meantime cancels the release.
         if num_kept <= target:
             self._cancel("shrink")
         elif "shrink" not in self._timers:
@@ -221,10 +221,10 @@ class LocalNodes:
 
     def _start(self, count: int) -> None:
         wait_s = self._retry_at - time.monotonic()
-        if wait_s > 0:  # workers have died early: see back_off_s
+        if wait_s > 0:  # workers died early: see back_off_s
             self._call_later("retry", wait_s, self._reconcile)
             return
-        # The slot of a draining worker stays taken until its process has exited.
+        # A draining worker's slot stays occupied until its process has exited.
         taken = {process.slot.index for process in self._processes.values()}
         free = [slot for slot in self._slots if slot.index not in taken]
         for slot in free[:count]:
@@ -234,8 +234,8 @@ class LocalNodes:
                 popen = self._spawn(name, slot)
             except OSError as exc:  # out of memory, processes or file descriptors
                 logger.error("worker %s could not be started: %s", name, exc)
-                # The first failure of a worker has no back-off; a failed fork always has one,
-                # because the cause is the machine and an immediate retry would fail as well.
+                # A worker's first failure has no back-off, but a failed fork always does: the cause
+                # is the machine, so an immediate retry would fail as well.
                 self._back_off(lived_s=0.0)
                 wait_s = self._retry_at - time.monotonic()
                 self._call_later("retry", max(wait_s, FIRST_BACK_OFF_S), self._reconcile)
@@ -256,14 +256,14 @@ class LocalNodes:
     def _forget(self, process: WorkerProcess) -> None:
         """Remove an exited worker, kill its leftover children, and set the back-off."""
         #     a worker died after    the next one starts
-        #     0.4 s                  immediately: one early death may have been an accident
-        #     0.4 s again            after 0.5 s; then 1, 2, 4 ... 30 s: it would die as well
-        #     5.0 s                  immediately: workers can start, so the count begins again
+        #     0.4 s                  immediately: one early death may be a fluke
+        #     0.4 s again            after 0.5 s; then 1, 2, 4 ... 30 s
+        #     5.0 s                  immediately: workers can start, so the count is reset
         del self._processes[process.name]
         self._on_end(process.name)
         self._cancel(f"kill {process.name}")
-        # The worker led its group. A pid that is in use as a group's number is not reused, so while
-        # the worker's children are left, the signal reaches only them.
+        # The worker led its group. A pid in use as a group id is not reused, so while any of the
+        # worker's children remain, the signal reaches only them.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.popen.pid, signal.SIGKILL)
         if process.popen.stdin is not None:

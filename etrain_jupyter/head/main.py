@@ -1,8 +1,8 @@
 """The scheduler process of a cluster: ``python -m etrain_jupyter.head.main STATE_DIR``.
 
 The keeper starts it. It runs the Dask scheduler with the coordinator as a plugin, and starts and
-stops the workers. After ``idle_s`` seconds without a job it exits, and the cluster with it. If it
-dies, the keeper starts another one, which adopts the workers::
+stops the workers. After ``idle_s`` seconds without a job it exits, which shuts down the cluster. If
+it dies, the keeper starts another one, which adopts the workers::
 
     keeper ── starts ──> scheduler 1 ── starts ──> workers
            ── restarts ─> scheduler 2 ── adopts ──> the same workers
@@ -46,14 +46,14 @@ from etrain_jupyter.wire import requests as q
 logger = logging.getLogger(__name__)
 
 SAME_S = 2.0
-"""Idle times that differ by less are the same: the difference between two clocks jitters."""
+"""Idle times that differ by less count as equal: the offset between the two clocks jitters."""
 WORKERS_END_S = 4.0
 """Seconds between SIGTERM and SIGKILL for workers when the cluster shuts down."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerIncarnation:
-    """Identity of one scheduler of a cluster; a restart makes the next incarnation."""
+    """Identity of one of a cluster's schedulers; each restart creates the next incarnation."""
 
     keeper: int
     """The keeper's process id."""
@@ -66,11 +66,11 @@ class SchedulerIncarnation:
 
 
 class Head:
-    """The scheduler of a cluster, with its coordinator and its node source.
+    """A cluster's scheduler, with its coordinator and node source.
 
     Args:
         cluster: The cluster's folder.
-        incarnation: Number and parent processes of this scheduler.
+        incarnation: This scheduler's number and parent processes.
     """
 
     def __init__(self, cluster: ClusterDir, incarnation: SchedulerIncarnation) -> None:
@@ -82,7 +82,7 @@ class Head:
         self._load: Load | None = None  # as last written
         self._tasks: set[asyncio.Task[Any]] = set()
         # Nodes, coordinator and scheduler need each other. The lambdas look up the coordinator and
-        # the scheduler when they are called, which is after this constructor has returned.
+        # the scheduler when called, after this constructor has returned.
         self.nodes: HeadNodes = load_factory(self._settings.nodes)(
             HeadFacts(
                 cluster=cluster,
@@ -123,7 +123,7 @@ class Head:
             self.scheduler.handlers[request.op] = q.handler_of(request, handler)
         await self.scheduler
         await self.nodes.start(self.scheduler.address)
-        # Report costs once before any job runs: the costs up to now belong to no job.
+        # Report costs once before any job runs: costs so far belong to no job.
         self._report_costs()
         self._cluster.publish(
             self.scheduler.address,
@@ -133,7 +133,7 @@ class Head:
         logger.info("cluster %s listens at %s", self._cluster.cluster_id, self.scheduler.address)
 
     async def serve(self) -> None:
-        """Run periodic tasks until the cluster is to shut down."""
+        """Run periodic tasks until the cluster should shut down."""
         while not (self._stop.is_set() or self._is_closed() or self._is_idle()):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), min(1.0, self._settings.idle_s / 4))
@@ -141,13 +141,13 @@ class Head:
                 try:
                     task()
                 except Exception:
-                    # An exception here would kill the scheduler. After five deaths within a
-                    # minute the keeper would give the cluster up, so log it and retry instead.
+                    # An exception here would kill the scheduler, and the keeper gives up after five
+                    # deaths within a minute, so log it and retry instead.
                     logger.exception("%s failed", task.__name__)
 
     def _write_load(self) -> None:
         idle_s = self.coordinator.idle_s()
-        # ``idle_s`` is measured on the monotonic clock, whose difference to the wall clock jitters.
+        # ``idle_s`` is measured on the monotonic clock, whose offset from the wall clock jitters.
         # Without the comparison below, the file would be written every second.
         since = time.time() - idle_s if idle_s > 0 else None
         load = Load(workers=len(self.nodes.nodes()), idle_since=since)
@@ -161,14 +161,15 @@ class Head:
 
     @property
     def shuts_down_fast(self) -> bool:
-        """True if the workers are processes of this machine; remote machines take minutes."""
+        """True if the workers are processes on this machine; remote machines take minutes."""
         return not self.nodes.replaces_early
 
     def _report_costs(self) -> None:
         self.coordinator.take_costs(self.nodes.costs())
 
     def _remove_worker(self, worker: str, why: str) -> None:
-        # A machine that vanishes closes no connection: Dask would notice only when TCP gives up.
+        # A machine that vanishes does not close its connection: Dask would notice only when TCP
+        # gives up.
         address = self.scheduler.aliases.get(worker)
         if address is None:
             return  # not connected yet, or no longer
@@ -183,8 +184,9 @@ class Head:
 
     async def close(self) -> None:
         """Stop the workers, then the scheduler."""
-        # First remove the address, so that no kernel connects to a cluster that shuts down. If this
-        # process dies from here on, the keeper does not restart it, and workers do not wait for it.
+        # Remove the address first, so that no kernel connects to a cluster that is shutting down.
+        # If this process dies from here on, the keeper does not restart it, and workers do not wait
+        # for it.
         self._cluster.retract()
         await self.nodes.close(grace_s=WORKERS_END_S)
         with contextlib.suppress(TimeoutError):
@@ -205,16 +207,16 @@ class Head:
         )
 
     def _port(self) -> int:
-        # The previous scheduler's port if it is free, otherwise any (0). Kernels and workers also
-        # find a new address, but they reconnect faster to the same one.
+        # The previous scheduler's port if it is free, otherwise any (0). Kernels and workers can
+        # also find a new address, but they reconnect faster to the old one.
         record = self._cluster.record()
         port = self._settings.port
-        if record is not None:  # of the previous scheduler: this one has not published its own yet
+        if record is not None:  # the previous scheduler's: this one has not published its own yet
             port = int(record.address.rpartition(":")[2])
         if not port:
             return 0
         with socket.socket() as probe:
-            # As Dask's server does: connections of the dead scheduler may be in TIME_WAIT.
+            # As Dask's server does: the dead scheduler's connections may be in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((self._settings.host, port))
@@ -223,18 +225,18 @@ class Head:
         return port
 
     def _is_closed(self) -> bool:
-        # A client may close it through Dask, without a request to us.
+        # A client may close it through Dask, bypassing our handlers.
         return self.scheduler.status.name in ("closing", "closed", "failed")
 
     def _is_idle(self) -> bool:
         idle_s = self.coordinator.idle_s()
-        # Not while a job is active: it can still finish.
+        # Checked only while no job is active, because an active one can still finish.
         if idle_s > 0 and not self._cluster.is_published():
             logger.info(
                 "cluster.json was removed, so no kernel can find this cluster: shutting down"
             )
             return True
-        # A kernel sends TouchCluster when it connects, and is about to submit a job.
+        # A kernel sends TouchCluster on connecting, because it is about to submit a job.
         idle_s = min(idle_s, time.monotonic() - self._touched_at)
         if idle_s < self._settings.idle_s:
             return False
@@ -269,14 +271,14 @@ class Head:
 async def run_head(
     cluster: ClusterDir, incarnation: SchedulerIncarnation, lock_fd: int, ready_fd: int
 ) -> None:
-    """Start the scheduler, notify the launcher, serve, and stop the workers.
+    """Start the scheduler, notify the launcher, serve, then stop the workers.
 
     The keeper removes the cluster's folder afterwards.
     """
-    # The first scheduler of a cluster, and one that the keeper has restarted:
+    # A cluster's first scheduler, compared with those restarted by the keeper:
     #
     #     incarnation     1                               2, 3 ...
-    #     certificates    minted                          those of incarnation 1
+    #     certificates    created                         those from incarnation 1
     #     jobs            none                            restored from their records
     #     workers         started on request              adopted; they reconnect within seconds
     #     launcher        releases the start lock, then   none: lock_fd and ready_fd are -1
@@ -291,7 +293,7 @@ async def run_head(
         await head.serve()
         with contextlib.ExitStack() as stack:
             # Hold the start lock while local workers stop, so that a new cluster finds their slots
-            # free. Remote machines take minutes to stop: a new cluster must not wait for them.
+            # free. Remote machines take minutes to stop, so a new cluster must not wait for them.
             if head.shuts_down_fast:
                 with contextlib.suppress(TimeoutError):  # another cluster is already starting
                     root = cluster.path.parent
@@ -299,14 +301,14 @@ async def run_head(
             await head.close()
     except BaseException:
         # The keeper restarts the scheduler of a published cluster, and the next one adopts the
-        # workers. Without a record there is no next scheduler, so stop them here.
+        # workers. If there is no record, there will be no next scheduler, so stop them here.
         if not cluster.is_published():
             await head.nodes.close(grace_s=0)
         raise
 
 
 def notify_launcher(ready_fd: int, line: bytes) -> None:
-    """Write one line to the launcher, if it still runs."""
+    """Write one line to the launcher, if it is still running."""
     with contextlib.suppress(OSError):
         os.write(ready_fd, line)
         os.close(ready_fd)
@@ -314,7 +316,8 @@ def notify_launcher(ready_fd: int, line: bytes) -> None:
 
 def describe_cause(error: BaseException) -> str:
     """Return the root cause of an error in one line."""
-    # Dask wraps what a plugin raises. Stop at a PoolError: it already names cause and remedy.
+    # Dask wraps exceptions raised by plugins. Stop at a PoolError: it already names cause and
+    # remedy.
     while (cause := error.__cause__ or error.__context__) is not None:
         if isinstance(error, PoolError):
             break
@@ -323,7 +326,7 @@ def describe_cause(error: BaseException) -> str:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line that the keeper writes."""
+    """Parse the command line passed by the keeper."""
     parser = argparse.ArgumentParser(prog="etrain-local-head")
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--lock-fd", type=int, default=-1, help="open file that holds the lock")
@@ -335,8 +338,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def ensure_certificates(cluster: ClusterDir) -> None:
-    """Create the cluster's certificates, unless a previous scheduler did."""
-    # A new authority would lock out the surviving workers, which have the previous certificates.
+    """Create the cluster's certificates unless a previous scheduler already did."""
+    # A new authority would lock out the surviving workers, which have the old certificates.
     if not cluster.tls.exists():
         write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
 
@@ -346,7 +349,7 @@ def main() -> None:
     arguments = parse_arguments()
     cluster = ClusterDir(arguments.state_dir)
     parent_pipe = die_with_parent(arguments.keeper)
-    # Both can only arrive by mistake, see ``keeper.detach``, whose handlers are lost in exec.
+    # Both can only arrive by mistake (see ``keeper.detach``, whose handlers do not survive exec).
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     log_to_stderr()
@@ -366,7 +369,7 @@ def main() -> None:
             notify_launcher(arguments.ready_fd, f"{describe_cause(error)}\n".encode())
         code = START_FAILED if not cluster.is_published() else 1
     logging.shutdown()
-    # Skip the interpreter's shutdown: threads of Dask that are blocked could delay it.
+    # Skip the interpreter's shutdown, which blocked Dask threads could delay.
     os._exit(code)
 
 

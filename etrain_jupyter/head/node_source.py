@@ -18,28 +18,28 @@ class HeadFacts:
     cluster: ClusterDir
     settings: ClusterSettings
     parent_pipe: int
-    """Pipe that worker processes of this machine inherit; see ``process.parent_pipe``."""
+    """Pipe that worker processes on this machine inherit; see ``process.parent_pipe``."""
     incarnation: int
-    """Incarnation number of the scheduler, starting at 1."""
+    """Incarnation number of the scheduler, from 1."""
     is_connected: Callable[[str], bool]
-    """Return True if a worker of this name is connected to the scheduler."""
+    """Return True if a worker with this name is connected to the scheduler."""
     is_busy: Callable[[str], bool]
-    """Return True if a job may be using a worker, so that it must not be released as surplus."""
+    """Return True if a job may be using a worker, which must then not be released as surplus."""
     on_gone: Callable[[str, str], None]
     """Report a worker whose machine is gone, and why: its connection may stay open for minutes."""
     on_warning: Callable[[str], None]
     """Show a warning to the users of all jobs."""
     on_notice: Callable[[str, float], None]
-    """Report that the pool will terminate the machine of a worker in use, and when (epoch)."""
+    """Report that the pool will terminate the machine of a worker in use, and when (epoch time)."""
     on_halt: Callable[[str], None]
     """Report that the pool can provide no more workers, and why: all jobs save and stop."""
 
 
 class HeadNodes(NodeSource, Protocol):
-    """Starts and stops the workers of one cluster; each scheduler of the cluster makes its own."""
+    """Start and stop a cluster's workers; each of its schedulers creates its own instance."""
 
     async def start(self, scheduler_address: str) -> None:
-        """Start work. The scheduler listens at ``scheduler_address`` now.
+        """Start work. The scheduler is now listening at ``scheduler_address``.
 
         Raises:
             PoolError: If a resource that the node source needs is unavailable.

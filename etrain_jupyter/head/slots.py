@@ -28,8 +28,8 @@ def make_slots(
     Args:
         gpus: Identifier and name of each GPU.
         max_cpu_slots: Number of slots without GPUs. An empty slot uses no resources.
-        workers_per_gpu: Slots on each GPU. Workers share a GPU only if there are more of them than
-            GPUs, because the first slots are on different ones.
+        workers_per_gpu: Slots on each GPU. Workers share a GPU only if they outnumber the GPUs,
+            because the first slots are on different GPUs.
     """
     if gpus:
         num_slots = len(gpus) * workers_per_gpu
@@ -42,11 +42,11 @@ def make_slots(
                 environment={
                     "CUDA_VISIBLE_DEVICES": uuid,
                     # By default torch starts one thread per core in every process: eight trainers
-                    # on one machine would run eight times as many threads as there are cores.
+                    # on one machine would run eight threads per core.
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
                 },
             )
-            # All GPUs once, then all of them again: A B A B, not A A B B.
+            # Cycle through the GPUs: A B A B, not A A B B.
             for index, (uuid, name) in enumerate(list(gpus) * workers_per_gpu)
         ]
     # CPU slots share the cores. With torch's default of one thread per core they would compete.

@@ -1,1 +1,1 @@
-"""Building blocks of every process: cluster directory, locks, TLS, process control."""
+"""Building blocks shared by all processes: cluster directory, locks, TLS, process control."""

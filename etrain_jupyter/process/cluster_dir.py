@@ -3,15 +3,15 @@
 ::
 
     $ETRAIN_STATE, or $XDG_RUNTIME_DIR/etrain, or ~/.local/state/etrain       0700
-    ├── start-4f0c21.lock        held while a cluster of this Python environment starts or ends
+    ├── start-4f0c21.lock        held while a cluster of this Python environment starts or stops
     └── local-4f0c21-9ab2c3/     0700; removed by the keeper at shutdown; aws-... for the head of a
         │                        cluster on EC2
         ├── settings.json        the cluster's settings
         ├── cluster.json         written last, when the scheduler listens; removed first
-        ├── slots.json           worker slots, as the first scheduler found them
+        ├── slots.json           worker slots, as detected by the first scheduler
         ├── load.json            number of workers and idle time, see ``machine_load``
         ├── workers/             one file per worker process: its pid and slot
-        ├── held                 number of workers to keep regardless of what jobs need
+        ├── held                 number of workers to keep regardless of demand
         ├── jobs/                one folder per unfinished job: what the next scheduler needs
         ├── tls/                 certificates, 0600
         ├── logs/                head.log (keeper and scheduler), and one file per worker
@@ -42,12 +42,13 @@ from etrain_jupyter.process.start_lock import lock_key_of
 from etrain_jupyter.process.state_root import local_prefix, package_version, state_root
 
 READY = b"ready\n"
-"""Line that a head writes to its launcher once it serves. Any other line is a start-up error."""
+"""Line that a head writes to its launcher once it is serving. Any other line is a start-up
+error."""
 START_FAILED = 3
-"""Exit code of a head that never served."""
+"""Exit code of a head that never started serving."""
 
 KINDS = ("local", "aws")
-"""Prefixes of the ids of clusters whose head runs on this machine."""
+"""Id prefixes of clusters whose head runs on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class ClusterRecord:
     pid: int
     """Pid of the keeper; the cluster lives as long as this process."""
     stamp: str
-    """Start of the keeper, see ``stamp_of``."""
+    """Distinguishes the keeper from later processes with its pid, see ``stamp_of``."""
     host: str
     python: str
     version: str
@@ -91,7 +92,7 @@ class ClusterRecord:
 class ClusterDir:
     """Folder of one cluster.
 
-    ``cluster.json`` exists exactly while the cluster can be found::
+    The cluster can be found as long as ``cluster.json`` exists::
 
         start lock held ──┐  scheduler listens   scheduler dies       idle, or %etrain down
         make ─────────────┴─ publish ─────────── publish (next one) ─ retract ── remove
@@ -106,12 +107,12 @@ class ClusterDir:
 
     @property
     def prefix(self) -> str:
-        """Common prefix of the ids of all clusters of the same pool."""
+        """Id prefix shared by all clusters in the same pool."""
         return self.cluster_id.rpartition("-")[0]
 
     @property
     def lock_key(self) -> str:
-        """Key of the lock that is held while the cluster starts or ends, see ``start_lock``."""
+        """Key of the lock held while the cluster starts or stops, see ``start_lock``."""
         return lock_key_of(self.prefix)
 
     @property
@@ -126,22 +127,22 @@ class ClusterDir:
 
     @property
     def jobs(self) -> Path:
-        """Folder with the state of jobs that the next scheduler needs."""
+        """Folder with the job state that the next scheduler needs."""
         return self.path / "jobs"
 
     def log(self, name: str) -> Path:
-        """Return the log file of the ``head`` (keeper and scheduler) or of a worker."""
+        """Return the log file for ``head`` (keeper and scheduler) or a worker."""
         return self.path / "logs" / f"{name}.log"
 
     @classmethod
     def create(cls, root: Path, settings: ClusterSettings) -> ClusterDir:
-        """Create the folder of a new cluster with a random id."""
+        """Create the folder for a new cluster with a random id."""
         name = f"{settings.prefix or local_prefix()}-{secrets.token_hex(3)}"
         return cls.make(root / name, settings)
 
     @classmethod
     def make(cls, path: Path, settings: ClusterSettings) -> ClusterDir:
-        """Create the folder of a cluster whose id is given."""
+        """Create the folder for a cluster with a given id."""
         new = cls(path)
         new.path.mkdir(mode=0o700)
         new.log("head").parent.mkdir(mode=0o700)
@@ -158,12 +159,12 @@ class ClusterDir:
         try:
             return ClusterRecord(**json.loads((self.path / "cluster.json").read_text()))
         except (OSError, ValueError, TypeError):
-            # Files are replaced atomically, so this is not a record that is being written: it is
-            # missing, or another version wrote it with other fields (TypeError).
+            # Files are replaced atomically, so the record is not half-written: it is missing, or
+            # another version wrote it with different fields (TypeError).
             return None
 
     def publish(self, address: str, *, keeper: int | None = None, num_lives: int = 1) -> None:
-        """Write the record, with this process as the scheduler: the cluster can now be found.
+        """Write the record, with this process as the scheduler, so that the cluster can be found.
 
         Args:
             address: Address on which the scheduler listens.
@@ -187,7 +188,7 @@ class ClusterDir:
         write_private(self.path / "cluster.json", json.dumps(dataclasses.asdict(record), indent=1))
 
     def retract(self) -> None:
-        """Delete the record: the cluster can no longer be found."""
+        """Delete the record, so that the cluster can no longer be found."""
         (self.path / "cluster.json").unlink(missing_ok=True)
 
     def is_published(self) -> bool:
@@ -197,14 +198,14 @@ class ClusterDir:
     def last_life(self) -> tuple[float, int]:
         """Return when the last scheduler was last known to be alive, and its incarnation number.
 
-        Both are 0 for a new cluster. A cluster that is taken over has a record; its scheduler died
+        Both are 0 for a new cluster. A cluster being taken over has a record; its scheduler died
         with its keeper.
         """
         record = self.record()
         if record is None:
             return 0.0, 0
-        # Nothing records the death of a keeper. The scheduler wrote these files whenever it had
-        # logged a report, so the newest one is from shortly before it died.
+        # Nothing records a keeper's death. The scheduler updated these files each time it logged a
+        # report, so the newest dates from shortly before it died.
         signs = [path.stat().st_mtime for path in self.jobs.rglob("*") if path.is_file()]
         return max(signs, default=record.started_at), record.num_lives
 
@@ -226,7 +227,7 @@ class ClusterDir:
         return "\n".join(lines[-num_lines:]) or "(the log is empty)"
 
     def remove(self) -> None:
-        """Delete the folder with everything in it."""
+        """Delete the folder and everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -235,8 +236,8 @@ def cluster_dirs(root: Path | None = None) -> list[ClusterDir]:
     root = root or state_root()
     found = []
     for path in itertools.chain.from_iterable(root.glob(f"{kind}-*-*") for kind in KINDS):
-        # A folder may vanish at any time. ETRAIN_STATE may be in a shared place, where a folder or
-        # a symbolic link of another user could lead us to connect to that user's scheduler.
+        # A folder may vanish at any time. ETRAIN_STATE may be in a shared place, where another
+        # user's folder or symbolic link could make us connect to that user's scheduler.
         with contextlib.suppress(OSError):
             status = path.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
@@ -245,24 +246,24 @@ def cluster_dirs(root: Path | None = None) -> list[ClusterDir]:
 
 
 def remove_stale(root: Path) -> None:
-    """Delete what dead clusters left behind. Call it only while holding the start lock.
+    """Delete what dead clusters left behind. Call only while holding the start lock.
 
-    A folder of this environment without a record belongs to a head that died during start-up: a
-    head that is still starting would hold the lock. Folders of other environments are kept.
+    A folder from this environment that has no record belongs to a head that died during start-up,
+    because a head that is still starting would hold the lock. Other environments' folders are kept.
     """
     own = f"{local_prefix()}-"
     for cluster in cluster_dirs(root):
         if not cluster.cluster_id.startswith("local-"):
-            continue  # it has machines elsewhere, which a new head can take over
+            continue  # it has remote machines, which a new head can take over
         record = cluster.record()
-        # With a home folder on NFS, the record of another host proves nothing: only that host can
-        # check whether the keeper's process exists.
+        # With a home folder on NFS, another host's record proves nothing: only that host can check
+        # whether the keeper is running.
         is_stale = (
             record.is_here and not record.is_alive
             if record is not None
             else cluster.cluster_id.startswith(own)
         )
         if is_stale:
-            # Processes that user code started may have outlived their trainers.
+            # Processes started by user code may have outlived their trainers.
             kill_processes_of(cluster.cluster_id)
             cluster.remove()

@@ -17,27 +17,27 @@ class ClusterSettings:
     idle_s: float = 900.0
     """Seconds without a job after which the cluster shuts down; ``inf`` for never."""
     linger_s: float = 60.0
-    """Seconds for which idle workers stay warm for the next job."""
+    """How many seconds idle workers stay warm for the next job."""
     max_cpu_slots: int = 8
     """Maximum number of workers on a machine without GPUs."""
     workers_per_gpu: int = 1
-    """Maximum number of workers that share one GPU. Above 1, they exchange gradients by gloo
-    through host memory, because NCCL refuses two ranks on one GPU: useful for tests, rarely for
+    """Maximum number of workers that share one GPU. Above 1, they exchange gradients through host
+    memory via gloo, because NCCL refuses two ranks on one GPU: useful for tests, rarely for
     speed."""
     coordinator: str = "etrain_jupyter.head.coordinator.coordinator:Coordinator"
-    """Factory of the coordinator, as ``package.module:attribute``."""
+    """Factory for the coordinator, as ``package.module:attribute``."""
     supervisor: str = "etrain_jupyter.worker.supervisor:Supervisor"
-    """Factory of the supervisors."""
+    """Factory for the supervisors."""
     pool: str = "local"
-    """Name of the pool in a cell."""
+    """The pool's name, as used in cells."""
     prefix: str = ""
-    """Prefix of the cluster's id; empty for the prefix of this environment's local pool."""
+    """Prefix of the cluster's id; if empty, that of this environment's local pool."""
     host: str = "127.0.0.1"
     """Address on which the scheduler listens."""
     port: int = 0
     """Preferred port; 0 for any."""
     nodes: str = "etrain_jupyter.head.local_node_source:LocalHeadNodes"
-    """Factory of the node source, which starts and stops workers; see ``head.node_source``."""
+    """Factory for the node source, which starts and stops workers; see ``head.node_source``."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Settings of the node source, for example the pool's entry in ``pools.yaml``."""
 
@@ -46,7 +46,7 @@ class ClusterSettings:
         """Return the defaults, with ``ETRAIN_IDLE_S`` and ``ETRAIN_WORKERS_PER_GPU`` if set.
 
         Raises:
-            PoolError: If one of them is not a positive number.
+            PoolError: If either is not a positive number.
         """
         settings = cls()
         if (text := os.environ.get("ETRAIN_IDLE_S")) is not None:

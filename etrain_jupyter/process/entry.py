@@ -19,7 +19,7 @@ FORMER_NAMES = {
         "etrain_jupyter.pools.ec2.head.main:make_nodes"
     ),
 }
-"""Names in the settings of clusters that an earlier version started, and where they are now."""
+"""Names in the settings of clusters started by an earlier version, and their current locations."""
 
 
 def load_factory(reference: str) -> Callable[..., Any]:

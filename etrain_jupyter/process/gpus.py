@@ -18,7 +18,7 @@ GPU_QUERY_S = 10.0
 
 
 def start_gpu_query() -> subprocess.Popen[str] | None:
-    """Start listing the driver's GPUs without waiting; None if torch cannot use any."""
+    """Start listing the driver's GPUs without waiting; return None if torch cannot use any."""
     command = shutil.which("nvidia-smi")
     if command is None or not torch_has_cuda():
         return None
@@ -30,9 +30,9 @@ def start_gpu_query() -> subprocess.Popen[str] | None:
 def finish_gpu_query(
     query: subprocess.Popen[str] | None, *, timeout_s: float
 ) -> list[tuple[str, str]]:
-    """Return identifier and name of each usable GPU; an empty list if the driver does not answer.
+    """Return identifier and name of each usable GPU; empty if the driver does not respond.
 
-    A driver that hangs or fails must not keep the cluster from starting: it falls back to CPU.
+    If the driver hangs or fails, the cluster must still start: it falls back to CPU.
     """
     if query is None:
         return []
@@ -47,10 +47,10 @@ def finish_gpu_query(
 
 
 def parse_gpu_list(text: str) -> list[tuple[str, str]]:
-    """Return identifier and name of each device that ``nvidia-smi -L`` lists.
+    """Return identifier and name of each device listed by ``nvidia-smi -L``.
 
-    A GPU partitioned with MIG is replaced by its MIG devices, because a process cannot use the
-    whole GPU then.
+    A GPU partitioned with MIG is replaced by its MIG devices, because processes cannot use it as a
+    whole.
 
     >>> parse_gpu_list("GPU 0: NVIDIA H200 (UUID: GPU-1f)")
     [('GPU-1f', 'NVIDIA H200')]
@@ -70,7 +70,7 @@ def parse_gpu_list(text: str) -> list[tuple[str, str]]:
 
 
 def visible_gpus(gpus: Sequence[tuple[str, str]], visible: str | None) -> list[tuple[str, str]]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` selects, in its order.
+    """Return the GPUs selected by ``CUDA_VISIBLE_DEVICES``, in its order.
 
     >>> visible_gpus([("GPU-1f", "A"), ("GPU-2e", "B")], "1")
     [('GPU-2e', 'B')]
@@ -82,10 +82,10 @@ def visible_gpus(gpus: Sequence[tuple[str, str]], visible: str | None) -> list[t
         if item.isdigit():
             matches = list(gpus[int(item) : int(item) + 1])
         else:
-            # CUDA accepts a prefix of an identifier if only one GPU has it.
+            # CUDA accepts a prefix of an identifier if it matches only one GPU.
             matches = [gpu for gpu in gpus if gpu[0].startswith(item)]
         if len(matches) != 1:
-            # Like CUDA: the first invalid entry hides itself and all entries after it.
+            # Like CUDA, ignore the first invalid entry and all entries after it.
             break
         selected += matches
     return selected

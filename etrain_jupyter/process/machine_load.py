@@ -1,7 +1,7 @@
 """Number of workers and idle time of a cluster, readable without contacting its scheduler.
 
-Contacting it requires Dask, whose modules import each other in a circle. Its first import in a
-background thread of the kernel fails if a cell imports Dask at the same moment.
+Contacting it requires Dask, whose modules have circular imports: importing Dask in a background
+thread of the kernel fails if a cell first imports it at the same moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Load:
     """Content of ``load.json``."""
 
     workers: int
-    """Number of worker processes, including those that are starting."""
+    """Number of worker processes, including those still starting."""
     idle_since: float | None
     """When the last job ended, in seconds since the epoch; None while a job runs."""
 
@@ -36,7 +36,7 @@ def write_load(cluster: ClusterDir, load: Load) -> None:
 
 
 def read_load(cluster: ClusterDir) -> Load | None:
-    """Return the recorded load of a cluster, or None if it is not known (yet)."""
+    """Return the recorded load of a cluster, or None if it is not known yet."""
     try:
         return Load(**json.loads((cluster.path / LOAD_FILE).read_text()))
     except (OSError, ValueError, TypeError):

@@ -1,8 +1,8 @@
-"""Pipe through which every process of a local cluster detects the keeper's death.
+"""Pipe through which every process in a local cluster detects the keeper's death.
 
 The keeper holds the only write end, and never writes. All other processes inherit the read end as
-their standard input, and exit when it reaches end-of-file: regardless of how the keeper dies, and
-of which process is their parent by then.
+their standard input, and exit when it reaches end-of-file, regardless of how the keeper died and
+which process is their parent by then.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> int:
-    """Make this process exit when the process that started it exits, for whatever reason.
+    """Make this process exit when its parent exits, for any reason.
 
     Returns:
         File descriptor of the pipe, to pass on to children.
     """
     if sys.platform == "linux":
-        # The kernel enforces this even if no thread of this process can run any more. It counts as
-        # the parent's death when the thread that forked ends; the keeper forks on its main thread.
+        # The OS enforces this even if no thread of this process can run any more. It treats the
+        # exit of the thread that forked as the parent's death; the keeper forks on its main thread.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the line above: then no signal comes.
+    # If the parent died before the line above, no signal arrives.
     if os.getppid() != parent:
         os._exit(1)
     return die_with_keeper()
@@ -37,7 +37,7 @@ def die_with_keeper() -> int:
     """Make this process and its group exit at end-of-file on standard input.
 
     Returns:
-        File descriptor of the pipe, to pass on to children that shall do the same.
+        File descriptor of the pipe, to pass on to children that should do the same.
     """
     # Standard input becomes /dev/null, so that children started without an explicit stdin neither
     # inherit the pipe nor keep it open. ``dup`` makes the new descriptor non-inheritable.
@@ -56,8 +56,8 @@ def adopt_orphans() -> None:
 
     On other systems init adopts and reaps them.
     """
-    # Workers outlive the scheduler that started them. Without this, the init of a container, which
-    # often reaps nothing, would keep them as zombies.
+    # Workers outlive the scheduler that started them. Without this, they would remain as zombies
+    # under a container's init, which often reaps nothing.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -65,7 +65,7 @@ def adopt_orphans() -> None:
 def _await_end_of(pipe: int) -> None:
     while os.read(pipe, 1):  # nothing is ever written: this returns at end-of-file
         pass
-    # A worker leads a group of its own, with its leftover children. The scheduler is in the
+    # A worker leads its own group, which includes its leftover children. The scheduler is in the
     # keeper's group and must kill only itself.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)

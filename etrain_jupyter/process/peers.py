@@ -1,20 +1,20 @@
 """Restrict what a Dask peer may send: plain values only, and only the requests of its role.
 
-Dask trusts every peer that completes the TLS handshake: the holder of any certificate of the
-cluster may call ``run_function`` on the scheduler, and any message may contain a pickle. For a
-cluster with machines elsewhere that is too much: code on one worker machine would become code of
-the notebook's user, who runs the scheduler. Three rules prevent that:
+Dask trusts every peer that completes the TLS handshake: the holder of any of the cluster's
+certificates may call ``run_function`` on the scheduler, and any message may contain a pickle. For a
+cluster with remote machines that is too permissive: code on a worker machine could run as the
+notebook's user, who runs the scheduler. Three rules prevent that:
 
-* **Plain values.** Messages are decoded as msgpack and nothing else. A pickle is refused, and an
-  object that Dask has serialized stays opaque. Our processes exchange no objects.
+* **Plain values.** Messages are decoded as msgpack and nothing else. Pickles are refused, and
+  objects serialized by Dask stay opaque. Our processes exchange no objects.
 * **Roles.** The peer's certificate names its role. A worker may register, send heartbeats and
-  report; it may not send the kernel's requests. Workers communicate with the scheduler only, so a
-  worker accepts no connection from another worker.
-* **Names.** The kernel accepts a scheduler's certificate only from the server that it connects to,
-  see ``pinned_to_scheduler``.
+  report; it may not send the kernel's requests. Workers communicate only with the scheduler, so
+  they accept no connections from other workers.
+* **Names.** The kernel connects only to servers that present a scheduler's certificate, see
+  ``pinned_to_scheduler``.
 
 A foreign scheduler (pool kind ``address``) is Dask's own and cannot be restricted. The kernel
-decodes only plain values in the replies of such a scheduler, too.
+decodes only plain values in its replies, too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 WORKER_REQUESTS = frozenset(
     {
-        # Requests of a Dask worker that runs no tasks.
+        # Requests from a Dask worker that runs no tasks.
         "register-worker",
         "heartbeat_worker",
         "identity",
         "close",
         # Pieces of the bundles of active jobs.
         "etrain_bundle",
-        # Messages on the stream that its registration opens.
+        # Messages on the stream opened by its registration.
         "close-stream",
         "keep-alive",
         "log-event",
@@ -68,9 +68,9 @@ def read_plain_values_only() -> None:
 
 @contextlib.contextmanager
 def plain_values_only() -> Iterator[None]:
-    """Refuse pickles in the messages that are received in this context.
+    """Refuse pickles in messages received in this context.
 
-    For a process with other uses of Dask, such as a notebook kernel.
+    For processes that also use Dask for other purposes, such as notebook kernels.
     """
     _install()
     token = _plain_only.set(True)
@@ -109,7 +109,7 @@ def decode_plain(frames: Any) -> Any:
     import distributed.protocol.core
 
     core: Any = distributed.protocol.core
-    # The options are those of Dask's own ``loads``; frames[1:] would be the serialized objects.
+    # Same options as Dask's own ``loads``; frames[1:] would be the serialized objects.
     return core.msgpack.loads(
         frames[0], object_hook=_decode_object, use_list=False, **core.msgpack_opts
     )
@@ -125,17 +125,17 @@ def _decode_object(value: dict[str, Any]) -> Any:
     if "__Enum__" in value:
         from distributed.core import Status
 
-        return Status[str(value["name"])]  # the only one that our processes send
+        return Status[str(value["name"])]  # the only enum that our processes send
     return value
 
 
 def restricted(server: type[Any], *, worker_may: frozenset[str] = frozenset()) -> type[Any]:
-    """Return a subclass of a Dask ``Scheduler`` or ``Worker`` that holds its peers to their roles.
+    """Return a subclass of a Dask ``Scheduler`` or ``Worker`` that enforces its peers' roles.
 
     Args:
         server: The class.
-        worker_may: The requests that a peer with a worker's certificate may send; every other role
-            of the cluster may send all requests.
+        worker_may: Requests that a peer with a worker's certificate may send; every other role in
+            the cluster may send all requests.
     """
     read_plain_values_only()
 
@@ -144,7 +144,7 @@ def restricted(server: type[Any], *, worker_may: frozenset[str] = frozenset()) -
         # registered, stream messages in ``handle_stream``. Both read through ``comm.read``.
         role = role_of(comm)
         if role not in ("scheduler", "client"):
-            # A peer with any other role, or without a certificate, may send nothing.
+            # Peers with any other role, or without a certificate, may send nothing.
             _limit(comm, role, worker_may if role == "worker" else frozenset())
         return server.handle_comm(self, comm)
 
@@ -152,7 +152,7 @@ def restricted(server: type[Any], *, worker_may: frozenset[str] = frozenset()) -
 
 
 def role_of(comm: Any) -> str:
-    """Return the role in the certificate of a connection's peer; empty without a certificate."""
+    """Return the role in the peer's certificate; empty if it has no certificate."""
     stream = getattr(comm, "stream", None)
     get_certificate = getattr(getattr(stream, "socket", None), "getpeercert", None)
     certificate = get_certificate() if get_certificate is not None else None
@@ -167,12 +167,12 @@ def _limit(comm: Any, role: str, allowed: frozenset[str]) -> None:
 
     async def read_allowed(deserializers: Any = None) -> Any:
         message = await read(deserializers)
-        # A stream delivers batches of messages, a request arrives alone. One that is not allowed
-        # closes the connection: a peer that sends it is broken or hostile.
+        # Streams deliver batches of messages; requests arrive singly. Anything not allowed closes
+        # the connection, because its sender is broken or hostile.
         for part in message if isinstance(message, list | tuple) else (message,):
             operation = part.get("op") if isinstance(part, dict) else None
             # Dask adds the sender's address to a report, unless the report already has one: with
-            # the field, a worker could report in the name of another one.
+            # that field, a worker could report under another worker's name.
             is_forged = operation == "etrain_report" and "worker" in part
             if isinstance(part, dict) and (operation not in allowed or is_forged):
                 who = f"a peer with the certificate of a {role}" if role else "an unknown peer"
@@ -186,12 +186,12 @@ def _limit(comm: Any, role: str, allowed: frozenset[str]) -> None:
 
 
 def pinned_to_scheduler(connection_args: dict[str, Any]) -> dict[str, Any]:
-    """Return connection arguments with which TLS accepts only a scheduler's certificate.
+    """Return connection arguments that make TLS accept only a scheduler's certificate.
 
     Args:
-        connection_args: Arguments for a cluster of ours, whose certificates name their role.
+        connection_args: Arguments for one of our clusters, whose certificates name their role.
     """
-    # One authority signs all certificates of a cluster. Without the check of the name, a machine
+    # One authority signs all of a cluster's certificates. Without the host name check, a machine
     # with a worker's certificate could impersonate the scheduler.
     connection_args["ssl_context"].check_hostname = True
     return connection_args | {"server_hostname": "scheduler"}

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 
 MARKER = "ETRAIN_CLUSTER_ID"
-"""Environment variable that all processes of a cluster inherit; leftovers are found by it."""
+"""Environment variable inherited by all of a cluster's processes; used to find leftovers."""
 
 
 def stamp_of(pid: int) -> str | None:
-    """Return a text that differs for every process with this pid, or None if none is running.
+    """Return a string that identifies the current process with this pid; None if there is none.
 
     On Linux it consists of the boot id and the start time in clock ticks, because psutil's start
     time shifts when the system clock is set.
@@ -41,7 +41,7 @@ def stamp_of(pid: int) -> str | None:
 
 def processes_of(cluster_id: str) -> list[psutil.Process]:
     """Return a cluster's head and all of its descendants, including reparented ones."""
-    # By the inherited environment: an orphan has another parent, and may have its own session.
+    # Search by inherited environment: an orphan has another parent, and may have its own session.
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -57,14 +57,14 @@ def kill_processes_of(cluster_id: str, *, timeout_s: float = 2.0) -> list[psutil
     """Send SIGKILL to a cluster's processes; return those still running after ``timeout_s``."""
 
     def kill_again() -> bool:
-        # List them again each time: a process may have started a child since the previous scan.
+        # Rescan each time: a process may have started a child since the previous scan.
         left[:] = processes_of(cluster_id)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         return not left
 
-    left: list[psutil.Process] = []  # the result of the newest scan
+    left: list[psutil.Process] = []  # the result of the latest scan
     wait_until(kill_again, timeout_s=timeout_s)
     return left
 

@@ -1,4 +1,4 @@
-"""Lock under which the clusters of one Python environment start and shut down."""
+"""Lock that serializes the start and shutdown of one Python environment's clusters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def lock_key_of(prefix: str) -> str:
-    """Return the key of the start lock of a pool, given the prefix of its clusters' ids."""
+    """Return the key of a pool's start lock, given the prefix of its cluster ids."""
     return prefix.removeprefix("local-")
 
 
@@ -20,8 +20,8 @@ def start_lock(root: Path, key: str, *, timeout_s: float) -> Iterator[int]:
     """Hold the start lock.
 
     The lock belongs to the open file description, so a child that inherits the descriptor also
-    holds it. If a launcher is killed, no other launcher can start a second head next to the one
-    that is starting::
+    holds it. If a launcher is killed, no other launcher can start a second head while the first is
+    starting::
 
         launcher    lock ── starts keeper ──────── (killed)
         keeper                └─ starts scheduler, closes its descriptor
@@ -36,7 +36,7 @@ def start_lock(root: Path, key: str, *, timeout_s: float) -> Iterator[int]:
         The file descriptor.
 
     Raises:
-        TimeoutError: If another process holds the lock for all of ``timeout_s``.
+        TimeoutError: If another process still holds the lock after ``timeout_s``.
     """
     path = root / f"start-{key}.lock"
     deadline = time.monotonic() + timeout_s
@@ -59,11 +59,11 @@ def _try_lock(path: Path) -> int | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The previous holder may have deleted the file between our open and our lock. Then others
-        # lock a new file of this name, and ours excludes no process:
+        # The previous holder may have deleted the file between our open and our lock. Others then
+        # lock a new file with the same name, and our lock protects nothing:
         #
         #     holder   locked ────────────── unlinks, closes
-        #     this       opens the file ───────────────────── locks the deleted file: not the same
+        #     this       opens the file ───────────────────── locks the deleted file: retry
         if os.path.samestat(os.fstat(fd), os.stat(path)):
             return fd
     os.close(fd)

@@ -1,4 +1,4 @@
-"""Locate this user's state directory, and the Python environment that a cluster belongs to."""
+"""Locate this user's state directory, and identify a cluster's Python environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etrain_jupyter.errors import PoolError
 
 
 def open_state_root() -> Path:
-    """Return the state directory; create it if necessary.
+    """Return the state directory, creating it if necessary.
 
     Raises:
         PoolError: If it belongs to another user or is writable by others.
@@ -38,20 +38,20 @@ def state_root() -> Path:
     if own := os.environ.get("ETRAIN_STATE"):
         return Path(own).expanduser().absolute()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    # su and sudo may keep the variable of the previous user.
+    # su and sudo may keep the previous user's variable.
     if os.path.isdir(runtime) and os.stat(runtime).st_uid == os.getuid():
         return Path(runtime) / "etrain"
     return Path.home() / ".local" / "state" / "etrain"
 
 
 def local_prefix() -> str:
-    """Return the prefix of the ids of this Python environment's local clusters."""
+    """Return the id prefix of this Python environment's local clusters."""
     return f"local-{environment_key()}"
 
 
 def environment_key() -> str:
-    """Return a short fingerprint of this Python environment; clusters are shared within one."""
-    # Kernels of another environment may have other versions of packages than a cluster's workers.
+    """Return a short fingerprint of this Python environment; its kernels share clusters."""
+    # Kernels in another environment may have different package versions than a cluster's workers.
     text = f"{sys.executable}\n{package_version()}"
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 

@@ -1,4 +1,4 @@
-"""Worker processes that outlive the scheduler that started them, for the next one to adopt.
+"""Worker processes that outlive their scheduler and are adopted by the next one.
 
 Each worker process has a file in the cluster's folder with its pid and slot. The file is written
 as soon as the process exists, and deleted when its exit is detected.
@@ -21,24 +21,24 @@ from etrain_jupyter.process.processes import stamp_of
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """Worker process that a previous scheduler started and that is still running."""
+    """Worker process started by a previous scheduler and still running."""
 
     name: str
     slot: int
     """Index of the worker's slot."""
     pid: int
     stamp: str
-    """Start of the process, see ``stamp_of``."""
+    """Distinguishes the process from later ones with its pid, see ``stamp_of``."""
 
 
 @dataclass
 class AdoptedProcess:
-    """Process that is not our child, with the part of ``Popen`` that works for one."""
+    """Process that is not our child, with the parts of ``Popen`` that still work."""
 
     pid: int
     stamp: str
     returncode: int | None = None
-    """-1 once the process has ended: only its parent learns the exit code."""
+    """-1 once the process has exited: only its parent receives the exit code."""
     stdin: IO[bytes] | None = field(default=None, init=False)
 
     def poll(self) -> int | None:
@@ -48,9 +48,9 @@ class AdoptedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended and its pid may have been reused."""
-        # The process is not our child, so the keeper may reap it, and its pid may be reused, at any
-        # time. The check narrows the window.
+        """Send a signal, unless the process has exited and its pid may have been reused."""
+        # The process is not our child, so at any time the keeper may reap it and its pid may be
+        # reused. The check narrows the window.
         if self.poll() is None:
             os.kill(self.pid, signal.Signals(number))
 
@@ -64,17 +64,17 @@ class WorkerRecords:
         self._logs = cluster.log("head").parent
 
     def add(self, name: str, *, slot: int, pid: int) -> None:
-        """Record a process that has just been started."""
+        """Record a newly started process."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         facts = {"slot": slot, "pid": pid, "stamp": stamp_of(pid) or ""}
         write_private(self._folder / f"{name}.json", json.dumps(facts))
 
     def remove(self, name: str) -> None:
-        """Delete the record of a process that has ended."""
+        """Delete the record of a process that has exited."""
         (self._folder / f"{name}.json").unlink(missing_ok=True)
 
     def survivors(self) -> list[Survivor]:
-        """Return the recorded processes that are still running, in the order of their start."""
+        """Return the recorded processes that are still running, in the order they were started."""
         found = []
         for path in self._folder.glob("w*.json"):
             # A file may vanish, or have another version's fields; then its worker is not adopted.
@@ -88,12 +88,12 @@ class WorkerRecords:
 
     def num_named(self) -> int:
         """Return the highest number in any worker's name so far; names are never reused."""
-        # Not from the records, which are deleted at the end of a process: its log stays.
+        # From the logs, because records are deleted when their processes exit.
         numbers = [_number_of(path.stem) for path in self._logs.glob("w*.log")]
         return max(numbers, default=0)
 
     def note_held(self, count: int) -> None:
-        """Record the number of workers to keep regardless of what jobs need."""
+        """Record the number of workers to keep regardless of demand."""
         write_private(self._held, str(count))
 
     def num_held(self) -> int:

@@ -1,8 +1,8 @@
-"""TLS and Dask configuration of every process that etrain starts.
+"""TLS and Dask configuration for all processes started by etrain.
 
-A client that reaches a Dask scheduler can run code on it, so every cluster has its own certificate
-authority. The authority signs one leaf certificate per role, and its key is discarded immediately:
-no further certificate can be issued for this cluster.
+Any client that can reach a Dask scheduler can run code on it, so every cluster has its own
+certificate authority. The authority signs one leaf certificate per role, and its key is discarded
+immediately: no further certificates can be issued for this cluster.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from etrain_jupyter.errors import PoolError
 
 ROLES = ("scheduler", "worker", "client")
 VALID_DAYS = 366
-"""Longer than any job: validity is checked at every new connection, including reconnects."""
+"""Longer than any job: validity is checked on every new connection, including reconnects."""
 
 
 def mint_certificates(cluster_id: str) -> dict[str, str]:
     """Create a certificate authority and sign one certificate for each role.
 
     Returns:
-        File name to PEM text: ``ca.pem``, and ``ROLE.pem`` and ``ROLE.key`` for each of ``ROLES``.
+        PEM text by file name: ``ca.pem``, and ``ROLE.pem`` and ``ROLE.key`` for each of ``ROLES``.
     """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -85,7 +85,7 @@ def _extensions(name: str, public_key: Any, authority_key: Any) -> list[tuple[An
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     is_authority = name == "ca"
-    # path_length=0: the authority may sign leaf certificates, but no further authority.
+    # path_length=0: the authority may sign leaf certificates, but not further authorities.
     extensions: list[tuple[Any, bool]] = [
         (x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True),
         (x509.SubjectKeyIdentifier.from_public_key(public_key), False),
@@ -102,13 +102,13 @@ def _extensions(name: str, public_key: Any, authority_key: Any) -> list[tuple[An
     return [
         *extensions,
         (x509.ExtendedKeyUsage(usages), False),
-        # The role as host name, see ``peers.pinned_to_scheduler``.
+        # The role serves as the host name, see ``peers.pinned_to_scheduler``.
         (x509.SubjectAlternativeName([x509.DNSName(name)]), False),
     ]
 
 
 def write_certificates(tls_dir: Path, files: dict[str, str]) -> None:
-    """Write the certificates into a new folder of mode 0700, each with mode 0600."""
+    """Write the certificates into a new folder with mode 0700, each with mode 0600."""
     tls_dir.mkdir(mode=0o700)
     for name, text in files.items():
         # The mode is set at creation, so other users can never open the file.
@@ -119,10 +119,10 @@ def write_certificates(tls_dir: Path, files: dict[str, str]) -> None:
 
 
 def read_security(tls_dir: str | Path, role: str) -> Any:
-    """Return the ``distributed.Security`` of a role. It requires TLS on every connection.
+    """Return a role's ``distributed.Security``. It requires TLS on every connection.
 
     Args:
-        tls_dir: The folder that ``write_certificates`` wrote.
+        tls_dir: The folder written by ``write_certificates``.
         role: One of ``ROLES``.
 
     Raises:
@@ -148,9 +148,9 @@ def read_foreign_security(ca: str, cert: str, key: str, *, min_version: str = ""
     """Return the ``distributed.Security`` for a cluster that etrain did not start.
 
     Args:
-        ca: File with the certificate authority of that cluster.
+        ca: File with that cluster's certificate authority.
         cert: File with our client certificate.
-        key: File with its private key.
+        key: File with the certificate's private key.
         min_version: ``1.2`` or ``1.3``; empty for Dask's default.
 
     Raises:
@@ -166,7 +166,7 @@ def read_foreign_security(ca: str, cert: str, key: str, *, min_version: str = ""
     return secure(
         require_encryption=True,
         tls_ca_file=ca,
-        # There is one client certificate. Dask looks it up by role, so every role gets it.
+        # There is only one client certificate. Dask looks it up by role, so every role gets it.
         **({"tls_min_version": oldest} if oldest else {}),
         **{
             f"tls_{role}_{kind}": path
@@ -203,8 +203,8 @@ def check_listen(host: str, security: Any) -> None:
 def without_http(server: type[Any]) -> type[Any]:
     """Return a subclass of a Dask ``Scheduler`` or ``Worker`` that opens no HTTP port.
 
-    Dask has no option for this: with ``dashboard=False`` it still serves health, metrics and JSON
-    about the whole cluster to every user of the machine, without authentication.
+    Dask has no option for this: even with ``dashboard=False`` it serves health, metrics and JSON
+    about the whole cluster to every user on the machine, without authentication.
     """
     return type(
         server.__name__, (server,), {"start_http_server": lambda self, *args, **kwargs: None}
@@ -212,13 +212,13 @@ def without_http(server: type[Any]) -> type[Any]:
 
 
 def configure_dask(scratch_dir: Path) -> None:
-    """Override the user's Dask configuration with what etrain's Dask processes need.
+    """Override the user's Dask configuration for etrain's Dask processes.
 
-    Call it before the first import of ``distributed``, which reads some of the values only once.
+    Call before ``distributed`` is first imported, because it reads some values only once.
 
     Args:
-        scratch_dir: Folder for Dask's temporary files; by default Dask leaves some in the
-            system's temporary folder.
+        scratch_dir: Folder for Dask's temporary files; by default Dask leaves some in the system
+            temporary folder.
     """
     import dask
 
@@ -227,7 +227,7 @@ def configure_dask(scratch_dir: Path) -> None:
 
     for name in (distributed.__name__, "tornado"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # It logs every closed connection as an error.
+    # This logger reports every closed connection as an error.
     logging.getLogger("distributed.comm.tcp").setLevel(logging.ERROR)
 
 
@@ -237,8 +237,8 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.worker.preload": [],
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
-    # On one machine a closed connection reveals a dead process immediately. A wall-clock timeout
-    # would evict all workers when a laptop wakes from sleep.
+    # On a single machine, a closed connection reveals a dead process immediately. A wall-clock
+    # timeout would evict all workers when a laptop wakes from sleep.
     "distributed.scheduler.worker-ttl": None,
     "distributed.scheduler.idle-timeout": None,
     "distributed.scheduler.no-workers-timeout": None,
@@ -250,13 +250,13 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.terminate": False,
-    # NVML costs every process start-up time and GPU driver memory.
+    # NVML costs each process start-up time and GPU driver memory.
     "distributed.diagnostics.nvml": False,
     "distributed.admin.system-monitor.gil.enabled": False,
     "distributed.admin.system-monitor.disk": False,
     "distributed.admin.system-monitor.interval": "5s",
     # The default of 20 ms wakes each process 50 times per second, on the cores used for training.
-    # The limit is high because trainers starve these processes at times, which is harmless.
+    # The limit is high because trainers sometimes starve these processes, which is harmless.
     "distributed.admin.tick.interval": "500ms",
     "distributed.admin.tick.limit": "60s",
     "distributed.admin.log-length": 1000,

@@ -1,6 +1,8 @@
-"""Entry point of the trainer: ``python -m etrain_jupyter.trainer.main CHANNEL_FD PROGRESS_FD``.
+"""Entry point of a spare: ``python -m etrain_jupyter.trainer.main CHANNEL PROGRESS FORKS``.
 
-The process imports torch, reports that it is ready, and waits as a warm spare for a job.
+The arguments are descriptors. The process imports torch and reports that it is ready. Then it forks
+trainers on request (``trainer.spare``). It becomes a trainer itself if it cannot fork, if a job was
+waiting for the end of its imports, or without the third descriptor.
 """
 
 from __future__ import annotations
@@ -8,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import io
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from typing import NoReturn
 
 from etrain_jupyter.wire.channel import Channel
 from etrain_jupyter.wire.messages import LaunchTrainer, SpareReady
-from etrain_jupyter.wire.progress_page import ProgressPage, start_pulse
+from etrain_jupyter.wire.progress_page import ProgressPage, Pulse, start_pulse
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,14 +33,20 @@ MAX_DESCRIPTORS = 2**20
 descriptor at startup would take minutes."""
 
 
-def die_with_parent() -> None:
-    """Make Linux kill this process when its supervisor dies. Elsewhere, channel closure ends it."""
+def die_with_parent(parent: int) -> None:
+    """Make Linux kill this process with its parent; elsewhere the closed channel ends it.
+
+    The parent is the supervisor, or the spare, which itself dies with the supervisor. No thread of
+    this process needs to run for that.
+
+    Args:
+        parent: Process id; 0 if unknown.
+    """
     if sys.platform != "linux":
         return
-    parent = int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0"))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent and os.getppid() != parent:
-        os._exit(0)  # the supervisor died before the call
+        os._exit(0)  # the parent died before the call
 
 
 def raise_descriptor_limit() -> None:
@@ -48,15 +60,14 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def open_page(descriptor: int) -> ProgressPage:
-    """Map the progress page, and update its pulse as long as this process can run Python code."""
+def open_page(descriptor: int) -> tuple[ProgressPage, Pulse]:
+    """Map the progress page, and update its pulse while this process can run Python code."""
     os.set_inheritable(descriptor, False)
     # The handler writes in the signal context, so its report includes a thread that holds the GIL.
     # Register it before the first pulse, which permits the signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     page = ProgressPage(descriptor)
-    start_pulse(page)
-    return page
+    return page, start_pulse(page)
 
 
 def print_any_text() -> None:
@@ -68,17 +79,18 @@ def print_any_text() -> None:
 
 def main() -> None:
     """Wait as a warm spare, then train."""
-    die_with_parent()
+    die_with_parent(int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0")))
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles interrupts
     print_any_text()
-    page = open_page(int(sys.argv[2]))
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # loader processes must not keep the channel open
-    channel = Channel(socket.socket(fileno=descriptor))
+    exit_after(lambda: run_spare(*map(int, sys.argv[1:])))
+
+
+def exit_after(run: Callable[[], None]) -> NoReturn:
+    """Exit with status 0 after ``run``, or with 1 and a traceback if it fails."""
     code = 0
     try:
-        run_trainer(channel, page)
+        run()
     except BaseException:
         traceback.print_exc()  # the supervisor reports this as the crash output
         code = 1
@@ -88,8 +100,42 @@ def main() -> None:
     os._exit(code)
 
 
+def run_spare(channel_fd: int, page_fd: int, forks_fd: int = -1) -> None:
+    """Import torch, which takes seconds, then fork trainers or run one in this process.
+
+    The page's pulse is stopped while the process forks, since a fork must find one thread only.
+    """
+    page, pulse = open_page(page_fd)
+    channel = open_channel(channel_fd)
+    from etrain_jupyter.trainer import spare
+
+    importlib.import_module("etrain_jupyter.trainer.trainer")  # now, not in each trainer
+    channel.send(SpareReady(pid=os.getpid()))
+    is_launched = bool(select.select([channel], [], [], 0)[0])
+    if forks_fd >= 0 and not is_launched:
+        os.set_inheritable(forks_fd, False)
+        pulse.stop()
+        own_pid = os.getpid()
+        with socket.socket(fileno=forks_fd) as requests:
+            fds = spare.fork_trainers(channel, requests) if spare.can_fork() else None
+        if fds is not None:
+            die_with_parent(own_pid)
+            channel_fd, page_fd = spare.enter_trainer(fds, page)
+            page, pulse = open_page(page_fd)
+            channel = open_channel(channel_fd)
+        else:
+            start_pulse(page)
+    run_trainer(channel, page)
+
+
+def open_channel(descriptor: int) -> Channel:
+    """Open the channel to the supervisor."""
+    os.set_inheritable(descriptor, False)  # loader processes must not keep the channel open
+    return Channel(socket.socket(fileno=descriptor))
+
+
 def run_trainer(channel: Channel, page: ProgressPage) -> None:
-    """Import torch, which takes seconds, then wait for a job and run it."""
+    """Wait for a job and run it."""
     import torch
 
     from etrain_jupyter.trainer.trainer import Trainer
@@ -97,7 +143,6 @@ def run_trainer(channel: Channel, page: ProgressPage) -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         torch.set_num_threads(int(threads))
-    channel.send(SpareReady(pid=os.getpid()))
     for message in channel.messages():
         if isinstance(message, LaunchTrainer):
             Trainer(channel, message, progress=page).run()

@@ -187,7 +187,8 @@ def _build_model(value: Any) -> nn.Module:
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise WorkloadError(
-            "model has no parameter that requires a gradient: there is nothing to train."
+            f"model gave a {type(model).__name__} with no parameter that requires a gradient, so "
+            "there is nothing to train. Set requires_grad of at least one parameter."
         )
     return model.train()
 
@@ -197,5 +198,8 @@ def _callable(value: Any, what: str) -> Callable[..., Any]:
     if isinstance(value, type) and issubclass(value, nn.Module):
         value = value()
     if not callable(value):
-        raise WorkloadError(f"{what} is a {type(value).__name__}, which cannot be called.")
+        raise WorkloadError(
+            f"{what} is a {type(value).__name__}, which cannot be called. Give a function, a "
+            "module, or a module's class."
+        )
     return value  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Control channel between a supervisor and a trainer: length-prefixed msgpack.
 
-Imports no torch, because the supervisor's process reads the other end of it.
+Imports no torch, because the supervisor's process reads the other end.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _LENGTH = struct.Struct("!I")
 
 def frame(message: Message) -> bytes:
     """Return one frame: the length in four bytes, big-endian, then the message in msgpack."""
-    # Text of the user may not be valid UTF-8, for example a file name with a lone surrogate. Escape
-    # it: an exception here would lose the message, which may be the report of an error.
+    # The user's text may not be valid UTF-8: a file name may have a lone surrogate. Escape it: an
+    # exception here would lose the message, which may be an error report.
     data = codec.encode(message)
     body: bytes = msgpack.packb(data, use_bin_type=True, unicode_errors="backslashreplace")
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameDecoder:
-    """Cut a stream of bytes into encoded messages, wherever the chunks end."""
+    """Split a stream of bytes into encoded messages, regardless of chunk boundaries."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -49,7 +49,7 @@ class FrameDecoder:
 
 
 class Channel:
-    """The trainer's end: one thread blocks in reads, any thread may write."""
+    """The trainer's end: one thread blocks on reads, any thread may write."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -57,9 +57,17 @@ class Channel:
         # would make the rest of the stream unreadable.
         self._lock = threading.Lock()
         self._decoder = FrameDecoder()
-        # Outlives one call of ``messages``: the process's start-up reads until LaunchTrainer, the
-        # trainer's control thread reads the rest, and one ``recv`` may have returned both.
+        # Persists between calls of ``messages``: the start-up code reads until LaunchTrainer, the
+        # trainer's control thread reads the rest, and a single ``recv`` may have returned both.
         self._ready: deque[Any] = deque()
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for messages with ``select``."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Close this end."""
+        self._sock.close()
 
     def send(self, message: Message) -> None:
         """Write one message. Raises ``OSError`` once the supervisor is gone."""
@@ -71,14 +79,14 @@ class Channel:
         """Yield messages until the supervisor closes its end or dies. One reader at a time.
 
         Raises:
-            MalformedMessageError: If the supervisor sends something that is not such a message.
+            MalformedMessageError: If the supervisor sends anything other than such a message.
         """
         while True:
             while self._ready:
                 yield TO_TRAINER.decode(self._ready.popleft())
             try:
                 data = self._sock.recv(1 << 20)
-            except OSError:  # a reset: the supervisor died before it had read all our messages
+            except OSError:  # connection reset: the supervisor died before reading all our messages
                 return
             if not data:
                 return

@@ -1,8 +1,8 @@
-"""Encode messages as plain dicts, and decode and check what a peer sent.
+"""Encode messages as plain dicts; decode and check messages from a peer.
 
 A message on the wire is one dict of plain values, ``{"kind": "JoinGeneration", ...}``, because our
-processes exchange msgpack and nothing else (see ``process.peers``). What a peer sends is checked
-here, once: after that, the types of the dataclass can be trusted.
+processes exchange only msgpack (see ``process.peers``). Data from a peer is checked once, here;
+after that, the dataclass's types can be trusted.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from etrain_jupyter.log import events
 
 KIND = "kind"
-"""Key of the name of a message's class."""
+"""Key for the name of a message's class."""
 
 VERSION = "wire_version"
-"""Field of each message that opens a connection."""
+"""Field in each message that opens a connection."""
 
 OLDEST_TYPED = 3
 """The first wire version with typed messages. Earlier ones have the key ``op`` and no version."""
 
 MAX_KNOWN = 16
-"""Maximum number of field-name sequences that are cached as valid, for each kind of record."""
+"""Maximum number of field-name sequences cached as valid, for each kind of record."""
 
 Decode = Callable[[Any, str], Any]
-"""Returns a checked value. The second argument is the value's path, for the error."""
+"""Returns a checked value. The second argument is the value's path, for error messages."""
 
 M = TypeVar("M")
 
@@ -43,7 +43,7 @@ class WireVersionError(MalformedMessageError):
     """A peer uses another wire version.
 
     Attributes:
-        theirs: The peer's version; None for a peer that sends none, because it is too old.
+        theirs: The peer's version; None if the peer is too old to send one.
         ours: The version of this process.
     """
 
@@ -55,11 +55,11 @@ class WireVersionError(MalformedMessageError):
 
 @dataclass(frozen=True)
 class EventFields:
-    """Marks a dict that holds the fields of an event, so that an event's class checks it.
+    """Mark a dict as holding an event's fields, which are checked against the event's class.
 
     Args:
         event: The event.
-        without: Fields that the receiver sets.
+        without: Fields set by the receiver.
         has_time: True if the dict must have the event's time; otherwise the receiver sets it.
     """
 
@@ -69,14 +69,15 @@ class EventFields:
 
     @functools.cached_property
     def allowed(self) -> frozenset[str]:
-        """Names of the fields that the dict may have."""
-        # The coordinator sets both: a peer must not log for another job, or choose a position.
+        """Names of the fields that the dict may contain."""
+        # The coordinator sets both: a peer must not log to another job or choose a position in the
+        # log.
         excluded = {"job_id", "seq", *self.without}
         return frozenset(f.name for f in dataclasses.fields(self.event)) - excluded
 
     @functools.cached_property
     def required(self) -> frozenset[str]:
-        """Names of the fields that the dict must have."""
+        """Names of the fields that the dict must contain."""
         optional = {f.name for f in dataclasses.fields(self.event) if _has_default(f)}
         return self.allowed - optional - (set() if self.has_time else {"time"})
 
@@ -85,8 +86,8 @@ class Vocabulary(Generic[M]):
     """The messages that one process may send to another.
 
     Args:
-        union: The union of their classes.
-        version: The wire version of this process, which a hello must have.
+        union: The union of the message classes.
+        version: This process's wire version, which every hello must carry.
     """
 
     def __init__(self, union: Any, *, version: int) -> None:
@@ -95,11 +96,11 @@ class Vocabulary(Generic[M]):
         self._version = version
 
     def decode(self, data: Any) -> M:
-        """Return the message in a dict.
+        """Return the message encoded in a dict.
 
         Raises:
             WireVersionError: If the peer uses another version.
-            MalformedMessageError: If it is not a message of this vocabulary.
+            MalformedMessageError: If it is not a message in this vocabulary.
         """
         if not isinstance(data, dict):
             raise MalformedMessageError(f"{_name_of(data)} is not a message")
@@ -112,8 +113,8 @@ class Vocabulary(Generic[M]):
             raise MalformedMessageError(
                 f"unknown message {str(kind)[:80]!r}; known: {', '.join(self._by_kind)}"
             )
-        # Check the version before the fields: a hello of another version may have other fields, and
-        # "has no field x" would not lead to the cause.
+        # Check the version before the fields: a hello from another version may have other fields,
+        # and "has no field x" would not reveal the cause.
         if VERSION in _shape_of(cls).decoders:
             check_version(data.get(VERSION), self._version)
         message: M = decode_fields(cls, data, ignore=KIND)
@@ -121,7 +122,7 @@ class Vocabulary(Generic[M]):
 
 
 def check_version(theirs: Any, ours: int) -> None:
-    """Refuse a peer that uses another wire version than this process.
+    """Refuse a peer whose wire version differs from this process's.
 
     Raises:
         WireVersionError: With both versions.
@@ -149,13 +150,13 @@ def encode_fields(value: Any) -> dict[str, Any]:
 
 
 def decode_fields(cls: type[Any], data: Mapping[str, Any], *, ignore: str = "") -> Any:
-    """Return a dataclass from a dict, with every field checked.
+    """Build a dataclass from a dict, checking every field.
 
     Raises:
-        MalformedMessageError: If a field is missing, unknown or has another type.
+        MalformedMessageError: If a field is missing or unknown, or has the wrong type.
     """
-    # Unknown fields are an error, not ignored: within one wire version both ends have the same
-    # classes, so a field that is not known is a defect or an attack.
+    # Unknown fields are an error: within one wire version both ends have the same classes, so an
+    # unknown field is a defect or an attack.
     shape = _shape_of(cls)
     values = {}
     for name, item in data.items():
@@ -171,22 +172,22 @@ def decode_fields(cls: type[Any], data: Mapping[str, Any], *, ignore: str = "") 
     return cls(**values)
 
 
-# --- the types of fields ---
+# --- field types ---
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """Decoders and kinds of fields of one class."""
+    """Field decoders and kinds for one class."""
 
     decoders: dict[str, Decode]
-    """By field."""
+    """By field name."""
     required: frozenset[str]
     """Fields without a default."""
     nested: frozenset[str]
-    """Fields that may hold dataclasses of ours."""
+    """Fields that may hold our dataclasses."""
 
 
-# ``get_type_hints`` evaluates the annotations as text, so do that once per class.
+# ``get_type_hints`` evaluates annotations from text, so call it only once per class.
 _shapes: dict[type[Any], _Shape] = {}
 
 
@@ -227,7 +228,7 @@ def _encode_nested(value: Any) -> Any:
 
 def _decoder_of(hint: Any) -> Decode:
     # Called once per field, when a class is first used: an unsupported type fails in any test that
-    # decodes the message, not on the wire.
+    # decodes the message, not in production.
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value, path: _with_lists(value)
@@ -255,7 +256,7 @@ _SCALARS: dict[Any, tuple[type, ...]] = {
     str: (str,),
     bool: (bool,),
     int: (int,),
-    float: (float, int),  # an int where a float is meant, such as 0, loses nothing
+    float: (float, int),  # an int in place of a float, such as 0, loses nothing
     bytes: (bytes, bytearray, memoryview),
 }
 
@@ -279,7 +280,7 @@ def _literal(allowed: tuple[Any, ...]) -> Decode:
 
 
 def _union(args: tuple[Any, ...]) -> Decode:
-    # ``X | None``, or one of several messages, which their kind tells apart.
+    # ``X | None``, or one of several messages, distinguished by their kind.
     others = [arg for arg in args if arg is not type(None)]
     has_none = len(others) < len(args)
     if len(others) == 1:
@@ -302,7 +303,8 @@ def _sequence(inner: Decode) -> Decode:
     def decode(value: Any, path: str) -> Any:
         if type(value) not in (list, tuple):
             raise MalformedMessageError(f"{path} is {_name_of(value)} instead of a list")
-        # A list comprehension is faster than a generator, and one report may have 100s of steps.
+        # A list comprehension is faster than a generator, and a report may contain hundreds of
+        # steps.
         return tuple([inner(item, path) for item in value])
 
     return decode
@@ -336,15 +338,15 @@ def _dataclass(cls: Any) -> Decode:
 
 
 def _event_fields(mark: EventFields) -> Decode:
-    # Step records are most of the traffic, so this path is short: the dict is passed on as it is,
-    # and its names are compared once. A peer chooses the names, so the cache is bounded.
+    # Step records are most of the traffic, so this path is short: the dict is passed on unchanged,
+    # and each sequence of names is checked once. Peers choose the names, so the cache is bounded.
     known: set[tuple[str, ...]] = set()
 
     def decode(value: Any, path: str) -> Any:
         if type(value) is not dict:
             raise MalformedMessageError(f"{path} is {_name_of(value)} instead of a mapping")
         order = tuple(value)
-        if order not in known:  # all records of a job have the same names in the same order
+        if order not in known:  # all of a job's records have the same names in the same order
             names = value.keys()
             if not mark.required <= names <= mark.allowed:
                 wrong = sorted(map(str, (mark.required - names) | (names - mark.allowed)))
@@ -364,7 +366,7 @@ def _event_fields(mark: EventFields) -> Decode:
 
 
 def _with_lists(value: Any) -> Any:
-    # Dask decodes msgpack arrays as tuples (``use_list=False``), our channel as lists.
+    # Dask decodes msgpack arrays as tuples (``use_list=False``), our channel decodes them as lists.
     if isinstance(value, dict):
         return {key: _with_lists(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

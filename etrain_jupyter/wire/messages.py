@@ -6,12 +6,12 @@
                 ◀─ FromSupervisor, FromTrainer ──         ◀─ FromTrainer ──
 
 The coordinator sends a message for a trainer to the trainer's supervisor, which forwards it. The
-supervisor adds the trainer's name and a sequence number to each report of a trainer, and keeps the
-report until the coordinator acknowledges the number. The requests of kernels are in
+supervisor adds the trainer's name and a sequence number to each report from a trainer, and keeps
+the report until the coordinator acknowledges that number. Requests from kernels are in
 ``wire.requests``.
 
-``wire.codec`` defines the encoding. A receiver dispatches with ``match`` and ``assert_never``, so
-mypy names each place that must handle a new message.
+``wire.codec`` defines the encoding. Receivers dispatch with ``match`` and ``assert_never``, so mypy
+finds each place that must handle a new message.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Fault = dict[str, Any]
 """A planned fault: ``id``, ``kind``, ``rank``, ``step``, ``at``; see ``testing.FaultPlan``."""
 
 StepRecord = Annotated[dict[str, Any], EventFields(events.StepCompleted, has_time=True)]
-"""The fields of one ``StepCompleted``; a plain dict, as fast jobs have thousands per second."""
+"""The fields of one ``StepCompleted``; a plain dict, since fast jobs send thousands per second."""
 
 Why = Literal["planned", "done", "failed", "nan"]
-"""Why a rank left its generation: a planned change of its members, the last step is trained, a
-collective failed, or the mean loss is not finite."""
+"""Why a rank left its generation: a planned membership change, completion of the last step, a
+failed collective, or a mean loss that is not finite."""
 
 Progress = tuple[int, int]
-"""Committed steps and evaluations of the state that a trainer holds; (-1, 0) without a state."""
+"""Committed steps and evaluations in a trainer's state; (-1, 0) if it has none."""
 
 
 class Fence(enum.Enum):
@@ -44,11 +44,11 @@ class Fence(enum.Enum):
     GENERATION = "generation"
     """Its generation is the current one."""
     GENERATION_IF_ANY = "generation_if_any"
-    """As ``GENERATION``; with generation 0, which is outside of any generation, as ``MEMBER``."""
+    """Like ``GENERATION``, or like ``MEMBER`` if the message belongs to no generation (0)."""
     MEMBER = "member"
     """The trainer is a member of its job."""
     NEVER = "never"
-    """None: a checkpoint is durable even if its writer has been released."""
+    """No condition: a checkpoint is durable even if its writer has been released."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,30 +61,30 @@ class TrainerMessage(Message):
     """Base of the messages to and from a trainer."""
 
     trainer: str = ""
-    """Name of the trainer, ``JOB/WORKER/NUMBER``. Empty in the reports of a trainer: its supervisor
-    fills it in, so no trainer can report under another one's name."""
+    """Name of the trainer, ``JOB/WORKER/NUMBER``. Empty in a trainer's reports: its supervisor
+    fills it in, so no trainer can report under another's name."""
     generation: int = 0
-    """The generation that the message belongs to; 0 outside of any."""
+    """The generation that the message belongs to; 0 if it belongs to none."""
 
     fence: ClassVar[Fence] = Fence.MEMBER
 
     @property
     def job_id(self) -> str:
-        """The job of the trainer."""
+        """The trainer's job."""
         # Derived from the name instead of sent, so that the two cannot disagree.
         return self.trainer.partition("/")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerReport(TrainerMessage):
-    """Base of the reports, which a supervisor keeps until the coordinator acknowledges them."""
+    """Base of reports, which a supervisor keeps until the coordinator acknowledges them."""
 
     number: int = 0
     """Sequence number among the supervisor's reports, from 1; 0 until the supervisor sets it."""
 
 
 def is_current(message: TrainerMessage, *, generation: int, is_member: bool = True) -> bool:
-    """Return whether to accept a message: the one fence of all messages about trainers.
+    """Return whether to accept a message: the single fence for all messages about trainers.
 
     ::
 
@@ -94,10 +94,10 @@ def is_current(message: TrainerMessage, *, generation: int, is_member: bool = Tr
 
     Args:
         message: The message.
-        generation: The current generation of the receiver.
+        generation: The receiver's current generation.
         is_member: Whether the trainer is still a member of its job.
     """
-    # Both ends use it: the coordinator for the reports of trainers, a trainer for its messages.
+    # Both ends use this: the coordinator for trainers' reports, a trainer for messages to it.
     match message.fence:
         case Fence.NEVER:
             return True
@@ -111,7 +111,7 @@ def is_current(message: TrainerMessage, *, generation: int, is_member: bool = Tr
 
 # --- coordinator to supervisor ---
 #
-# A supervisor that was evicted may still run, with trainers inside an old generation. Only its next
+# An evicted supervisor may still be running, with trainers inside an old generation. Only its next
 # incarnation, which has killed them, is accepted again:
 #
 #     supervisor     (unreachable for 10 s)   heartbeat ──▶            kills trainers, hello 1 ──▶
@@ -120,7 +120,7 @@ def is_current(message: TrainerMessage, *, generation: int, is_member: bool = Tr
 
 @dataclass(frozen=True, kw_only=True)
 class AcknowledgeReports(Message):
-    """All reports up to this number are handled, and their events are in the jobs' logs."""
+    """All reports up to this number have been handled, and their events are in the jobs' logs."""
 
     number: int
 
@@ -140,12 +140,13 @@ class ResetSupervisor(Message):
     """The coordinator evicted this worker: kill all trainers and register again."""
 
     incarnation: int
-    """The evicted incarnation. A later one ignores the message, which may arrive several times."""
+    """The evicted incarnation. Later incarnations ignore the message, which may arrive several
+    times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveBundle(Message):
-    """Release a bundle that no job uses any more."""
+    """Release a bundle that jobs no longer use."""
 
     digest: str
 
@@ -159,7 +160,7 @@ class BundleRef(Message):
     size: int
     """In bytes."""
     path: str
-    """The file in the job's folder; for the trainer, perhaps the machine's own copy."""
+    """The file in the job's folder; for the trainer, possibly the machine's own copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +168,12 @@ class LaunchTrainer(TrainerMessage):
     """Start a trainer. The supervisor forwards it with ``host`` and the bundle's local path."""
 
     config: dict[str, Any]
-    """The JSON form of the TrainConfig."""
+    """The TrainConfig as JSON."""
     bundle: BundleRef
     cwd: str
     """The notebook's working folder."""
     checkpoints: str
-    """Folder or URL of the job's checkpoints."""
+    """Folder or URL for the job's checkpoints."""
     faults: tuple[Fault, ...] = ()
     host: str = ""
     """Address of this machine for the other ranks."""
@@ -184,24 +185,24 @@ class TerminateTrainer(TrainerMessage):
 
     why: str
     dumps_stacks: bool = False
-    """True to log the stacks of its threads first."""
+    """True to log its threads' stacks first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogStacks(TrainerMessage):
-    """Log the stack of each thread of a trainer."""
+    """Log the stack of each of a trainer's threads."""
 
 
 # --- coordinator to trainer, forwarded by the supervisor ---
 #
-# A planned change, here w3 joins w1 and w2, loses no step:
+# A planned change loses no steps. Here w3 joins w1 and w2:
 #
 #     coordinator   LeaveGeneration 3 ──▶ w1, w2            JoinGeneration 4 ──▶ w1, w2, w3
 #     w1, w2          leave after the same step ── GenerationLeft(planned) ──▶
 #     w1, w2, w3                    StoreEntry to each other, connect, GenerationJoined ──▶
 #     w1, rank 0                    sends its state to w3, which is ``behind``; then StepsTrained
 #
-# A lost rank, here w2 dies in step 8; w1 holds the state of step 7 and undoes its part of step 8:
+# A lost rank: w2 dies in step 8; w1 holds the state of step 7 and undoes its part of step 8:
 #
 #     w2's supervisor   TrainerExited ──▶
 #     coordinator         BreakGeneration 3 ──▶ w1                         JoinGeneration 4 ──▶
@@ -212,14 +213,14 @@ class LogStacks(TrainerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class InjectFault(TrainerMessage):
-    """Inject a fault now. The supervisor injects the kinds that need no code in the trainer."""
+    """Inject a fault now. The supervisor injects kinds that need no code in the trainer."""
 
     kind_of_fault: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaceUpdate(Message):
-    """Checkpoint interval of ``checkpoint.every: auto``."""
+    """Checkpoint interval for ``checkpoint.every: auto``."""
 
     interval_s: float
     age_s: float | None = None
@@ -239,22 +240,22 @@ class JoinGeneration(TrainerMessage):
     restore: bool
     """True if rank 0 loads the newest checkpoint first, because no trainer holds the state."""
     logged_step: int
-    """Newest step in the log, but at most the one where the generation begins. Rank 0 sends its
-    step records after it, which the previous rank 0 may not have sent."""
+    """Newest step in the log, but no later than the generation's start. Rank 0 sends its records of
+    later steps, which the previous rank 0 may not have sent."""
     log_end: int
-    """Newest step in the log. With ``restore``, the checkpoint may be of an earlier step."""
+    """Newest step in the log. With ``restore``, the checkpoint may be from an earlier step."""
     backend: str
     """``nccl`` or ``gloo``."""
     faults: tuple[Fault, ...] = ()
     starts: tuple[int, ...] = ()
     """The step at which each earlier generation began, see ``rules.membership.lineage``."""
     pace: PaceUpdate | None = None
-    """None if the cell sets the interval, or before the first checkpoint has shown its cost."""
+    """None if the cell sets the interval, or until the first checkpoint reveals its cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveGeneration(TrainerMessage):
-    """Leave the generation after the step that all ranks agree on: its members change."""
+    """Leave the generation after the step that all ranks agree on, because its members change."""
 
     fence: ClassVar[Fence] = Fence.GENERATION
 
@@ -268,9 +269,9 @@ class BreakGeneration(TrainerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveState(TrainerMessage):
-    """Save the state that this trainer holds, between or after generations, and report.
+    """Save this trainer's state, between or after generations, and report it.
 
-    One trainer at a time gets it: before the last holder of the newest state leaves, or at the end
+    Sent to one trainer at a time: before the last holder of the newest state leaves, or at the end
     of the job.
     """
 
@@ -292,7 +293,7 @@ class SetPace(TrainerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class ShutDownTrainer(TrainerMessage):
-    """Exit, after the checkpoint that is being written."""
+    """Exit once any checkpoint in progress is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,13 +308,13 @@ class StoreEntry(TrainerReport):
 
 # --- trainer to supervisor, forwarded to the coordinator ---
 #
-# Rank 0 alone reports steps and evaluations. If it dies, the next rank 0 sends those that the log
-# does not have, so the log may receive a record twice; the coordinator keeps the first.
+# Rank 0 alone reports steps and evaluations. If it dies, the next rank 0 sends those missing from
+# the log, so a record may arrive twice; the coordinator keeps the first.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpareReady(Message):
-    """Hello of a trainer process to its supervisor: all imports are done."""
+    """A trainer process's hello to its supervisor: all imports are done."""
 
     wire_version: int = WIRE_VERSION
     pid: int
@@ -327,7 +328,7 @@ class TrainerHello(TrainerReport):
     warm_s: float
     device: str
     gpu: str = ""
-    """Identifier of its GPU; empty without one."""
+    """Identifier of its GPU; empty if it has none."""
     gpu_memory_bytes: int = 0
     plan: Annotated[dict[str, Any], EventFields(events.JobPlanned, without=("time", "generation"))]
 
@@ -337,7 +338,7 @@ class GenerationJoined(TrainerReport):
     """The rank is connected and holds the state."""
 
     step: int = 0
-    """Step of that state. After a restore, the first report defines the generation's start."""
+    """The state's step. After a restore, the first report defines the generation's start."""
     connect_s: float = 0.0
     sync_s: float = 0.0
     wrap_s: float = 0.0
@@ -353,12 +354,12 @@ class GenerationLeft(TrainerReport):
     progress: Progress
     why: Why
     undone: bool
-    """True if a step was in progress, and was undone."""
+    """True if a step in progress was undone."""
     error: str = ""
     backend: str = ""
     """The backend that failed; empty if none did."""
     is_excused: bool = False
-    """True if the failure has another cause than the connections, and does not count as theirs."""
+    """True if something other than the connections caused the failure, so they are not blamed."""
     ended_early: (
         Annotated[dict[str, Any], EventFields(events.EarlyStopped, without=("time", "generation"))]
         | None
@@ -373,7 +374,7 @@ class GenerationLeft(TrainerReport):
 
 @dataclass(frozen=True, kw_only=True)
 class StepsTrained(TrainerReport):
-    """Rank 0 has committed steps: all those of about 50 ms in one message."""
+    """Rank 0 has committed steps: one message covers about 50 ms."""
 
     records: tuple[StepRecord, ...]
 
@@ -400,7 +401,7 @@ class BestFound(TrainerReport):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsFingerprinted(TrainerReport):
-    """A rank reports the fingerprint of its weights: all ranks must agree."""
+    """A rank reports the fingerprint of its weights, on which all ranks must agree."""
 
     step: int
     rank: int
@@ -448,13 +449,13 @@ class UserCodeFailed(TrainerReport):
 
 @dataclass(frozen=True, kw_only=True)
 class TextLogged(TrainerReport):
-    """A line for the log: printed by the notebook's code, or a message of the trainer."""
+    """A line for the log: printed by the notebook's code, or a message from the trainer."""
 
     level: str
     """``info``, ``warning`` or ``error``."""
     text: str
     is_printed: bool = False
-    """True if the notebook's code printed it; the number of these lines in the log is limited."""
+    """True if the notebook's code printed it; the log limits the number of such lines."""
 
     fence: ClassVar[Fence] = Fence.NEVER
 
@@ -478,33 +479,33 @@ class TrainerStarted(TrainerReport):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerExited(TrainerReport):
-    """A trainer's process has ended."""
+    """A trainer's process has exited."""
 
     cause: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSummary(Message):
-    """State of a trainer, from which a restarted coordinator adopts it."""
+    """A trainer's state, which a restarted coordinator needs to adopt it."""
 
     started_at: float
-    """In seconds since the epoch, because monotonic clocks of two machines differ."""
+    """In seconds since the epoch, because two machines' monotonic clocks differ."""
     pid: int = 0
     generation: int = 0
-    """The newest generation in a ``JoinGeneration`` to it; 0 if none."""
+    """The newest generation in a ``JoinGeneration`` sent to it; 0 if there was none."""
     hello: TrainerHello | None = None
-    """None until it is warm."""
+    """Its hello; None until it is warm."""
     left: GenerationLeft | UserCodeFailed | None = None
     """How it left that generation; None while it is inside."""
     progress: Progress = (-1, 0)
     """Progress in that report."""
     ended_with: int = 0
-    """Number of its ``TrainerExited``; 0 while its process runs."""
+    """Number of its ``TrainerExited`` report; 0 while its process is running."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorHello(Message):
-    """Hello of a supervisor to the coordinator, after each connection."""
+    """A supervisor's hello to the coordinator, after each connection."""
 
     wire_version: int = WIRE_VERSION
     device: str
@@ -529,27 +530,27 @@ class PageCopy(Message):
     phase: str
     alive_age_s: float
     process: str = ""
-    """Process state from the operating system, such as ``stopped``; empty while it pulses."""
+    """Process state from the operating system, such as ``stopped``; empty while it is pulsing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Message):
-    """The supervisor is alive; with the progress of its trainers."""
+    """The supervisor is alive; includes its trainers' progress."""
 
     trainers: dict[str, PageCopy]
-    """By name."""
+    """By trainer name."""
     is_stuck: bool = False
-    """True if its outbox is full, so that its trainers wait."""
+    """True if its outbox is full, so its trainers wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineNotice(Message):
-    """The worker's machine will be reclaimed, or may be."""
+    """The worker's machine will or may be reclaimed."""
 
     notice: str
     """One of the kinds in ``wire.notices``."""
     left_s: float
-    """Seconds until the machine is reclaimed. Not an instant, because clocks of machines differ."""
+    """Seconds until the machine is reclaimed. Not an instant, because machines' clocks differ."""
 
 
 ToTrainer = (
@@ -609,10 +610,10 @@ AnyReport = (
     | TextLogged
     | FaultFired
 )
-"""The reports of a trainer and its supervisor that the coordinator acknowledges."""
+"""Reports from a trainer and its supervisor that the coordinator acknowledges."""
 
 AboutTrainer = ToTrainer | TerminateTrainer | LogStacks
-"""Messages of the coordinator about one trainer."""
+"""Messages from the coordinator about one trainer."""
 
 TO_TRAINER = Vocabulary[ToTrainer](ToTrainer, version=WIRE_VERSION)
 FROM_TRAINER = Vocabulary[FromTrainer](FromTrainer, version=WIRE_VERSION)

@@ -1,4 +1,4 @@
-"""Kinds of notice that a worker reports about its machine."""
+"""Kinds of notices that a worker reports about its machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a trainer in shared memory, which its supervisor can always read.
+"""A trainer's progress in shared memory, which its supervisor can always read.
 
 A trainer cannot respond to messages while it is stopped, or while one of its threads holds the
 interpreter lock. So it writes its progress to a page that both processes map, and the supervisor
@@ -20,7 +20,7 @@ PULSE_S = 0.25
 PHASES = ("idle", "forming", "syncing", "computing", "evaluating", "saving")
 
 # Slots of the page: aligned and 8 bytes each, so that every read and write is atomic, and the
-# reader needs no lock. A lock could be held by a trainer that was stopped.
+# reader needs no lock. A stopped trainer could still be holding a lock.
 _GENERATION, _STEP, _COLLECTIVES, _BEATS, _PHASE, _ALIVE_AT = range(6)
 _SIZE = mmap.PAGESIZE
 
@@ -30,26 +30,26 @@ class TrainerProgress:
     """Contents of the page at one moment."""
 
     generation: int
-    """Newest generation that the main thread has entered; 0 before the first."""
+    """Newest generation entered by the main thread; 0 before the first."""
     step: int
-    """Last step that the trainer reported."""
+    """Last step reported by the trainer."""
     collectives: int
-    """Collectives that this rank has started in the generation. All ranks start the same ones in
-    the same order, so the rank with the fewest is the straggler."""
+    """Number of collectives this rank has started in the generation. All ranks start the same
+    collectives in the same order, so the rank with the fewest is the straggler."""
     beats: int
-    """Heartbeats of the main thread so far."""
+    """Number of heartbeats from the main thread so far."""
     phase: str
     """One of ``PHASES``."""
     alive_age_s: float
-    """Seconds since any Python code of the process ran; 0.0 before the first pulse. Large if the
-    process is stopped, or a thread of it holds the interpreter lock."""
+    """Seconds since any Python code ran in the process; 0.0 before the first pulse. Large if the
+    process is stopped or one of its threads holds the interpreter lock."""
 
 
 class ProgressPage:
-    """Page of shared memory that the trainer writes and its supervisor reads.
+    """Page of shared memory written by the trainer and read by its supervisor.
 
     Args:
-        fd: Open file of at least one page; it is mapped and stays open.
+        fd: Open file of at least one page; it is mapped and kept open.
     """
 
     def __init__(self, fd: int) -> None:
@@ -61,7 +61,7 @@ class ProgressPage:
 
     @classmethod
     def create(cls) -> ProgressPage:
-        """Create a page. Child processes inherit its descriptor only if it is passed to them."""
+        """Create a page. Child processes inherit its descriptor only if it is passed explicitly."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("etrain-progress", os.MFD_CLOEXEC)
         else:
@@ -71,7 +71,7 @@ class ProgressPage:
         return cls(fd)
 
     def close(self) -> None:
-        """Unmap and close the page, which must not be used afterwards. May be called twice."""
+        """Unmap and close the page, which must not be used afterwards. Idempotent."""
         if self.fd >= 0:
             self._slots.release()
             self._map.close()
@@ -83,12 +83,13 @@ class ProgressPage:
     def begin(self, generation: int) -> None:
         """Enter a generation and reset its count of collectives."""
         with self._lock:
-            # With this order, a concurrent reader sees too few collectives, never too many:
+            # With this order, a concurrent reader may see too few collectives, but never too many:
             #
             #     trainer      collectives = 0              generation = 4
             #     supervisor                    reads (3, 0)
             #
-            # The other order could show (4, 812), which makes all other ranks look like stragglers.
+            # The other order could show (4, 812), which would make all other ranks look like
+            # stragglers.
             self._slots[_COLLECTIVES] = 0
             self._slots[_GENERATION] = generation
         self.beat(phase="forming")
@@ -99,7 +100,7 @@ class ProgressPage:
             self._slots[_COLLECTIVES] += 1
 
     def beat(self, step: int | None = None, phase: str | None = None) -> None:
-        """Record a heartbeat of the main thread, which alone calls this.
+        """Record a heartbeat. Only the main thread calls this.
 
         Args:
             step: Current step; None if it has not changed.
@@ -113,8 +114,8 @@ class ProgressPage:
         slots[_BEATS] += 1
 
     def pulse(self) -> None:
-        """Record that Python code of this process is running."""
-        # On one machine the monotonic clock is the same for all processes.
+        """Record that this process is running Python code."""
+        # All processes on a machine share the monotonic clock.
         self._slots[_ALIVE_AT] = time.monotonic_ns()
 
     # --- the supervisor reads ---
@@ -137,18 +138,33 @@ class ProgressPage:
         )
 
 
-def start_pulse(page: ProgressPage) -> threading.Thread:
-    """Pulse every ``PULSE_S`` seconds from a daemon thread until the page is closed."""
+class Pulse(threading.Thread):
+    """Pulse every ``PULSE_S`` seconds until it is stopped or the page is closed."""
+
+    def __init__(self, page: ProgressPage) -> None:
+        super().__init__(name="etrain-pulse", daemon=True)
+        self._page = page
+        self._is_stopped = threading.Event()
+
+    def run(self) -> None:
+        """Pulse. Called by the thread."""
+        while self._page.fd >= 0:
+            try:
+                self._page.pulse()
+            except ValueError:  # closed after the check
+                return
+            if self._is_stopped.wait(PULSE_S):
+                return
+
+    def stop(self) -> None:
+        """End the thread, for example because a fork must find only one."""
+        self._is_stopped.set()
+        self.join()
+
+
+def start_pulse(page: ProgressPage) -> Pulse:
+    """Start to pulse from a daemon thread."""
     page.pulse()
-    thread = threading.Thread(target=_pulse, args=(page,), name="etrain-pulse", daemon=True)
+    thread = Pulse(page)
     thread.start()
     return thread
-
-
-def _pulse(page: ProgressPage) -> None:
-    while page.fd >= 0:
-        try:
-            page.pulse()
-        except ValueError:  # closed after the check
-            return
-        time.sleep(PULSE_S)

@@ -1,13 +1,13 @@
-"""Every request to a scheduler, with its reply: from a kernel, and one from supervisors.
+"""Every request to a scheduler, with its reply. All but one come from kernels.
 
-A request is a call of a Dask RPC handler. ``process.peers`` decides by the handler's name whether a
-peer may call it. The arguments are the fields of the request and the wire version. Each reply has
-the version too, so that both ends detect a peer of another version::
+A request is a call to a Dask RPC handler. ``process.peers`` decides by the handler's name whether a
+peer may call it. The arguments are the request's fields and the wire version. Each reply also has
+the version, so that both ends detect a peer with another version::
 
     kernel 3 ── etrain_describe(wire_version=3) ──▶ cluster 3     the reply has wire_version=3
-    kernel 2 ── etrain_describe() ────────────────▶ cluster 3     refused, with what to do
+    kernel 2 ── etrain_describe() ────────────────▶ cluster 3     refused, with a remedy
     kernel 3 ── etrain_describe(wire_version=3) ──▶ cluster 2     unknown argument: nothing is done,
-             ◀── an error without wire_version ──                  and the kernel says why
+             ◀── an error without wire_version ──                  and the kernel reports why
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class JobList:
 
 @dataclass(frozen=True, kw_only=True)
 class EventBatch:
-    """New events of a job."""
+    """A job's new events."""
 
     events: tuple[dict[str, Any], ...]
     """In their JSON form, in order."""
@@ -101,7 +101,7 @@ class EventBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Effect of a request, as one sentence for the user."""
+    """Effect of a request, as a sentence for the user."""
 
     message: str = ""
 
@@ -126,9 +126,9 @@ class ClusterFacts:
     idle_s: float = 0.0
     """Seconds since the last job ended; 0.0 while one is active."""
     version: str = ""
-    """Version of etrain-jupyter in a foreign scheduler; empty in a cluster of ours."""
+    """Version of etrain-jupyter in a foreign scheduler; empty in our own clusters."""
     unfit: dict[str, str] | None = None
-    """Why workers cannot be used, by worker."""
+    """Reasons why workers cannot be used, by worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class ShuttingDown:
 
     message: str = ""
     stopped: tuple[str, ...] = ()
-    """Jobs that this stopped."""
+    """Jobs stopped by the shutdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class NodeList:
 
 @dataclass(frozen=True, kw_only=True)
 class CostList:
-    """Cost of each node of a pool."""
+    """Cost of each node in a pool."""
 
     costs: tuple[dict[str, Any], ...]
 
@@ -174,7 +174,7 @@ class WorkersPresent:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Generic[R]):
-    """Base of the requests to a scheduler; ``R`` is the type of the reply."""
+    """Base of requests to a scheduler; ``R`` is the reply type."""
 
     op: ClassVar[str]
     """Name of the Dask handler."""
@@ -216,7 +216,7 @@ class FetchBundle(Request[BundlePiece]):
 
 @dataclass(frozen=True, kw_only=True)
 class ListJobs(Request[JobList]):
-    """Return the jobs of the cluster."""
+    """Return the cluster's jobs."""
 
     op: ClassVar[str] = "etrain_jobs"
     reply: ClassVar[type[Any]] = JobList
@@ -224,7 +224,7 @@ class ListJobs(Request[JobList]):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchEvents(Request[EventBatch]):
-    """Return the events of a job after ``since``; wait until there is one."""
+    """Return a job's events after ``since``; wait until there is one."""
 
     op: ClassVar[str] = "etrain_events"
     reply: ClassVar[type[Any]] = EventBatch
@@ -232,7 +232,7 @@ class FetchEvents(Request[EventBatch]):
     job_id: str
     since: int = 0
     wait_s: float = 10.0
-    """Maximum wait in seconds; 0.0 returns immediately."""
+    """Maximum wait in seconds; 0.0 to return immediately."""
     limit: int = 5000
 
 
@@ -250,7 +250,7 @@ class ControlJob(Request[Outcome]):
 
 @dataclass(frozen=True, kw_only=True)
 class ListWorkers(Request[WorkerList]):
-    """Return the workers of a job."""
+    """Return a job's workers."""
 
     op: ClassVar[str] = "etrain_workers"
     reply: ClassVar[type[Any]] = WorkerList
@@ -260,7 +260,7 @@ class ListWorkers(Request[WorkerList]):
 
 @dataclass(frozen=True, kw_only=True)
 class DescribeCluster(Request[ClusterFacts]):
-    """Return the state of the cluster."""
+    """Return the cluster's state."""
 
     op: ClassVar[str] = "etrain_describe"
     reply: ClassVar[type[Any]] = ClusterFacts
@@ -268,7 +268,7 @@ class DescribeCluster(Request[ClusterFacts]):
 
 @dataclass(frozen=True, kw_only=True)
 class ShutDownCluster(Request[ShuttingDown]):
-    """Stop all jobs, and shut down the cluster unless its scheduler is a foreign one."""
+    """Stop all jobs, and shut down the cluster unless it has a foreign scheduler."""
 
     op: ClassVar[str] = "etrain_down"
     reply: ClassVar[type[Any]] = ShuttingDown
@@ -286,7 +286,7 @@ class RemoveCoordinator(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class TouchCluster(Request[ClusterIdentity]):
-    """Restart the cluster's idle time, because a job is about to be submitted."""
+    """Reset the cluster's idle time, because a job is about to be submitted."""
 
     op: ClassVar[str] = "etrain_pool_touch"
     reply: ClassVar[type[Any]] = ClusterIdentity
@@ -305,7 +305,7 @@ class WantWorkers(Request[WorkersPresent]):
 
 @dataclass(frozen=True, kw_only=True)
 class ListNodes(Request[NodeList]):
-    """Return the nodes of the pool."""
+    """Return the pool's nodes."""
 
     op: ClassVar[str] = "etrain_pool_nodes"
     reply: ClassVar[type[Any]] = NodeList
@@ -313,7 +313,7 @@ class ListNodes(Request[NodeList]):
 
 @dataclass(frozen=True, kw_only=True)
 class ListCosts(Request[CostList]):
-    """Return the cost of each node so far."""
+    """Return each node's cost so far."""
 
     op: ClassVar[str] = "etrain_pool_costs"
     reply: ClassVar[type[Any]] = CostList
@@ -360,7 +360,7 @@ def decode_reply(request: Request[R], reply: Any) -> R:
             "coordinator, or no longer"
         )
     values = dict(reply)
-    # The version first, then the error: a refusal by another version may have other keys.
+    # Check the version before the error: a refusal by another version may have other keys.
     try:
         check_version(values.pop(VERSION, None), WIRE_VERSION)
     except WireVersionError as exc:
@@ -381,7 +381,7 @@ async def call_scheduler(rpc: Any, request: Request[R]) -> R:
     """Call a scheduler through Dask's ``rpc``, and return its reply.
 
     Raises:
-        RefusedRequestError: If it refuses.
+        RefusedRequestError: If the scheduler refuses it.
         NotOursError: If it does not run our coordinator.
         OSError: If it cannot be reached.
     """
@@ -392,18 +392,19 @@ async def exchange(rpc: Any, request: Request[Any]) -> Any:
     """Call a scheduler through Dask's ``rpc``, and return its reply, still encoded.
 
     Raises:
-        RefusedRequestError: If it is from before wire versions existed.
+        RefusedRequestError: If the scheduler predates wire versions.
         OSError: If it cannot be reached.
-        UnicodeEncodeError: If the request has text that cannot be encoded.
+        UnicodeEncodeError: If the request contains text that cannot be encoded.
     """
     try:
         return await getattr(rpc, request.op)(**encode_request(request))
     except (OSError, UnicodeEncodeError):
         raise
     except Exception as exc:
-        # Our handlers reply to every exception, so this is a cluster from before wire versions. Its
-        # handler does not know the argument ``wire_version`` and raises. Dask sends the exception
-        # as a pickle; ``process.peers`` does not unpickle it, and Dask raises an AssertionError.
+        # Our handlers turn every exception into a reply, so this cluster predates wire versions.
+        # Its handler raises because of the unknown argument ``wire_version``. Dask sends the
+        # exception as a pickle; ``process.peers`` does not unpickle it, so Dask raises an
+        # AssertionError.
         older = WireVersionError(None, WIRE_VERSION)
         raise RefusedRequestError(OTHER_VERSION, _explain_cluster_version(older)) from exc
 
@@ -426,9 +427,9 @@ Q = TypeVar("Q", bound=Request[Any])
 def handler_of(
     request_type: type[Q], handle: Callable[[Q], Awaitable[Any]]
 ) -> Callable[..., Awaitable[dict[str, Any]]]:
-    """Return a Dask handler that checks version and arguments, and replies with plain values.
+    """Return a Dask handler that checks the version and arguments, and replies with plain values.
 
-    An exception becomes a reply too: Dask would send it as a pickle, which no kernel unpickles.
+    Exceptions become replies too: Dask would send a pickle, which kernels do not unpickle.
     """
 
     async def answer(**arguments: Any) -> dict[str, Any]:
@@ -441,8 +442,8 @@ def handler_of(
         except RefusedRequestError as exc:
             reply = {"error": exc.kind, "message": str(exc)}
         except Exception as exc:
-            # A malformed request is the kernel's defect; anything else is one of ours, or a disk
-            # error. Either way the kernel gets the text.
+            # A malformed request is a defect in the kernel; anything else is a defect here or a
+            # disk error. Either way the kernel gets the text.
             if not isinstance(exc, MalformedMessageError):
                 logger.exception("a request failed")
             reply = {"error": type(exc).__name__, "message": str(exc)}

@@ -1,6 +1,6 @@
 """Compare the installed versions with those of the notebook, and define the wire version.
 
-The notebook's objects are sent by value: functions as byte code, which is specific to a minor
+The notebook's objects are sent by value: functions as bytecode, which is specific to a minor
 version of Python, and modules in torch's pickle format.
 """
 
@@ -15,7 +15,7 @@ from etrain_jupyter import __version__
 
 WIRE_VERSION = 3
 """Version of the messages in ``wire.messages`` and ``wire.requests``. Increment it with each change
-that an older version would not understand."""
+that older versions would not understand."""
 
 PROTOCOL_KEY = "protocol"
 NAMES = {
@@ -31,7 +31,7 @@ MUST_FIT = (PROTOCOL_KEY, "etrain", "python", "torch")
 """Packages whose minor version must match; for the others, a difference is only a warning."""
 
 Fingerprint = Mapping[str, str]
-"""Versions by the keys of ``NAMES``; empty for a package that is not installed."""
+"""Versions keyed as in ``NAMES``; empty if a package is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,13 @@ def read_fingerprint() -> dict[str, str]:
 
 
 def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Comparison:
-    """Compare a worker's versions with a notebook's; skip what either one does not report.
+    """Compare a worker's versions with a notebook's; skip any that either does not report.
 
     Args:
         theirs: Versions of the worker.
         ours: Versions of the notebook.
-        at: Name of the worker in messages.
-        here: Name of the notebook in messages.
+        at: How messages refer to the worker.
+        here: How messages refer to the notebook.
 
     >>> compare({"python": "3.11.2"}, {"python": "3.12.4"}, at="w1", here="this notebook").wrong
     ('Python 3.11.2 on w1, 3.12.4 in this notebook',)

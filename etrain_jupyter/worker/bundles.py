@@ -1,7 +1,7 @@
-"""Cache of bundles on a worker's machine: one file each, shared by all supervisors and trainers.
+"""Cache of bundles on a worker's machine: one file per bundle, shared by all local processes.
 
 If a supervisor can read the job's folder, its trainers use the file there, and nothing is cached.
-Otherwise it fetches the file from the scheduler. The users of a file hold a shared lock on
+Otherwise it fetches the file from the scheduler. Processes that use a file hold a shared lock on
 ``DIGEST.lock`` next to it; writing or removing the file requires the exclusive lock::
 
     etrain-bundles-1000/         0700, in Dask's folder for temporary files
@@ -25,16 +25,16 @@ from typing import BinaryIO
 from etrain_jupyter.wire.messages import BundleRef
 
 LOOK_S = 0.05
-"""Interval in seconds for checking whether another supervisor has fetched the file."""
+"""Seconds between checks whether another supervisor has fetched the file."""
 
 Fetch = Callable[[str, int], Awaitable[bytes]]
-"""Returns a piece of a bundle from an offset; empty at its end."""
+"""Returns a piece of a bundle from an offset; empty at the end."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class BundleFetchError(Exception):
-    """A bundle is unavailable on this machine; the message has the reason and the remedy."""
+    """A bundle is unavailable on this machine; the message states the reason and the remedy."""
 
 
 def folder_of(local_directory: str) -> Path:
@@ -43,7 +43,7 @@ def folder_of(local_directory: str) -> Path:
 
 
 class MachineBundles:
-    """Bundles that one supervisor uses.
+    """Bundles used by one supervisor.
 
     Args:
         fetch: Fetches pieces from the scheduler.
@@ -54,20 +54,20 @@ class MachineBundles:
         self._folder = Path()
         self._locks: dict[str, int] = {}  # open lock files, by digest
         self._getting = asyncio.Lock()  # held while a bundle is fetched or waited for
-        # Digest of the bundle that is being fetched; empty if it was released meanwhile.
+        # Digest of the bundle being fetched; empty if the bundle was released in the meantime.
         self._coming = ""
 
     def begin(self, folder: Path) -> None:
-        """Set the folder, and remove its unused bundles, whose users were killed."""
+        """Set the folder, and remove unused bundles left behind by killed processes."""
         if folder == self._folder:
             return
         self._folder = folder
         for lock in folder.glob("*.lock"):
-            with contextlib.suppress(OSError):  # removed by another supervisor meanwhile
+            with contextlib.suppress(OSError):  # another supervisor has removed it
                 _remove_unused(lock, os.open(lock, os.O_RDWR))
 
     async def get(self, bundle: BundleRef) -> Path:
-        """Return the file with a bundle, and keep it until it is released.
+        """Return the file containing a bundle, and keep it until the bundle is released.
 
         Args:
             bundle: ``digest``, ``size`` in bytes, and ``path`` in the job's folder.
@@ -105,7 +105,7 @@ class MachineBundles:
             self.release(digest)
 
     async def _get(self, path: Path, size: int) -> int:
-        """Wait for the file or fetch it; return the open lock file that keeps it."""
+        """Wait for the file or fetch it; return the open lock file that protects it."""
         lock = path.with_suffix(".lock")
         while True:
             try:
@@ -114,22 +114,22 @@ class MachineBundles:
             except OSError as exc:
                 raise self._not_stored(size, exc) from exc
             try:
-                # exclusive lock is free     no user: fetch the file if it is missing, then share
-                # only a shared lock is      in use: share it
-                # none is                    being fetched or removed: wait and look again
+                # exclusive lock is free        no user: fetch the file if it is missing, then share
+                # only a shared lock is free    in use: share it
+                # no lock is free               being fetched or removed: wait and check again
                 is_kept = False
                 if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
                     if not path.exists():
                         await self._write(path, size)
                     # Downgrading the lock is not atomic: another supervisor may remove the file in
-                    # between, so check again below.
+                    # the meantime, so check again below.
                     is_kept = _is_locked(descriptor, fcntl.LOCK_SH)
                 elif _is_locked(descriptor, fcntl.LOCK_SH):
                     is_kept = True
                 is_kept = is_kept and path.exists() and _is_file_of(lock, descriptor)
                 if is_kept:
                     return descriptor
-            except BaseException:  # also a cancellation: leave no file that nothing uses
+            except BaseException:  # including cancellation: leave no unused files
                 _remove_unused(lock, descriptor)
                 raise
             os.close(descriptor)
@@ -143,7 +143,7 @@ class MachineBundles:
             file.write(data)
 
         try:
-            # Truncate: a supervisor that was killed may have left a part.
+            # Truncate: a killed supervisor may have left a partial file.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
                 offset = 0
@@ -173,7 +173,7 @@ class MachineBundles:
 def _remove_unused(lock: Path, descriptor: int) -> None:
     try:
         if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
-            # The lock file last: as long as it exists, no other supervisor can create the files.
+            # Remove the lock file last: while it exists, no other supervisor can create the files.
             for name in (lock.with_suffix(""), lock.with_suffix(".part"), lock):
                 name.unlink(missing_ok=True)
     finally:
@@ -189,7 +189,7 @@ def _is_locked(descriptor: int, kind: int) -> bool:
 
 
 def _is_file_of(path: Path, descriptor: int) -> bool:
-    # A lock on a file that another supervisor has removed protects nothing:
+    # A lock on a file removed by another supervisor protects nothing:
     #
     #   A: open lock       ............ flock: succeeds, but on the removed file
     #   B:           flock, unlink, close

@@ -1,4 +1,4 @@
-"""Start-up that all kinds of worker processes share."""
+"""Start-up code shared by all kinds of worker processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etrain_jupyter.worker.lifecycle import (
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """Return a parser for the options that every worker is started with."""
+    """Return a parser for the options common to all workers."""
     parser = argparse.ArgumentParser(prog=prog)
     for name in ("name", "device", "supervisor"):
         parser.add_argument(f"--{name}", required=True)
@@ -33,16 +33,16 @@ def run_worker(
     host: str = "127.0.0.1",
     on_serving: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a worker until its end; logging has been set up before.
+    """Run a worker until it shuts down; logging must already be set up.
 
     Args:
         arguments: From ``make_parser``.
-        finder: Finds the scheduler, also one that was restarted at another address.
+        finder: Finds the scheduler, even if it was restarted at another address.
         scheduler: Address of the first scheduler.
         num_lives: Its incarnation number, starting at 1.
         tls: Folder with the certificates.
         scratch: Folder for Dask.
-        host: Address of this machine to listen on.
+        host: This machine's address to listen on.
         on_serving: Called after each connection to a scheduler.
     """
     options = WorkerOptions(

@@ -1,7 +1,7 @@
 """Client for the EC2 instance metadata service, version 2.
 
 Requests use the link-local network, never a proxy, and carry a session token, which is renewed
-before it expires. A missing path, such as a notice that has not been issued, is not an error.
+before it expires. A missing path, such as that of a notice not yet issued, is not an error.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 
 DEFAULT_ENDPOINT = "http://169.254.169.254"
 TOKEN_S = 21_600
-"""Lifetime of a token in seconds: the maximum that the service allows."""
+"""Lifetime of a token in seconds: the maximum allowed by the service."""
 RENEW_S = 60.0
-"""Seconds before the expiry of a token at which it is renewed."""
+"""How many seconds before its expiry a token is renewed."""
 MOST_BYTES = 65_536
-"""Maximum size of a response: whatever answers at the endpoint, it must not fill the memory."""
+"""Maximum size of a response: whatever responds at the endpoint must not exhaust memory."""
 VENDOR_FILE = Path("/sys/class/dmi/id/sys_vendor")
 
 
 class ImdsError(OSError):
-    """The metadata service is unreachable or has returned an error; a retry may succeed."""
+    """The metadata service is unreachable or returned an error; a retry may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImdsResponse:
-    """Response of the service for one path."""
+    """The service's response for one path."""
 
     text: str
     at: float
@@ -44,7 +44,7 @@ class ImdsResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Identity of this machine."""
+    """This machine's identity."""
 
     instance_id: str
     type: str
@@ -54,22 +54,22 @@ class Identity:
     lifecycle: str
     """``spot`` or ``on-demand``."""
     age_s: float
-    """Seconds from the launch to this response, both by AWS's clock."""
+    """Seconds from launch to this response, both by AWS's clock."""
 
 
 class Imds:
     """Client for the service. Thread-safe.
 
     Args:
-        endpoint: URL of the service; by default the one that boto3 would use.
-        timeout_s: Timeout of a request, in seconds.
+        endpoint: URL of the service; by default, the same as boto3's.
+        timeout_s: Request timeout in seconds.
     """
 
     def __init__(self, endpoint: str | None = None, *, timeout_s: float = 2.0) -> None:
         endpoint = endpoint or os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
         self._base = (endpoint or DEFAULT_ENDPOINT).rstrip("/")
         self._timeout_s = timeout_s
-        # A proxy would return the metadata of its own machine, and see the tokens.
+        # A proxy would return its own machine's metadata, and see the tokens.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self._lock = threading.Lock()  # one thread renews the token, the others wait for it
         self._token = ""
@@ -85,7 +85,7 @@ class Imds:
         return None if answer is None else answer.text
 
     def ask(self, path: str) -> ImdsResponse | None:
-        """Return the response for ``path`` with its time; see ``get``."""
+        """Return the response for ``path``, including its time; see ``get``."""
         # A 401 means that the token has expired or been revoked: retry once with a new one.
         for is_last in (False, True):
             token = self._current_token(is_new=is_last)
@@ -127,7 +127,7 @@ class Imds:
             return ImdsResponse(text=text, at=_instant_of(answer.headers.get("Date")))
 
     def identity(self) -> Identity:
-        """Return the identity of this machine.
+        """Return this machine's identity.
 
         Raises:
             ImdsError: If the request fails, or the identity document is missing or invalid.
@@ -152,14 +152,14 @@ class Imds:
 
 
 def is_ec2() -> bool:
-    """Return whether this machine has a metadata service to watch, without a request to it."""
+    """Return whether this machine has a metadata service, without sending it a request."""
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     if os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT"):
         return True
     if (wished := os.environ.get("ETRAIN_NOTICES")) is not None:
         return wished == "imds"
-    # Elsewhere a request to the link-local address may hang until its timeout.
+    # Outside EC2, a request to the link-local address may hang until it times out.
     try:
         return VENDOR_FILE.read_text().strip() == "Amazon EC2"
     except OSError:
@@ -167,7 +167,7 @@ def is_ec2() -> bool:
 
 
 def instant_of_iso(text: str) -> float:
-    """Convert a time as AWS writes it to seconds since the epoch.
+    """Convert a time in AWS's format to seconds since the epoch.
 
     Raises:
         ValueError: If the text is not a time.
@@ -182,5 +182,5 @@ def instant_of_iso(text: str) -> float:
 def _instant_of(header: str | None) -> float:
     try:
         return email.utils.parsedate_to_datetime(header or "").timestamp()
-    except ValueError:  # no date, or not a valid one
+    except ValueError:  # missing or invalid date
         return time.time()

@@ -1,7 +1,7 @@
 """Worker process: one supervisor, connected to one scheduler after another.
 
-The process computes nothing itself: its supervisor starts trainers. Worker and trainers outlive the
-scheduler: the worker waits for the next one and reconnects. A finder supplies its address.
+The process does no computation itself: its supervisor starts trainers. Worker and trainers outlive
+the scheduler: the worker waits for the next one and reconnects. A finder supplies its address.
 
 Reactions to a lost connection:
 
@@ -10,9 +10,9 @@ case, the first that applies                                what happens
 ==========================================================  ========================================
 the cluster is shutting down                                shut down
 the next scheduler is known                                 connect to it
-a remote connection was cut, without a request to close     reconnect to the same scheduler
-a remote scheduler closed this worker, or a local one       shut down: it has dismissed this worker
-still runs ``DISMISSED_S`` later
+a remote connection dropped, without a request to close     reconnect to the same scheduler
+a remote scheduler closed this worker, or a local one is    shut down: it has dismissed this worker
+still running ``DISMISSED_S`` later
 otherwise                                                   wait for the next one, up to ``away_s``
 ==========================================================  ========================================
 """
@@ -38,18 +38,18 @@ from etrain_jupyter.process.tls import configure_dask, read_security, without_ht
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 15
-"""Timeout for the first connection, in seconds; the scheduler already runs when a worker starts."""
+"""Timeout for the first connection in seconds; the scheduler is running before workers start."""
 RECONNECT_S = 5
-"""Timeout for reconnecting to the same scheduler, in seconds. After it, look for a restarted one at
-a new address."""
+"""Timeout for reconnecting to the same scheduler, in seconds. After that, look for a restarted
+scheduler at a new address."""
 CLOSE_S = 5.0
 
 DISMISSED_S = 2.0
-"""If the scheduler still runs this many seconds after it closed the connection, it has dismissed
-this worker. A scheduler that dies closes its connections just before its process ends."""
+"""If the scheduler is still running this many seconds after closing the connection, it has
+dismissed this worker. A dying scheduler closes its connections just before its process exits."""
 
 LOOK_EVERY_S = 0.05
-"""Interval in seconds for looking up the next scheduler."""
+"""Seconds between attempts to look up the next scheduler."""
 
 DISMISSALS = frozenset({"scheduler-remove-worker", "scheduler-close-worker"})
 """Dask's reasons for closing a worker on request, as opposed to a lost connection."""
@@ -60,7 +60,7 @@ class SchedulerRecord(Protocol):
 
     @property
     def address(self) -> str:
-        """Address that it listens on."""
+        """Address on which it listens."""
         ...
 
     @property
@@ -78,11 +78,10 @@ class SchedulerFinder(Protocol):
     """Look up the cluster's current scheduler."""
 
     away_s: float
-    """Timeout for the next scheduler, in seconds; after it, the worker and its trainers shut
-    down."""
+    """Seconds to wait for the next scheduler before the worker and its trainers shut down."""
     is_remote: bool
-    """True if the scheduler is on another machine. A cut connection does not mean that it died, so
-    the worker retries the same one."""
+    """True if the scheduler is on another machine. A dropped connection does not mean that it died,
+    so the worker retries the same scheduler."""
 
     def look(self) -> SchedulerRecord | None:
         """Return the newest scheduler; None if the cluster is shutting down."""
@@ -102,7 +101,7 @@ class WorkerOptions:
     num_lives: int
     """Incarnation number of the first scheduler, starting at 1."""
     host: str = "127.0.0.1"
-    """Address of this machine to listen on."""
+    """This machine's address to listen on."""
     tls: Path
     """Folder with the certificates."""
     scratch: Path
@@ -128,7 +127,7 @@ class WorkerLifecycle:
         self._finder = finder
         self._on_serving = on_serving
         self._supervisor = load_factory(options.supervisor)(device=options.device)
-        # The supervisor keeps its trainers when a connection ends, until this is reset.
+        # Until this is reset, the supervisor keeps its trainers when a connection ends.
         self._supervisor.outlives_scheduler = True
         self._address = options.scheduler
         self._num_lives = options.num_lives  # incarnation of the current scheduler, from 1
@@ -139,7 +138,7 @@ class WorkerLifecycle:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
         # scheduler 1      serves ......... dies
         # this process     worker A ......... closed | look up, reconnect | worker B ....
-        # supervisor       the same one all the time: ``teardown`` by A keeps the trainers
+        # supervisor       the same throughout: A's ``teardown`` keeps the trainers
         # trainers         train ...................................................
         worker = await self._connect_first()
         if worker is None:
@@ -150,14 +149,14 @@ class WorkerLifecycle:
                 break
             worker = next_one
         self._supervisor.outlives_scheduler = False
-        # Dask has closed this worker already, and its teardown kept the trainers: repeat it.
+        # Dask has already closed this worker, but its teardown kept the trainers: run it again.
         if worker.status.name in ("closing", "closed", "failed"):
             await worker.finished()
             await self._supervisor.teardown(worker)
         await worker.close(timeout=CLOSE_S, executor_wait=False, reason="shutdown requested")
 
     async def _connect_first(self) -> Any | None:
-        """Connect to the running scheduler. A remote one may just be restarting, so retry."""
+        """Connect to the running scheduler. A remote one may be restarting, so retry."""
         deadline = time.monotonic() + self._finder.away_s
         while True:
             try:
@@ -182,7 +181,7 @@ class WorkerLifecycle:
             protocol="tls",
             security=read_security(options.tls, "worker"),
             nthreads=1,
-            memory_limit=0,  # no limit: trainers are other processes, and this one holds no data
+            memory_limit=0,  # no limit: trainers are separate processes, and this one holds no data
             local_directory=str(options.scratch),
             death_timeout=timeout_s,
             plugins=(self._supervisor,),
@@ -213,14 +212,15 @@ class WorkerLifecycle:
             is_next = record.num_lives > self._num_lives and record.is_serving
             if is_next or is_same_tried:
                 self._address = record.address
-                # Dask wraps errors of a starting worker in its own types. Retry, as the scheduler
-                # may die again.
+                # Dask wraps a worker's start-up errors in its own types. Retry: the scheduler may
+                # have died again.
                 with contextlib.suppress(OSError, TimeoutError, RuntimeError):
                     worker = await self._connect(CONNECT_S if is_next else RECONNECT_S)
                     self._num_lives = record.num_lives
                     return worker
-            # Not the next scheduler, and no retry: a remote one has dismissed this worker. A local
-            # one that dies needs a moment to exit, so it counts as alive only after DISMISSED_S.
+            # Neither a new scheduler nor a retry: a remote scheduler has dismissed this worker. A
+            # dying local scheduler takes a moment to exit, so it counts as alive only after
+            # DISMISSED_S.
             elif self._finder.is_remote or (record.is_serving and away_s > DISMISSED_S):
                 return None
             await asyncio.sleep(LOOK_EVERY_S)
@@ -242,7 +242,7 @@ def is_of_network(error: BaseException) -> bool:
 def noting_its_end(server: type[Any]) -> type[Any]:
     """Return a subclass of a Dask ``Worker`` that records the first reason for closing it."""
 
-    # Dask calls ``close`` several times; later reasons only follow from the first.
+    # Dask calls ``close`` several times; later reasons merely follow from the first.
     async def close(self: Any, *args: Any, reason: str = "worker-close", **kwargs: Any) -> Any:
         self.close_reason = self.close_reason or reason
         return await server.close(self, *args, reason=reason, **kwargs)
@@ -251,13 +251,13 @@ def noting_its_end(server: type[Any]) -> type[Any]:
 
 
 async def _run(make: Callable[[], WorkerLifecycle]) -> None:
-    await make().run()  # the constructor needs the running event loop
+    await make().run()  # the constructor needs a running event loop
 
 
 def run_process(make: Callable[[], WorkerLifecycle], *, scratch: Path) -> None:
-    """Run a worker process until it ends, without leaving threads that keep it alive.
+    """Run a worker process until it exits; leftover threads do not keep it alive.
 
-    The process ends with its parent, which it detects by the end of the pipe on standard input.
+    The process exits with its parent, whose exit closes the pipe on standard input.
 
     Args:
         make: Creates the worker's lifecycle.
@@ -272,5 +272,5 @@ def run_process(make: Callable[[], WorkerLifecycle], *, scratch: Path) -> None:
         logger.exception("this worker failed")
         code = 1
     logging.shutdown()
-    # A normal exit would join Dask's thread pools, and could wait forever for a blocked thread.
+    # A normal exit would join Dask's thread pools, possibly waiting forever for a blocked thread.
     os._exit(code)

@@ -1,6 +1,6 @@
 """Worker process of a local cluster: ``python -m etrain_jupyter.worker.main``.
 
-The head starts it. It ends with the keeper, when the pipe on its standard input is closed. It
+The head starts it. It exits with the keeper, whose death closes the pipe on its standard input. It
 outlives the scheduler, see ``worker.lifecycle``.
 """
 
@@ -13,11 +13,11 @@ from etrain_jupyter.process.entry import log_to_stderr
 from etrain_jupyter.worker.entry import make_parser, run_worker
 
 AWAY_S = 60.0
-"""Reconnect timeout in seconds; after it, the worker ends with its trainers."""
+"""Reconnect timeout in seconds; after that, the worker and its trainers exit."""
 
 
 class LocalFinder:
-    """Find the scheduler by the record in the cluster's folder."""
+    """Find the scheduler through the record in the cluster's folder."""
 
     away_s = AWAY_S
     is_remote = False
@@ -26,12 +26,12 @@ class LocalFinder:
         self._cluster = cluster
 
     def look(self) -> ClusterRecord | None:
-        """Return the record; None while the cluster shuts down."""
+        """Return the record; None if the cluster is shutting down."""
         return self._cluster.record()
 
 
 def main() -> None:
-    """Run until the cluster ends."""
+    """Run until the cluster shuts down."""
     parser = make_parser("etrain-local-worker")
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--scheduler", required=True)

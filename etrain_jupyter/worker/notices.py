@@ -1,7 +1,7 @@
-"""Watch for EC2's notices about this machine: interruptions and rebalance recommendations.
+"""Watch for EC2 notices about this machine: interruptions and rebalance recommendations.
 
-A separate thread polls the metadata service, so that a service that does not respond does not block
-the process.
+A separate thread polls the metadata service, so that an unresponsive service does not block the
+process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etrain_jupyter.worker.imds import Imds, ImdsError, ImdsResponse, instant_of
 logger = logging.getLogger("etrain.notices")
 
 POLL_S = 2.0
-"""Polling interval in seconds. AWS recommends 5 s or less; a notice comes 120 s ahead, so each
+"""Polling interval in seconds. AWS recommends 5 s or less; notices arrive 120 s ahead, so every
 second counts."""
 
 INTERRUPTION_PATH = "meta-data/spot/instance-action"
@@ -28,10 +28,10 @@ REBALANCE_PATH = "meta-data/events/recommendations/rebalance"
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """Notice about the end of this machine."""
+    """Notice that this machine will or may be reclaimed."""
 
     kind: str
-    """``interruption`` (EC2 reclaims it at ``deadline``) or ``rebalance`` (that is likely)."""
+    """``interruption`` (EC2 reclaims it at ``deadline``) or ``rebalance`` (likely to happen)."""
     deadline: float = 0.0
     """In seconds since the epoch, by this machine's clock; 0.0 if unknown."""
 
@@ -55,13 +55,13 @@ class NoticeWatch:
         self._imds = imds
         self._on_notice = on_notice
         self._poll_s = poll_s
-        self._told: dict[str, str] = {}  # by kind: the response at the last report
-        self._failing: dict[str, str] = {}  # by kind: the error of the last request; empty if none
+        self._told: dict[str, str] = {}  # by kind: the last reported response
+        self._failing: dict[str, str] = {}  # by kind: the last request's error, or empty
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etrain-notices", daemon=True)
 
     def start(self) -> None:
-        """Start to poll."""
+        """Start polling."""
         self._thread.start()
 
     def look_now(self) -> None:
@@ -76,7 +76,7 @@ class NoticeWatch:
 
     def _run(self) -> None:
         while not self._end.is_set():
-            # Check each path separately, so that an error of one does not hide the other.
+            # Check each path separately, so that an error in one does not hide the other.
             self._look(INTERRUPTION, INTERRUPTION_PATH)
             self._look(REBALANCE, REBALANCE_PATH)
             self._end.wait(self._poll_s)
@@ -84,23 +84,23 @@ class NoticeWatch:
     def _look(self, kind: str, path: str) -> None:
         try:
             answer = self._imds.ask(path)
-            # A notice stays in the metadata; a new deadline changes the text, and is reported
+            # A notice stays in the metadata; a new deadline changes its text, so it is reported
             # again.
             if answer is None or self._told.get(kind) == answer.text:
                 self._note(kind, "")
                 return
             notice = _read(kind, answer)
             self._note(kind, "")
-            self._told[kind] = answer.text  # before the callback: one that raises is not repeated
+            self._told[kind] = answer.text  # before the callback: not repeated if that raises
             logger.warning("notice for this machine: %s %s", kind, answer.text)
             self._on_notice(notice)
         except (ImdsError, ValueError, KeyError, TypeError) as exc:
             self._note(kind, f"{type(exc).__name__}: {exc}")
-        except Exception:  # for example of the callback: the watch must continue
+        except Exception:  # for example, from the callback: keep watching
             logger.exception("a notice could not be reported")
 
     def _note(self, kind: str, trouble: str) -> None:
-        """Log when errors of the service begin, and when they end."""
+        """Log when the service starts and stops returning errors."""
         before, self._failing[kind] = self._failing.get(kind, ""), trouble
         if trouble and not before:
             logger.warning("notices of the kind %s cannot be read; retrying: %s", kind, trouble)
@@ -112,5 +112,5 @@ def _read(kind: str, answer: ImdsResponse) -> Notice:
     told = json.loads(answer.text)
     if kind == REBALANCE:
         return Notice(kind=kind)
-    # This machine's clock may be wrong: the seconds left follow from AWS's clock alone.
+    # This machine's clock may be wrong: compute the time left from AWS's clock alone.
     return Notice(kind=kind, deadline=time.time() + instant_of_iso(told["time"]) - answer.at)

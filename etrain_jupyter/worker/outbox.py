@@ -1,10 +1,10 @@
 """Keep a supervisor's reports until they are acknowledged, and resend them to a new coordinator.
 
 A coordinator may die between logging a report and acknowledging it. It records the number of each
-report that it has logged, so that the next one loses no report and counts none twice::
+logged report, so that its successor neither loses reports nor counts any twice::
 
     supervisor   report 7 ──▶        report 8 ──▶                    hello, 8 again ──▶
-    coordinator     logs, records 7     logs, records 8, dies   │ the next one: 8 <= 8, dropped
+    coordinator     logs, records 7     logs, records 8, dies   │ successor: 8 <= 8, dropped
                     acknowledges 7                              │ acknowledges 8
 """
 
@@ -28,10 +28,10 @@ from etrain_jupyter.wire.messages import (
 )
 
 MOST_UNHEARD = 20_000
-"""Unacknowledged reports at which the supervisor stops reading, so that its trainers wait."""
+"""Number of unacknowledged reports at which the supervisor stops reading and trainers wait."""
 
 MOST_RECORDS = 100_000
-"""The same for the step records in these reports: one report of a fast job has many."""
+"""The same limit for step records in these reports: a fast job's reports contain many."""
 
 R = TypeVar("R", bound=TrainerReport)
 
@@ -53,11 +53,11 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """True if the supervisor should stop reading; further reports are kept all the same."""
+        """True if the supervisor should stop reading; further reports are still kept."""
         return len(self._unheard) >= self._most or self._num_records >= self._most_records
 
     def put(self, report: AnyReport, *, trainer: str) -> AnyReport:
-        """Return the report with its trainer's name and its number, and keep it."""
+        """Add the trainer's name and a number to a report; keep and return it."""
         self._newest += 1
         numbered = replace(report, trainer=trainer, number=self._newest)
         self._unheard.append(numbered)
@@ -70,7 +70,7 @@ class Outbox:
             self._num_records -= _num_records(self._unheard.popleft())
 
     def unheard(self) -> list[AnyReport]:
-        """Return the reports that no coordinator has acknowledged, in order."""
+        """Return the reports not yet acknowledged by any coordinator, in order."""
         return list(self._unheard)
 
 
@@ -80,28 +80,28 @@ def _num_records(report: AnyReport) -> int:
 
 @dataclass
 class TrainerStatus:
-    """State of a trainer for a restarted coordinator, tracked from the messages both ways."""
+    """A trainer's state for a restarted coordinator, tracked from messages in both directions."""
 
     started_at: float
     """In seconds since the epoch: another process reads it."""
     pid: int = 0
     generation: int = 0
-    """The newest generation that it was ordered to join; 0 if none."""
+    """The newest generation it was told to join; 0 if none."""
     hello: TrainerHello | None = None
     left: GenerationLeft | UserCodeFailed | None = None
     """How it left that generation, or why the notebook's code failed in it."""
     progress: Progress = (-1, 0)
-    """As reported then."""
+    """As reported at that point."""
     ended_with: int = 0
-    """Number of the report of its exit; 0 while it runs."""
+    """Number of the report of its exit; 0 while it is running."""
 
     def note_order(self, message: Message) -> None:
-        """Track a message to the trainer."""
+        """Update the status from a message to the trainer."""
         if isinstance(message, JoinGeneration):
             self.generation, self.left = message.generation, None  # inside again
 
     def note_report(self, report: Message) -> None:
-        """Track a report of the trainer."""
+        """Update the status from a report by the trainer."""
         match report:
             case TrainerHello():
                 self.hello = report
@@ -109,9 +109,9 @@ class TrainerStatus:
                 self.left, self.progress = report, report.progress
             case UserCodeFailed():
                 self.left = report
-                if report.generation:  # 0 in the warm-up, which has no progress
+                if report.generation:  # 0 during warm-up, which has no progress
                     self.progress = report.progress
 
     def summary(self) -> TrainerSummary:
-        """Return its status as a hello of the supervisor has it."""
+        """Return its status in the form used in a supervisor's hello."""
         return TrainerSummary(**vars(self))

@@ -1,4 +1,4 @@
-"""Watch for the preemption of this machine, by EC2 or by a signal from the batch system."""
+"""Watch for preemption of this machine, by EC2 or by a signal from the batch system."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from etrain_jupyter.worker.notices import POLL_S, Notice, NoticeWatch
 logger = logging.getLogger("etrain.supervisor")
 
 SIGNALLED_S = 120.0
-"""Seconds from SIGUSR1 to the end of the machine, unless ``ETRAIN_NOTICE_S`` is set; SLURM sends
-the signal with ``--signal=B:USR1@120``."""
+"""Seconds from SIGUSR1 until the machine is reclaimed, unless ``ETRAIN_NOTICE_S`` is set; SLURM
+sends the signal with ``--signal=B:USR1@120``."""
 
 
 class OwnNotices:
@@ -38,12 +38,12 @@ class OwnNotices:
         self._has_signal = False
 
     def start(self) -> None:
-        """Start to watch; a second call has no effect."""
+        """Start watching; a second call has no effect."""
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        # Python handles signals in the main thread only. An event loop in any other thread cannot
-        # add a handler.
+        # Python handles signals only in the main thread; event loops in other threads cannot add
+        # handlers.
         try:
             self._loop.add_signal_handler(signal.SIGUSR1, self._on_signal)
             self._has_signal = True
@@ -75,7 +75,7 @@ class OwnNotices:
         self._take(Notice(kind=INTERRUPTION, deadline=time.time() + notice_s))
 
     def _on_watch(self, notice: Notice) -> None:
-        # The watch's thread may still be in a request after stop().
+        # The watch's thread may still be waiting for a response after stop().
         loop = self._loop
         if loop is not None:
             loop.call_soon_threadsafe(self._take, notice)
@@ -85,12 +85,12 @@ class OwnNotices:
         self._report(notice)
 
     def _report(self, notice: Notice) -> None:
-        # Machine clocks differ, so the coordinator uses the remaining seconds, not an instant.
+        # Machines' clocks differ, so send the remaining seconds rather than an instant.
         self._send(MachineNotice(notice=notice.kind, left_s=notice.left_s()))
 
 
 def seconds_from_environment(name: str, default: float) -> float:
-    """Return a positive number of seconds from an environment variable, else the default."""
+    """Return a positive number of seconds from an environment variable, or the default."""
     text = os.environ.get(name)
     if text is None:
         return default

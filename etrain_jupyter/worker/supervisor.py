@@ -27,41 +27,41 @@ from etrain_jupyter.worker.trainer_process import TrainerProcess
 logger = logging.getLogger("etrain.supervisor")
 
 SPARE_DELAY_S = 4.0
-"""Delay in seconds before the next spare is started: its imports must not compete with a job's
-first steps."""
+"""Delay in seconds before another spare is started: its imports must not compete with a job's first
+steps. Not needed while the spare forks the trainers, since it remains."""
 
 RELEASE_TIMEOUT_S = 60.0
-"""Heartbeat timeout in seconds of a released trainer, which may be writing a checkpoint."""
+"""Heartbeat timeout in seconds for a released trainer, which may be writing a checkpoint."""
 
 RELEASE_LIMIT_S = 900.0
-"""Maximum seconds for a released trainer to end, even with heartbeats."""
+"""Maximum seconds for a released trainer to exit, even if it sends heartbeats."""
 
 BEAT_S = 1.0
-"""Interval of the heartbeats, in seconds."""
+"""Heartbeat interval in seconds."""
 
 FROZEN_S = 1.5
-"""Age of a trainer's pulse, in seconds, from which the supervisor checks its process's state."""
+"""Age in seconds of a trainer's pulse above which the supervisor checks its process state."""
 
 FETCH_S = 30.0
-"""Timeout in seconds of one piece of a bundle."""
+"""Timeout in seconds for one piece of a bundle."""
 
 FETCH_PATIENCE_S = 90.0
-"""Seconds for which a piece is retried; longer than the restart of a scheduler takes."""
+"""How many seconds to retry a piece; longer than a scheduler restart takes."""
 
 BY_SIGNAL = {"stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
-"""Faults that are injected with a signal; the trainer injects the others itself."""
+"""Faults injected with a signal; the trainer injects the others itself."""
 
 
 class Supervisor(WorkerPlugin):
-    """Run the trainers that the coordinator launches, and keep one warm spare.
+    """Run the trainers that the coordinator launches, and keep one warm spare that forks them.
 
     Trainers are separate processes, so the supervisor sends heartbeats even if a trainer hangs or
     holds the GIL.
 
     Args:
-        device: Where its trainers compute, as torch names it.
-        rests: True to stay idle, without a spare and heartbeats, until the coordinator wakes it.
-            For workers of a Dask cluster that has other users, too.
+        device: Torch device on which its trainers compute.
+        rests: True to stay idle, with no spare or heartbeats, until the coordinator wakes it. For
+            workers of a Dask cluster shared with other users.
     """
 
     name = "etrain-supervisor"
@@ -77,27 +77,28 @@ class Supervisor(WorkerPlugin):
         self._trainers: dict[str, TrainerProcess] = {}  # by name: launched and not released
         self._ending: set[TrainerProcess] = set()  # released or killed, still running
         self._spare: TrainerProcess | None = None
-        self._incarnation = 0  # number of resets; fences the reports from before the last one
+        self._retired: set[TrainerProcess] = set()  # former spares with forks that still run
+        self._incarnation = 0  # number of resets; fences reports from before the last reset
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio itself keeps only weak references
         self._closing = False
         self._is_connected = False
         self._outbox = Outbox()
         self._notices = OwnNotices(self._send)
         self._bundles = MachineBundles(self._fetch_bundle)
-        # By trainer: those that run, and those whose exit is reported and not acknowledged.
+        # By trainer, for trainers that are running or whose exit is not yet acknowledged.
         self._statuses: dict[str, TrainerStatus] = {}
-        # Clear while the outbox is full: the trainers' channels are not read then, so they wait.
+        # Cleared while the outbox is full: trainers' channels are then not read, so trainers wait.
         self._may_read = asyncio.Event()
         self._may_read.set()
 
     async def setup(self, worker: Worker) -> None:
-        """Send the coordinator a hello and the reports that it lacks, and warm up a spare."""
+        """Send the coordinator a hello and the reports it lacks, and warm up a spare."""
         self._worker = worker
         worker.stream_handlers["etrain_order"] = self._receive
         self._is_connected = True
         self._bundles.begin(folder_of(worker.local_directory))
         self._notices.start()
-        # The hello first: a coordinator drops reports of a supervisor that it does not know.
+        # The hello first: a coordinator drops reports from unknown supervisors.
         self._say_hello()
         for report in self._outbox.unheard():
             self._send(report)
@@ -118,31 +119,32 @@ class Supervisor(WorkerPlugin):
         self._notices.send_again()
 
     async def teardown(self, worker: Worker) -> None:
-        """Kill all trainers, unless only the connection ends."""
+        """Kill all trainers, unless only the connection is closing."""
         self._is_connected = False
         if self.outlives_scheduler:
-            return  # the tasks run on, and reports wait in the outbox
+            return  # tasks keep running, and reports wait in the outbox
         self._closing = True
         for task in self._tasks:
             task.cancel()
         await self._notices.stop()
-        running = [*self._trainers.values(), *self._ending, *([self._spare] if self._spare else [])]
+        spares = [*self._retired, *([self._spare] if self._spare else [])]
+        running = [*self._trainers.values(), *self._ending, *spares]
         for trainer in running:
             trainer.kill("its worker is closing")
         for trainer in running:
             await trainer.wait()
         self._bundles.release_all()
 
-    # --- messages of the coordinator ---
+    # --- messages from the coordinator ---
 
     def _receive(self, message: Any) -> None:
-        """Handle a message of the coordinator. Called by Dask."""
+        """Handle a message from the coordinator. Called by Dask."""
         if self._closing:
-            return  # the Dask worker runs on without this plugin, and messages may be in flight
+            return  # the Dask worker continues without this plugin, and messages may be in flight
         try:
             self._handle(m.TO_SUPERVISOR.decode(message))
         except Exception:
-            # Dask would close the connection, and all trainers would end with it.
+            # Otherwise Dask would close the connection, and all trainers would be killed.
             logger.exception("a message from the coordinator could not be handled")
 
     def _handle(self, message: m.ToSupervisor | m.ToTrainer) -> None:
@@ -156,8 +158,8 @@ class Supervisor(WorkerPlugin):
             case m.RemoveBundle():
                 self._bundles.release(message.digest)
             case m.ResetSupervisor():
-                # The coordinator sends a reset for each message of a fenced incarnation, so several
-                # may arrive: only the first one is for the current incarnation.
+                # The coordinator sends a reset for each message from a fenced incarnation, so
+                # several may arrive; only the first is for the current incarnation.
                 if message.incarnation == self._incarnation:
                     self._incarnation += 1
                     self._go(self._start_over())
@@ -200,12 +202,12 @@ class Supervisor(WorkerPlugin):
             status.note_order(message)
         if isinstance(message, m.ShutDownTrainer):
             self._statuses.pop(trainer.name, None)
-            # It ends by itself, perhaps after a checkpoint. Its exit is no longer reported.
+            # It exits by itself, perhaps after a checkpoint. Its exit is no longer reported.
             self._ending.add(self._trainers.pop(trainer.name))
             self._go(self._kill_later(trainer))
 
     def _wake(self) -> None:
-        """Start the heartbeats, and warm up a spare once the new job's trainers have begun."""
+        """Start the heartbeats, and warm up a spare once the new job's trainers have started."""
         if not self._is_awake:
             self._is_awake = True
             self._beating = self._go(self._beat(self._worker))
@@ -216,8 +218,19 @@ class Supervisor(WorkerPlugin):
         self._is_awake = False
         if self._beating is not None:
             self._beating.cancel()
+        self._retire_spare()
+
+    def _retire_spare(self) -> None:
+        """Stop using the spare. It ends after the trainers that it has forked."""
         spare, self._spare = self._spare, None
         if spare is not None:
+            self._retired.add(spare)
+            self._kill_retired()
+
+    def _kill_retired(self) -> None:
+        # A released trainer may still write a checkpoint, and a forked one dies with its spare.
+        for spare in [spare for spare in self._retired if not spare.has_forks]:
+            self._retired.remove(spare)
             self._ending.add(spare)
             spare.kill("no job needs it")
 
@@ -233,7 +246,7 @@ class Supervisor(WorkerPlugin):
         try:
             if message.dumps_stacks:
                 await trainer.log_stacks()
-        finally:  # the other ranks wait for its end, with or without its stacks
+        finally:  # the other ranks are waiting for its exit, with or without stacks
             trainer.kill(message.why)
 
     async def _start_over(self) -> None:
@@ -241,7 +254,7 @@ class Supervisor(WorkerPlugin):
         # coordinator   declares it dead ... gets a message: ResetSupervisor(0)    hello 1: in use
         # supervisor    frozen ............ heartbeat of 0       kills, waits, hello 1
         #
-        # The others have trained on without its trainers, which are in an old generation.
+        # The other workers have kept training without its trainers, which are in an old generation.
         logger.warning("declared dead by the coordinator: registering again")
         ending = [*self._trainers.values(), *self._ending]
         self._trainers.clear()
@@ -255,8 +268,8 @@ class Supervisor(WorkerPlugin):
         self._say_hello()
 
     async def _kill_later(self, trainer: TrainerProcess) -> None:
-        """Kill a released trainer that neither ends nor makes progress with its checkpoint."""
-        # Checked once a minute: as long as ``beats`` grows it is writing, up to RELEASE_LIMIT_S.
+        """Kill a released trainer that neither exits nor makes progress on its checkpoint."""
+        # Checked once a minute: while ``beats`` increases, it is writing, up to RELEASE_LIMIT_S.
         deadline = time.monotonic() + RELEASE_LIMIT_S
         beats = -1
         while (page := trainer.progress()) is not None and page.beats != beats:
@@ -272,23 +285,32 @@ class Supervisor(WorkerPlugin):
         trainer.kill("it did not exit after its release")
 
     async def _launch(self, message: m.LaunchTrainer) -> None:
-        """Give a job to the spare, or to a new trainer."""
+        """Give a job to a fork of the spare, to the spare itself, or to a new trainer.
+
+        A spare that still imports, or that cannot fork, becomes the trainer itself: no job waits
+        longer than for its own imports.
+        """
         # LaunchTrainer -- process starts -- bundle is fetched --> sent to the trainer
         #       ShutDownTrainer or TerminateTrainer meanwhile --> not sent: the trainer is killed
-        trainer, self._spare = self._spare, None
-        is_new = trainer is None
-        trainer = trainer or self._new_trainer()
+        if self._spare is not None and self._spare.is_outdated:
+            self._retire_spare()  # its modules may not fit the files that a job imports later
+        spare = self._spare
+        if spare is not None and not spare.can_fork:
+            trainer, self._spare = spare, None
+        else:
+            trainer = self._new_trainer()
         trainer.name = message.trainer
-        self._statuses[trainer.name] = TrainerStatus(started_at=time.time(), pid=trainer.pid)
+        self._statuses[trainer.name] = status = TrainerStatus(started_at=time.time())
         # Registered before the first await, so that messages that arrive meanwhile find it.
         self._trainers[trainer.name] = trainer
-        if is_new:
+        if trainer is not spare:
             try:
-                await trainer.start()
+                await _start(trainer, spare)
             except OSError as exc:  # out of memory, processes or file descriptors
                 logger.exception("trainer %s could not be started", trainer.name)
                 self._on_exit(trainer, f"its process could not be started: {exc}")
                 return
+        status.pid = trainer.pid
         try:
             path = await self._bundles.get(message.bundle)
         except BundleFetchError as exc:
@@ -304,8 +326,8 @@ class Supervisor(WorkerPlugin):
         self._go(self._start_spare(SPARE_DELAY_S))
 
     async def _fetch_bundle(self, digest: str, offset: int) -> bytes:
-        """Return the next piece of a bundle. Retry while the scheduler is being restarted."""
-        # ``self._worker`` is read in each round: ``setup`` replaces it after a reconnection.
+        """Return the next piece of a bundle. Retry while the scheduler is restarting."""
+        # Read ``self._worker`` on each attempt: ``setup`` replaces it after a reconnect.
         deadline = time.monotonic() + FETCH_PATIENCE_S
         while True:
             try:
@@ -342,7 +364,7 @@ class Supervisor(WorkerPlugin):
     # --- reports ---
 
     async def _beat(self, worker: Worker) -> None:
-        # ``setup`` starts another one for each connection: this one ends with its own.
+        # ``setup`` starts this for each connection; it stops when its connection ends.
         while self._is_connected and self._worker is worker:
             try:
                 pages = dict(self._pages())
@@ -358,7 +380,8 @@ class Supervisor(WorkerPlugin):
         for name, trainer in self._trainers.items():
             progress = trainer.progress()
             if progress is not None:
-                # The state is a system call per trainer: look only if the pulse is late.
+                # Reading the state takes a system call per trainer, so do it only if the pulse is
+                # late.
                 is_frozen = progress.alive_age_s > FROZEN_S
                 process = trainer.process_state() if is_frozen else ""
                 yield name, m.PageCopy(**vars(progress), process=process)
@@ -375,9 +398,13 @@ class Supervisor(WorkerPlugin):
 
     def _on_exit(self, trainer: TrainerProcess, cause: str) -> None:
         self._ending.discard(trainer)
+        self._retired.discard(trainer)
+        self._kill_retired()
         if trainer is self._spare:
             self._spare = None
             self._go(self._start_spare(SPARE_DELAY_S))
+        elif trainer.name and self._spare is None and not self._closing:
+            self._go(self._start_spare())  # no job's first steps are in the way
         if self._trainers.pop(trainer.name, None) is not None:
             self._report(trainer, m.TrainerExited(cause=cause))
             if (status := self._statuses.get(trainer.name)) is not None:
@@ -387,14 +414,14 @@ class Supervisor(WorkerPlugin):
         """Send a report, and keep it until the coordinator acknowledges it."""
         if self._closing:
             return
-        # The supervisor sets the name, so a trainer cannot send reports under another one's name.
+        # The supervisor sets the name, so a trainer cannot send reports under another's name.
         numbered = self._outbox.put(report, trainer=trainer.name)
         if self._outbox.is_full:
             self._may_read.clear()
         self._send(numbered)
 
     def _send(self, message: m.FromSupervisor | m.AnyReport) -> None:
-        """Send a message, if a coordinator is connected. The next one gets the kept reports."""
+        """Send a message if a coordinator is connected. The next one gets the kept reports."""
         if self._closing or not self._is_connected:
             return
         frame = {"op": "etrain_report", "message": codec.encode(message)}
@@ -413,6 +440,17 @@ class Supervisor(WorkerPlugin):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%r failed", task.get_coro(), exc_info=error)
+
+
+async def _start(trainer: TrainerProcess, spare: TrainerProcess | None) -> None:
+    """Fork a trainer from the spare, or spawn it without a spare or if the fork fails."""
+    if spare is not None:
+        try:
+            await trainer.start(spare)
+            return
+        except OSError as exc:
+            logger.warning("spare %d could not fork a trainer: %s", spare.pid, exc)
+    await trainer.start()
 
 
 def _commit_fault(trainer: TrainerProcess, fault: m.InjectFault) -> None:

@@ -1,4 +1,4 @@
-"""A trainer process, as its supervisor sees it."""
+"""A trainer or spare process, as its supervisor sees it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from etrain_jupyter.wire.channel import FrameDecoder, frame
 from etrain_jupyter.wire.codec import WireVersionError
 from etrain_jupyter.wire.messages import FROM_TRAINER, FromTrainer, TextLogged, ToTrainer
 from etrain_jupyter.wire.progress_page import ProgressPage, TrainerProgress
+from etrain_jupyter.worker.forks import ForkedProcess, Forks
+from etrain_jupyter.worker.installed import read_installed
 
 logger = logging.getLogger("etrain.supervisor")
 
 MAX_LINES_PER_S = 50
-"""Printed lines that are passed on; the others are counted and dropped."""
+"""Maximum printed lines per second to pass on; the others are counted and dropped."""
 
 STACKS_S = 2.0
 """Timeout in seconds for a trainer to write the stacks of its threads."""
 
 MAX_STACK_LINES = 500
-"""Lines of these stacks that are passed on."""
+"""Maximum number of stack lines to pass on."""
 
 OnMessage = Callable[["TrainerProcess", FromTrainer], None]
 OnExit = Callable[["TrainerProcess", str], None]
 
 
 class TrainerProcess:
-    """Start a trainer, pass messages both ways, and report its end. Runs on one event loop."""
+    """Start a trainer, pass messages both ways, and report its exit. Runs on one event loop."""
 
     def __init__(
         self, *, on_message: OnMessage, on_exit: OnExit, may_read: asyncio.Event | None = None
@@ -46,19 +48,43 @@ class TrainerProcess:
         self.pid = 0
         self._on_message = on_message
         self._on_exit = on_exit
-        # While it is clear, nothing that the trainer sends is read: the trainer blocks once the
+        # While this is cleared, the trainer's output is not read, and the trainer blocks once the
         # channel's buffer is full.
         self._may_read = may_read
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
+        self._forks: Forks | None = None  # only of a spawned process, which may be a spare
+        self._installed = read_installed()
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []  # output, errors, messages
-        self._killed_because = ""  # the first reason; empty if it was not killed
+        self._killed_because = ""  # the first reason; empty if not killed
         self._early: list[bytes] = []  # messages from before the channel was open
         self._page: ProgressPage | None = None
-        self._num_free_lines = 0  # lines to pass on without a limit: those of a stack report
+        self._num_free_lines = 0  # lines of a stack report, exempt from the rate limit
 
-    async def start(self) -> None:
-        """Spawn the process; it imports torch and waits for a job."""
+    @property
+    def can_fork(self) -> bool:
+        """Whether it is a warm spare that can fork trainers."""
+        return self._forks is not None and self._forks.is_ready
+
+    @property
+    def has_forks(self) -> bool:
+        """Whether trainers run that it has forked. They end with it."""
+        return self._forks is not None and self._forks.is_in_use
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether packages were installed or removed since it has begun to import."""
+        return self._installed != read_installed()
+
+    async def start(self, spare: TrainerProcess | None = None) -> None:
+        """Start the process, which waits for a job.
+
+        Args:
+            spare: Fork it from this warm spare. If None, spawn it; then it imports torch first.
+
+        Raises:
+            OSError: If it could not be started. It may be tried again.
+        """
         # If the process cannot be started, close what was opened for it.
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
@@ -66,13 +92,17 @@ class TrainerProcess:
             with theirs:
                 self._page = page = ProgressPage.create()
                 undo.callback(self._close_page)
-                self._process = await self._spawn(theirs, page)
+                if spare is None:
+                    self._process = await self._spawn(theirs, page)
+                else:
+                    assert spare._forks is not None, "only a spawned process is a spare"
+                    self._process = await spare._forks.fork([theirs.fileno(), page.fd])
             undo.pop_all()
         self.pid = self._process.pid
         if self._killed_because:  # while it was being started
             self._process.kill()
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        for data in self._early:  # in order, before anything that is sent from now on
+        for data in self._early:  # in order, before anything sent from now on
             self._writer.write(data)
         self._early = []
         streams = ((self._process.stdout, "info"), (self._process.stderr, "warning"))
@@ -86,19 +116,31 @@ class TrainerProcess:
     async def _spawn(
         self, channel: socket.socket, page: ProgressPage
     ) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            # Unbuffered, and with a stack on a segmentation fault: the last lines explain a crash.
-            *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
-            *(str(channel.fileno()), str(page.fd)),
-            pass_fds=[channel.fileno(), page.fd],
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
-            start_new_session=True,  # an interrupt of the notebook must not reach it
-            limit=1 << 20,  # bytes of a line
-        )
+        forks = Forks() if sys.platform == "linux" else None
+        fds = [channel.fileno(), page.fd, *([forks.spare_fd] if forks else [])]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                # Unbuffered, and with a stack on a segmentation fault: the last lines explain a
+                # crash.
+                *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
+                *map(str, fds),
+                pass_fds=fds,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
+                start_new_session=True,  # an interrupt of the notebook must not reach it
+                limit=1 << 20,  # bytes of a line
+            )
+        except BaseException:
+            if forks is not None:
+                forks.close()
+            raise
+        if forks is not None:
+            forks.begin()
+            self._forks = forks
+        return process
 
     def _close_page(self) -> None:
         if self._page is not None:
@@ -106,7 +148,7 @@ class TrainerProcess:
             self._page = None
 
     def send(self, message: ToTrainer) -> None:
-        """Send a message to the trainer; one that is still starting receives it later."""
+        """Send a message to the trainer, or queue it if the trainer is still starting."""
         data = frame(message)
         if self._writer is None:
             self._early.append(data)
@@ -114,17 +156,17 @@ class TrainerProcess:
             self._writer.write(data)
 
     def kill(self, why: str = "") -> None:
-        """End the process with SIGKILL."""
+        """Kill the process with SIGKILL."""
         self._killed_because = self._killed_because or why or "killed"
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     def progress(self) -> TrainerProgress | None:
-        """Return its progress, even if it is stopped; None before its start and after its end."""
+        """Return its progress, even if it is stopped; None before it starts and after it exits."""
         return self._page.read() if self._page is not None else None
 
     def process_state(self) -> str:
-        """Return the system's state of the process: ``running``, ``sleeping``, ``stopped`` ..."""
+        """Return the OS's process state: ``running``, ``sleeping``, ``stopped`` ..."""
         try:
             return str(psutil.Process(self.pid).status())
         except psutil.Error:
@@ -136,13 +178,13 @@ class TrainerProcess:
             self._process.send_signal(number)
 
     async def log_stacks(self) -> None:
-        """Log the stack of each of its threads.
+        """Log each thread's stack.
 
-        The trainer writes its stacks within a signal handler, which also works while a thread holds
-        the GIL. A stopped process writes nothing.
+        The trainer writes its stacks in a signal handler, which works even while a thread holds the
+        GIL. A stopped process writes nothing.
         """
-        # The handler exists from the first pulse on (``trainer.main.open_page``). Before that, the
-        # signal would end the process.
+        # The handler is installed before the first pulse (``trainer.main.open_page``). Until then,
+        # the signal would kill the process.
         state = self.process_state()
         if self._page is None or not self._page.has_pulsed() or state == "stopped":
             text = f"trainer {self.pid} is {state}: the stacks of its threads cannot be logged"
@@ -152,14 +194,14 @@ class TrainerProcess:
         self._num_free_lines = MAX_STACK_LINES
         self.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + STACKS_S
-        # Nothing marks the end of the report: wait until no more lines arrive.
+        # The report has no end marker: wait until no more lines arrive.
         left = -1
         while left != self._num_free_lines and time.monotonic() < deadline:
             left = self._num_free_lines
             await asyncio.sleep(STACKS_S / 8)
 
     async def wait(self) -> None:
-        """Wait until the process has ended."""
+        """Wait until the process has exited."""
         if self._process is not None:
             await self._exit_code()
 
@@ -170,27 +212,27 @@ class TrainerProcess:
                 for message in decoder.feed(data):
                     self._on_message(self, FROM_TRAINER.decode(message))
         except WireVersionError as exc:
-            # Its files were replaced by those of another version while this worker runs.
+            # The package's files were replaced with another version while this worker was running.
             logger.error("trainer %d: %s", self.pid, exc)
             self.kill(
                 f"{exc}: etrain-jupyter was updated on this machine while the worker was running. "
                 "The trainer was killed. Restart the worker; for a local cluster, run %etrain down"
             )
         except Exception as exc:
-            # Bytes that are not a message, or a defect of this package: there is no way to find the
-            # start of the next message.
+            # Bytes that are not a message, or a defect in this package: the start of the next
+            # message cannot be found.
             logger.exception("a message from trainer %d cannot be decoded", self.pid)
             self.kill(f"its message cannot be decoded: {type(exc).__name__}: {exc}")
         # The channel is closed: the process has exited, or is about to.
         #
         #   channel closed -> exit code -> last printed lines -> TrainerExited, via ``_on_exit``
         #
-        # The lines go first, because the coordinator makes the error message from them.
+        # The lines go first, because the coordinator builds the error message from them.
         code = await self._exit_code()
         cause = self._cause_of_end(code)
         for task in self._tasks[:2]:
-            # Wait only briefly: a child of the trainer may hold the pipe open. A process that was
-            # killed has printed nothing.
+            # Wait only briefly: a child of the trainer may hold the pipe open. A killed process
+            # printed no explanation.
             if code != -signal.SIGKILL:
                 await asyncio.wait([task], timeout=0.2)
             task.cancel()
@@ -198,6 +240,8 @@ class TrainerProcess:
             self._writer.close()
         self._close_pipes()
         self._close_page()
+        if self._forks is not None:
+            self._forks.close()
         self._on_exit(self, cause)
 
     async def _is_read(self) -> bool:
@@ -207,19 +251,22 @@ class TrainerProcess:
         return True
 
     def _close_pipes(self) -> None:
+        if isinstance(self._process, ForkedProcess):
+            self._process.close_pipes()
+            return
         # Children of the trainer may hold their ends open. asyncio has no public way to close ours.
         transport = getattr(self._process, "_transport", None)
         if transport is not None:
             transport.close()
 
     async def _exit_code(self, patience_s: float = 5.0) -> int:
-        # Poll, because ``Process.wait`` also waits until the pipes are closed, and loader processes
+        # Poll, because ``Process.wait`` also waits for the pipes to close, and loader processes
         # outlive a killed trainer by seconds.
         assert self._process is not None
         deadline = time.monotonic() + patience_s
         while (code := self._process.returncode) is None:
             if time.monotonic() > deadline:
-                self._process.kill()  # it closed the channel, but does not exit
+                self._process.kill()  # it closed the channel but has not exited
             await asyncio.sleep(0.002)
         return code
 
@@ -228,7 +275,7 @@ class TrainerProcess:
             return self._killed_because
         if code < 0:
             name = signal.Signals(-code).name
-            # Not killed by the supervisor: Linux sends SIGKILL when memory runs out.
+            # The supervisor did not kill it; Linux sends SIGKILL when memory runs out.
             guess = " (out of memory?)" if code == -signal.SIGKILL else ""
             return f"trainer {self.pid} was killed by {name}{guess}"
         return f"trainer {self.pid} exited with code {code}"
@@ -237,7 +284,7 @@ class TrainerProcess:
         try:
             await self._pass_lines(stream, level)
         except Exception:
-            # Keep reading, or the trainer would block once the pipe is full.
+            # Keep reading; otherwise the trainer would block once the pipe is full.
             logger.exception("a line of trainer %d could not be passed on", self.pid)
             while await _read(stream):
                 pass
@@ -262,7 +309,7 @@ class TrainerProcess:
                 self.log(level, text, is_printed=not is_free)
 
     def log(self, level: str, text: str, *, is_printed: bool = False) -> None:
-        """Log a line, as if the trainer had sent it."""
+        """Log a line as if the trainer had sent it."""
         self._on_message(self, TextLogged(level=level, text=text, is_printed=is_printed))
 
 

@@ -1,8 +1,9 @@
-"""Trainers forked from a zygote, as a substitute for ``asyncio.create_subprocess_exec``.
+"""Spares forked from a zygote, as a substitute for ``asyncio.create_subprocess_exec``.
 
-A forked trainer starts in 50 ms, without imports; a spawned one costs 3 s of CPU time. It differs
-from the product's trainer: it skips the command line and ``trainer.main.main``, its parent is the
-zygote, it is never a warm spare that is still importing, and its timeouts are shorter.
+A forked spare starts in 50 ms, without imports; a spawned one costs 3 s of CPU time. It differs
+from the product's spare: it skips the command line and ``trainer.main.main``, its parent is the
+zygote, it never imports for seconds, and its timeouts are shorter. It forks trainers as in the
+product.
 """
 
 from __future__ import annotations

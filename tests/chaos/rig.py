@@ -46,16 +46,12 @@ _HERE: contextvars.ContextVar[RigWorker] = contextvars.ContextVar("worker")
 
 
 class RigSupervisor(Supervisor):
-    """The product's supervisor, with an event that is set when its first spare is warm."""
+    """The product's supervisor, which shows whether its spare is warm."""
 
-    def __init__(self) -> None:
-        super().__init__(device="cpu")
-        self.has_warm_spare = asyncio.Event()
-
-    def _on_message(self, trainer: TrainerProcess, message: m.FromTrainer) -> None:
-        if isinstance(message, m.SpareReady):
-            self.has_warm_spare.set()
-        super()._on_message(trainer, message)
+    @property
+    def has_warm_spare(self) -> bool:
+        """Whether the next trainer is forked."""
+        return self._spare is not None and self._spare.can_fork
 
 
 class RigWorker:
@@ -67,7 +63,7 @@ class RigWorker:
         self.local_directory = str(rig._folder / name)
         self.stream_handlers: dict[str, Callable[..., Any]] = {}
         self.batched_stream = self
-        self.supervisor = RigSupervisor()
+        self.supervisor = RigSupervisor(device="cpu")
         self.processes: list[Process] = []
         self.starting: list[asyncio.Task[Any]] = []
         self.is_gone = False
@@ -257,8 +253,9 @@ class Rig:
     async def _warm_up(self, count: int) -> None:
         """Start workers and wait for their spares, as in a cluster that is already running."""
         self.want(count, reason="a job is about to come")
-        for worker in list(self._workers.values()):
-            await asyncio.wait_for(worker.supervisor.has_warm_spare.wait(), PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while not all(w.supervisor.has_warm_spare for w in self._workers.values()):
+                await asyncio.sleep(0.02)
 
     async def resume(self, job: RigJob, keys: Mapping[str, Any], **values: Any) -> RigJob:
         """Resume a job of this rig or of a crashed rig, as ``job.resume`` does."""

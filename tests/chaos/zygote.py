@@ -5,7 +5,8 @@ processes are affordable only if this cost is paid once. The zygote avoids state
 not copy: it has one thread, no CUDA context, and has computed nothing.
 
 ``python -m tests.chaos.zygote FD CHANGES``: CHANGES are the arguments of ``Zygote`` as JSON. It
-reads requests from a socket (four descriptors: channel, progress page, stdout, stderr), replies
+reads requests from a socket (five descriptors: channel, progress page, fork requests, stdout,
+stderr), replies
 ``{"forked": pid}`` and reports ``{"exited": pid, "code": n}`` when a trainer exits.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import array
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -23,7 +25,7 @@ import sys
 from datetime import timedelta
 from typing import NoReturn
 
-NUM_FDS = 4
+NUM_FDS = 5
 
 
 def main() -> None:
@@ -31,6 +33,7 @@ def main() -> None:
     import torch
     import torch._dynamo  # imported by the constructor of every optimizer
 
+    import etrain_jupyter.trainer.spare
     import etrain_jupyter.trainer.trainer  # noqa: F401  (what a trainer imports)
     from etrain_jupyter.trainer.control import reporter
     from etrain_jupyter.trainer.group import backends
@@ -46,7 +49,7 @@ def main() -> None:
         reporter.KEEP_RECORDS = changes["keep_records"]
     if changes["collective_timeout_s"] is not None:
         backends.COLLECTIVE_TIMEOUT = timedelta(seconds=changes["collective_timeout_s"])
-    die_with_parent()
+    die_with_parent(int(os.environ["ETRAIN_SUPERVISOR_PID"]))
     torch.set_num_threads(1)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork copies one thread only"
     rig = socket.socket(fileno=int(sys.argv[1]))
@@ -55,6 +58,8 @@ def main() -> None:
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    gc.collect()
+    gc.freeze()  # otherwise each spare would scan these objects before its first fork
     rig.send(b'{"ready": true}')
     while True:
         ready, _, _ = select.select([rig, ends], [], [])
@@ -100,33 +105,24 @@ def send(rig: socket.socket, **message: int) -> None:
 
 
 def live(fds: list[int], parent: int) -> NoReturn:
-    """Run as a trainer: the part of ``trainer.main`` after the imports."""
+    """Run as a spare or trainer: ``trainer.main`` without the command line."""
     from etrain_jupyter.trainer import main as trainer
-    from etrain_jupyter.wire.channel import Channel
 
-    code = 1
-    try:
+    def run() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.environ["ETRAIN_SUPERVISOR_PID"] = str(parent)
-        trainer.die_with_parent()
+        trainer.die_with_parent(parent)
         os.setsid()
-        channel, page, out, err = fds
+        channel, page, forks, out, err = fds
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.close(out)
         os.close(err)
         faulthandler.enable()
-        mapped = trainer.open_page(page)
-        trainer.run_trainer(Channel(socket.socket(fileno=channel)), mapped)
-        code = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        trainer.run_spare(channel, page, forks)
+
+    trainer.exit_after(run)
 
 
 if __name__ == "__main__":

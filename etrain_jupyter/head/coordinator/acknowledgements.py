@@ -1,7 +1,7 @@
-"""Track which reports of the supervisors were handled, and which may be acknowledged.
+"""Track which supervisor reports have been handled, and which may be acknowledged.
 
-A report is acknowledged once its events are in the log of its job. Its number is recorded before
-that, so that the next scheduler does not handle it again. See ``worker.outbox`` for a timeline.
+Once a report's events are in its job's log, its number is recorded, so that the next scheduler does
+not handle the report again; then it is acknowledged. See ``worker.outbox`` for a timeline.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Acknowledgements:
 
     def __init__(self, records: JobRecords) -> None:
         self._records = records
-        # All by worker: the newest report that was handled; jobs whose logs lack events of its
-        # reports, because the disk rejects them; and the number to acknowledge next.
+        # All keyed by worker: the newest handled report; jobs whose logs lack events from its
+        # reports because disk writes fail; and the number to acknowledge next.
         self._taken: dict[str, int] = {}
         self._blocked_by: dict[str, list[HostedJob]] = {}
         self._due: dict[str, int] = {}
@@ -33,7 +33,7 @@ class Acknowledgements:
         return not self._due and not self._blocked_by
 
     def is_new(self, worker: str, number: int) -> bool:
-        """Return True for a report that was not handled yet; otherwise acknowledge it again."""
+        """Return True if a report has not been handled yet; otherwise acknowledge it again."""
         # A repeated report was resent over a new connection, perhaps to a new scheduler:
         #
         #     its events are in the logs    acknowledge again; the first message may be lost
@@ -46,10 +46,10 @@ class Acknowledgements:
         return False
 
     def take(self, worker: str, number: int, jobs: Iterable[HostedJob]) -> None:
-        """Note that a report was handled, whose events belong to these jobs."""
+        """Note that a report with events for these jobs was handled."""
         self._taken[worker] = number
-        # Acknowledgements are cumulative: while one report of a worker is blocked, so are its later
-        # ones, even those about another job, whose log is not behind.
+        # Acknowledgements are cumulative: while one of a worker's reports is blocked, so are its
+        # later ones, even those about a job whose log is not behind.
         behind = [job for job in jobs if job.is_log_behind]
         if behind or worker in self._blocked_by:
             known = self._blocked_by.setdefault(worker, [])
@@ -63,7 +63,7 @@ class Acknowledgements:
             known.pop(worker, None)
 
     def collect(self) -> dict[str, int]:
-        """Return the numbers up to which the supervisors may drop their reports, by worker."""
+        """Return, by worker, the number up to which its supervisor may drop reports."""
         for worker, jobs in list(self._blocked_by.items()):
             if not any(job.is_log_behind for job in jobs):
                 del self._blocked_by[worker]
@@ -72,8 +72,8 @@ class Acknowledgements:
         return due
 
     def _note(self, worker: str) -> None:
-        # Until it is acknowledged, the supervisor resends the report to each new scheduler, which
-        # must know that it was handled.
+        # Until the report is acknowledged, the supervisor resends it to each new scheduler, which
+        # must recognize it as handled.
         number = self._taken[worker]
         self._records.note_heard(worker, number)
         self._due[worker] = number

@@ -1,4 +1,4 @@
-"""Serve the bundles of a scheduler's jobs to remote workers, in bounded pieces.
+"""Serve job bundles to remote workers in bounded pieces.
 
 ::
 
@@ -29,7 +29,7 @@ class HeadBundles:
     """Receive and serve bundles as files, without keeping their bytes in memory.
 
     Args:
-        orders: Returns the specifications of the jobs that have not ended.
+        orders: Returns the specifications of active jobs.
     """
 
     def __init__(self, orders: Callable[[], Iterable[JobSpec]]) -> None:
@@ -80,7 +80,7 @@ class HeadBundles:
         Raises:
             RequestError: If no active job has it, or its file is gone.
         """
-        # Jobs with the same objects share a digest; any of their files serves.
+        # Jobs with the same objects share a digest; any of their files will do.
         paths = [order.bundle_path for order in self._orders() if order.bundle_digest == digest]
         if not paths:
             raise RequestError(f"no active job has the bundle {digest[:12]}")
@@ -94,14 +94,14 @@ class HeadBundles:
 
 
 def _check_name(order: JobSpec) -> None:
-    # The kernel chose the name: it must not lead out of the job's folder, or to its other files.
+    # The kernel chose the name: it must not escape the job's folder or name its other files.
     if not _NAME.fullmatch(order.bundle_file):
         raise RequestError(f"{order.bundle_file!r} is not the name of a bundle file")
 
 
 def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
     draft.parent.mkdir(parents=True, exist_ok=True)
-    # A kernel that retries begins again at offset 0, perhaps after half of a longer attempt.
+    # A kernel that retries restarts at offset 0; an earlier attempt may have left a longer draft.
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if offset == 0 else 0)
     with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
         file.seek(offset)

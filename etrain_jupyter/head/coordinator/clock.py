@@ -1,7 +1,7 @@
 """Clock for the coordinator's decisions.
 
-Changes of the wall clock do not affect it, so they shift no deadline and no retry. It continues
-while the machine sleeps, because the notice period of a spot machine does, too. Wall time is used
+Changes to the wall clock do not affect it, so they do not shift deadlines or retries. It keeps
+running while the machine sleeps, as does the notice period of a spot machine. Wall time is used
 only in events, and in data from logs and other machines; it is converted once, on arrival.
 """
 

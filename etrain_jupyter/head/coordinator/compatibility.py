@@ -12,17 +12,17 @@ from etrain_jupyter.wire.versions import PROTOCOL_KEY, WIRE_VERSION, Comparison,
 
 
 class Fitness:
-    """Compare fingerprints, and log each incompatibility of a job once."""
+    """Compare fingerprints, and log each incompatibility with a job once."""
 
     def __init__(self) -> None:
-        # Job ids with the worker versions that their logs already mention: ``fits`` is called for
-        # each worker and job whenever the workers are shared.
+        # Job ids, each with worker versions already mentioned in its log: ``fits`` is called for
+        # each worker and job whenever workers are assigned.
         self._told: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
 
     def fits(self, worker: WorkerFacts, job: HostedJob) -> bool:
         """Return whether a worker may run a job."""
         theirs, ours = worker.fingerprint, expected_of(job.order)
-        # A worker that reports no versions is accepted, since it cannot be compared.
+        # A worker that reports no versions is accepted, since there is nothing to compare.
         if theirs == ours or not theirs:
             return True
         found = compare(theirs, ours, at=worker.name, here="this notebook")
@@ -35,12 +35,12 @@ class Fitness:
 
 
 def expected_of(order: JobSpec) -> Mapping[str, str]:
-    """Return the versions that a worker of this job needs: the notebook's, and our wire version."""
+    """Return the versions that this job's workers need: the notebook's, and our wire version."""
     return {**order.fingerprint, PROTOCOL_KEY: str(WIRE_VERSION)}
 
 
 def words_of(found: Comparison, worker: str) -> str:
-    """Describe the differences on a worker, their effect and the remedy."""
+    """Describe how a worker's versions differ, the effect and the remedy."""
     if found.fits:
         return (
             f"{'; '.join(found.notes)}: {worker} is used anyway. If its results or errors differ, "

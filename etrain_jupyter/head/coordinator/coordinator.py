@@ -43,20 +43,20 @@ logger = logging.getLogger("etrain.coordinator")
 
 TICK_S = 0.25
 COALESCE_S = 0.05
-"""Minimum interval in seconds between replies with new events of a job: a reply has several."""
+"""Minimum seconds between replies with a job's new events, so that each carries several."""
 
 HANG_S = 30.0
 """Seconds without progress after which ranks count as hung, unless ``ETRAIN_HANG_S`` is set."""
 
 SILENCE_S = 10.0
-"""Heartbeat timeout of a supervisor in seconds, unless ``ETRAIN_SILENCE_S`` is set. Dask would need
+"""Supervisor heartbeat timeout in seconds, unless ``ETRAIN_SILENCE_S`` is set. Dask would need
 minutes to detect a machine that vanished without closing its connections."""
 
 LAST_UPLOADS_S = 3.0
 """Timeout in seconds for uploading logs to a bucket when the cluster shuts down."""
 
 Handler = Callable[[Any], Awaitable[Any]]
-"""Handles one kind of request of a kernel."""
+"""Handles one kind of kernel request."""
 
 
 class Coordinator(SchedulerPlugin, HeadCoordinator):
@@ -94,14 +94,14 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._defects = Defects()
         self._bundles = HeadBundles(lambda: (job.order for job in self._active()))
         self._serve(JobRecords(None))
-        self._refused: set[str] = set()  # addresses of supervisors of another wire version
+        self._refused: set[str] = set()  # addresses of supervisors with another wire version
         self._ticked_at: float | None = None
         self._sent_at: dict[str, float] = {}  # last reply with events, by job and loop.time()
         self._idle_since = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
 
     def _serve(self, records: JobRecords) -> None:
-        """Begin to serve, and keep what the next scheduler must know in ``records``."""
+        """Start serving, and keep in ``records`` what the next scheduler needs."""
         self._records = records
         self._acknowledgements = Acknowledgements(records)
         self._serving = Serving(
@@ -120,20 +120,21 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     # --- start and end ---
 
     def recall(self, folder: Path, *, died_at: float) -> None:
-        """Keep the records of jobs in a folder, and take over the jobs of a scheduler that died.
+        """Keep job records in a folder, and take over the jobs of a scheduler that died.
 
-        Called before the scheduler listens, so that no kernel's job is unknown when it reconnects.
+        Called before the scheduler listens, so that each kernel finds its job when it reconnects.
 
         Args:
             folder: Folder of the records.
-            died_at: Death of the previous scheduler in seconds since the epoch; 0.0 without one.
+            died_at: When the previous scheduler died, in seconds since the epoch; 0.0 if there was
+                none.
         """
         self._serve(JobRecords(folder))
         for order, wishes in self._records.load():
             try:
                 job = self._host(order, recalls=wishes)
             except Exception:
-                # One job that cannot continue must stop neither the others nor the scheduler.
+                # A job that cannot continue must not stop the others or the scheduler.
                 logger.exception("job %s could not be taken over", order.job_id)
                 continue
             self._jobs[order.job_id] = job
@@ -153,7 +154,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         )
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Register the handlers and start to tick. Called by the scheduler."""
+        """Register the handlers and start ticking. Called by the scheduler."""
         self.register(scheduler)
         self._ticker = asyncio.create_task(self._tick_often())
 
@@ -202,8 +203,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def tick(self) -> None:
         """Do everything that is due: logs, acknowledgements, timeouts, decisions."""
-        # Logs first: what the disk accepts now is acknowledged now. The roster's clock before the
-        # timeouts: after a suspension of this process, no worker may count as silent.
+        # Logs first: events written now are acknowledged now. The roster's clock comes before the
+        # timeouts, so that no worker counts as silent after this process was suspended.
         now = clock.now()
         self._write_logs()
         self._acknowledge()
@@ -215,7 +216,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._ticked_at = now
         for job in self._mode.deciding_jobs():
             with self._defects.watch(job, "a tick"):
-                # Trainers that wait until the log can be written are not hung: the interval since
+                # Trainers waiting for the log to become writable are not hung: the interval since
                 # the last tick counts as if this process had been suspended.
                 is_stuck = self._is_stuck(job)
                 job.handle(s.Tick(asleep_s=passed_s if is_stuck and not asleep_s else asleep_s))
@@ -224,13 +225,13 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._sharing.hand_back_noticed()
 
     def _write_logs(self) -> None:
-        """Retry writing the events that disks have rejected."""
+        """Retry event writes that failed."""
         for job in self._jobs.values():
             with self._defects.watch(job, "writing the log"):
                 job.retry_log()
 
     def _is_stuck(self, job: HostedJob) -> bool:
-        # True if a trainer of the job is blocked, because the outbox of its supervisor is full.
+        # True if one of the job's trainers is blocked because its supervisor's outbox is full.
         facts = [self._workers.get(member.worker) for member in job.state.members.values()]
         return any(known is not None and known.is_stuck for known in facts)
 
@@ -241,7 +242,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._mode.take_costs(costs)
 
     def take_notice(self, worker: str, leaves_at: float) -> None:
-        """Handle the pool's notice that it terminates a worker's machine at this time (epoch)."""
+        """Handle the pool's notice that it will terminate a machine at ``leaves_at`` (epoch)."""
         facts = self._workers.get(worker)
         if facts is not None:
             self._notices.interrupt(facts, left_s=leaves_at - time.time())
@@ -258,16 +259,22 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._halted = why
         what = "The job saves a checkpoint and stops. To continue from it, use %etrain resume"
         self.warn(f"{why.rstrip('.')}. {what}.")
+        # In recovery the jobs do not know their trainers yet: a stop would end them at once,
+        # without a checkpoint, while the trainers keep training. `_end_recovery` stops them.
+        if self._mode is self._serving:
+            self._stop_all()
+        self._after_change()
+
+    def _stop_all(self) -> None:
         for job in self._active():
             job.handle(s.StopAsked(now=False))
-        self._after_change()
 
     def is_busy(self, worker: str) -> bool:
         """Return whether a job uses this worker; the pool may release the others as surplus."""
         return self._mode.is_busy(worker)
 
     def idle_s(self) -> float:
-        """Return the seconds since the last job ended; 0.0 while one is active or uploaded."""
+        """Return the seconds since the last job ended; 0.0 if one is active or being uploaded."""
         if self._active() or any(job.is_uploading for job in self._jobs.values()):
             return 0.0
         return time.monotonic() - self._idle_since
@@ -278,8 +285,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     # --- workers ---
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """Handle a closed connection of a worker. Called by the scheduler."""
-        # An evicted worker is no longer in the roster, and its loss was handled at the eviction.
+        """Handle a worker's closed connection. Called by the scheduler."""
+        # An evicted worker is no longer in the roster, and its loss was handled when it was
+        # evicted.
         self._refused.discard(worker)
         facts = self._workers.remove(worker)
         if facts is not None:
@@ -289,21 +297,21 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._mode.lose(facts, cause)
 
     def _drop_silent(self, now: float) -> None:
-        """Evict workers whose heartbeats have timed out, although their connections are open."""
+        """Evict workers whose heartbeats have timed out, even if their connections are open."""
         # ::
         #
         #     worker          (network partition) ─────────── back: heartbeat ──▶
         #     coordinator       10 s: evict, kill; the jobs      ResetSupervisor ──▶
         #                       continue without it
         #
-        # The kill has an effect if the pool can reach the machine, for example through EC2's API.
+        # The kill works only if the pool can reach the machine, for example through EC2's API.
         for facts, silence_s in self._workers.give_up_silent(now):
             with self._defects.watch(None, f"killing {facts.name}"):
                 self._nodes.kill(facts.name)
             self._mode.lose(facts, f"no heartbeat for {silence_s:.1f} s", detected_s=silence_s)
 
     def _receive(self, message: Any, worker: str) -> None:
-        """Handle a message of a supervisor; ``worker`` is its address. Called by Dask."""
+        """Handle a message from a supervisor; ``worker`` is its address. Called by Dask."""
         # Never raise: Dask would close the connection, and the worker would shut down.
         with self._defects.watch(None, f"reading a message of {worker}"):
             try:
@@ -317,7 +325,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def _refuse(self, worker: str, exc: codec.WireVersionError) -> None:
         """Ignore a supervisor with another wire version, and log that once."""
-        # Its hello is refused, so it never gets into the roster. It may repeat its messages.
+        # Its hello is refused, so it never enters the roster. It may resend its messages.
         if worker in self._refused:
             return
         self._refused.add(worker)
@@ -368,12 +376,12 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._mode.greet(facts.name, hello.trainers or {})
 
     def _acknowledge(self) -> None:
-        """Send the supervisors the numbers up to which they may drop their reports."""
+        """Send each supervisor the number up to which it may drop reports."""
         for worker, number in self._acknowledgements.collect().items():
             self._send_to(worker, m.AcknowledgeReports(number=number))
 
     def _end_recovery(self) -> None:
-        """Serve again once all workers are back, or the reconnect timeout is over."""
+        """Serve again once all workers are back, or the reconnect timeout has expired."""
         recovery = self._mode
         if not isinstance(recovery, Recovering):
             return
@@ -383,9 +391,11 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         if self._nodes.capacity() is not None:
             alive = {node["worker"] for node in self._nodes.nodes()}
         if recovery.is_over(alive):
-            # First the mode: handing over handles reports, which may allocate workers.
+            # Set the mode first: handing over handles reports, which may allocate workers.
             self._mode = self._serving
             recovery.hand_over(self._serving)
+            if self._halted:
+                self._stop_all()
 
     def _reset(self, address: str) -> None:
         """Send a reset to an evicted supervisor. It ignores repeated ones."""
@@ -407,9 +417,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._mode.allocate()
 
     def _after_change(self) -> None:
-        """Free the resources of ended jobs, and share the workers again if necessary."""
+        """Free the resources of ended jobs, and redistribute the workers if necessary."""
         #     the job's end is logged ──── free its resources,   ──── the end is durable, in a
-        #                                  share its workers again    bucket up to 15 s later:
+        #                                  reassign its workers       bucket up to 15 s later:
         #                                                             remove its record
         ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_let_go]
         for job in ended:
@@ -419,8 +429,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
         for job in [job for job in self._jobs.values() if job.has_told_its_end and job.is_recorded]:
-            # Not earlier: if this scheduler died, the next one would reply that the job is unknown
-            # to a kernel that waits for its end.
+            # Not earlier: if this scheduler died first, the next one would reject a kernel still
+            # waiting for the job's end, because it would not know the job.
             job.is_recorded = False
             self._records.remove(job.order.job_id)
         for job in self._active():
@@ -436,7 +446,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             for facts in self._workers:
                 self._send_to(facts.name, m.RemoveBundle(digest=digest))
 
-    # --- requests of kernels ---
+    # --- kernel requests ---
 
     async def _submit(self, request: q.SubmitJob) -> q.Submitted:
         order = JobSpec.from_message(request.job)
@@ -467,7 +477,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         return q.Submitted(job_id=order.job_id)
 
     async def _open(self, order: JobSpec) -> HostedJob:
-        # The record first: if the scheduler dies now, the next one begins the job, see HostedJob.
+        # Write the record first: if the scheduler dies now, the next one starts the job (see
+        # HostedJob).
         order.run_dir.mkdir(parents=True, exist_ok=True)
         opened = await asyncio.to_thread(open_run, order) if order.place else None
         try:
@@ -493,7 +504,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         job_id, since, wait_s = request.job_id, request.since, request.wait_s
         job = self._job(job_id)
         # Long polling: reply when there are new events, or after ``wait_s``. A log that is behind
-        # wakes the waiting kernels too, so that they get ``trouble``.
+        # also wakes waiting kernels, so that they receive ``trouble``.
         if job.last_seq <= since and not job.has_told_its_end:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(job.changed.wait(), min(wait_s, 60.0))
@@ -506,14 +517,14 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         return q.EventBatch(events=batch, status=job.state.status, trouble=trouble)
 
     async def _collect_events(self, job_id: str) -> None:
-        """Wait until events of a job may be sent again, then to all waiting kernels."""
+        """Wait until a job's events may be sent again, to all waiting kernels at once."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._sent_at.get(job_id, -math.inf) + COALESCE_S - loop.time())
         if loop.time() >= self._sent_at.get(job_id, -math.inf) + COALESCE_S:
             self._sent_at[job_id] = loop.time()
 
     def _machine_of(self, worker: str) -> dict[str, Any]:
-        """Return the facts of a worker's machine, as fields of ``WorkerJoined``."""
+        """Return the facts about a worker's machine, as fields of ``WorkerJoined``."""
         facts = self._workers.get(worker)
         node: dict[str, Any] = next((n for n in self._nodes.nodes() if n["worker"] == worker), {})
         machine: dict[str, Any] = {"device": facts.device} if facts else {}
@@ -554,7 +565,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     async def _control(self, request: q.ControlJob) -> q.Outcome:
         job = self._job(request.job_id)
         self._mode.check_request(job)
-        # ``HostedJob.handle`` logs exceptions of our own code instead of raising them. Count them,
+        # ``HostedJob.handle`` logs exceptions in our own code instead of raising them. Count them,
         # so that the user does not see a success.
         num_before = self._defects.num_seen
         message = self._requests.do(job, request.request, request.args or {})

@@ -1,4 +1,4 @@
-"""Log exceptions of our own code in the coordinator for their job, and keep the rest running.
+"""Log exceptions in the coordinator's own code to the affected job, and keep everything running.
 
 A defect that repeats is logged again after 10, 20, 40 ... 600 s, with a count.
 """
@@ -22,10 +22,10 @@ FIRST_WAIT_S = 10.0
 MOST_WAIT_S = 600.0
 
 MOST_KINDS = 100
-"""Maximum number of kinds of defects for which the rate of logging is limited."""
+"""Maximum number of defect kinds whose logging is rate-limited."""
 
 Kind = tuple[str, str, str]
-"""The job, the action that failed, and the exception's class and place."""
+"""The job, the action that failed, and the exception's class and location."""
 
 
 class WatchedJob(Protocol):
@@ -47,22 +47,22 @@ class _Seen:
 
 
 class Defects:
-    """Log exceptions for the job that they belong to, at a bounded rate."""
+    """Log exceptions to the job they belong to, at a bounded rate."""
 
     def __init__(self) -> None:
         self.num_seen = 0
         """Number of exceptions so far."""
         self.newest = ""
-        """The last one, as it was logged."""
+        """The last exception, as it was logged."""
         self._seen: dict[Kind, _Seen] = {}
 
     @contextlib.contextmanager
     def watch(self, job: WatchedJob | None, doing: str) -> Iterator[None]:
-        """Log the exception that the block raises, and suppress it.
+        """Log and suppress any exception raised in the block.
 
         Args:
-            job: The job that the block works for; None if it works for none, or for all.
-            doing: Action of the block, for the message; for example ``writing the log``.
+            job: The job that the block serves; None if it serves no job or all of them.
+            doing: What the block does, for the message; for example ``writing the log``.
         """
         try:
             yield
@@ -85,15 +85,16 @@ class Defects:
             f"{self.newest}{again}. This is a defect in etrain-jupyter; the job continues if "
             "possible. The traceback is in the scheduler's log"
         )
-        # The log may be the cause. An exception here would leave the block that ``watch`` protects.
+        # The log may be the cause. An exception here would escape the block that ``watch``
+        # protects.
         try:
             job.log(events.LogLine, level="error", worker="", text=text)
         except Exception:
             logger.exception("%s: this could not be logged for the job", name)
 
     def _num_unsaid(self, kind: Kind) -> int | None:
-        # The number of exceptions of this kind since the last one that was logged; None: do not log
-        # this one either. The interval doubles each time: 10, 20, 40 ... 600 s.
+        # The number of exceptions of this kind since the last logged one; None to skip logging this
+        # one too. The interval doubles each time: 10, 20, 40 ... 600 s.
         now = clock.now()
         seen = self._seen.get(kind)
         if seen is None:
@@ -111,7 +112,7 @@ class Defects:
 
 
 def _place_of(exc: Exception) -> str:
-    # The class and the line that raised, not the text, which may differ each time.
+    # The class and the line that raised it, not the message, which may differ each time.
     frame = exc.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

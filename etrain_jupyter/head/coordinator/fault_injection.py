@@ -1,4 +1,4 @@
-"""Inject faults into workers and trainers: planned, requested by a user, and random ones."""
+"""Inject planned, user-requested and random faults into workers and trainers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Injector:
         self._chaos: dict[str, Chaos] = {}
 
     def inject(self, job: HostedJob, worker: str, kind: str, *, notice_s: float) -> None:
-        """Inject one fault into a worker of a job."""
+        """Inject one fault into one of a job's workers."""
         member = job.state.of_worker(worker)
         facts = self._roster.get(worker)
         if member is None or facts is None:
@@ -42,7 +42,7 @@ class Injector:
             self.give_notice(worker, notice_s)
         elif kind in ("worker", "kill_worker"):
             self._nodes.kill(worker)
-            # A pool of workers that are managed elsewhere cannot kill them, so the supervisor kills
+            # A pool whose workers are managed elsewhere cannot kill them, so the supervisor kills
             # its own process. If the pool has killed the worker, the message is lost.
             job.send(InjectFault(trainer=member.trainer, kind_of_fault="kill_worker"))
         else:
@@ -56,7 +56,7 @@ class Injector:
             self._notices.interrupt(facts, left_s=notice_s)
 
     def commit_planned(self, job: HostedJob) -> None:
-        """Inject the planned faults whose step is committed."""
+        """Inject the planned faults whose step has been committed."""
         if job.planned.is_empty:
             return
         ranks = job.ranks()
@@ -67,7 +67,7 @@ class Injector:
     # --- random faults ---
 
     def begin_chaos(self, job: HostedJob, chaos: Chaos, words: str) -> bool:
-        """Inject random faults from now on, and log that; return whether others were replaced."""
+        """Start injecting random faults, and log that; return whether this replaces others."""
         was_on = job.order.job_id in self._chaos
         self._chaos[job.order.job_id] = chaos
         job.log(events.LogLine, level="info", worker="", text=f"chaos: {words}")

@@ -29,7 +29,7 @@ class NodeSource(Protocol):
 
     replaces_early: bool
     """True to replace a worker as soon as its machine is at risk or has an interruption notice, not
-    after its release. Set where each worker has a machine of its own."""
+    only after its release. Set if each worker has its own machine."""
 
     def want(self, count: int, *, reason: str) -> None:
         """Start missing workers, up to ``count`` in total or the pool's capacity."""

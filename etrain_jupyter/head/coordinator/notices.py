@@ -1,4 +1,4 @@
-"""Handle notices that a worker's machine will be reclaimed, or may be."""
+"""Handle notices that a worker's machine will or may be reclaimed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etrain_jupyter.wire.messages import MachineNotice, RequestCheckpoint
 from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
 
 SAME_S = 1.0
-"""Two deadlines that differ by less are the same one: a repeated notice differs a little."""
+"""Deadlines closer than this are treated as equal: those of repeated notices differ slightly."""
 
 
 class Notices:
@@ -23,8 +23,8 @@ class Notices:
 
     Args:
         roster: The workers.
-        active: Returns the jobs that have not ended.
-        allocate: Shares the workers among the jobs again.
+        active: Returns the active jobs.
+        allocate: Redistributes the workers among the jobs.
         nodes: The pool. It receives the notice before the request for a replacement.
     """
 
@@ -41,7 +41,7 @@ class Notices:
         self._allocate = allocate
 
     def take(self, message: MachineNotice, worker: WorkerFacts) -> None:
-        """Handle a supervisor's notice of its machine, which may come several times."""
+        """Handle a supervisor's notice about its machine, which may be repeated."""
         if message.notice == INTERRUPTION:
             self.interrupt(worker, left_s=message.left_s)
         elif message.notice == REBALANCE:
@@ -64,7 +64,8 @@ class Notices:
     def _note_risk(self, worker: WorkerFacts) -> None:
         """Request a replacement and a checkpoint; the worker keeps training."""
         # EC2's rebalance recommendation: an interruption is likely, but may come with two minutes'
-        # notice or never. A checkpoint now bounds the loss if the machine goes without a notice.
+        # notice or never. A checkpoint now bounds the loss if the machine disappears without
+        # notice.
         if worker.at_risk or worker.leaves_at:
             return
         worker.at_risk = True
@@ -76,7 +77,7 @@ class Notices:
         self._allocate()
 
     def recall(self, notices: Mapping[str, float], at_risk: Collection[str]) -> None:
-        """Restore the notices from the logs of the previous scheduler, in wall time."""
+        """Restore the notices from the previous scheduler's logs, which use wall time."""
         # They are in the logs already, so only the roster, the pool and the jobs are updated.
         for name in at_risk:
             facts = self._roster.get(name)

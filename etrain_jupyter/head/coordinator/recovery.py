@@ -1,4 +1,4 @@
-"""Recovery after the death of a scheduler: wait until its workers have reconnected."""
+"""Recovery after a scheduler's death: wait until its workers have reconnected."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ RETURN_S = 30.0
 
 
 class Recovering:
-    """The coordinator's mode until the workers of the previous scheduler are back.
+    """The coordinator's mode until the previous scheduler's workers are back.
 
     No decisions are made in this mode, because it is unknown which workers are in use. Reports are
     held, and handled in order once the jobs have their trainers again::
 
-        previous scheduler dies    this one starts       w1 back       w2 back (or 30 s are over)
+        previous scheduler dies    this one starts       w1 back       w2 back (or 30 s have passed)
         trainers keep training ─────────────────────────────────────────────────▶
-                                   Recovering: reports of w1 are held ───┤ Serving: adopt, handle
+                                   Recovering: reports from w1 are held ─┤ Serving: adopt, handle
 
     Args:
         died_at: When the previous scheduler died, in seconds since the epoch.
-        jobs: Its jobs that have not ended.
+        jobs: Its active jobs.
     """
 
     def __init__(self, died_at: float, jobs: Sequence[HostedJob]) -> None:
         self._died_at = died_at
         self._jobs = tuple(jobs)
-        # The trainers of each worker that is back; and the held messages with their workers' names.
+        # The trainers of each reconnected worker; and the held messages with their workers' names.
         self._by_worker: dict[str, Mapping[str, TrainerSummary]] = {}
         self._held: list[tuple[Held, str]] = []
-        # From the logs: deadlines of the machines that will be reclaimed, and machines at risk.
+        # From the logs: the deadlines of machines that will be reclaimed, and machines at risk.
         recalled = [job.recalled for job in jobs if job.recalled is not None]
         self._notices = {w: at for known in recalled for w, at in known.notices.items()}
         self._at_risk = {worker for known in recalled for worker in known.at_risk}
@@ -45,7 +45,7 @@ class Recovering:
         self._deadline = time.monotonic() + RETURN_S
 
     def is_over(self, alive: Collection[str] | None) -> bool:
-        """Return whether there is no worker left to wait for.
+        """Return True if there are no workers left to wait for.
 
         Args:
             alive: The workers whose processes are alive; None if unknown.
@@ -56,13 +56,13 @@ class Recovering:
         return expected <= self._by_worker.keys()
 
     def hand_over(self, serving: Serving) -> None:
-        """Give the jobs their trainers, then handle the messages that were held."""
+        """Give the jobs their trainers, then handle the held messages."""
         # The order matters:
         #
-        #     adopt              the jobs know their trainers again, which the next two need
-        #     recall_notices     members on noticed workers begin to leave
-        #     take_held          in the order of arrival
-        #     release_unknown    now, as a held report may have ended a job with these trainers
+        #     adopt              restores the jobs' trainers, which the next two steps need
+        #     recall_notices     members on workers with a notice begin to leave
+        #     take_held          in order of arrival
+        #     release_unknown    last, as a held report may have ended a job with these trainers
         summaries = {n: known for part in self._by_worker.values() for n, known in part.items()}
         away_s = max(0.0, time.time() - self._died_at)
         serving.adopt(self._jobs, summaries, away_s=away_s)
@@ -76,7 +76,7 @@ class Recovering:
     # --- what the coordinator does in this mode ---
 
     def deciding_jobs(self) -> list[HostedJob]:
-        """Return no jobs: nothing is decided."""
+        """Return no jobs: no decisions are made."""
         return []
 
     def is_busy(self, worker: str) -> bool:
@@ -87,10 +87,10 @@ class Recovering:
         """Do nothing: it is unknown which workers are in use."""
 
     def take_costs(self, costs: Sequence[NodeCost]) -> None:
-        """Do nothing: it is unknown whose costs they are."""
+        """Do nothing: it is unknown which jobs incurred them."""
 
     def greet(self, worker: str, trainers: Mapping[str, TrainerSummary]) -> None:
-        """Note that a worker is back."""
+        """Note that a worker has reconnected."""
         self._by_worker[worker] = trainers
 
     def lose(self, facts: WorkerFacts, cause: str, *, detected_s: float = 0.0) -> None:

@@ -30,14 +30,14 @@ _OUTCOMES = {
     "notice": "received an interruption notice of 120 s",
     "worker": f"is killed; {_REPLACED}",
 }
-"""Effect of each requested fault; follows the worker's name in the reply."""
+"""Effect of each requested fault; appended to the worker's name in the reply."""
 
 STANDSTILL_S = 5.0
 """Minimum seconds without a step before a reply warns about it, even if steps are short."""
 
 
 class RequestError(RefusedRequestError):
-    """A request that cannot be carried out. The message goes back to the kernel."""
+    """A request that cannot be carried out. The message is returned to the kernel."""
 
     def __init__(self, message: str, *, kind: str = "request") -> None:
         super().__init__(kind, message)
@@ -51,13 +51,13 @@ class UnknownJobError(RequestError):
 
 
 class Requests:
-    """Carry out requests, and return a sentence with the effect.
+    """Carry out requests, and return a sentence describing the effect.
 
     Args:
         nodes: The pool, which limits the number of workers.
         roster: The connected workers.
         injector: Injects faults.
-        allocate: Shares the workers among the jobs again.
+        allocate: Redistributes the workers among the jobs.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Requests:
         """Carry out one request.
 
         Raises:
-            RequestError: If it cannot be done.
+            RequestError: If it cannot be carried out.
         """
         if job.state.is_ended:
             raise RequestError(f"job {job.order.name} has ended as {job.state.status}")
@@ -116,7 +116,7 @@ class Requests:
     def _scale(self, job: HostedJob, min: int | None = None, max: int | None = None) -> str:
         low = job.state.min_workers if min is None else min
         high = job.state.max_workers if max is None else max
-        # Check everything before the first effect: a refused request must change nothing.
+        # Check everything before changing anything: a refused request must have no effect.
         if not 1 <= low <= high:
             raise RequestError(
                 f"workers min={low}, max={high} are not valid: 1 <= min <= max must hold. Nothing "
@@ -141,7 +141,10 @@ class Requests:
     def _checkpoint(self, job: HostedJob) -> str:
         ranked = job.state.in_phase("ranked")
         if not ranked:
-            raise RequestError("no rank is training now, so there is nothing new to save")
+            raise RequestError(
+                f"the job is {job.state.status} at step {job.state.step}: no rank is training, so "
+                "there is nothing new to save. Retry once %etrain show lists workers that train."
+            )
         for member in ranked:
             job.send(RequestCheckpoint(trainer=member.trainer))
         return "saves at the next step boundary"
@@ -186,7 +189,7 @@ class Requests:
         # The seed is logged, so that the same faults can be repeated.
         seed = random.randrange(2**31) if seed is None else seed
         now = clock.now()
-        mode = "notice" if mode == "preempt" else mode  # the name of the command for this fault
+        mode = "notice" if mode == "preempt" else mode  # the command's name for this fault
         try:
             chaos = Chaos(mtbf_s=mtbf_s, mode=mode, seed=seed, now=now, duration_s=duration_s)
         except ValueError as exc:
@@ -198,7 +201,7 @@ class Requests:
         return f"random faults: {words}{again}. To stop them, use %etrain chaos --off"
 
     def _victim(self, job: HostedJob, worker: str | None) -> WorkerFacts:
-        """Return the named worker, or that of the last rank."""
+        """Return the named worker, or the last rank's worker."""
         ranked = [
             m.worker
             for m in job.state.in_phase("ranked")
@@ -228,7 +231,7 @@ class Requests:
 
 
 def _standstill(job: HostedJob) -> str:
-    """Return a warning if the next step boundary may never come."""
+    """Return a warning if the next step boundary may never be reached."""
     # Stop and pause wait for the end of the current step, which a hung rank never reaches.
     state = job.state
     quiet_s = clock.now() - state.timings.last_step_at

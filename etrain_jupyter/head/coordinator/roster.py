@@ -1,4 +1,4 @@
-"""Roster of a cluster's workers: active ones, and fenced ones."""
+"""Roster of a cluster's workers, both active and fenced."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class WorkerFacts:
     device: str
     pid: int
     incarnation: int = 0
-    """Number of times that its supervisor was reset."""
+    """Number of times its supervisor has been reset."""
     leaves_at: float = 0.0
-    """Time of its machine's interruption, by the coordinator's clock; 0 if there is none."""
+    """When its machine will be interrupted, by the coordinator's clock; 0 if not announced."""
     at_risk: bool = False
     """True if its machine is likely to be interrupted."""
     is_stuck: bool = False
-    """True if its supervisor's outbox is full. The supervisor then stops reading messages from its
-    trainers, and they wait."""
+    """True if its supervisor's outbox is full. The supervisor then stops reading its trainers'
+    messages, and they wait."""
     is_released: bool = False
     """True if it was released to the pool."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """Versions that are installed there, see ``wire.versions``; empty if unknown."""
+    """Versions installed there (see ``wire.versions``); empty if unknown."""
 
 
 class WorkerRoster:
-    """Track the workers, and fence those that time out. Time is an argument.
+    """Track the workers, and fence those that time out. Callers pass in the time.
 
     A worker that has timed out is evicted, even if its connection is still open. Its later messages
     are dropped until its supervisor has stopped its trainers and sends a hello with a new
@@ -41,7 +41,7 @@ class WorkerRoster:
         hello 1 -> messages -> timeout: fenced -> messages dropped -> reset -> hello 2
 
     Args:
-        silence_s: Timeout in seconds without a message from a supervisor.
+        silence_s: Seconds without a message after which a supervisor has timed out.
         tick_s: Interval between calls of ``tick``, in seconds.
     """
 
@@ -66,7 +66,7 @@ class WorkerRoster:
     def greet(self, facts: WorkerFacts, now: float) -> bool:
         """Process a hello; return False if this incarnation is fenced."""
         # A fenced supervisor may reconnect before it has received the reset. Its trainers are still
-        # inside an old generation; only the next incarnation has stopped them.
+        # in an old generation; only its next incarnation will have stopped them.
         if facts.incarnation <= self._given_up.get(facts.address, -1):
             return False
         self._given_up.pop(facts.address, None)
@@ -95,13 +95,13 @@ class WorkerRoster:
         return facts
 
     def tick(self, now: float) -> float:
-        """Advance the time, and return the seconds for which the coordinator was suspended."""
+        """Advance the time, and return how many seconds the coordinator was suspended."""
         return self._hearing.tick(now)
 
     def give_up_silent(self, now: float) -> list[tuple[WorkerFacts, float]]:
         """Evict the workers that have timed out.
 
-        Return them and the seconds since their last message.
+        Return each with the seconds since its last message.
         """
         given_up = []
         for name, silence_s in self._hearing.silent(now).items():

@@ -24,14 +24,14 @@ class Serving:
     """The coordinator's mode while all its workers are known.
 
     Args:
-        active: Returns the jobs that have not ended.
+        active: Returns the active jobs.
         roster: The connected workers.
         sharing: Shares them among the jobs.
-        notices: Handles notices of machines.
+        notices: Handles notices about machines.
         injector: Injects planned faults.
-        acknowledgements: Tracks which reports were handled.
+        acknowledgements: Tracks which reports have been handled.
         money: Shares the costs among the jobs.
-        defects: Logs the exceptions of our own code.
+        defects: Logs exceptions in our own code.
         send_to: Sends a message to a worker's supervisor.
     """
 
@@ -61,7 +61,7 @@ class Serving:
     # --- the same methods as ``Recovering`` ---
 
     def deciding_jobs(self) -> list[HostedJob]:
-        """Return the jobs that get ticks: all active ones."""
+        """Return the jobs to tick: all active ones."""
         return self._active()
 
     def is_busy(self, worker: str) -> bool:
@@ -73,23 +73,23 @@ class Serving:
         self._sharing.allocate()
 
     def take_costs(self, costs: Sequence[NodeCost]) -> None:
-        """Share the nodes' costs so far among the jobs."""
+        """Split the nodes' costs so far among the jobs."""
         self._money.take(costs, self._active())
 
     def greet(self, worker: str, trainers: Mapping[str, m.TrainerSummary]) -> None:
         """Use a worker that has registered."""
-        # A supervisor that reconnects may still have trainers of a job that has ended meanwhile.
+        # A supervisor that reconnects may still have trainers for a job that has since ended.
         self.release_unknown(worker, trainers)
         self.allocate()
 
     def lose(self, facts: WorkerFacts, cause: str, *, detected_s: float = 0.0) -> None:
-        """Let the jobs continue without a worker."""
+        """Have the jobs continue without a lost worker."""
         for job in self._active():
             job.handle(s.WorkerGone(worker=facts.name, cause=cause, detected_s=detected_s))
         self.allocate()
 
     def take(self, message: Held, worker: WorkerFacts) -> None:
-        """Handle a notice, or a report that neither we nor the previous scheduler has handled."""
+        """Handle a notice, or a report unless we or the previous scheduler already handled it."""
         if isinstance(message, m.MachineNotice):
             self._notices.take(message, worker)
             return
@@ -124,11 +124,11 @@ class Serving:
                 job.adopt(summaries, away_s=away_s)
 
     def recall_notices(self, deadlines: Mapping[str, float], at_risk: Collection[str]) -> None:
-        """Restore the notices that the previous scheduler had logged."""
+        """Restore the notices logged by the previous scheduler."""
         self._notices.recall(deadlines, at_risk)
 
     def take_held(self, message: Held, worker: str) -> None:
-        """Handle a message that was held, if its worker is still connected."""
+        """Handle a held message, if its worker is still connected."""
         facts = self._roster.get(worker)
         if facts is not None:
             doing = f"handling a held {type(message).__name__}"
@@ -141,7 +141,7 @@ class Serving:
         return next((j for j in self._active() if j.order.job_id == message.job_id), None)
 
     def release_unknown(self, worker: str, trainers: Iterable[str]) -> None:
-        """Release the trainers of a worker that belong to no active job."""
+        """Release those of a worker's trainers that belong to no active job."""
         known = {name for job in self._active() for name in job.state.members}
         for name in trainers:
             if name not in known:
@@ -150,9 +150,9 @@ class Serving:
     # --- lookups ---
 
     def job_of(self, trainer: str, worker: WorkerFacts) -> HostedJob | None:
-        """Return the active job of a trainer; None unless the job launched it on this worker."""
-        # Not by the job id in the name: a compromised worker may send any name, but must not report
-        # for the trainers of other workers.
+        """Return a trainer's active job; None unless that job launched it on this worker."""
+        # Do not trust the job id in the name: a compromised worker may send any name, but must not
+        # report for other workers' trainers.
         for job in self._active():
             facts = job.trainers.get(trainer)
             if facts is not None and facts.worker == worker.name:

@@ -16,8 +16,8 @@ HAND_BACK_S = 2.0
 """An unused worker with a notice is released at least this many seconds before its deadline."""
 
 TAKEN_S = 60.0
-"""A machine elsewhere that still runs this many seconds after its deadline is terminated by us. Not
-earlier: EC2 waives the first hour of a machine that it reclaims, not of one that we terminate."""
+"""A remote machine still running this many seconds after its deadline is terminated. Not earlier:
+EC2 waives the first hour only for machines that it reclaims, not for those that we terminate."""
 
 
 class Sharing:
@@ -26,7 +26,7 @@ class Sharing:
     Args:
         nodes: The pool.
         roster: Its connected workers.
-        active: Returns the jobs that have not ended.
+        active: Returns the active jobs.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class Sharing:
         self._fitness = Fitness()
 
     def allocate(self) -> None:
-        """Share the workers again, and request as many as all jobs together can use."""
-        # A job that is about to end claims nothing, but its workers are free only once its trainers
-        # have left: they may be writing the last checkpoint. Workers at risk come last.
+        """Redistribute the workers, and request as many as all jobs together can use."""
+        # A job that is about to end claims nothing, but its workers become free only once its
+        # trainers have left, because they may be writing the last checkpoint. Workers at risk come
+        # last.
         jobs = {job.state.job_id: job for job in self._active()}
         ending = [job for job in jobs.values() if job.state.outcome]
         busy = {m.worker for job in ending for m in job.state.members.values()}
@@ -52,10 +53,10 @@ class Sharing:
         self._want_workers()
 
     def _want_workers(self) -> None:
-        # As many as the jobs can use, and replacements of workers that are about to leave:
+        # Request as many as the jobs can use, and replacements for workers that are about to leave:
         #
         #     worker with a notice            its replacement is requested
-        #     on a machine of its own         immediately; also if it is only at risk
+        #     on its own machine              immediately; also if it is only at risk
         #     on a shared machine, needed     immediately: it must warm up in time
         #     on a shared machine, surplus    at its release, so that no start-up competes with the
         #                                     change of generation
@@ -76,13 +77,13 @@ class Sharing:
         self._nodes.want(wanted + len(leaving), reason="jobs")
 
     def hand_back_noticed(self) -> None:
-        """Release workers with a notice once the others train without them, or time is short."""
+        """Release workers with a notice once the others train without them or time runs short."""
         #     notice ── used by a job ──┬── change of generation ──┬── release ──────── deadline
         #                               leaves the job             others are ready
         #                                                          (or 2 s before the deadline)
         #
-        # The kill after the deadline is for a worker that a job still uses: immediately on a
-        # shared machine, 60 s later elsewhere (TAKEN_S).
+        # A worker still used by a job is killed after the deadline: immediately on a shared
+        # machine, 60 s later elsewhere (TAKEN_S).
         used = self._used()
         is_changing = any(
             j.state.phase == "running" and not j.state.current.is_ready for j in self._active()
@@ -100,12 +101,12 @@ class Sharing:
     def _hand_back(self, facts: WorkerFacts, left_s: float) -> None:
         facts.is_released = True
         if self._nodes.replaces_early:
-            # The pool counts it until its release. With a lower demand before that, the replacement
+            # The pool counts it until its release. If demand dropped before that, the replacement
             # would look like surplus.
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
             self._want_workers()
         else:
-            # First lower the demand: its exit frees a slot, in which the pool would otherwise start
+            # Lower the demand first: its exit frees a slot, in which the pool would otherwise start
             # a worker that no job needs.
             self._want_workers()
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
@@ -126,7 +127,7 @@ class Sharing:
 
 
 def _is_short(job: HostedJob) -> bool:
-    # True if the job could not continue with the workers that are not leaving.
+    # True if the workers that are staying are too few for the job to continue.
     members = job.state.members.values()
     stays = [m for m in members if not m.leaving and m.phase != "starting"]
     return len(stays) < max(1, job.state.min_workers)

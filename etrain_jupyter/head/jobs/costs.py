@@ -1,4 +1,4 @@
-"""Log the costs of a cluster's jobs, if the pool knows prices."""
+"""Log the costs of a cluster's jobs, if the pool has price information."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.policy.job_costs import JobCosts, RunningCost
 
 LOG_INTERVAL_S = 10.0
-"""Minimum seconds between two costs in a job's log; the final cost is always logged."""
+"""Minimum seconds between two cost entries in a job's log; the final cost is always logged."""
 MIN_CHANGE = 0.01
-"""Relative change below which a cost is not logged before the end."""
+"""Relative change below which a cost is not logged, except at the job's end."""
 
 
 class Money:
-    """Splits the cost of the nodes among the jobs, and logs each job's share."""
+    """Split the nodes' cost among the jobs, and log each job's share."""
 
     def __init__(self) -> None:
         self._costs = JobCosts()
@@ -28,14 +28,14 @@ class Money:
         self._has_prices = False
 
     def take(self, nodes: Sequence[NodeCost], jobs: Sequence[HostedJob]) -> None:
-        """Update the costs of the jobs.
+        """Update the jobs' costs.
 
         Args:
-            nodes: All nodes, present and past, with their cost so far; none if the pool is free.
-            jobs: The jobs that have not ended.
+            nodes: All nodes, present and past, with their cost so far; empty if the pool is free.
+            jobs: The active jobs.
         """
         self._has_prices = self._has_prices or bool(nodes)
-        # Each update covers the time since the previous one, so a new job must begin before it.
+        # Each update covers the time since the previous one, so a new job must be added before it.
         for job in jobs:
             if job.order.job_id not in self._logged:
                 before = _cost_in(job.record)
@@ -53,7 +53,7 @@ class Money:
             self._costs.forget(job.order.job_id)
 
     def of(self, job: HostedJob) -> RunningCost:
-        """Return the cost of a job."""
+        """Return a job's cost."""
         return self._costs.of(job.order.job_id)
 
     def tell_last(self, job: HostedJob) -> None:
@@ -81,7 +81,7 @@ class Money:
 
 
 def _cost_in(record: JobRecord) -> RunningCost:
-    # A resumed job continues the sum of its previous attempts.
+    # A resumed job continues from the total of its previous attempts.
     known = record.cost
     if known is None:
         return RunningCost()

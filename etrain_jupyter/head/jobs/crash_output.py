@@ -1,4 +1,4 @@
-"""Format the last output of a crashed trainer for users."""
+"""Format a crashed trainer's last output for users."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 
 
 def last_words(worker: str, lines: Iterable[str], cells: Mapping[str, CellSource]) -> str:
-    """Return the end of a trainer's output; empty if there is none.
+    """Return the end of a trainer's output; empty if it printed nothing.
 
-    Python's report of a crash or a hang is reduced to the thread that crashed, or the main thread.
-    Its frames are in the order of a traceback and begin with the first one in the notebook.
+    Python's report on a crash or hang is reduced to the thread that crashed, or the main thread.
+    Its frames are in traceback order, starting with the first one in the notebook.
     """
-    # What faulthandler writes, after the lines that the notebook's code printed:
+    # faulthandler's output, after the lines printed by the notebook's code:
     #
     #     Fatal Python error: Segmentation fault
     #
@@ -28,7 +28,7 @@ def last_words(worker: str, lines: Iterable[str], cells: Mapping[str, CellSource
     #       ...
     #     Current thread 0x00007f... (most recent call first):
     #       File "ipykernel_1/2.py", line 7 in forward       innermost first
-    #       File ".../etrain_jupyter/...", line 80 in run         ours: the rest is of no interest
+    #       File ".../etrain_jupyter/...", line 80 in run         our own code: omit the rest
     printed = list(lines)
     report = max((i for i, text in enumerate(printed) if _begins_report(text)), default=None)
     before = [text for text in printed[:report] if text.strip()][-MAX_LINES:]

@@ -37,7 +37,7 @@ from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 from etrain_jupyter.wire import messages as m
 
 Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
-"""Sends a message to a worker's supervisor, by worker name."""
+"""Sends a message to a worker's supervisor, given the worker's name."""
 
 
 @dataclass(kw_only=True)
@@ -54,17 +54,17 @@ class HostedJob:
     order: JobSpec
     send_to: Send
     describe_worker: Callable[[str], dict[str, Any]] = lambda worker: {}
-    """Returns the facts of a worker's machine, as ``WorkerJoined`` has them."""
+    """Returns the facts about a worker's machine, as fields of ``WorkerJoined``."""
     before_end: Callable[[HostedJob], None] = lambda job: None
     """Called before the job's end is logged, because no event can follow the end."""
     defects: Defects = field(default_factory=Defects)
-    """Logs the exceptions of our own code."""
+    """Logs exceptions in our own code."""
     hang_s: float = 30.0
     """Minimum seconds without progress after which ranks count as stalled."""
     opened: OpenedRun | None = None
-    """The log of a job in a bucket, opened by this process as its writer; None for other jobs."""
+    """The log of a job in a bucket, opened for writing by this process; None for other jobs."""
     recalls: PendingRequests | None = None
-    """The pending requests of a job whose scheduler died; None for a job that is submitted."""
+    """The pending requests of a job whose scheduler died; None for a newly submitted job."""
     recalled: JobRecord | None = field(default=None, init=False)
     """Record of a job whose scheduler died, until its trainers are adopted; otherwise None."""
     state: JobState = field(init=False)
@@ -73,11 +73,11 @@ class HostedJob:
     messages: TrainerMessages = field(init=False)
     """Reports of its trainers, and their consequences."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
-    """The basis of ``checkpoint.every: auto``: the same events, by this process's clock."""
+    """Input to ``checkpoint.every: auto``: the same events, timed by this process's clock."""
     is_let_go: bool = field(default=False, init=False)
     """True once the resources of the ended job are freed."""
     is_recorded: bool = field(default=True, init=False)
-    """True while the next scheduler would find its record."""
+    """True while its record exists for the next scheduler."""
 
     def __post_init__(self) -> None:
         order = self.order
@@ -106,7 +106,7 @@ class HostedJob:
                 self._begin()
                 self._log.check()
         except BaseException:
-            self._log.abandon()  # release its lock: the user may submit or resume the job again
+            self._log.abandon()  # release its lock, so that the user can retry the job
             raise
 
     def _open_log(self) -> JobLog:
@@ -115,7 +115,7 @@ class HostedJob:
         return MirroredLog(self.order, self.opened, lambda: self.handle(s.StopAsked(now=True)))
 
     def _begin(self) -> None:
-        """Log that the job begins, or that it is resumed from its log."""
+        """Log that the job starts, or resumes from its log."""
         order = self.order
         asked: dict[str, Any] = {
             "min_workers": order.min_workers,
@@ -140,13 +140,13 @@ class HostedJob:
 
     def _read_log(self) -> None:
         self.record, self.evidence = read_record(self.order, self.order.log_path)
-        # Events have wall time. From here on, evidence uses the clock that no adjustment moves.
+        # Events carry wall time. From here on, evidence uses the clock that is never adjusted.
         self.evidence.shift(clock.from_wall(0.0))
 
     def _recall(self, wishes: PendingRequests) -> None:
-        """Recover the state that the dead coordinator had; the trainers are adopted later."""
-        # The same object as ``record``. Until ``adopt``, no event is appended that would change its
-        # trainers and ranks.
+        """Recover the dead coordinator's state; the trainers are adopted later."""
+        # The same object as ``record``. Until ``adopt``, events that would change its trainers or
+        # ranks are not appended.
         self.recalled = self.record
         self.state = recovered_state(self.record, self.state, wishes)
         self.step_clock.step_s = self.record.step_s
@@ -154,7 +154,7 @@ class HostedJob:
             left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
             self.messages.planned = PlannedFaults(left)
         if self.state.is_ended:
-            # The scheduler died after it had logged the end, and before it removed the record.
+            # The scheduler died after logging the end, but before removing the record.
             self._log.close()
             return
         self._follow_with_tensorboard()
@@ -164,7 +164,7 @@ class HostedJob:
 
         Args:
             summaries: The supervisors' summaries of their trainers, by name.
-            away_s: Seconds without a scheduler.
+            away_s: How many seconds there was no scheduler.
         """
         recalled, self.recalled = self.recalled, None
         assert recalled is not None
@@ -191,8 +191,8 @@ class HostedJob:
                 backend=recalled.backend,
             )
         )
-        # The previous scheduler may have handled the report of a rank that had left, so the outbox
-        # does not resend it. Its consequences for the state were lost: repeat them.
+        # If the previous scheduler handled the report that a rank had left, the outbox does not
+        # resend it. Its effects on the state were lost: repeat them.
         for found, _ in pairs:
             left = summaries[found.trainer].left
             if left is not None:
@@ -200,7 +200,7 @@ class HostedJob:
 
     @property
     def trainers(self) -> dict[str, TrainerFacts]:
-        """Its trainers by name, with the facts that they reported."""
+        """Its trainers by name, with the facts they reported."""
         return self.messages.trainers
 
     @property
@@ -215,7 +215,7 @@ class HostedJob:
 
     @property
     def wishes(self) -> PendingRequests:
-        """Requests of the user that are not in the log yet."""
+        """User requests that are not in the log yet."""
         state = self.state
         return PendingRequests(
             paused=state.pause is not None,
@@ -231,34 +231,35 @@ class HostedJob:
     def _write_tensorboard(self, log_path: Path, folder: Path) -> None:
         loop = asyncio.get_running_loop()
 
-        def warn(why: str) -> None:  # called in the thread that waits for the writer's process
+        def warn(why: str) -> None:  # called in the thread waiting for the writer's process
             loop.call_soon_threadsafe(self._warn, f"TensorBoard files are not written: {why}")
 
         follow_elsewhere(log_path, folder, warn)
 
     def _warn(self, text: str) -> None:
-        if not self.state.is_ended:  # its log is closed then
+        if not self.state.is_ended:  # the log of an ended job is closed
             self.log(events.LogLine, level="warning", worker="", text=text)
 
     # --- the log ---
 
     def log(self, kind: type[events.Event], **values: Any) -> None:
-        """Append one event that happened now, unless ``values`` contain its ``time``."""
+        """Append one event that happened now, unless ``values`` contains its ``time``."""
         common = {"time": time.time(), "generation": self.state.generation}
         self._append([kind(job_id=self.order.job_id, **{**common, **values})])
 
     def log_all(self, new: Sequence[events.Event]) -> None:
-        """Append events with their own time and generation."""
+        """Append events that carry their own time and generation."""
         self._append(list(new))
 
     def _append(self, new: list[events.Event]) -> None:
-        # The log first: an event that cannot be encoded raises there, and is not in the record.
+        # The log first: it raises for an event that cannot be encoded, which then stays out of the
+        # record.
         self._log.append(new)
         for event in new:
             self.record.apply(event)
             self.evidence.fold(event, clock.now())
         if any(isinstance(event, events.CheckpointCommitted) for event in new):
-            self.review_pace()  # the checkpoint has shown its cost
+            self.review_pace()  # the checkpoint's cost is now known
 
     def review_pace(self) -> None:
         """Update the interval of ``checkpoint.every: auto``; notify the ranks if it changes."""
@@ -269,7 +270,7 @@ class HostedJob:
             return
         values = dataclasses.asdict(choice)
         self.log(events.CheckpointIntervalChosen, **values, reason=describe_choice(choice))
-        # Ranks of later generations get it with JoinGeneration, see _pace.
+        # Ranks in later generations get it with JoinGeneration, see _pace.
         for member in self.state.in_phase("ranked"):
             pace = m.PaceUpdate(interval_s=choice.interval_s)
             self.send(m.SetPace(trainer=member.trainer, pace=pace))
@@ -279,7 +280,7 @@ class HostedJob:
         choice = self.evidence.choice
         if choice is None:
             return None
-        # A restored state is the one of the newest checkpoint: nothing would be lost yet.
+        # A restored state is that of the newest checkpoint: nothing has been trained since.
         age_s = 0.0 if restore else self.evidence.age_s(clock.now())
         return m.PaceUpdate(interval_s=choice.interval_s, age_s=age_s)
 
@@ -294,7 +295,7 @@ class HostedJob:
 
     @property
     def has_told_its_end(self) -> bool:
-        """True if it has ended and listeners may receive its end, see ``MirroredLog``."""
+        """True if it has ended and listeners may learn that (see ``MirroredLog``)."""
         return self.state.is_ended and self._log.is_told
 
     @property
@@ -304,20 +305,20 @@ class HostedJob:
 
     @property
     def is_log_behind(self) -> bool:
-        """True if events are only in memory, because the disk rejects them."""
+        """True if events are only in memory because writing to disk fails."""
         return self._log.is_behind
 
     @property
     def log_trouble(self) -> str:
-        """Why events are only in memory, with a remedy; empty if none are."""
+        """Why events are only in memory, with a remedy; empty if all are on disk."""
         return self._log.trouble
 
     def retry_log(self) -> None:
-        """Retry writing the events that the disk rejected."""
+        """Retry event writes that failed."""
         self._log.retry()
 
     def abandon_log(self) -> None:
-        """Close the log without these events, because the process exits."""
+        """Close the log without these events, because the process is exiting."""
         self._log.abandon()
 
     def let_go(self) -> None:
@@ -334,7 +335,7 @@ class HostedJob:
 
     def handle(self, stimulus: s.Stimulus) -> None:
         """Pass a stimulus to the state machine and carry out its commands."""
-        # The new state is in place before the first command, as events and messages take the
+        # The new state is set before the first command, since events and messages read the
         # generation from it. Each command is carried out even if an earlier one raises, because the
         # state already assumes all of them.
         was_ended = self.state.is_ended
@@ -404,8 +405,8 @@ class HostedJob:
             self.send(m.BreakGeneration(trainer=trainer, generation=command.generation))
 
     def _form(self, command: c.FormGeneration) -> None:
-        # ``logged_step``: rank 0 sends its step records after it. With ``restore``, steps after the
-        # checkpoint are trained again, so it must not count what the log has beyond the start:
+        # Rank 0 sends the records of steps after ``logged_step``. With ``restore``, steps after the
+        # checkpoint are trained again, so it must not count log entries beyond the start:
         #
         #     log    ... 38 39 40    generation begins at 35    logged_step = 35, log_end = 40
         self.step_clock.ranks = command.trainers
@@ -458,7 +459,7 @@ class HostedJob:
 
     def _publish(self, command: c.Publish) -> None:
         event = command.event
-        # Add what the state machine does not know: the process ids, and the totals before the end.
+        # Add what the state machine does not have: the process ids, and the totals before the end.
         if isinstance(event, events.GenerationFormed):
             by_worker = {facts.worker: facts.pid for facts in self.trainers.values()}
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
@@ -472,15 +473,15 @@ class HostedJob:
         if isinstance(event, events.GenerationFormed):
             self.review_pace()
             if self.state.current.is_restoring:
-                return  # the first rank that joins reports the checkpoint's step
+                return  # the first rank to join reports the checkpoint's step
             self.record.started_from(event.step)
             if event.step < self.record.logged_step:
                 self.log_restored(event.step)
 
-    # --- reports of trainers ---
+    # --- reports from trainers ---
 
     def take_report(self, report: m.AnyReport) -> None:
-        """Handle one report of a trainer of this job."""
+        """Handle one report from a trainer of this job."""
         self._follow_up(self.messages.take(report, self.state))
 
     def take_progress(self, trainer: str, page: m.PageCopy) -> None:
@@ -505,7 +506,7 @@ class HostedJob:
         for item in consequences:
             match item:
                 case Relay():
-                    # With number 0: the number counts the sender's reports, not these messages.
+                    # Number 0, because numbers count the sender's reports, not these messages.
                     for trainer in item.trainers:
                         self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
                 case events.Event():
@@ -527,7 +528,7 @@ class HostedJob:
         return [ranked[name] for name in self.step_clock.ranks if name in ranked]
 
     def summary(self) -> dict[str, Any]:
-        """Return one line of the list of jobs."""
+        """Return the job's row in the list of jobs."""
         state = self.state
         plan = self.record.plan if self.record.is_planned else None
         return {
@@ -542,7 +543,7 @@ class HostedJob:
         }
 
     def members(self) -> list[dict[str, Any]]:
-        """Return a record per member: worker, rank, state, device, trainer_pid."""
+        """Return one record per member: worker, rank, state, device, trainer_pid."""
         records = []
         ranks = {name: rank for rank, name in enumerate(self.step_clock.ranks)}
         for member in self.state.in_phase("ranked", "reported", "warm", "starting"):

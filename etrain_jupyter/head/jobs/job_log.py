@@ -1,9 +1,9 @@
-"""Log of a job in the coordinator: events are durable before listeners receive them.
+"""The coordinator's log of a job: events are durable before listeners receive them.
 
 A disk that rejects writes (full, read-only, failing) does not end a job. Events are then kept in
-memory, in order, and written as soon as the disk accepts them. Until then, no listener receives
-them, and no supervisor's report is acknowledged. The supervisors' outboxes bound the number of
-these events: a supervisor with a full outbox stops reading, and its trainers wait::
+memory, in order, and written as soon as writes succeed. Until then, no listener receives them, and
+no report is acknowledged. The supervisors' outboxes bound the number of these events: a supervisor
+with a full outbox stops reading, and its trainers wait::
 
     disk          ok     full ───────────────────────────────────── ok
     job log       write  keep in memory ... retry every tick ...    write all, announce, LogLine
@@ -33,12 +33,12 @@ RECENT_EVENTS = 20_000
 """Events kept in memory for listeners; older ones are read from the log."""
 
 MAX_READERS = 8
-"""Maximum number of listeners whose read position is remembered. A listener without one reads the
-log from its start for each batch."""
+"""Maximum number of listeners whose read position is remembered. Any other listener reads the log
+from its start for each batch."""
 
 
 WRITE_AT_ONCE = 1000
-"""Events in memory that are written with one call."""
+"""Number of waiting events that are written in one call."""
 
 CATCH_UP_S = 0.1
 """Maximum seconds for one call of ``retry``, which blocks the scheduler's event loop."""
@@ -51,18 +51,18 @@ class JobLog:
         self._path = path
         self._log = EventLog(path)
         self._compactor = Compactor(path)
-        # Readers for old events, by the ``seq`` at which the next batch continues.
+        # Readers for old events, by the ``seq`` where their next batch starts.
         self._readers: dict[int, LogReader] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_EVENTS)
-        # Events that the disk has not accepted yet, in order; its newest error; and the start of
-        # the failure, by the monotonic clock.
+        # Events not yet written to disk, in order; the newest disk error; and the start of the
+        # failure, by the monotonic clock.
         self._waiting: deque[events.Event] = deque()
         self._refusal: OSError | None = None
         self._refused_at = 0.0
         self._most_waiting = 0
         self._is_closing = self._is_closed = False
         self.changed = asyncio.Event()
-        """Set when an event is logged, and then replaced by a new one."""
+        """Set when an event is logged, then replaced with a new object."""
 
     @property
     def last_seq(self) -> int:
@@ -76,22 +76,22 @@ class JobLog:
 
     @property
     def is_behind(self) -> bool:
-        """True if events are kept in memory because the disk does not accept them."""
+        """True if events are kept in memory because writing to disk fails."""
         return bool(self._waiting)
 
     @property
     def is_told(self) -> bool:
-        """True if listeners may receive everything that was appended."""
+        """True if listeners may receive everything appended so far."""
         return not self._waiting
 
     @property
     def is_uploading(self) -> bool:
-        """True if an event may still be written to a place where it is missing."""
+        """True if events are still to be uploaded."""
         return bool(self._waiting)
 
     @property
     def trouble(self) -> str:
-        """Why events are only in memory, and what to do about it; empty if none are."""
+        """Why events are only in memory, and what to do about it; empty if all are on disk."""
         if self._refusal is None:
             return ""
         num, one = len(self._waiting), len(self._waiting) == 1
@@ -116,7 +116,7 @@ class JobLog:
         """Append events to the durable log first, then make them available to listeners."""
         if not new:
             return
-        # A job may still log during its shutdown. Another process may have opened the log by then.
+        # A job may still log while shutting down. Another process may have opened the log by then.
         if self._is_closed:
             logger.warning("%s: dropped after the end: %s", self._path, new)
             return
@@ -155,10 +155,10 @@ class JobLog:
                 self._refusal = exc
                 return
             except (TypeError, ValueError):
-                # One of them is not valid JSON. Write them one by one, so that it does not block
+                # One of them is not valid JSON. Write each separately, so that it does not block
                 # the others.
                 self._write_singly(batch)
-            # Not before the write: ``next_seq`` and ``is_behind`` count what waits.
+            # Only after the write: ``next_seq`` and ``is_behind`` count the waiting events.
             for _ in batch:
                 self._waiting.popleft()
             if not self._waiting:
@@ -193,18 +193,18 @@ class JobLog:
         self._announce()
         try:
             self._compactor.look(self._log.last_seq)
-        # No thread can be started. Segments only make reading fast, and the next call retries.
+        # No thread can be started. Segments only speed up reading, and the next call retries.
         except RuntimeError as exc:
             logger.warning("%s: its segments are not written: %s", self._path, exc)
 
     def _announce(self) -> None:
-        # Wake the listeners; those that come later wait on a new object, for the next event.
+        # Wake the listeners; later ones wait for the next event on a new object.
         self.changed.set()
         self.changed = asyncio.Event()
 
     def since(self, seq: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` events after ``seq``, in order."""
-        # ``seq`` counts from 1 without gaps, so positions in the deque follow from its first event.
+        # ``seq`` counts from 1 without gaps, so the first event determines positions in the deque.
         if self._recent and seq >= self._recent[0]["seq"] - 1:
             skip = seq - self._recent[0]["seq"] + 1
             return list(itertools.islice(self._recent, skip, skip + limit))
@@ -215,7 +215,7 @@ class JobLog:
 
     def _read(self, seq: int, limit: int) -> list[events.Event]:
         # A listener fetches batch after batch, so the reader of its previous batch is at the right
-        # line. Without one (a new listener), skip from the start of the log.
+        # line. If there is none (a new listener), skip ahead from the start of the log.
         reader = self._readers.pop(seq, None)
         if reader is None:
             reader = LogReader(self._path)
@@ -223,12 +223,12 @@ class JobLog:
         found = reader.read(limit)
         if found:
             self._readers[found[-1].seq] = reader
-        while len(self._readers) > MAX_READERS:  # drop the least recently used one
+        while len(self._readers) > MAX_READERS:  # drop the least recently used reader
             del self._readers[next(iter(self._readers))]
         return found
 
     def close(self) -> None:
-        """Close the file once all events are written; the job has ended."""
+        """Close the file once all events are written, after the job has ended."""
         self._is_closing = True
         if not self._waiting:
             self._shut()
@@ -242,7 +242,7 @@ class JobLog:
         self.close()
 
     def _shut(self) -> None:
-        # Free the memory, too: from now on, listeners read the events from the disk.
+        # Also free the memory: from now on, listeners read the events from disk.
         self._is_closed = True
         try:
             self._log.close()

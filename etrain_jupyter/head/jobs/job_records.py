@@ -5,11 +5,11 @@
     jobs/
     ├── digits-1a2b3c4d/
     │   ├── order        what was submitted; the notebook's objects are in the run folder
-    │   └── wishes       later requests of users that are not in the log yet
+    │   └── wishes       later user requests that are not in the log yet
     └── heard/w1         number of the newest message that was processed, one file per supervisor
 
 Nothing is synced: the page cache preserves writes when a process dies. The records need not survive
-a crash of the machine, because that ends the trainers as well.
+a machine crash, because that kills the trainers as well.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class PendingRequests:
     pause_reason: str = ""
     is_stopping: bool = False
     faults: tuple[int, ...] | None = None
-    """Ids of injected faults that have not fired; None for all that were configured."""
+    """Ids of planned faults that have not fired; None for all configured faults."""
 
 
 class JobRecords:
     """Records of a cluster's jobs.
 
     Args:
-        folder: Folder of the records. None disables them, where no scheduler would read them.
+        folder: Folder for the records; None disables them, for when no scheduler would read them.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -57,12 +57,12 @@ class JobRecords:
         self._noted: dict[str, PendingRequests] = {}
         self._heard: dict[str, int] = {}
         self._files: dict[str, int] = {}  # open descriptors, by worker
-        self._is_refused = False  # whether the disk rejected the newest write: warn once
+        self._is_refused = False  # whether the newest write failed: warn once
 
     def add(self, order: JobSpec) -> None:
         """Record a job that is being submitted."""
-        # Here a disk error is raised, unlike in ``note``: the job has not started, so the user can
-        # free space and submit it again.
+        # Unlike ``note``, this raises disk errors: the job has not started, so the user can free
+        # space and submit it again.
         if self._folder is None:
             return
         folder = self._folder / check_job_id(order.job_id)
@@ -91,13 +91,13 @@ class JobRecords:
             shutil.rmtree(self._folder / check_job_id(job_id), ignore_errors=True)
 
     def load(self) -> Iterator[tuple[JobSpec, PendingRequests]]:
-        """Yield the unfinished jobs with their requests; skip damaged records."""
+        """Yield unfinished jobs with their requests; skip damaged records."""
         folders = sorted(self._folder.glob("*/order")) if self._folder is not None else []
         for path in folders:
             try:
                 order = _order_from(msgpack.unpackb(path.read_bytes()))
                 wishes = _wishes_from(msgpack.unpackb((path.parent / "wishes").read_bytes()))
-                # A copied folder would host one job twice, with two writers of its log.
+                # A copied folder would run the job twice, with two writers for one log.
                 if order.job_id != path.parent.name:
                     raise ValueError(f"it is a record of job {order.job_id!r}")
             except (OSError, ValueError, TypeError, KeyError) as exc:
@@ -106,10 +106,10 @@ class JobRecords:
             self._noted[order.job_id] = wishes
             yield order, wishes
 
-    # --- the newest message of each supervisor ---
+    # --- the newest message from each supervisor ---
 
     def heard(self, worker: str) -> int:
-        """Return the number of the newest message that was processed from a supervisor."""
+        """Return the number of the newest message processed from a supervisor."""
         if worker not in self._heard:
             self._heard[worker] = 0
             if self._folder is not None:
@@ -128,8 +128,8 @@ class JobRecords:
                 folder = self._folder / HEARD
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._files[worker] = os.open(folder / worker, os.O_WRONLY | os.O_CREAT, 0o600)
-            # One write of eight bytes into an open file, not a replaced file: this happens for each
-            # report, and a process cannot die halfway through it.
+            # Write eight bytes to an open file instead of replacing it: this happens for each
+            # report, and a process cannot die halfway through such a write.
             os.pwrite(self._files[worker], number.to_bytes(8, "little"), 0)
 
     @contextlib.contextmanager
@@ -164,7 +164,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _order_from(values: dict[str, Any]) -> JobSpec:
     order = JobSpec(**{**values, "run_dir": Path(values["run_dir"])})
-    # Only the size: hashing gigabytes would delay the scheduler, and trainers check the digest.
+    # Check only the size: hashing gigabytes would delay the scheduler, and trainers check the
+    # digest.
     if order.bundle_path.stat().st_size != order.bundle_size:
         raise ValueError(f"{order.bundle_path} has changed since the job was submitted")
     return order

@@ -13,13 +13,13 @@ from etrain_jupyter.storage.bucket_log.place import spool_of
 from etrain_jupyter.storage.checkpoints import place_of_job
 
 LAST_LINES = 400
-"""Printed lines kept per trainer, for the report if it crashes or hangs. Python's stack dump has up
-to a hundred lines per thread, and there are several threads."""
+"""Printed lines kept per trainer, to report if it crashes or hangs. Python's stack dump has up to a
+hundred lines per thread, and there are several threads."""
 
 
 @dataclass(kw_only=True)
 class JobSpec:
-    """Specification of a job, as a kernel submitted it."""
+    """Specification of a job as submitted by a kernel."""
 
     job_id: str
     name: str
@@ -31,7 +31,7 @@ class JobSpec:
     bundle_size: int
     """Size of the objects in bytes."""
     bundle_file: str = "bundle"
-    """Name of the file with the objects in the run folder."""
+    """Name of the file in the run folder that contains the objects."""
     pool: str = "local"
     cwd: str = ""
     min_workers: int = 1
@@ -45,11 +45,10 @@ class JobSpec:
     place: str = ""
     """URL of the job in a bucket; empty for a job in a folder."""
     log_end: int | None = None
-    """For a resumed job in a bucket: ``seq`` of the newest event when the kernel found the job
-    without a writer. None resumes it regardless of other writers."""
+    """For a resumed job in a bucket: ``seq`` of the newest event when the kernel found that the job
+    had no writer. None resumes it regardless of other writers."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """Versions that are installed where the notebook runs, see ``wire.versions``; empty if
-    unknown."""
+    """Versions installed where the notebook runs (see ``wire.versions``); empty if unknown."""
     faults: list[dict[str, Any]] = field(default_factory=list)
     """Faults to inject, see ``head.coordinator.fault_injection``."""
 
@@ -76,20 +75,20 @@ class JobSpec:
 
     @property
     def tensorboard(self) -> Path | None:
-        """Folder of its TensorBoard files; None without ``log.tensorboard``."""
+        """Folder of its TensorBoard files; None unless ``log.tensorboard`` is set."""
         log = LogConfig.model_validate(self.config.get("log") or {})
         return log.tensorboard_of(self.job_id, self.run_dir)
 
     @property
     def num_shards(self) -> int | None:
-        """Number of shards in a step; None without ``reproducible``."""
+        """Number of shards in a step; None unless ``reproducible`` is set."""
         if not self.config.get("reproducible"):
             return None
         return TrainConfig.model_validate(self.config).num_shards()
 
     @classmethod
     def from_message(cls, job: dict[str, Any]) -> JobSpec:
-        """Build the specification that a kernel sent.
+        """Build the specification from a kernel's message.
 
         A job in a bucket gets a run folder on this machine.
         """
@@ -109,8 +108,8 @@ class TrainerFacts:
     pid: int = 0
     device: str = ""
     gpu: str = ""
-    """Its GPU's identifier; empty without one."""
+    """Its GPU's identifier; empty if it has none."""
     is_injected: bool = False
-    """True if an injected fault ends it, or has ended it."""
+    """True if an injected fault will end or has ended it."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     """The last lines that it printed."""

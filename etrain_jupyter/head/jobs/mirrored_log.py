@@ -1,4 +1,4 @@
-"""Log of a job whose run store is a bucket: written locally first, uploaded seconds later."""
+"""Log of a job whose run store is a bucket: written locally, then uploaded seconds later."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from etrain_jupyter.storage.bucket_log.uploads import Uploads, claim, new_writer
 logger = logging.getLogger("etrain.coordinator")
 
 LAST_UPLOAD_S = 15.0
-"""Maximum seconds for which the end of a job is held back until the bucket has it."""
+"""Maximum seconds to hold back the end of a job until the bucket has it."""
 LOOK_S = 0.05
 LOCK_S = 20.0
-"""Timeout in seconds for the copy's lock: a reader may hold it while it fills the copy."""
+"""Timeout in seconds to lock the local copy: a reader may hold the lock while filling the copy."""
 UPLOAD_PATIENCE_S = 5.0
 
 
 @dataclass(kw_only=True)
 class OpenedRun:
-    """A job in a bucket that this process alone writes."""
+    """A job in a bucket for which this process is the only writer."""
 
     lock: int
     """Descriptor of the lock file, held while this machine's copy is written or uploaded."""
@@ -46,7 +46,7 @@ def open_run(order: JobSpec) -> OpenedRun:
     Blocks on requests to the bucket, so do not call it on an event loop.
 
     Raises:
-        FencedError: If another process writes it.
+        FencedError: If another process is its writer.
         RunStoreError: If the bucket is not readable and writable from here.
     """
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
@@ -63,7 +63,7 @@ def open_run(order: JobSpec) -> OpenedRun:
             uploads = claim(copy, chain, job_id=order.job_id, end=order.log_end)
         else:
             uploads = Uploads(chain, path, writer=new_writer(), seq=0)
-        uploads.beat()  # the bucket now names this writer: a write that fails, fails here
+        uploads.beat()  # the bucket now names this writer; write failures surface here
     except BaseException:
         os.close(lock)
         raise
@@ -71,8 +71,8 @@ def open_run(order: JobSpec) -> OpenedRun:
 
 
 def _reopen_run(order: JobSpec) -> OpenedRun:
-    # Continue as the previous writer, whose name is in this folder. Its lock ended with its
-    # process, so a reader may hold the lock now, to fill the copy from the bucket.
+    # Continue as the previous writer, whose name is in this folder. Its lock was released when its
+    # process died, so a reader may hold it now, to fill the copy from the bucket.
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
     if lock is None:
         raise FencedError(f"another process of this machine writes the log of {order.job_id}")
@@ -83,15 +83,15 @@ def _reopen_run(order: JobSpec) -> OpenedRun:
 class MirroredLog(JobLog):
     """Job log that is also uploaded to a bucket.
 
-    Listeners do not receive the end of the job before the bucket has it, or ``LAST_UPLOAD_S`` have
+    Listeners do not receive the end of the job until the bucket has it or ``LAST_UPLOAD_S`` have
     passed. The file stays open until then, because a failed upload is logged after the end::
 
         append(end) -> uploaded, or LAST_UPLOAD_S passed -> listeners get the end -> close
 
     Args:
         order: Specification of the job.
-        opened: Result of ``open_run``; None if this machine already was the writer.
-        on_fenced: Called on the event loop when another coordinator takes the job over.
+        opened: Result of ``open_run``; None if this machine was already the writer.
+        on_fenced: Called on the event loop when another coordinator takes over the job.
     """
 
     def __init__(
@@ -132,19 +132,19 @@ class MirroredLog(JobLog):
 
     @property
     def is_told(self) -> bool:
-        """True if listeners may receive everything that was appended."""
+        """True if listeners may receive everything appended so far."""
         return not self._withheld and super().is_told
 
     def append(self, new: list[events.Event]) -> None:
-        """Append facts locally. Hold back the job's end, and upload it immediately."""
+        """Append events locally. Hold back the job's end, and upload it immediately."""
         ends = [
             seq
             for seq, event in enumerate(new, start=self.next_seq)
             if isinstance(event, events.JobStatusChanged)
             and event.status in events.TERMINAL_STATUSES
         ]
-        # Otherwise a reader of the bucket could see a running job that a kernel here has already
-        # reported as ended. Set it before the base class wakes the listeners.
+        # Otherwise, a job could appear to be running in the bucket after a kernel here reported its
+        # end. Set it before the base class wakes the listeners.
         if ends and not self._withheld and self.is_uploading:
             self._withheld = ends[0]
             self._ending = self._loop.create_task(self._release_end(ends[0]))
@@ -158,8 +158,8 @@ class MirroredLog(JobLog):
         return [one for one in found if one["seq"] < self._withheld] if self._withheld else found
 
     def close(self) -> None:
-        """Upload the rest. The file is closed once listeners have received the job's end."""
-        # _release_end may still log a warning, and finishes when it has.
+        """Upload what is left. The file is closed once listeners have received the job's end."""
+        # _release_end may still log a warning; it then closes the file itself.
         self._is_closing = True
         if self._ending is None or self._ending.done():
             self._finish()

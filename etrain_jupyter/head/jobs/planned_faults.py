@@ -1,4 +1,4 @@
-"""Track a job's planned faults: those that have not fired, and the trainer that injects each."""
+"""Track a job's planned faults that have not fired, and which trainer injects each."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterable
 from etrain_jupyter.wire.messages import Fault
 
 FATAL = frozenset({"kill", "segfault", "exit", "error", "stop", "hold_gil", "hang"})
-"""Kinds that end the trainer, directly or because it blocks the others."""
+"""Kinds that end the trainer, either directly or because it blocks the others."""
 
 BY_COORDINATOR = frozenset({"notice", "kill_worker"})
 """Kinds that affect a worker, not its trainer; the coordinator injects them."""
 
 
 class PlannedFaults:
-    """The faults of a job's plan that have not fired yet."""
+    """A job's planned faults that have not fired yet."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._left = {fault["id"]: fault for fault in faults}
-        # Trainer that has the fault, by id, for faults of any trainer that warms up.
+        # For faults that any trainer may inject while warming up: the chosen trainer, by fault id.
         self._given_to: dict[int, str] = {}
 
     @property
@@ -32,16 +32,16 @@ class PlannedFaults:
         return tuple(self._left)
 
     def of_newcomer(self, trainer: str, *, among: Collection[str]) -> list[Fault]:
-        """Return the faults that a trainer may inject before it is a rank.
+        """Return the faults that a trainer may inject before it becomes a rank.
 
-        A fault without a rank goes to one trainer at a time, because two that warm up together
-        would both inject it.
+        A fault without a rank goes to one trainer at a time; otherwise two trainers that warm up
+        together would both inject it.
 
         Args:
             trainer: The trainer that is being launched.
-            among: The trainers of the job that have not ended.
+            among: The job's trainers that have not ended.
         """
-        # If the trainer that has the fault ended before it fired, the next one gets it.
+        # If a trainer ended before its fault fired, the next trainer gets the fault.
         mine = []
         for fault in self._of_trainers():
             has_any_rank = fault["rank"] is None
@@ -54,8 +54,8 @@ class PlannedFaults:
         return mine
 
     def of_rank(self, rank: int, world_size: int) -> list[Fault]:
-        """Return the faults that a rank may inject. A fault without a rank goes to one of them."""
-        # By its id, so that several such faults are spread over the ranks.
+        """Return the faults that a rank may inject. A fault without a rank goes to one rank."""
+        # The id chooses the rank, which spreads several such faults over the ranks.
         return [
             fault
             for fault in self._of_trainers()
@@ -71,7 +71,7 @@ class PlannedFaults:
         return self._left.pop(fault_id, None)
 
     def due(self, step: int, world_size: int) -> list[Fault]:
-        """Remove and return the coordinator's faults that are due at this step and world size."""
+        """Remove and return the coordinator's faults due at this step and world size."""
         found = [
             fault
             for fault in self._left.values()

@@ -1,25 +1,24 @@
-"""Limit the printed lines in a job's log, so that they do not fill the disk.
+"""Limit the number of printed lines in a job's log, so that they do not fill the disk.
 
-The first lines of a job are all logged. After that, a fixed number per second is logged on average,
-regardless of the number of trainers. The number of dropped lines is logged, too. Errors of the
-notebook's code, and the last lines of a trainer that crashes, take another path and are never
-dropped.
+A job's first lines are all logged. After that, a fixed number per second is logged on average,
+regardless of the number of trainers. The number of dropped lines is logged, too. Errors in the
+notebook's code, and a crashed trainer's last lines, are logged separately and never dropped.
 """
 
 from __future__ import annotations
 
 BURST = 20_000
-"""Lines that are logged at any rate, at the start and after a long quiet time."""
+"""Lines logged without a rate limit, at the start and after a long quiet period."""
 
 PER_S = 5.0
-"""Average lines per second that are logged after the burst: about 100 MB of log a day."""
+"""Average number of lines logged per second after the burst: about 100 MB of log a day."""
 
 REPORT_S = 60.0
 """Minimum seconds between two reports of dropped lines."""
 
 
 class PrintedLines:
-    """Choose the printed lines of a job that are logged. Time is an argument.
+    """Choose which of a job's printed lines to log. Callers pass in the time.
 
     >>> lines = PrintedLines(burst=2, per_s=1.0)
     >>> [lines.take(now=0.0) for _ in range(4)], lines.take(now=1.0)
@@ -49,7 +48,7 @@ class PrintedLines:
         return True
 
     def report(self, now: float, *, is_last: bool = False) -> int:
-        """Return the number of lines dropped since the last report if a report is due, else 0."""
+        """Return the number of lines dropped since the last report if a report is due, or 0."""
         is_due = self._reported_at is None or now - self._reported_at >= REPORT_S
         if not self._num_dropped or not (is_due or is_last):
             return 0

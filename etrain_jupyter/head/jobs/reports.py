@@ -1,4 +1,4 @@
-"""Turn the reports of a job's trainers into events for its log and stimuli for its state machine.
+"""Turn reports from a job's trainers into events for its log and stimuli for its state machine.
 
 Nothing is carried out here: ``TrainerMessages.take`` yields the consequences of a report, in order.
 ``HostedJob`` appends the events, relays the entries and passes on the stimuli.
@@ -29,7 +29,7 @@ from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.wire import messages as m
 
 MAX_DELAY_S = 1.0
-"""Maximum age of a report in seconds. If it seems older, the clocks of the machines differ."""
+"""Maximum age of a report in seconds. If it seems older, the machines' clocks differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Relay:
 
 
 Consequence = events.Event | list[events.Event] | s.Stimulus | Relay
-"""One action for ``HostedJob``. A list of events is appended with one write, because a report may
-have hundreds of steps."""
+"""One action for ``HostedJob``. A list of events is appended in one write, because a report may
+contain hundreds of steps."""
 
 
 class TrainerMessages:
@@ -56,7 +56,7 @@ class TrainerMessages:
     def __init__(self, order: JobSpec, record: JobRecord) -> None:
         self._order, self._record = order, record
         self.trainers: dict[str, TrainerFacts] = {}
-        """All trainers that were launched, by name, including those that have left."""
+        """All launched trainers by name, including those that have left."""
         self.step_clock = StepClock()
         self.planned = PlannedFaults(order.faults)
         self.printed = PrintedLines()
@@ -64,10 +64,11 @@ class TrainerMessages:
     def take(self, report: m.AnyReport, state: JobState) -> Iterator[Consequence]:
         """Yield the consequences of a report, in order; none if the report is fenced.
 
-        Carry out each consequence before taking the next one, which may depend on the record.
+        Carry out each consequence before requesting the next, which may depend on the updated
+        record.
 
         Args:
-            report: The report of a trainer of this job.
+            report: A report from one of this job's trainers.
             state: The job's current state.
         """
         facts = self.trainers.get(report.trainer)
@@ -80,7 +81,7 @@ class TrainerMessages:
     @staticmethod
     def complete(event: events.Event, state: JobState) -> events.Event:
         """Return an event with the current generation, unless it has its own."""
-        # At this moment, not when the consequence was made: a stimulus in between may have formed
+        # Set it now, not when the consequence was created: a stimulus in between may have formed
         # the next generation.
         if event.generation == _CURRENT:
             return replace(event, generation=state.generation)
@@ -95,7 +96,7 @@ class TrainerMessages:
             case m.TrainerHello():
                 yield from self._on_hello(report, facts)
             case m.StoreEntry():
-                # Only ranks of the current generation: the fence has dropped older entries.
+                # Only ranks in the current generation: the fence has dropped older entries.
                 others = (member.trainer for member in state.in_phase("ranked"))
                 yield Relay(entry=report, trainers=tuple(t for t in others if t != report.trainer))
             case m.GenerationJoined():
@@ -130,7 +131,7 @@ class TrainerMessages:
             case m.TextLogged():
                 yield from self._on_text(report, facts)
             case m.TrainerExited():
-                # Its last lines are here: the supervisor reads them before it reports the exit.
+                # Its last lines have arrived: the supervisor reads them before reporting the exit.
                 yield s.TrainerLost(
                     trainer=report.trainer,
                     cause=report.cause,
@@ -143,18 +144,18 @@ class TrainerMessages:
                 assert_never(report)
 
     def _event(self, kind: type[events.Event], **values: Any) -> events.Event:
-        # Of now and of the current generation, unless ``values`` have their own.
+        # Use the current time and generation, unless ``values`` contains others.
         common = {"time": time.time(), "generation": _CURRENT}
         return kind(job_id=self._order.job_id, **{**common, **values})
 
-    # --- one report each ---
+    # --- one method per kind of report ---
 
     def _on_hello(self, report: m.TrainerHello, facts: TrainerFacts) -> Iterator[Consequence]:
         # The first case that applies:
         #
-        #     resumed, data.train has another length     user error, unless the resume was forced
+        #     resumed, data.train differs in length      user error, unless the resume was forced
         #     the attempt has no plan yet                log this trainer's plan; it is warm
-        #     its data have another length than planned  user error
+        #     its data differ in length from the plan    user error
         #     otherwise                                  it is warm
         facts.pid, facts.device, facts.gpu = report.pid, report.device, report.gpu
         before, now = self._record.num_samples_before, report.plan["num_train_samples"]
@@ -189,7 +190,7 @@ class TrainerMessages:
 
     def _on_joined(self, report: m.GenerationJoined, state: JobState) -> Iterator[Consequence]:
         if state.current.is_restoring and self._record.restored_in != report.generation:
-            # Only the first report of the generation; ``restored_in`` is set by the event below.
+            # Only the generation's first report; ``restored_in`` is set by the event below.
             #
             #     log            ... 38 39 40                     40 was the newest step
             #     checkpoint     ... 35                           rank 0 restored this one
@@ -217,7 +218,7 @@ class TrainerMessages:
             return
         ended_early = report.ended_early
         if ended_early and self._record.early_stop_generation != report.generation:
-            # All ranks report the same: the first report is logged.
+            # All ranks report the same, so only the first report is logged.
             yield self._event(events.EarlyStopped, **ended_early)
         yield s.TrainerReported(
             trainer=report.trainer,
@@ -233,7 +234,7 @@ class TrainerMessages:
 
     def _on_steps(self, report: m.StepsTrained) -> Iterator[Consequence]:
         # When the generator continues after the first ``yield``, the steps are in the log and the
-        # record: the stimulus has the step that is committed.
+        # record: the stimulus carries the committed step.
         job_id, steps = self._order.job_id, self.step_clock
         records = steps.take(report.records, after=self._record.logged_step)
         if records:
@@ -254,14 +255,14 @@ class TrainerMessages:
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
     def _on_best(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
-        # Rank 0 of each generation repeats it, because the one that found it may have died before
+        # Each generation's rank 0 repeats it, because the rank that found it may have died before
         # its report arrived.
         known = self._record.best_told
         if known is None or any(getattr(known, name) != record[name] for name in record):
             yield self._event(events.BestReached, **record)
 
     def _on_checkpoint(self, report: m.CheckpointWritten, state: JobState) -> Iterator[Consequence]:
-        # A checkpoint of another history than the job's is rejected. Besides that:
+        # A checkpoint from a history other than the job's is rejected. Otherwise:
         #
         #     by a member                                   accepted
         #     by a former member, up to the job's step      accepted: it may have been released
@@ -274,7 +275,7 @@ class TrainerMessages:
         if is_ahead or not is_of_job(generation=report.generation, step=step, starts=starts):
             return
         yield self._event(events.CheckpointCommitted, **report.record)
-        # A member may report a checkpoint before rank 0's report of that step has arrived.
+        # A member may report a checkpoint before rank 0's report of that step arrives.
         if step <= state.step:
             duration_s = report.record["duration_s"]
             yield s.CheckpointSaved(step=step, trainer=report.trainer, duration_s=duration_s)
@@ -297,7 +298,7 @@ class TrainerMessages:
         yield self._event(events.FaultInjected, worker=facts.worker, **values)
 
     def _cells(self) -> dict[str, CellSource]:
-        # For the labels in a crash report, which is worth having without them, too.
+        # For the labels in a crash report, which is useful even without them.
         try:
             return read_cells(self._order.bundle_path)
         except (OSError, BundleError):
@@ -306,13 +307,13 @@ class TrainerMessages:
     # --- events for the job itself ---
 
     def restored_to(self, step: int) -> events.Event:
-        """Return the event that the steps after ``step`` will be trained again."""
-        # A checkpoint may also be ahead of the log, and has the missing step records.
+        """Return the event saying that the steps after ``step`` will be trained again."""
+        # A checkpoint may also be ahead of the log; it then contains the missing step records.
         num_undone = max(0, self._record.logged_step - step)
         return self._event(events.JobRestored, step=step, num_undone=num_undone)
 
     def dropped_lines(self, *, is_last: bool = False) -> Iterator[events.Event]:
-        """Yield an event with the number of printed lines that were not logged, if it is due."""
+        """Yield an event with the number of printed lines that were not logged, if one is due."""
         num = self.printed.report(clock.now(), is_last=is_last)
         if num:
             text = (
@@ -322,7 +323,7 @@ class TrainerMessages:
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
 
-# Stands for the generation of the job's state, until ``complete`` fills it in.
+# Placeholder for the job's current generation; ``complete`` fills it in.
 _CURRENT = -1
 
 
@@ -337,6 +338,6 @@ def _user_error(trainer: str, text: str) -> s.UserErrorSeen:
 
 
 def _local_instant(reported_at: float) -> float:
-    # By the coordinator's clock; now, if the other machine's clock seems to differ.
+    # Converted to the coordinator's clock; now, if the other machine's clock seems to differ.
     age_s = time.time() - reported_at
     return clock.now() - (age_s if 0 <= age_s < MAX_DELAY_S else 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class StepClock:
-    """Accept each step record once and in order, although a new rank 0 may repeat some."""
+    """Accept each step record once and in order, even if a new rank 0 repeats some."""
 
     step_s: float = 0.0
     """Duration of a step in seconds, smoothed over about ten steps; 0 before the first."""
@@ -17,7 +17,7 @@ class StepClock:
     """Trainers of the current generation in rank order."""
 
     def take(self, records: Sequence[dict[str, Any]], *, after: int) -> list[dict[str, Any]]:
-        """Return the new records. A gap before them is not an error here: the audit reports it.
+        """Return the new records. A gap before them is not an error here; the audit reports it.
 
         Args:
             records: Step records, oldest first.
@@ -29,7 +29,7 @@ class StepClock:
                 continue
             after = record["step"]
             duration_s = record["samples"] / max(record["samples_per_s"], 1e-9)
-            # Exponential moving average, which the first step initializes.
+            # Exponential moving average, initialized by the first step.
             self.step_s = 0.9 * self.step_s + 0.1 * duration_s if self.step_s else duration_s
             fresh.append(record)
         return fresh

@@ -28,13 +28,13 @@ from etrain_jupyter.wire.messages import TrainerSummary
 
 
 def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence]:
-    """Fold a job's log, for the coordinator that resumes the job or takes it over."""
-    # A crash of the machine may lose the last second of the log, but no durable checkpoint:
+    """Fold a job's log for the coordinator that resumes or takes over the job."""
+    # A machine crash may lose the last second of the log, but not a durable checkpoint:
     #
     #     log           generation 3 ... (the events of generation 4 are lost)
-    #     checkpoint    of generation 4, step 120
+    #     checkpoint    from generation 4, step 120
     #
-    # The next generation is number 5, so that late messages and checkpoints of 4 are fenced.
+    # The next generation is number 5, so that late messages and checkpoints from 4 are fenced.
     events = read_events(log)
     record, evidence = JobRecord().apply_all(events), Evidence()
     for event in events:
@@ -44,7 +44,7 @@ def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence]:
 
 
 def _newest_writer(order: JobSpec) -> int:
-    # A damaged manifest, or one of another job in the same folder, does not count.
+    # Ignore damaged manifests, and those from other jobs in the same folder.
     store = open_store(order.checkpoints)
     newest = 0
     for step in store.list_steps():
@@ -55,7 +55,7 @@ def _newest_writer(order: JobSpec) -> int:
 
 
 def resumed_state(record: JobRecord, fresh: JobState) -> JobState:
-    """Return the state of a job whose trainers have all died, from that of a new job."""
+    """Return the state of a job whose trainers have all died, based on a new job's state."""
     return replace(
         fresh,
         current=GenerationState(number=record.generation),
@@ -67,7 +67,7 @@ def resumed_state(record: JobRecord, fresh: JobState) -> JobState:
 
 
 def recovered_state(record: JobRecord, fresh: JobState, wishes: PendingRequests) -> JobState:
-    """Return the state of a job whose trainers may be alive, from that of a new job."""
+    """Return the state of a job whose trainers may be alive, based on a new job's state."""
     low, high = record.workers
     last_step_at = clock.from_wall(record.last_step.time) if record.last_step else 0.0
     return replace(
@@ -94,7 +94,8 @@ def find_trainers(
         state: Recovered state of the job.
         summaries: The supervisors' summaries of their trainers, by name.
     """
-    # The log knows which trainers belong to the job, the supervisors know which of them are alive.
+    # The log shows which trainers belong to the job; the supervisors report which of them are
+    # alive.
     for worker, name in record.trainers.items():
         known = summaries.get(name)
         if known is None:
@@ -105,7 +106,7 @@ def find_trainers(
             worker=worker,
             generation=known.generation,
             # A rank that has left the newest generation counts as inside: ``HostedJob.adopt``
-            # handles its report again, which may be the reason why the job ends.
+            # handles its report again, which may be what ends the job.
             is_inside=bool(known.generation)
             and (known.left is None or known.generation == state.generation),
             is_warm=hello is not None,

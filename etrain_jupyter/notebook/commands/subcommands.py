@@ -214,7 +214,12 @@ def _describe_problems(listing: Listing) -> str:
     named = [f"  {plain_line(name, 60)}: {why}" for name, why in listing.problems.items()]
     more = [f"  and {len(named) - MAX_PROBLEMS} more"] if len(named) > MAX_PROBLEMS else []
     return "\n".join(
-        ["\n\nNot listed, because their records are invalid:", *named[:MAX_PROBLEMS], *more]
+        [
+            "\n\nNot listed, because their records are invalid (restore job.json from a backup, or "
+            "delete the folder):",
+            *named[:MAX_PROBLEMS],
+            *more,
+        ]
     )
 
 

@@ -127,7 +127,9 @@ def record_from(data: bytes, folder: Path, place: str = "") -> RunRecord:
         ValueError: If the record is invalid; the message has the reason.
     """
     if len(data) > MAX_RECORD_BYTES:
-        raise ValueError(f"{RECORD_FILE} holds more than {MAX_RECORD_BYTES:,} bytes")
+        raise ValueError(
+            f"{RECORD_FILE} has {len(data):,} bytes; the limit is {MAX_RECORD_BYTES:,}"
+        )
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as exc:

@@ -387,4 +387,7 @@ def _form(turn: Turn, members: Sequence[Member]) -> None:
 def _whys(state: JobState) -> list[str]:
     # If no worker was lost, the connections between the ranks were.
     lost = "lost" if state.current.has_lost else "broken"
-    return [lost if why == "lost" else why for why in state.next_whys or ("start",)]
+    # Without a reason, the change was cancelled before the ranks had left: a pause was resumed, or
+    # a worker that was scaled away was assigned again.
+    whys = state.next_whys or ("resume",)
+    return [lost if why == "lost" else why for why in whys]

@@ -146,7 +146,10 @@ def open_newest(
             return OpenCheckpoint(manifest=manifest, files=files, skipped=skipped)
     if not skipped:
         raise CheckpointError(f"{store} has no checkpoint yet.")
-    raise CheckpointError(f"{store} has no valid checkpoint. " + "; ".join(skipped) + ".")
+    raise CheckpointError(
+        f"{store} has no valid checkpoint. {'; '.join(skipped)}. Make the store readable again, or "
+        "run the cell without --resume, which starts a new job at step 0."
+    )
 
 
 def open_step(

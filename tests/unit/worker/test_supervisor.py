@@ -36,13 +36,15 @@ class FakeTrainer:
         self.did: list[Any] = []
         self._on_message, self._on_exit, self.may_read = on_message, on_exit, may_read
         self._ended = asyncio.Event()
+        self.forked_from: FakeTrainer | None = None
+        self.can_fork = self.has_forks = self.is_outdated = False
         self.seen = TrainerProgress(
             generation=1, step=4, collectives=9, beats=7, phase="computing", alive_age_s=0.1
         )
         self.made.append(self)
 
-    async def start(self) -> None:
-        pass
+    async def start(self, spare: FakeTrainer | None = None) -> None:
+        self.forked_from = spare
 
     def progress(self) -> TrainerProgress | None:
         return None if self._ended.is_set() else self.seen
@@ -298,6 +300,80 @@ async def test_trainers_are_not_read_while_too_much_is_unheard(rig):
     rig.order(m.AcknowledgeReports(number=2))
     assert trainer.may_read.is_set()
     assert [line.text for line in rig.said(m.TextLogged)] == ["0", "1"]
+
+
+# --- the warm spare ---
+
+
+async def warm_spare(rig: Rig) -> FakeTrainer:
+    """Return the supervisor's spare, which has imported torch."""
+    await rig.until(lambda: rig.supervisor._spare is not None)
+    spare = rig.supervisor._spare
+    spare.can_fork = True
+    return spare
+
+
+async def test_trainer_that_starts_right_after_another_one_ended_is_forked_from_a_warm_spare(
+    rig, monkeypatch
+):
+    """It imported torch for seconds: the next spare was not warm yet (issue 15)."""
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
+    spare = await warm_spare(rig)
+    for name in ("job-1/w1/1", "job-2/w1/1", "job-3/w1/1"):
+        trainer = await rig.start(name)
+        assert trainer.forked_from is spare
+        trainer.kill("its job has ended")
+        await rig.until(lambda trainer=trainer: trainer._ended.is_set())
+    assert spare.did == []
+    assert len(FakeTrainer.made) == 4, "no other process has imported torch"
+
+
+async def test_spare_that_still_imports_becomes_the_trainer(rig, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
+    await rig.until(lambda: rig.supervisor._spare is not None)
+    spare = rig.supervisor._spare
+    trainer = await rig.start("job-1/w1/1")
+    assert trainer is spare
+
+
+async def test_next_spare_starts_when_the_trainer_ends_that_has_been_the_spare(rig, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
+    await rig.until(lambda: rig.supervisor._spare is not None)
+    trainer = await rig.start("job-1/w1/1")
+    assert rig.supervisor._spare is None
+    trainer.kill("its job has ended")
+    await rig.until(lambda: rig.supervisor._spare is not None)
+
+
+async def test_trainer_is_spawned_if_the_spare_cannot_fork_it(rig, monkeypatch):
+    spare = await warm_spare(rig)
+
+    async def start(self: FakeTrainer, origin: FakeTrainer | None = None) -> None:
+        if origin is not None:
+            raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(FakeTrainer, "start", start)
+    trainer = await rig.start("job-1/w1/1")
+    assert trainer.did == [m.LaunchTrainer]
+    assert rig.supervisor._spare is spare
+
+
+async def test_spare_is_replaced_after_an_installation_and_outlives_the_trainers_it_has_forked(
+    rig, monkeypatch
+):
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
+    spare = await warm_spare(rig)
+    first = await rig.start("job-1/w1/1")
+    spare.is_outdated = spare.has_forks = True
+
+    second = await rig.start("job-2/w1/1")
+    assert second.forked_from is None
+    await rig.until(lambda: rig.supervisor._spare not in (None, spare))
+    assert spare.did == [], "the first trainer would end with it"
+
+    spare.has_forks = False
+    first.kill("its job has ended")
+    await rig.until(lambda: spare.did == ["killed: no job needs it"])
 
 
 # --- a guest among others ---

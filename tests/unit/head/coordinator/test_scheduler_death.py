@@ -190,6 +190,28 @@ async def test_a_job_whose_ranks_are_done_is_closed_with_its_checkpoint(lives: L
     assert not (lives.folder / "jobs" / "j").exists(), "nobody has to recall it any more"
 
 
+async def test_pool_that_halts_during_the_recovery_stops_the_job_with_a_checkpoint(
+    lives: Lives,
+) -> None:
+    await lives.rig.start("w1", "w2")
+    lives.numbered("w1", m.StepsTrained, records=records(1))
+    rig = lives.die()
+    lives.back("w1", n1={})
+    rig.coordinator.halt("the budget is spent")
+    assert not rig.job.state.is_ended, "its trainers still train"
+    lives.back("w2", n2={})
+    rig.tick()
+    for worker in ("w1", "w2"):
+        assert rig.told(worker, m.LeaveGeneration), "both leave after their step"
+        rig.report(worker, 1)
+    [saver] = [worker for worker in ("w1", "w2") if rig.told(worker, m.SaveState)]
+    record = {"step": 1, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+    rig.tell(saver, m.CheckpointWritten, record=record)
+
+    assert rig.events(JobStatusChanged)[-1].status == "stopped"
+    assert [event.step for event in rig.events(CheckpointCommitted)] == [1]
+
+
 async def test_a_pause_that_nobody_has_carried_out_is_carried_out(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
     lives.numbered("w1", m.StepsTrained, records=records(1))

@@ -383,7 +383,7 @@ def test_record_that_is_none_is_named_with_the_reason_and_used_for_nothing(
     assert list(store.scan().problems) == [ID]
     assert main(["ls"]) == 0
     told = capsys.readouterr().out
-    assert f"Not listed, because their records are invalid:\n  {ID}: " in told
+    assert f"delete the folder):\n  {ID}: " in told
     assert len(told.splitlines()) == 5
 
 

@@ -234,6 +234,13 @@ def test_pause_keeps_the_state_and_resume_continues_from_it():
     assert story.state.status == "running"
 
 
+def test_generation_after_a_pause_resumed_before_the_ranks_left_says_resume():
+    story = Story().start("w1").send(s.PauseAsked()).send(s.ResumeAsked())
+    story.report("w1", step=2)
+    [formed] = story.found(events.GenerationFormed)
+    assert (formed.generation, formed.why) == (2, "resume")
+
+
 def test_worker_that_was_scaled_away_while_warming_leaves_at_once():
     story = Story().start("w1")
     story.send(s.WorkersAssigned(workers=("w1", "w2")))

@@ -1,0 +1,136 @@
+"""Warm spare: a process that has imported torch, and forks a trainer for each job.
+
+Imports take seconds, a fork takes milliseconds. The spare itself runs no user code, so a trainer
+starts without any trace of earlier jobs: modules, random states, CUDA contexts, threads, files::
+
+    spare   imports torch ── forks ──────────── forks ─────────▶ waits for the next request
+                               └▶ trainer of job A   └▶ trainer of job B
+
+A fork copies only the thread that calls it, and CUDA cannot be used in a fork of a process that
+has initialized it. A spare that has such state by its imports does not fork: it becomes the
+trainer of one job, and its worker starts another spare.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+
+import numpy as np
+import torch
+
+from etrain_jupyter.wire.channel import Channel
+from etrain_jupyter.wire.fork_records import NUM_FORK_FDS, RECORD, Kind
+from etrain_jupyter.wire.progress_page import ProgressPage
+
+PROBE_S = 5.0
+"""Timeout in seconds of the fork that tests whether forks work."""
+
+
+def can_fork() -> bool:
+    """Return whether a fork of this process is a usable trainer.
+
+    A trial fork shows two things. OpenBLAS stops its threads before a fork and restarts them when
+    needed; a thread that still runs afterwards belongs to a library that does not expect forks. And
+    torch knows in the child whether the parent has initialized CUDA.
+    """
+    if sys.platform != "linux":
+        return False
+    gc.collect()
+    gc.freeze()  # a collection in a trainer would copy the pages of all these objects
+    try:
+        pid = os.fork()
+        if not pid:
+            os._exit(int(torch.cuda._is_in_bad_fork()))
+        return _exits_well(pid) and len(os.listdir("/proc/self/task")) == 1
+    except OSError:  # no memory or no process is left, or the kernel has no pidfds
+        return False
+
+
+def _exits_well(pid: int) -> bool:
+    """Wait for the trial process; kill it if a handler of some library blocks it."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not select.select([pidfd], [], [], PROBE_S)[0]:
+            os.kill(pid, signal.SIGKILL)
+        return os.waitpid(pid, 0)[1] == 0
+    finally:
+        os.close(pidfd)
+
+
+def fork_trainers(channel: Channel, requests: socket.socket) -> list[int] | None:
+    """Fork a trainer per request. Return in each forked process, and at the end in the spare.
+
+    Args:
+        channel: The spare's own channel. A message on it launches this process itself as a trainer.
+        requests: Connection to the supervisor.
+
+    Returns:
+        In a forked process, its descriptors: channel, progress page, stdout, stderr. In the spare
+        None, when it is to be a trainer itself, or the supervisor is gone.
+    """
+    children: dict[int, int] = {}  # process ids by pidfd
+    own, asked = channel.fileno(), requests.fileno()
+    requests.send(RECORD.pack(Kind.READY, 0, 0))
+    while True:
+        ready, _, _ = select.select([own, asked, *children], [], [])
+        for pidfd in children.keys() & set(ready):
+            _report_exit(requests, children.pop(pidfd))
+            os.close(pidfd)
+        if asked in ready:
+            data, fds, _, _ = socket.recv_fds(requests, RECORD.size, NUM_FORK_FDS)
+            if not data:
+                return None
+            if _fork(requests, children, fds):
+                continue
+            # What belongs to the spare must end with the spare, so no other process may hold it.
+            for pidfd in children:
+                os.close(pidfd)
+            requests.close()
+            channel.close()
+            return fds
+        if own in ready:
+            return None
+
+
+def _fork(requests: socket.socket, children: dict[int, int], fds: list[int]) -> bool:
+    """Fork one trainer and report it; return False in the trainer."""
+    try:
+        if not (pid := os.fork()):
+            return False
+    except OSError as exc:
+        requests.send(RECORD.pack(Kind.FAILED, 0, exc.errno or errno.ENOMEM))
+    else:
+        pidfd = os.pidfd_open(pid)  # it has not been reaped yet, so this is the same process
+        children[pidfd] = pid
+        socket.send_fds(requests, [RECORD.pack(Kind.FORKED, pid, 0)], [pidfd])
+    for fd in fds:
+        os.close(fd)
+    return True
+
+
+def _report_exit(requests: socket.socket, pid: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    requests.send(RECORD.pack(Kind.EXITED, pid, os.waitstatus_to_exitcode(status)))
+
+
+def enter_trainer(fds: list[int], page: ProgressPage) -> tuple[int, int]:
+    """Make a forked process independent of the spare; return its channel and page descriptors.
+
+    Args:
+        fds: Descriptors of the trainer: channel, progress page, stdout, stderr.
+        page: The spare's page.
+    """
+    channel_fd, page_fd, out, err = fds
+    os.setsid()  # a signal to the group of one trainer must not reach another one
+    for given, standard in ((out, 1), (err, 2)):
+        os.dup2(given, standard)
+        os.close(given)
+    page.close()
+    np.random.seed()  # Python's generator does this by itself, torch's has a constant seed
+    return channel_fd, page_fd

@@ -1,0 +1,30 @@
+"""Records between a supervisor and its warm spare: fork requests, and the fate of each process.
+
+They do not use the channel, because descriptors travel with them. One packet is one record.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+RECORD = struct.Struct("!Bii")
+"""Kind, process id, and exit status or error number."""
+
+NUM_FORK_FDS = 4
+"""Descriptors of a request: channel, progress page, stdout, stderr."""
+
+
+class Kind(enum.IntEnum):
+    """Kind of a record."""
+
+    READY = 1
+    """The spare is able to fork."""
+    FORK = 2
+    """Request: fork a trainer with these descriptors."""
+    FORKED = 3
+    """A trainer runs. Its pidfd travels with the record."""
+    FAILED = 4
+    """The fork failed, with this error number."""
+    EXITED = 5
+    """A trainer has exited with this status, negative for a signal as in ``subprocess``."""
