@@ -1,8 +1,8 @@
 """Entry point of a spare: ``python -m etrain_jupyter.trainer.main CHANNEL PROGRESS FORKS``.
 
-The arguments are descriptors. The process imports torch and reports that it is ready. Then it forks
+The arguments are descriptors. The process imports torch, reports that it is ready, and then forks
 trainers on request (``trainer.spare``). It becomes a trainer itself if it cannot fork, if a job was
-waiting for the end of its imports, or without the third descriptor.
+already waiting for it, or if the third descriptor is missing.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ descriptor at startup would take minutes."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Make Linux kill this process with its parent; elsewhere the closed channel ends it.
+    """Make Linux kill this process when its parent dies; elsewhere, the closed channel ends it.
 
-    The parent is the supervisor, or the spare, which itself dies with the supervisor. No thread of
-    this process needs to run for that.
+    The parent is the supervisor, or the spare, which itself dies with the supervisor. This works
+    even if no thread of this process can run.
 
     Args:
-        parent: Process id; 0 if unknown.
+        parent: Process ID; 0 if unknown.
     """
     if sys.platform != "linux":
         return
@@ -61,7 +61,7 @@ def raise_descriptor_limit() -> None:
 
 
 def open_page(descriptor: int) -> tuple[ProgressPage, Pulse]:
-    """Map the progress page, and update its pulse while this process can run Python code."""
+    """Map the progress page, and update its pulse as long as this process can run Python code."""
     os.set_inheritable(descriptor, False)
     # The handler writes in the signal context, so its report includes a thread that holds the GIL.
     # Register it before the first pulse, which permits the signal.
@@ -103,7 +103,7 @@ def exit_after(run: Callable[[], None]) -> NoReturn:
 def run_spare(channel_fd: int, page_fd: int, forks_fd: int = -1) -> None:
     """Import torch, which takes seconds, then fork trainers or run one in this process.
 
-    The page's pulse is stopped while the process forks, since a fork must find one thread only.
+    The page's pulse is stopped while the process forks, because only one thread may exist then.
     """
     page, pulse = open_page(page_fd)
     channel = open_channel(channel_fd)
