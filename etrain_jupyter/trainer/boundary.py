@@ -1,4 +1,4 @@
-"""Hooks at step boundaries: the training loop calls them between two steps."""
+"""Hooks that the training loop calls between two steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Boundary:
     group: RankGroup
     """The process group of the current generation."""
     step_s: float
-    """Duration of the last step in seconds, without checkpoints and evaluations before it."""
+    """Duration of the last step in seconds, excluding checkpoints and evaluations before it."""
     is_save_agreed: bool = False
     """True if all ranks have agreed, in the last step, to write a checkpoint together."""
 
@@ -27,16 +27,16 @@ class BoundaryHooks(Protocol):
     def wants_save(self, before: Mark, after: Mark) -> bool:
         """Return True if rank 0 wants all ranks to write a checkpoint of the state after a step.
 
-        Called on rank 0, within the step. Has no effect.
+        Called on rank 0, within the step. Has no side effects.
         """
         ...
 
     def after_step(self, boundary: Boundary) -> None:
-        """Act on a committed step, for example save a checkpoint."""
+        """Handle a committed step, for example by saving a checkpoint."""
         ...
 
     def after_eval(self, group: RankGroup) -> None:
-        """Act on an evaluation, or on a generation that starts from an evaluated state."""
+        """Handle an evaluation, or the start of a generation whose state is already evaluated."""
         ...
 
 

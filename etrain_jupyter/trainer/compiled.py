@@ -1,9 +1,9 @@
 """Compile the model with torch.compile, for ``compile: true``.
 
-The model is compiled in place, so that names, hooks, DDP and checkpoints see the notebook's model.
-All compilation happens in the warm-up, while no other rank waits. Afterwards nothing is compiled
-any more, and an unexpected shape or branch runs eagerly: a compilation in the middle of a step
-would stall all ranks, and would look like a hung rank.
+The model is compiled in place: names, hooks, DDP and checkpoints still see the notebook's model.
+All compilation happens in the warm-up, while no other rank waits. Nothing is compiled afterwards,
+and an unexpected shape or branch runs eagerly: a compilation in the middle of a step would stall
+all ranks, and would look like a hung rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BACKEND: Any = "inductor"
 BEAT_S = 1.0
 """Interval of the heartbeats during a compilation."""
 COMPILE_TIMEOUT_S = 600.0
-"""Stop the heartbeats after this time; the rank is then reported as hung, with its stack."""
+"""Heartbeats stop after this time; the rank is then reported as hung, with its stack."""
 
 MAX_REASON = 300
 """Maximum length of a compiler error in the log."""
@@ -32,22 +32,22 @@ MAX_REASON = 300
 
 def compile_in_place(model: nn.Module) -> None:
     """Route every call of ``model`` through torch.compile, which compiles on the first calls."""
-    # In this process: a pool of compiler processes would outlive a trainer that is killed.
+    # Compile in this process: a pool of compiler processes would outlive a killed trainer.
     inductor_config.compile_threads = 1
     torch.compiler.set_stance("default")
     model.compile(backend=BACKEND)
 
 
 def freeze_compiled() -> None:
-    """Compile nothing more in this process; code that is not compiled yet runs eagerly."""
+    """Stop compiling in this process; code that is not compiled yet runs eagerly."""
     torch.compiler.set_stance("eager_on_recompile")
 
 
 @contextlib.contextmanager
 def heartbeats(beat: Callable[[], None]) -> Iterator[None]:
-    """Send heartbeats from a thread while the main thread is in one long call of torch."""
-    # A compilation may take minutes, in which no pass sends a heartbeat. The limit keeps a compiler
-    # that hangs from looking alive forever.
+    """Send heartbeats from a thread while the main thread is in a long torch call."""
+    # A compilation may take minutes, during which no pass sends a heartbeat. The limit keeps a hung
+    # compiler from looking alive forever.
     is_over = threading.Event()
     until = time.monotonic() + COMPILE_TIMEOUT_S
 
@@ -89,8 +89,8 @@ def _tensors_in(batch: Any) -> Iterable[torch.Tensor]:
 
 
 def reason_of(exc: BaseException) -> str:
-    """Return the error in one line."""
-    # The first line may only name the backend that raised; the second one has the error.
+    """Return the error as a single line."""
+    # The first line may name only the backend that raised; the second line has the error.
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()][:2]
     text = f"{type(exc).__name__}: {' '.join(lines)}".rstrip(": ")
     return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]} ..."

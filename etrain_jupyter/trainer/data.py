@@ -18,12 +18,12 @@ Indices = Sequence[int] | NDArray[np.int64]
 
 
 class Share(NamedTuple):
-    """Samples that become one batch."""
+    """The samples of one batch."""
 
     indices: Indices
     seed: int = 0
-    """Seed of the process that fetches them, this one or a loader process: what a data set draws
-    from torch, numpy or random depends on this alone. The data set's own generators cannot be
+    """Seed for the process that fetches them, this one or a loader process: all numbers that a data
+    set draws from torch, numpy or random depend only on it. The data set's own generators cannot be
     seeded."""
 
 
@@ -39,7 +39,7 @@ class SampleSource(Protocol):
     def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
         """Yield the delivered batch of each share, in order.
 
-        The state of this process's generators does not change.
+        The state of this process's random generators does not change.
         """
         ...
 
@@ -59,19 +59,18 @@ def open_samples(
 
     Args:
         data: A map-style data set, a pair or dict of tensors or arrays of equal length, or a class
-            or function without arguments that gives one of these (it is called here, on the
-            worker).
+        or function without arguments that returns one of these (it is called here, on the worker).
         name: The key in the cell, for messages.
-        collate: Joins a list of samples to a batch; torch's ``default_collate`` if None.
+        collate: Joins a list of samples into a batch; torch's ``default_collate`` if None.
         num_workers: Number of loader processes; 0 loads in the training process.
 
     Returns:
-        A source whose batches are tuples or the results of ``collate``.
+        A source that yields tuples or results of ``collate`` as batches.
 
     Raises:
         DataError: If ``data`` is none of these, or is empty.
     """
-    # A data set may be callable itself; with ``__getitem__`` it is taken as the data.
+    # A data set may itself be callable; if it has ``__getitem__``, it is used as the data.
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
     # The notebook's ``collate`` expects a list of samples.
@@ -92,8 +91,8 @@ def open_samples(
 
 
 def _columns_of(data: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
-    # Tensors that are indexed by batch; None if samples must be fetched one by one. Not isinstance:
-    # a subclass may override ``__getitem__``.
+    # Tensors that are indexed by batch; None if samples must be fetched one by one. ``isinstance``
+    # will not do: a subclass may override ``__getitem__``.
     if type(data) is TensorDataset:
         return tuple(data.tensors)
     if isinstance(data, Mapping) and data and all(_is_array(v) for v in data.values()):
@@ -108,7 +107,7 @@ def _is_array(value: Any) -> bool:
 
 
 class ColumnSource:
-    """Tensors of equal length: a batch takes one indexing operation per column."""
+    """Tensors of equal length, so a batch needs only one indexing operation per column."""
 
     def __init__(
         self, columns: tuple[torch.Tensor, ...] | dict[str, torch.Tensor], name: str
@@ -164,16 +163,16 @@ class ItemSource:
 
     def close(self) -> None:
         """Stop the loader processes."""
-        self._loader = None  # its iterator's destructor stops them
+        self._loader = None  # the destructor of its iterator stops them
 
     def _start_loader(self, num_workers: int) -> DataLoader[Any]:
         # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
         return DataLoader(
             cast("Dataset[Any]", self._fetcher),
-            batch_sampler=cast("Any", self._shares),  # passes an order on unchanged
+            batch_sampler=cast("Any", self._shares),  # passes each order on unchanged
             num_workers=num_workers,
             collate_fn=_unchanged,  # the fetcher has already collated
-            # Without its own generator it would draw from the model's.
+            # Without its own generator the loader would draw from the model's.
             generator=torch.Generator(),
             persistent_workers=True,
             multiprocessing_context="spawn",
@@ -182,7 +181,7 @@ class ItemSource:
 
 class _Shares:
     # The batch sampler of a loader that outlives a generation. Iterating over the loader again
-    # resets its processes, drops what they had prefetched, and reads the new feed.
+    # resets its processes, drops prefetched batches, and reads the new feed.
     def __init__(self) -> None:
         self.feed: Iterable[Share] = ()
 
@@ -191,7 +190,7 @@ class _Shares:
 
 
 class _Order(NamedTuple):
-    # A share as it is sent to a loader process, with plain integers, which any data set accepts.
+    # A share as sent to a loader process, with plain integers, which any data set accepts.
     indices: list[int]
     seed: int
 
@@ -201,7 +200,7 @@ def _order_of(share: Share) -> _Order:
 
 
 class _Fetcher:
-    # Fetches and collates samples, here or in a loader process, and returns their indices, too: the
+    # Fetches and collates samples, here or in a loader process, and also returns their indices: the
     # step header counts the samples that were delivered, not those that were planned.
     #
     # Pickled by value: plain pickle would look for the notebook's classes in a module.
@@ -216,7 +215,7 @@ class _Fetcher:
         return len(self._data)
 
     def __getitems__(self, order: _Order) -> tuple[list[int], Any]:
-        # torch's fetcher calls this name if it exists, with what the batch sampler yields.
+        # torch's fetcher calls this method if it exists, with each item of the batch sampler.
         with seeded(order.seed):
             return self._fetch(order.indices)
 
@@ -249,6 +248,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
         moved = [to_device(value, device) for value in batch]
-        is_named = hasattr(batch, "_fields")  # takes its elements as arguments
+        is_named = hasattr(batch, "_fields")  # its constructor takes the elements as arguments
         return type(batch)(*moved) if is_named else type(batch)(moved)
     return batch

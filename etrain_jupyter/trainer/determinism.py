@@ -11,8 +11,8 @@ def compute_deterministically(device: torch.device) -> None:
     """Make torch's kernels deterministic, for the rest of this process.
 
     A CPU uses one thread, because a kernel splits a sum into as many pieces as there are threads.
-    An operation without a deterministic kernel raises, and torch's message names it. The result
-    still depends on the hardware: different processors or GPUs may use different kernels, so equal
+    An operation that has no deterministic kernel raises, and torch's message names it. The result
+    still depends on the hardware: different CPUs or GPUs may use different kernels, so equal
     digests are guaranteed only for machines of the same type.
     """
     if device.type == "cpu":
@@ -20,7 +20,7 @@ def compute_deterministically(device: torch.device) -> None:
     # cuBLAS reads this when it is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Filling every new tensor costs time, and only matters to code that reads uninitialized memory.
+    # Filling every new tensor takes time, and matters only to code that reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

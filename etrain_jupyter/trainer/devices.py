@@ -15,17 +15,17 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    # A wait returns when the work is queued on the device; an event waits for its end.
+    # A wait returns when the work is queued on the device; an event waits until it is done.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    # By default the watchdog throws a CUDA error out of its thread, which ends the process by
+    # By default the watchdog rethrows a CUDA error from its thread, which kills the process with
     # SIGABRT before Python has reported the error.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # After an error of a peer the watchdog sleeps four times this long, 15 s by default, and holds
-    # a lock that every new collective takes: an abort would wait for it.
+    # After an error on a peer the watchdog sleeps for four times this timeout, 15 s by default,
+    # while holding a lock that every new collective takes: an abort would wait for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
-"""These override the environment: with other values a lost peer ends or blocks the survivors.
-Source: ``ProcessGroupNCCL.hpp`` of torch 2.13."""
+"""These override the environment: with other values, losing a peer would kill or block the
+survivors. Source: ``ProcessGroupNCCL.hpp`` of torch 2.13."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class DeviceFacts:
     name: str
     """``cpu`` or ``cuda:0``."""
     gpu: str
-    """UUID of the GPU if NCCL is available, else empty. Two ranks with the same UUID share a GPU,
-    which NCCL refuses."""
+    """UUID of the GPU; empty if NCCL is not available. Two ranks with the same UUID share a GPU,
+    which NCCL does not allow."""
     memory_bytes: int
-    """The GPU's memory; 0 without one."""
+    """The GPU's memory; 0 if there is no GPU."""
 
 
 def choose_device() -> torch.device:
-    """Return the GPU of this worker's slot, the only visible one, or else the CPU."""
+    """Return the GPU of this worker's slot, the only visible GPU; the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     os.environ.update(_NCCL_ENVIRONMENT)

@@ -1,8 +1,8 @@
 """Entry point of a spare: ``python -m etrain_jupyter.trainer.main CHANNEL PROGRESS FORKS``.
 
-The arguments are descriptors. The process imports torch and reports that it is ready. Then it forks
+The arguments are descriptors. The process imports torch, reports that it is ready, and then forks
 trainers on request (``trainer.spare``). It becomes a trainer itself if it cannot fork, if a job was
-waiting for the end of its imports, or without the third descriptor.
+already waiting for it, or if the third descriptor is missing.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from etrain_jupyter.wire.progress_page import ProgressPage, Pulse, start_pulse
 _PR_SET_PDEATHSIG = 1
 
 MAX_DESCRIPTORS = 2**20
-"""Upper bound of the descriptor limit. With an unlimited one, programs that close every possible
+"""Upper bound for the descriptor limit. Without a limit, programs that close every possible
 descriptor at startup would take minutes."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Make Linux kill this process with its parent; elsewhere the closed channel ends it.
+    """Make Linux kill this process when its parent dies; elsewhere, the closed channel ends it.
 
-    The parent is the supervisor, or the spare, which itself dies with the supervisor. No thread of
-    this process needs to run for that.
+    The parent is the supervisor, or the spare, which itself dies with the supervisor. This works
+    even if no thread of this process can run.
 
     Args:
-        parent: Process id; 0 if unknown.
+        parent: Process ID; 0 if unknown.
     """
     if sys.platform != "linux":
         return
@@ -50,28 +50,28 @@ def die_with_parent(parent: int) -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files to the user's maximum: gloo ends the process at the limit.
+    """Raise the open-file limit to the user's maximum: gloo terminates the process at the limit.
 
     While a rank's connections form, each unknown connection to its port uses one descriptor.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they report
+    with contextlib.suppress(ValueError, OSError):  # some systems allow fewer than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def open_page(descriptor: int) -> tuple[ProgressPage, Pulse]:
-    """Map the progress page, and update its pulse while this process can run Python code."""
+    """Map the progress page, and update its pulse as long as this process can run Python code."""
     os.set_inheritable(descriptor, False)
-    # The handler writes from within the signal, so that its report includes a thread that holds the
-    # GIL. Register it before the first pulse, which permits the signal.
+    # The handler writes in the signal context, so its report includes a thread that holds the GIL.
+    # Register it before the first pulse, which permits the signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     page = ProgressPage(descriptor)
     return page, start_pulse(page)
 
 
 def print_any_text() -> None:
-    """Escape characters that cannot be encoded, such as those of a non-UTF-8 file name."""
+    """Escape characters that cannot be encoded, such as those in a non-UTF-8 file name."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -96,14 +96,14 @@ def exit_after(run: Callable[[], None]) -> NoReturn:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads that are stuck inside gloo would make an ordinary exit abort.
+    # With threads stuck inside gloo, an ordinary exit would abort.
     os._exit(code)
 
 
 def run_spare(channel_fd: int, page_fd: int, forks_fd: int = -1) -> None:
     """Import torch, which takes seconds, then fork trainers or run one in this process.
 
-    The page's pulse is stopped while the process forks, since a fork must find one thread only.
+    The page's pulse is stopped while the process forks, because only one thread may exist then.
     """
     page, pulse = open_page(page_fd)
     channel = open_channel(channel_fd)

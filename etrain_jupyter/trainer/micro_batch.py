@@ -1,8 +1,8 @@
 """Micro-batch size of this rank, for ``batch.micro``.
 
-``auto`` finds the largest size that fits in the warm-up, and halves it when memory runs out later.
-Each rank has its own size: it splits its share of a step into as many passes as necessary, and the
-ranks exchange one sum after the last pass.
+In the warm-up, ``auto`` finds the largest size that fits; it halves the size when memory runs out
+later. Each rank has its own size: it splits its share of a step into as many passes as necessary,
+and the ranks exchange one sum after the last pass.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from etrain_jupyter.rules.samples.batch_plan import plan_step
 from etrain_jupyter.trainer.references import WorkloadError
 
 NUM_REFINEMENTS = 3
-"""Number of bisection steps between the largest size that fits and the smallest that does not."""
+"""Number of bisection steps between the largest size known to fit and the smallest that does
+not."""
 
 MARGIN = 0.05
 """Fraction of a GPU's memory that a trial leaves free, for connections and kernels."""
 
 STATE_TENSORS = 2
-"""Number of state tensors per weight (as for Adam) that is assumed for an optimizer whose state
-cannot be measured."""
+"""Number of state tensors per weight to assume (as for Adam) if an optimizer's state cannot be
+measured."""
 
 
 class MicroBatch:
     """The size of this rank's micro-batches.
 
     Args:
-        most: Samples in the largest pass that this rank can ever make (``largest_pass``).
+        most: Number of samples in the largest pass that this rank can ever make (``largest_pass``).
     """
 
     def __init__(self, batch: BatchConfig, most: int) -> None:
@@ -64,9 +65,9 @@ class MicroBatch:
         return len(tries)
 
     def shrink(self, exc: BaseException) -> bool:
-        """Halve the size if ``exc`` is an out-of-memory error; return False if it cannot shrink."""
-        # Later passes may need more memory than the trial: longer texts, or another process on the
-        # GPU. The retries are bounded, because the size cannot go below one sample.
+        """Halve the size after an out-of-memory error; return True if it was halved."""
+        # Later passes may need more memory than the trial, because of longer texts or another
+        # process on the GPU. The retries are bounded, because the size cannot go below one sample.
         if not self.is_auto or not is_out_of_memory(exc) or self.size in (None, 1):
             return False
         assert self.size is not None
@@ -75,7 +76,7 @@ class MicroBatch:
         return True
 
     def limit_to(self, earlier: MicroBatch) -> None:
-        """Start at the size that an ``earlier`` instance in this process was reduced to."""
+        """Start at the size to which an ``earlier`` instance in this process was reduced."""
         if self.is_auto and earlier.size is not None:
             self.size = self.most = min(self.most, earlier.size)
 
@@ -87,8 +88,8 @@ class MicroBatch:
 
 
 def largest_pass(batch: BatchConfig, num_samples: int) -> int:
-    """Return the samples in the largest pass of a single rank, which has the largest share."""
-    # A single rank, whatever the current number is: the job may shrink to one rank later.
+    """Return the number of samples in the largest pass of a job that has a single rank."""
+    # Assume a single rank, whatever the current number: the job may shrink to one rank later.
     count = min(batch.size(1), num_samples)
     plan = plan_step(
         count=count,
@@ -130,10 +131,10 @@ def largest_fit(fits: Callable[[int], bool], most: int) -> int:
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Return True if torch reports that memory of a device or of the CPU ran out."""
+    """Return True if torch reports that device or host memory ran out."""
     if isinstance(exc, torch.OutOfMemoryError):
         return True
-    # Allocations of CUDA without torch's allocator, and those of the CPU, raise RuntimeError.
+    # CUDA allocations that bypass torch's allocator, and CPU allocations, raise RuntimeError.
     if isinstance(exc, RuntimeError) and "CUDA error: out of memory" in str(exc):
         return True
     is_cpu = isinstance(exc, RuntimeError) and "DefaultCPUAllocator" in str(exc)
@@ -141,7 +142,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
 
 
 def out_of_memory_in(exc: BaseException) -> BaseException | None:
-    """Return the out-of-memory error, of the host or a device, behind an exception; else None."""
+    """Return the out-of-memory error that led to an exception; None if there is none."""
     for link in (exc, exc.__cause__):
         if link is not None and (isinstance(link, MemoryError) or is_out_of_memory(link)):
             return link
@@ -149,17 +150,17 @@ def out_of_memory_in(exc: BaseException) -> BaseException | None:
 
 
 def hint_for_memory(config: TrainConfig) -> str:
-    """Return the remedy for an out-of-memory error that no smaller micro-batch can fix."""
+    """Return the remedy for an out-of-memory error that a smaller micro-batch cannot fix."""
     if config.batch.micro_batch_size == "auto":
         return "not even one sample fits: use a smaller model, or workers with more memory"
-    # ``auto`` would give ranks different sizes, and so different sums.
+    # With ``auto``, ranks would have different sizes, and so different sums.
     if config.reproducible is not None:
         return "write batch: {micro: N}, with an N that fits on the smallest worker"
     return "write batch: {micro: auto}, which finds the largest micro-batch that fits"
 
 
 def does_not_fit(figures: str) -> WorkloadError:
-    """Return the error for a model that does not fit with a single sample."""
+    """Return the error for a model that does not fit even with a single sample."""
     return WorkloadError(
         f"batch.micro: auto: not even one sample fits into memory ({figures}). Use a smaller "
         "model or shorter samples, precision: bf16, or workers with more memory."
@@ -167,7 +168,7 @@ def does_not_fit(figures: str) -> WorkloadError:
 
 
 def free_memory() -> None:
-    """Free unused memory, including tensors that only a reference cycle holds."""
+    """Free unused memory, including tensors kept alive only by a reference cycle."""
     # An exception and its frames form such cycles.
     gc.collect()
     if torch.cuda.is_available():
@@ -175,7 +176,7 @@ def free_memory() -> None:
 
 
 class DeviceMemory(NamedTuple):
-    """Memory of a device in bytes."""
+    """Memory of a device, in bytes."""
 
     free: int
     total: int
@@ -200,8 +201,8 @@ def in_gib(num_bytes: int) -> str:
 class Reserve:
     """Memory that training needs but a trial pass does not.
 
-    That is the optimizer's state, which its first step allocates; the buckets into which DDP copies
-    the gradients; and a margin on a GPU.
+    It consists of the optimizer's state, which the first step allocates; the buckets into which DDP
+    copies the gradients; and, on a GPU, a margin.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -218,7 +219,7 @@ class Reserve:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Allocate the reserve in blocks as large as the real tensors: fragmentation matters."""
+        """Allocate the reserve in blocks as large as the real tensors, to model fragmentation."""
         blocks = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in self._sizes]
         try:
             yield
@@ -235,13 +236,13 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 
 def _state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
-    # Sizes in bytes. A copy of the optimizer makes a step on tiny parameters, one for each real
-    # parameter: a state tensor as large as the tiny parameter will be as large as the real one. A
-    # step on the real parameters would need the memory that is being measured.
+    # Returns sizes in bytes. A copy of the optimizer makes a step on tiny parameters, one per real
+    # parameter. A state tensor of the size of the tiny parameter will have the size of the real
+    # one. A step on the real parameters would itself need the memory that is being measured.
     parameters = [p for p in _parameters_of(optimizer) if p.requires_grad]
     tiny = [torch.zeros([min(2, n) for n in p.shape]).to(p) for p in parameters]
     try:
-        # In the copy, every reference to a parameter refers to its tiny stand-in.
+        # In the copy, every reference to a parameter points to its tiny stand-in.
         twin = copy.deepcopy(optimizer, {id(p): t for p, t in zip(parameters, tiny, strict=True)})
         for stand_in in tiny:
             stand_in.grad = torch.ones_like(stand_in)

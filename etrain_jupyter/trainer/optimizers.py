@@ -1,4 +1,4 @@
-"""Build the optimizer: by name, or by a function of the notebook."""
+"""Build the optimizer, by name or with a function from the notebook."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Optimizers = Callable[..., torch.optim.Optimizer]
 
 PACKAGE = "pytorch_optimizer"
 _IN_PACKAGE: dict[str, tuple[str, dict[str, Any]]] = {
-    # As in the paper and in Google's own code: the decay is part of what the trust ratio scales,
-    # and no rate is divided by a bias correction (the package does so unless adam_debias is set).
-    # You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020.
+    # As in the paper and in Google's own code: the trust ratio also scales the decay, and no rate
+    # is divided by a bias correction (the package does so unless adam_debias is set). You et al.,
+    # "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020.
     "LAMB": ("Lamb", {"weight_decouple": False, "adam_debias": True}),
     "LARS": ("LARS", {}),
 }
-"""Class and our defaults of the optimizers that torch.optim does not have."""
+"""Class and our defaults for the optimizers that torch.optim does not have."""
 
 
 def build_optimizer(
@@ -32,7 +32,7 @@ def build_optimizer(
     """Build the optimizer of a model's trainable parameters.
 
     Raises:
-        WorkloadError: If it is not available, or does not fit the parameters.
+        WorkloadError: If the optimizer is not available, or does not fit the parameters.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.name is None:
@@ -73,7 +73,7 @@ def _find(name: str) -> tuple[Optimizers, dict[str, Any]]:
 def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[Any]:
     if config.no_decay is None:
         return parameters
-    # Weight decay for matrices only: biases and the scales of normalization layers are vectors.
+    # Weight decay applies only to matrices: biases and normalization scales are vectors.
     decayed = [p for p in parameters if p.ndim >= 2]
     others = [p for p in parameters if p.ndim < 2]
     groups: list[dict[str, Any]] = [

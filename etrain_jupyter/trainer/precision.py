@@ -1,11 +1,11 @@
 """Mixed precision: autocast to bf16 or fp16, and the loss scale that fp16 needs.
 
-Weights, gradients, their sums over the ranks and the optimizer stay in float32. Small gradients
-would underflow in fp16, so the loss is scaled up before the backward pass and the gradients are
-scaled down before the update (Micikevicius et al., "Mixed Precision Training", ICLR 2018). If the
-scale is too large, gradients become infinite. The sums carry the infinities to all ranks, which
-skip the update alike and halve the scale. The scale is part of the state that checkpoints and new
-ranks get.
+Weights, gradients, their sums over the ranks and the optimizer state remain in float32. Small
+gradients would underflow in fp16, so the loss is scaled up before the backward pass and the
+gradients are scaled down before the update (Micikevicius et al., "Mixed Precision Training", ICLR
+2018). If the scale is too large, gradients become infinite. The sums carry the infinities to all
+ranks, which all skip the update and halve the scale. The scale is part of the state in checkpoints
+and state transfers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HAS_NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'")
 
 
 class Precision:
-    """The precision in which one trainer computes.
+    """The precision of one trainer's computations.
 
     Args:
         name: ``fp32``, ``bf16`` or ``fp16``.
@@ -49,7 +49,7 @@ class Precision:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Add the config key to torch's error about an operation that this device does not support.
+        """Add the config key to torch's error about an operation not supported on this device.
 
         Raises:
             WorkloadError: If torch has no kernel for this precision on this device.
@@ -85,16 +85,17 @@ class Precision:
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
         self._scaler.update()
-        # The scaler does not report a skipped update, but it lowers the scale exactly then.
+        # The scaler does not report a skipped update, but it lowers the scale only in that case.
         return self._scaler.get_scale() >= before
 
     def undo(self) -> None:
         """Reset the scaler after a step that is undone; keep the loss scale."""
-        # Only ``update`` resets it otherwise, and without a reset it refuses to unscale again.
+        # Otherwise only ``update`` resets the scaler, which refuses to unscale again without a
+        # reset.
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale; 1.0 without one."""
+        """The current loss scale; 1.0 if there is none."""
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())

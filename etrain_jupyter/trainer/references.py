@@ -1,4 +1,4 @@
-"""References to the notebook's expressions, and the error for one that does not fit."""
+"""References to the notebook's expressions, and the error for objects that do not fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class References(Protocol):
-    """The notebook's expressions, to be evaluated on this rank: an opened bundle."""
+    """The notebook's expressions, to be evaluated on this rank; an opened bundle."""
 
     def evaluate(self, key: str) -> Any:
         """Evaluate the expression of a config key, and return a new value."""
@@ -14,4 +14,4 @@ class References(Protocol):
 
 
 class WorkloadError(ValueError):
-    """The notebook's objects do not fit together; the message names them and the fix."""
+    """The notebook's objects do not fit together; the message names them and a fix."""

@@ -1,4 +1,4 @@
-"""Work plan of a job, and schedules for what repeats during training."""
+"""Work plan of a job, and schedules for actions that repeat during training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class WorkPlan:
     """Amount of work in a job: a pure function of the config and the lengths of the data."""
 
     num_train: int
-    """Samples of the training set."""
+    """Number of samples in the training set."""
     num_eval: int
-    """Samples of the evaluation set; 0 without one."""
+    """Number of samples in the evaluation set; 0 if there is none."""
     global_batch_size: int
-    """Samples per step. If that depends on the number of workers: with
+    """Samples per step. If it depends on the number of workers, the value for
     ``scaling.base_workers``."""
     steps_per_epoch: int
     """Steps per epoch at ``global_batch_size``."""
@@ -44,7 +44,7 @@ class WorkPlan:
 
     @cached_property
     def end(self) -> int:
-        """Number of samples that the whole job trains on, over all epochs."""
+        """Number of samples that the job trains on, over all epochs."""
         return ledger.position_after(self.total_steps, self.num_train, self.global_batch_size)
 
     def span(self, position: int, batch_size: int) -> ledger.StepRange:
@@ -85,9 +85,9 @@ def lr_schedule_of(config: TrainConfig, plan: WorkPlan) -> LrSchedule | None:
 
 
 class Every:
-    """Schedule of something that repeats every N steps, epochs or seconds.
+    """Schedule for an action that repeats every N steps, epochs or seconds.
 
-    Queries have no effect. The time is an argument, on the scale of ``time.monotonic``.
+    Queries have no side effects. The time is passed as an argument, a ``time.monotonic`` value.
     """
 
     def __init__(self, interval: Interval, plan: WorkPlan, *, now: float) -> None:
@@ -97,12 +97,12 @@ class Every:
         self._last_at = now
 
     def is_due(self, before: Mark, after: Mark, *, now: float) -> bool:
-        """Return True if it is due after the step from ``before`` to ``after``."""
+        """Return True if the action is due after the step from ``before`` to ``after``."""
         return self.is_time_over(now) or self.is_passed(before, after)
 
     def is_passed(self, before: Mark, after: Mark) -> bool:
         """Return True if the step reached a multiple of the interval in steps or epochs."""
-        # Compared by count and not by remainder: one step may pass a multiple without hitting it.
+        # Compare counts, not remainders: a step may pass a multiple without hitting it.
         return self._num_until(after) > self._num_until(before)
 
     def _num_until(self, mark: Mark) -> int:
@@ -116,5 +116,5 @@ class Every:
         return bool(self._seconds) and now - self._last_at >= self._seconds
 
     def restart(self, now: float) -> None:
-        """Start the interval in seconds again."""
+        """Restart the interval in seconds."""
         self._last_at = now

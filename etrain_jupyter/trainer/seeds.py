@@ -1,4 +1,4 @@
-"""Counter-based random numbers: stateless, so there is no RNG state to save or transfer."""
+"""Counter-based random numbers: there is no RNG state to save or transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 def seed_all(seed: int, *, step: int, rank: int) -> None:
     """Seed torch, numpy and random for one step of the model.
 
-    A step that is repeated after a fault draws the same numbers, and no two ranks draw the same.
+    A step repeated after a fault draws the same numbers, and no two ranks draw the same numbers.
 
     Args:
         seed: The job's seed.
@@ -26,7 +26,7 @@ def seed_all(seed: int, *, step: int, rank: int) -> None:
 
 
 def seed_of(seed: int, *names: str | int) -> int:
-    """Return a 63-bit seed that is different for each sequence of names."""
+    """Return a 63-bit seed that differs for each sequence of names."""
     text = "/".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
@@ -46,7 +46,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @functools.cache
 def _seeder() -> Callable[[int], object]:
-    # Without an accelerator, torch.manual_seed spends nearly all of its 0.1 ms on recording the
+    # Without an accelerator, torch.manual_seed spends nearly all of its 0.1 ms recording the
     # caller's stack for a later initialization.
     has_more = torch.accelerator.is_available()
     return torch.manual_seed if has_more else torch.default_generator.manual_seed

@@ -1,14 +1,14 @@
 """Warm spare: a process that has imported torch, and forks a trainer for each job.
 
 Imports take seconds, a fork takes milliseconds. The spare itself runs no user code, so a trainer
-starts without any trace of earlier jobs: modules, random states, CUDA contexts, threads, files::
+starts with no trace of earlier jobs: modules, random states, CUDA contexts, threads, files::
 
     spare   imports torch ── forks ──────────── forks ─────────▶ waits for the next request
                                └▶ trainer of job A   └▶ trainer of job B
 
-A fork copies only the thread that calls it, and CUDA cannot be used in a fork of a process that
-has initialized it. A spare that has such state by its imports does not fork: it becomes the
-trainer of one job, and its worker starts another spare.
+A fork copies only the calling thread, and CUDA cannot be used in a fork of a process that has
+initialized it. If imports leave such state in a spare, it does not fork: it becomes the trainer of
+one job, and its worker starts another spare.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from etrain_jupyter.wire.fork_records import NUM_FORK_FDS, RECORD, Kind
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 PROBE_S = 5.0
-"""Timeout in seconds of the fork that tests whether forks work."""
+"""Timeout in seconds for the trial fork."""
 
 
 def can_fork() -> bool:
-    """Return whether a fork of this process is a usable trainer.
+    """Return True if a fork of this process is usable as a trainer.
 
-    A trial fork shows two things. OpenBLAS stops its threads before a fork and restarts them when
-    needed; a thread that still runs afterwards belongs to a library that does not expect forks. And
-    torch knows in the child whether the parent has initialized CUDA.
+    A trial fork reveals two problems. OpenBLAS stops its threads before a fork and restarts them
+    when needed; a thread that still runs afterwards belongs to a library that does not support
+    forks. And in the child, torch can report whether the parent has initialized CUDA.
     """
     if sys.platform != "linux":
         return False
     gc.collect()
-    gc.freeze()  # a collection in a trainer would copy the pages of all these objects
+    gc.freeze()  # a garbage collection in a trainer would copy the pages of all these objects
     try:
         pid = os.fork()
         if not pid:
             os._exit(int(torch.cuda._is_in_bad_fork()))
         return _exits_well(pid) and len(os.listdir("/proc/self/task")) == 1
-    except OSError:  # no memory or no process is left, or the kernel has no pidfds
+    except OSError:  # out of memory or processes, or the kernel has no pidfds
         return False
 
 
 def _exits_well(pid: int) -> bool:
-    """Wait for the trial process; kill it if a handler of some library blocks it."""
+    """Wait for the trial process; kill it if a library's fork handler blocks it."""
     pidfd = os.pidfd_open(pid)
     try:
         if not select.select([pidfd], [], [], PROBE_S)[0]:
@@ -64,17 +64,17 @@ def _exits_well(pid: int) -> bool:
 
 
 def fork_trainers(channel: Channel, requests: socket.socket) -> list[int] | None:
-    """Fork a trainer per request. Return in each forked process, and at the end in the spare.
+    """Fork a trainer per request. Returns in each forked process, and finally in the spare.
 
     Args:
         channel: The spare's own channel. A message on it launches this process itself as a trainer.
         requests: Connection to the supervisor.
 
     Returns:
-        In a forked process, its descriptors: channel, progress page, stdout, stderr. In the spare
-        None, when it is to be a trainer itself, or the supervisor is gone.
+        In a forked process, its descriptors: channel, progress page, stdout, stderr. In the spare,
+        None once it should become a trainer itself or the supervisor is gone.
     """
-    children: dict[int, int] = {}  # process ids by pidfd
+    children: dict[int, int] = {}  # process IDs by pidfd
     own, asked = channel.fileno(), requests.fileno()
     requests.send(RECORD.pack(Kind.READY, 0, 0))
     while True:
@@ -88,7 +88,8 @@ def fork_trainers(channel: Channel, requests: socket.socket) -> list[int] | None
                 return None
             if _fork(requests, children, fds):
                 continue
-            # What belongs to the spare must end with the spare, so no other process may hold it.
+            # The spare's own descriptors must close when it exits, so no other process may hold
+            # them.
             for pidfd in children:
                 os.close(pidfd)
             requests.close()
@@ -106,7 +107,7 @@ def _fork(requests: socket.socket, children: dict[int, int], fds: list[int]) -> 
     except OSError as exc:
         requests.send(RECORD.pack(Kind.FAILED, 0, exc.errno or errno.ENOMEM))
     else:
-        pidfd = os.pidfd_open(pid)  # it has not been reaped yet, so this is the same process
+        pidfd = os.pidfd_open(pid)  # not reaped yet, so the ID still refers to this process
         children[pidfd] = pid
         socket.send_fds(requests, [RECORD.pack(Kind.FORKED, pid, 0)], [pidfd])
     for fd in fds:
@@ -127,10 +128,10 @@ def enter_trainer(fds: list[int], page: ProgressPage) -> tuple[int, int]:
         page: The spare's page.
     """
     channel_fd, page_fd, out, err = fds
-    os.setsid()  # a signal to the group of one trainer must not reach another one
+    os.setsid()  # a signal to one trainer's process group must not reach another trainer
     for given, standard in ((out, 1), (err, 2)):
         os.dup2(given, standard)
         os.close(given)
     page.close()
-    np.random.seed()  # Python's generator does this by itself, torch's has a constant seed
+    np.random.seed()  # Python reseeds its own generator; torch's has a constant seed
     return channel_fd, page_fd

@@ -1,4 +1,4 @@
-"""Rank lifecycle: build, warm up, then train one generation after another until released."""
+"""Rank lifecycle: build, warm up, then train in one generation after another until released."""
 
 from __future__ import annotations
 
@@ -76,22 +76,22 @@ from etrain_jupyter.wire.messages import (
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 DISCONNECTED = "disconnected on purpose"
-"""Why a generation failed whose connections an injected fault has closed."""
+"""Reason reported for a generation whose connections were closed by an injected fault."""
 
 # Constructing the first optimizer imports it, which takes seconds. A spare does so while idle.
 importlib.import_module("torch._dynamo")
 
 
 class BrokenDeviceError(Exception):
-    """CUDA is unusable in this process. The cause has been reported; the process must end."""
+    """CUDA is unusable in this process. The cause has been reported, and the process must exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a rank's generation broke, as it reports it."""
+    """Why a generation failed, as reported by one of its ranks."""
 
     error: str = ""
-    """Empty if another rank reports the cause."""
+    """The error; empty if another rank reports the cause."""
     backend: str = ""
     is_excused: bool = False
 
@@ -99,8 +99,8 @@ class Failure:
 class Trainer:
     """One job's trainer process, from its launch until its release.
 
-    Two threads: the main one runs user code. The control thread reads the channel, so that an
-    abort or a pending change takes effect while a step runs::
+    It has two threads: the main thread runs user code, and the control thread reads the channel, so
+    that an abort or a pending change takes effect while a step runs::
 
         control   JoinGeneration ──▶ inbox         BreakGeneration        ShutDownTrainer ──▶ inbox
         main                 form, train, train ...      X report, wait for the inbox ...   end
@@ -126,24 +126,24 @@ class Trainer:
         self._faults = Faults(launch.faults, self._send)
         self._has_state = False
         self._is_fresh = True
-        """True while the model has the initial weights that the notebook's code built."""
+        """True while the model has the initial weights from the notebook's code."""
         self._is_forming = False
-        """True while this rank connects, receives or restores, so that no step runs."""
+        """True while this rank connects, receives or restores; no step runs meanwhile."""
         self._num_out_of_memory = 0
-        """Out-of-memory errors in a row while forming."""
+        """Number of consecutive out-of-memory errors while forming."""
         self._is_busy = True
-        """True while the main thread runs user code; False before it reports that it is done."""
+        """True while the main thread runs user code; reset before it reports that it is done."""
 
     # --- control thread ---
 
     def read_commands(self) -> None:
-        """Read the channel until the supervisor is gone, then end the process."""
+        """Read the channel until the supervisor is gone, then exit the process."""
         try:
             for message in self._channel.messages():
                 self._handle(message)
         except BaseException:
-            # Without this thread, no abort and no shutdown would ever arrive: the trainer would
-            # hang inside the first collective whose peer is lost.
+            # Without this thread, no abort or shutdown would ever arrive: the trainer would hang in
+            # the first collective with a lost peer.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
@@ -151,8 +151,8 @@ class Trainer:
         os._exit(0)
 
     def _handle(self, message: ToTrainer) -> None:
-        # The main thread does not return to its inbox within a generation. So only work between
-        # generations goes to the inbox; anything that must reach a running step happens here.
+        # The main thread does not read its inbox during a generation. So only work between
+        # generations goes to the inbox; anything that must affect a running step happens here.
         generation = self._group.generation if self._group is not None else 0
         # A message about an earlier generation may arrive late: an abort of generation 4 must not
         # break generation 5.
@@ -163,7 +163,7 @@ class Trainer:
                 self._inbox.put((message, self._create_group(message)))
             case ShutDownTrainer():
                 # Released while user code runs: the job was stopped without waiting for this step,
-                # and the main thread would read its inbox only after the generation.
+                # and the main thread would not read its inbox until the generation ends.
                 if self._is_busy:
                     os._exit(0)
                 self._inbox.put(message)
@@ -192,8 +192,8 @@ class Trainer:
                 assert_never(message)
 
     def _create_group(self, message: JoinGeneration) -> RankGroup:
-        # In the control thread, because a faster rank may publish its address before this rank's
-        # main thread has read its inbox. The entry must find a store, or it is lost:
+        # Called in the control thread: a faster rank may publish its address before this rank's
+        # main thread has read its inbox. If no store existed yet, the entry would be lost:
         #
         #     control   JoinGeneration   StoreEntry
         #     main          (leaving the previous generation) ─── form
@@ -202,7 +202,7 @@ class Trainer:
         def publish(key: str, value: bytes) -> None:
             self._channel.send(StoreEntry(generation=generation, key=key, value=value))
 
-        # Cleared before this rank reports that it has joined: from then on the next change may be
+        # Cleared before this rank reports that it has joined: after that, the next change may be
         # announced at any time, even before the loop runs.
         if self._loop is not None:
             self._loop.change_pending.clear()
@@ -232,12 +232,12 @@ class Trainer:
             self._warm_up()
         except BaseException as exc:
             self._end_if_device_broke(exc)
-            # A defect of this package ends the process, and another trainer is started. An error
-            # of the notebook is reported, and may fail the job.
+            # A bug in this package ends the process, and another trainer is started. An error in
+            # the notebook's code is reported, and may fail the job.
             if is_our_defect(exc):
                 raise
             self._report_user_error(exc, generation=0)
-            # Never ready, but alive: the coordinator will release it.
+            # This trainer is never ready, but alive: the coordinator will release it.
         while True:
             todo = self._inbox.get()
             match todo:
@@ -249,7 +249,7 @@ class Trainer:
                     self._run_generation(message, group)
                 case _:
                     assert_never(todo)
-        # Released: first the checkpoint in flight, which may be the only copy of the last steps.
+        # Released: first finish the checkpoint in flight, perhaps the only copy of the last steps.
         if self._checkpointer is not None:
             self._checkpointer.close()
         if self._loop is not None:
@@ -281,16 +281,16 @@ class Trainer:
             self._reporter.send,
             faults=self._faults,
             page=self._page,
-            # The control thread may have set the event of the loop that this one replaces.
+            # Reuse the event of the replaced loop: the control thread may have set it.
             change_pending=self._loop.change_pending if self._loop is not None else None,
         )
-        # A size that has run out of memory once is not tried again.
+        # Do not retry a size that has already run out of memory.
         if self._loop is not None:
             loop.micro.limit_to(self._loop.micro)
         self._loop = loop
         self._beat()
         loop.warm_up()
-        # Refuse state that cannot be sent or saved now: later it would fail the first join or
+        # State that cannot be sent or saved must fail now: later it would fail the first join or
         # checkpoint, perhaps after hours of training.
         self._take_state()
         starts = self._checkpointer.starts if self._checkpointer is not None else []
@@ -307,8 +307,8 @@ class Trainer:
         self._is_fresh = True
 
     def _change_folder(self) -> None:
-        # So that relative paths and local modules work as in the notebook, where this machine has
-        # its folder: on the same machine, or with a shared file system.
+        # Makes relative paths and local modules work as in the notebook if its folder exists here:
+        # on the same machine, or on a shared file system.
         folder = self._launch.cwd
         if folder and Path(folder).is_dir():
             os.chdir(folder)
@@ -341,8 +341,8 @@ class Trainer:
         )
 
     def _run_generation(self, message: JoinGeneration, group: RankGroup) -> None:
-        # Every rank reports exactly once how it left, or its process ends. The coordinator forms
-        # the next generation only after that, so no rank is in two generations:
+        # Every rank reports exactly once how it left, or its process exits. Only then does the
+        # coordinator form the next generation, so no rank is in two generations:
         #
         #     cause                  report                     state of this rank
         #     planned, done, nan     GenerationLeft             kept
@@ -358,9 +358,8 @@ class Trainer:
         except CommunicationError as exc:
             self._end_if_device_broke(exc, group)
             failure = self._handle_lack_of_memory(exc, message, group) or failure_of(group, exc)
-            # The only rank has torn its weights: end the process, and the job recovers as from any
-            # lost trainer. Before the first step nothing is lost: the initial weights can be built
-            # again.
+            # The only rank has torn its weights: exit, and the job recovers as from any lost
+            # trainer. Before the first step, nothing is lost: the initial weights can be rebuilt.
             if self._loop.update.is_torn and self._loop.step and group.world_size == 1:
                 raise
             why = "failed"
@@ -368,11 +367,11 @@ class Trainer:
         except BaseException as exc:
             self._end_if_device_broke(exc, group)
             failure = self._handle_lack_of_memory(exc, message, group)
-            # A collective that breaks inside the backward pass can surface as any exception, so
-            # the group decides: after an abort no exception counts as the notebook's.
+            # A collective that fails inside the backward pass can surface as any exception, so
+            # check the group: after an abort, the notebook is not blamed for any exception.
             if not group.failure and not is_broken_exchange(exc):
                 if is_our_defect(exc):
-                    raise  # not the user's error: this process ends, and the others continue
+                    raise  # not the user's error: this process exits, and the others continue
                 self._close(group)
                 self._drop_torn_state()
                 self._report_user_error(exc, generation=group.generation)
@@ -400,7 +399,7 @@ class Trainer:
         )
 
     def _end_if_device_broke(self, exc: BaseException, group: RankGroup | None = None) -> None:
-        """Report a CUDA error and end the process.
+        """Report a CUDA error and raise, so that the process ends.
 
         Raises:
             BrokenDeviceError: The notebook's code caused it. The job fails with that error.
@@ -409,9 +408,9 @@ class Trainer:
         error = device_error_in(exc)
         if error is None:
             return
-        # No CUDA call succeeds in this process any more, so nothing is undone, saved or closed.
-        # The report comes before the exit, which breaks the collectives of the other ranks: the
-        # coordinator must know the cause before it sees their failures.
+        # No CUDA call can succeed in this process, so nothing is undone, saved or closed. The
+        # report precedes the exit, which breaks the other ranks' collectives: the coordinator must
+        # know the cause before it sees their failures.
         self._has_state = False
         has_peers = group is not None and group.world_size > 1
         if is_of_machine(error, has_peers=has_peers):
@@ -424,25 +423,25 @@ class Trainer:
     def _handle_lack_of_memory(
         self, exc: BaseException, message: JoinGeneration, group: RankGroup
     ) -> Failure | None:
-        """Handle an out-of-memory error while a generation formed: abort it, drop an old state.
+        """Handle an out-of-memory error while a generation forms: abort it, drop an old state.
 
         Returns:
-            The failure to report; None if something else happened.
+            The failure to report; None if the error was something else.
 
         Raises:
-            BaseException: ``exc``, if memory ran out here twice in a row.
+            BaseException: ``exc``, if memory ran out in two consecutive attempts.
         """
         cause = out_of_memory_in(exc)
-        # Within a step it is the notebook's error, or ``batch.micro: auto`` handles it.
+        # Within a step, it is the notebook's error, or ``batch.micro: auto`` handles it.
         if not self._is_forming or cause is None:
             return None
         assert self._loop is not None
         error = f"{text_of(cause)}; {hint_for_memory(self._config)}"
         group.abort(error)  # the others wait for this rank
         if group.rank not in message.behind and not message.restore:
-            return Failure(error=error)  # it holds the newest state, and keeps it
-        # The first failure drops the old state and the optimizer's tensors, to make room for the
-        # next attempt; the second one ends the process:
+            return Failure(error=error)  # it has the newest state, and keeps it
+        # The first failure drops the old state and the optimizer's tensors, to free memory for the
+        # next attempt; the second failure ends the process:
         #
         #     generation 4   behind, out of memory ── drop the state, GenerationLeft(excused)
         #     generation 5   joins without a state ── out of memory again ── the process ends
@@ -464,7 +463,7 @@ class Trainer:
             self._checkpointer.leave()
 
     def _drop_state(self) -> None:
-        # The tensors are about to be overwritten, including initial weights.
+        # The tensors, including any initial weights, are about to be overwritten.
         self._has_state = self._is_fresh = False
 
     def _drop_torn_state(self) -> None:
@@ -476,22 +475,22 @@ class Trainer:
 
     def _form_and_train(self, message: JoinGeneration, group: RankGroup) -> Why:
         assert self._loop is not None
-        # The order of this method, on rank 0, a rank that is behind, and another rank:
+        # The order of events on rank 0, on a rank that is behind, and on any other rank:
         #
         #     rank 0   form   (restore)   send state   wrap   GenerationJoined   step ...
         #     behind   form               receive      wrap   GenerationJoined   step ...
         #     other    form                            wrap   GenerationJoined   (waits in step 1)
         if self._num_out_of_memory:
-            free_memory()  # only now: while the exception was handled, its frames held tensors
+            free_memory()  # not earlier: while the exception was handled, its frames held tensors
         if self._page is not None:
             self._page.begin(group.generation)
         self._faults.renew(message.faults)
         self._faults.disconnect = lambda: group.abort(DISCONNECTED)
         clock = [time.monotonic()]
-        # A newcomer is at step 0; planned faults refer to the step from which the job continues.
+        # A new rank is at step 0; planned faults refer to the step from which the job continues.
         step = max(self._loop.step, message.logged_step)
         self._faults.at("form", rank=group.rank, step=step)
-        # After the fault: a rank that hangs there must be the one with the fewest collectives.
+        # Counted after the fault: a rank that hangs in it must have the fewest collectives.
         self._count_collective()
         group.form()
         clock.append(time.monotonic())
@@ -502,8 +501,8 @@ class Trainer:
             self._restore(group, message.log_end)
         moved = self._share_state(group, message, step)
         self._has_state = True
-        # ``message.starts`` ends with the previous generation. This one begins where rank 0's
-        # checkpoint or state is, which the coordinator learns from ``GenerationJoined``.
+        # ``message.starts`` ends with the previous generation. This one begins at the step of rank
+        # 0's checkpoint or state, which the coordinator learns from ``GenerationJoined``.
         self._checkpointer.starts.append(self._loop.step)
         clock.append(time.monotonic())
         gradients = self._loop.wrap(group)
@@ -514,8 +513,8 @@ class Trainer:
         if message.pace is not None:
             self._checkpointer.pace.adopt(message.pace, now=time.monotonic())
         self._checkpointer.begin(group, self._store)
-        # After ``GenerationJoined``, which tells the log at which step the generation begins: rank
-        # 0 now sends the steps that the log lacks, and may not send steps that were undone.
+        # After ``GenerationJoined``, which puts the first step of the generation in the log: rank 0
+        # now sends the steps missing from the log, and must not send undone steps.
         self._reporter.begin(
             generation=group.generation, rank=group.rank, logged_step=message.logged_step
         )
@@ -551,14 +550,14 @@ class Trainer:
         takes_part = group.rank in (0, *behind)
         if takes_part:
             self._faults.at("sync", rank=group.rank, step=step)
-        # Counted by every rank, or those that do not take part would look like stragglers.
+        # Counted on every rank; otherwise ranks that do not take part would look like stragglers.
         self._count_collective()
         if not takes_part:
             return None
         workload = self._loop.workload
         if group.rank == 0:
             header, tensors = self._take_state()
-            # Rank 0 may die before it has sent these to the log. Any receiver can then send them.
+            # If rank 0 dies before it sends these records to the log, any receiver can send them.
             header["records"] = self._reporter.records_after(message.logged_step)
             return send_state(group, header, tensors, behind)
         header, tensors, moved = receive_state(
@@ -566,8 +565,8 @@ class Trainer:
             workload.model,
             behind,
             optimizer=workload.optimizer,
-            # If every other rank is behind, the sender has the only copy of the newest state. If
-            # it dies, the state of a rank behind is the newest that is left.
+            # If every other rank is behind, the sender has the only copy of the newest state. If it
+            # dies, the newest state left is that of a rank that is behind.
             keep=self._has_state and group.world_size == 1 + len(behind),
             on_overwrite=self._drop_state,
         )
@@ -583,8 +582,8 @@ class Trainer:
         return {"counters": self._loop.state.counters(), **header}, tensors
 
     def _restore(self, group: RankGroup, log_end: int) -> None:
-        # No trainer holds the state. Rank 0 loads it, and ``_share_state`` sends it to the others,
-        # so the store is read only once.
+        # No trainer has the state. Rank 0 loads it, and ``_share_state`` sends it to the others, so
+        # the store is read only once.
         assert self._loop is not None
         assert self._checkpointer is not None
         records: list[dict[str, Any]] | None = []
@@ -592,7 +591,7 @@ class Trainer:
             records = self._checkpointer.restore_newest(logged_step=log_end)
         if records is None and not self._is_fresh:
             # There is no checkpoint, and this rank's weights are not the initial ones, for example
-            # because the sender of a state died halfway. Training starts from the beginning.
+            # because a sender died during a state transfer. Training starts from the beginning.
             self._loop.workload.close()
             self._build()
         self._reporter.adopt(records or [])
@@ -601,8 +600,8 @@ class Trainer:
         assert self._checkpointer is not None
         self._beat(phase="saving")
         generation = message.generation
-        # This trainer may have had another rank, and its rank 0 may have died before it sent the
-        # last steps: act as rank 0 and send those that the log lacks, before their checkpoint.
+        # This trainer may have had another rank, and rank 0 may have died before it sent the last
+        # steps: act as rank 0 and send the steps missing from the log, before their checkpoint.
         self._reporter.begin(generation=generation, rank=0, logged_step=message.logged_step)
         if self._loop is not None:
             self._loop.report_evaluations(generation)
@@ -611,8 +610,8 @@ class Trainer:
         self._beat(phase="idle")
 
     def _count_collective(self) -> None:
-        # All ranks must count the same: the coordinator takes the one with the fewest collectives
-        # for the straggler when the generation stalls.
+        # The counts must match on all ranks: when a generation stalls, the coordinator treats the
+        # rank with the fewest collectives as the straggler.
         if self._page is not None:
             self._page.count_collective()
 
@@ -621,18 +620,18 @@ class Trainer:
             self._page.beat(phase=phase)
 
     def _progress(self) -> tuple[int, int]:
-        # The coordinator makes the rank with the highest progress the next rank 0, which sends its
-        # state to the others. Without a state, progress must not count.
+        # The rank with the highest progress becomes the next rank 0, which sends its state to the
+        # others. The progress of a rank without a state must not count.
         return self._loop.progress if self._loop is not None and self._has_state else NO_PROGRESS
 
     def _send(self, report: TrainerReport) -> None:
-        # The supervisor is gone: the control thread reads the end of the channel and exits.
+        # If the supervisor is gone, the control thread reads the end of the channel and exits.
         with contextlib.suppress(OSError):
             self._reporter.send(report)
 
     def _report_user_error(self, exc: BaseException, *, generation: int) -> None:
         self._is_busy = False
-        # An error that this package raises on purpose says what to change: no traceback.
+        # Errors that this package raises on purpose explain what to change and need no traceback.
         if type(exc).__module__.startswith(f"{__package__.partition('.')[0]}."):
             summary, text = str(exc), ""
         else:
@@ -661,8 +660,8 @@ class Trainer:
 
 
 def failure_of(group: RankGroup, exc: BaseException) -> Failure:
-    """Return the failure that broke a generation, as this rank reports it."""
-    # This rank broke the generation itself, and not because the ranks cannot connect: it must not
+    """Return the failure of a generation for this rank's report."""
+    # This rank ended the generation itself, and not because ranks cannot connect: this must not
     # count towards the budget of failed generations.
     if group.failure in (OUT_OF_MEMORY, DISCONNECTED):
         return Failure(error=group.failure, is_excused=True)

@@ -1,7 +1,8 @@
-"""Warm-up of a rank: trial passes that are undone, before it reports that it is ready.
+"""Warm-up of a rank: trial passes that are undone before the rank reports that it is ready.
 
-A forward and backward pass finds errors, and what a pass changes. With ``compile: true`` the model
-is compiled; with ``batch.micro: auto`` the micro-batch size is determined. No other rank waits.
+A forward and backward pass reveals errors and the effects of a pass. With ``compile: true``, the
+model is compiled; with ``batch.micro: auto``, the micro-batch size is determined. No other rank
+waits.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class PassEffects(NamedTuple):
     """Effects of a pass on the model."""
 
     moving: RunningBuffers
-    """Running buffers: those that a pass changes."""
+    """The running buffers: those that a pass changes."""
     has_unused: bool
     """True if a pass leaves some parameters without a gradient."""
 
@@ -88,9 +89,9 @@ class WarmUp:
 
         Raises:
             WorkloadError: If the notebook's objects do not fit together, or into memory.
-            Exception: Any error of the notebook's code on its own data.
+            Exception: Any error that the notebook's code raises on its own data.
         """
-        # The trials draw random numbers; training must not notice.
+        # The trials draw random numbers, which must not affect training.
         with seeded(self._config.seed):
             count = self._first_pass()
             parameters = [p for p in self._workload.model.parameters() if p.requires_grad]
@@ -98,7 +99,7 @@ class WarmUp:
             self._check_gradients()
             moving = self._buffers.moved_since(self._before)
             self._undo()
-            # Compile before the search: compiled passes need another amount of memory.
+            # Compile before the search, because compiled passes need a different amount of memory.
             if self._config.compile:
                 self._compile(count)
             if self._micro.is_auto:
@@ -117,13 +118,13 @@ class WarmUp:
             return count
         size = self._plan.global_batch_size
         first = self._plan.span(0, size).samples
-        # At least two samples if possible, because BatchNorm refuses one.
+        # At least two samples if possible, because BatchNorm rejects a single sample.
         count = min(self._micro.size or size, self._plan.num_train, max(2, first))
         self._pass(self._order[:count])
         return count
 
     def _pass(self, indices: Indices, *, marks: bool = False) -> None:
-        # Keeps the gradients: ``run`` looks at them after the first pass.
+        # Keeps the gradients, which ``run`` checks after the first pass.
         count = len(indices)
         batch = self._fetch(self._workload.train, indices, marks=marks)
         with self._workload.precision.explained():
@@ -151,7 +152,7 @@ class WarmUp:
                 raise
         else:
             return True
-        # After the except clause: the exception keeps the frames, and so the tensors, alive.
+        # Not in the except clause, where the exception keeps the frames, and so the tensors, alive.
         self._undo()
         free_memory()
         return False
@@ -174,7 +175,7 @@ class WarmUp:
     # --- batch.micro: auto ---
 
     def _find_micro_batch(self) -> None:
-        # Trial passes, with blocks of memory in place of everything else that training needs.
+        # Makes trial passes, with blocks of memory in place of everything else that training needs.
         device = self._workload.device
         reserve = Reserve(self._workload.optimizer, device)
         peak = 0
@@ -216,7 +217,7 @@ class WarmUp:
     # --- compile: true ---
 
     def _compile(self, count: int) -> None:
-        # An error of the compiler must not fail the job: the model then runs in eager mode.
+        # A compiler error must not fail the job: the model runs in eager mode instead.
         model = self._workload.model
         started = time.monotonic()
         try:
@@ -237,8 +238,8 @@ class WarmUp:
         self._log("warning", f"compile: true: the model trains in eager mode, because {reason}")
 
     def _call_all(self, count: int) -> None:
-        # In each mode, with batches of two sizes: dimensions that differ become dynamic. The second
-        # batch has other samples, which may be longer or shorter.
+        # Calls the model in each mode with batches of two sizes: dimensions that differ become
+        # dynamic. The second batch has other samples, which may be longer or shorter.
         for indices in _two_batches(self._order, count):
             self._pass(indices, marks=True)
             self._undo()
@@ -256,7 +257,7 @@ class WarmUp:
 
 
 def _two_batches(order: Indices, count: int) -> list[Indices]:
-    """Return a batch of the first samples, and one of the last that is larger or smaller by one.
+    """Return a batch of the first samples, and one of the last samples whose size differs by one.
 
     A batch of one sample is compiled separately, so it is used only if there is no other.
 

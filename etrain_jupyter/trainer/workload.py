@@ -28,11 +28,11 @@ class Pass(NamedTuple):
     """Result of one batch."""
 
     loss: torch.Tensor
-    """Its share of the mean loss, a scalar to differentiate."""
+    """The batch's share of the mean loss, a scalar to differentiate."""
     shares: list[torch.Tensor]
-    """Its shares of the other means, scalars; see ``Measures``."""
+    """The batch's shares of the other means, scalars; see ``Measures``."""
     output: Any
-    """The model's output; None with ``step``."""
+    """The model's output; None if the notebook defines ``step``."""
     target: Any
 
 
@@ -50,12 +50,12 @@ class Workload:
     weight: Weight | None = None
     """Weight of a batch in the mean; None if every sample counts equally."""
     whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
-    """Metrics that are computed over all of data.eval."""
+    """Metrics computed over all of data.eval."""
     loss_source: str = "loss"
     """Origin of the loss, for messages."""
     precision: Precision = field(default_factory=Precision)
     extras: Mapping[str, Stateful] = field(default_factory=dict)
-    """Other stateful components that are saved and sent with the weights, by name."""
+    """Other stateful components, by name, that are saved and sent with the weights."""
 
     @cached_property
     def module(self) -> nn.Module:
@@ -67,7 +67,7 @@ class Workload:
 
         Args:
             module: This workload's module, possibly wrapped.
-            batch: Some of the samples of the mean.
+            batch: Some of the samples in the mean.
             count: Number of samples in the batch.
             num_samples: Number of samples in the mean, over all batches of all ranks.
 
@@ -75,12 +75,12 @@ class Workload:
             This batch's shares. ``measures.means`` turns their sums over all batches and ranks into
             means.
         """
-        # Before the batch is moved: the weight is computed in host memory.
+        # Before the batch is moved to the device: the weight is computed in host memory.
         weight = self.weight.of(batch, count) if self.weight is not None else None
         portion = Portion(count, num_samples, weight)
         with self.precision.autocast():
             passed = module(to_device(batch, self.device))
-        # A collate function that drops samples would change the mean without an error.
+        # A collate function that drops samples would silently change the mean.
         _check_count(passed.target, count)
         loss = share_of_loss(passed.loss, portion, source=self.loss_source)
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -107,15 +107,15 @@ def _check_count(target: Any, count: int) -> None:
 
 
 def build_workload(config: TrainConfig, references: References, device: torch.device) -> Workload:
-    """Build the workload from the bundle, the same on every rank.
+    """Build the workload from the bundle, identically on every rank.
 
     Raises:
         WorkloadError, DataError: If an object does not fit its key.
-        Exception: Any error of the notebook's own code.
+        Exception: Any error in the notebook's own code.
     """
     if config.reproducible is not None:
         compute_deterministically(device)
-    # Every trainer builds the same initial weights, whatever its rank will be.
+    # Every trainer must build the same initial weights, whatever its rank will be.
     seed_all(config.seed, step=0, rank=0)
     model = _build_model(references.evaluate("model")).to(device)
     collate = references.evaluate("data.collate") if config.data.collate else None
@@ -160,7 +160,7 @@ def _build_objective(config: TrainConfig, references: References) -> Objective:
 def _build_metrics(
     config: TrainConfig, references: References
 ) -> tuple[dict[str, Callable[[Any, Any], Any]], dict[str, WholeSetMetric]]:
-    # The metrics of single batches, and those that need the whole evaluation set.
+    # Returns the metrics of single batches, and those that need the whole evaluation set.
     functions: dict[str, Callable[[Any, Any], Any]] = {}
     whole_set: dict[str, WholeSetMetric] = {}
     for name in config.metrics:
@@ -194,7 +194,7 @@ def _build_model(value: Any) -> nn.Module:
 
 
 def _callable(value: Any, what: str) -> Callable[..., Any]:
-    # loss: nn.CrossEntropyLoss, without parentheses.
+    # For example, ``loss: nn.CrossEntropyLoss``, without parentheses.
     if isinstance(value, type) and issubclass(value, nn.Module):
         value = value()
     if not callable(value):

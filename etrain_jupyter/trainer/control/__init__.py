@@ -1,5 +1,5 @@
-"""Reports of a trainer to its supervisor, error classification and fault injection.
+"""Reports from a trainer to its supervisor, error classification and fault injection.
 
 ``reporter`` sends the reports and keeps the records of the latest steps. ``device_errors`` and
-``error_origin`` decide who caused an error. ``faults`` injects the faults of a plan.
+``error_origin`` determine the cause of an error. ``faults`` injects planned faults.
 """

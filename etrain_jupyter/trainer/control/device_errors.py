@@ -15,8 +15,8 @@ machine                         uncorrectable ECC or NVLink errors, a GPU that i
                                 failure", "hardware stack error", a launch that timed out
 ==============================  ==============================================================
 
-An error of the machine ends the trainer and not the job. If the notebook is the cause after all,
-the error recurs in the same step, and the third occurrence fails the job.
+A machine error ends the trainer but not the job. If the notebook is the cause after all, the error
+recurs in the same step, and the third occurrence fails the job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from etrain_jupyter.bundle.sources import CellSource, is_library, is_of_this_pac
 
 _CUDA = "CUDA error:"
 _NOT_STICKY = ("out of memory", "CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_")
-"""Errors that torch raises synchronously, and that leave the device usable."""
+"""Errors that torch raises synchronously and after which the device is still usable."""
 
 _ASSERT = "device-side assert"
 _OF_NOTEBOOK_OR_PEER = (
@@ -75,29 +75,29 @@ _OUT_OF_RANGE = (
 
 def device_error_in(exc: BaseException) -> BaseException | None:
     """Return the CUDA error that led to this exception; None if there is none."""
-    # The oldest one: after it, every call that cleans up raises another CUDA error.
+    # The oldest one: after the first error, every cleanup call raises another CUDA error.
     found = [link for link in _chain_of(exc) if _is_device_error(link)]
     return found[-1] if found else None
 
 
 def is_of_machine(error: BaseException, *, has_peers: bool) -> bool:
-    """Return True if a CUDA error counts as the machine's, so that only this trainer ends.
+    """Return True if the machine is blamed for a CUDA error, so that only this trainer ends.
 
     Args:
         error: From ``device_error_in``.
         has_peers: True if other ranks may have caused it.
     """
     text = str(error).lower()
-    # First: an assert is the notebook's, whatever else the message contains.
+    # Checked first: an assert is the notebook's error, whatever else the message contains.
     if _ASSERT in text:
         return False
     words = (*_OF_MACHINE, *(_OF_NOTEBOOK_OR_PEER if has_peers else ()))
-    # An unknown text counts as the notebook's: the job fails with it, and the user sees it.
+    # The notebook is blamed for an unknown error: it fails the job, and the user sees it.
     return any(word.lower() in text for word in words)
 
 
 def hint_for_device(error: BaseException) -> str:
-    """Return the remedy for a CUDA error of the notebook's code."""
+    """Return the remedy for a CUDA error in the notebook's code."""
     return f"{_OUT_OF_RANGE}. {_EXACT}" if _ASSERT in str(error) else _EXACT
 
 
@@ -105,13 +105,13 @@ def code_of_pass(functions: Iterable[Any], cells: Mapping[str, CellSource]) -> s
     """Return the first lines of the user's functions in a pass, formatted as a traceback.
 
     Args:
-        functions: Functions that the pass calls: the step, or the model's ``forward`` and the loss.
+        functions: Functions that the pass calls: ``step``, or the model's ``forward`` and the loss.
         cells: The notebook's cells by file name.
     """
     lines = []
     for function in functions:
         function = getattr(function, "__func__", function)
-        # A callable object, or a function in C, has no code to show.
+        # A callable object or a C function has no code to show.
         code = getattr(function, "__code__", None)
         if not isinstance(code, CodeType):
             continue
@@ -119,8 +119,8 @@ def code_of_pass(functions: Iterable[Any], cells: Mapping[str, CellSource]) -> s
         if name in cells or not (is_library(name) or is_of_this_package(name)):
             label = cells[name].label if name in cells else f'File "{name}"'
             lines.append(f"  {label}, line {code.co_firstlineno}, in {code.co_name}")
-    # All functions are library code, such as F.cross_entropy: show the line of the cell's config
-    # that refers to it.
+    # All functions are library code, such as F.cross_entropy: show the config line in the cell that
+    # refers to one of them.
     for key in ("step", "loss", "model"):
         cell = None if lines else cells.get(f"<etrain {key}>")
         if cell is not None:
@@ -136,13 +136,13 @@ def _is_device_error(exc: BaseException) -> bool:
         return False
     kind = getattr(torch, "AcceleratorError", None)  # since torch 2.8
     is_raised_by_cuda = kind is not None and isinstance(exc, kind)
-    # NCCL raises its own class of error, and quotes the error of the kernel that failed before.
+    # NCCL raises its own error class, and quotes the error of the kernel that failed earlier.
     is_seen = _CUDA in text or f"{_ASSERT} triggered" in text
     return is_raised_by_cuda or is_seen or "No CUDA GPUs are available" in text
 
 
 def _chain_of(exc: BaseException) -> Iterator[BaseException]:
-    # Newest first. User code may build a cycle with ``raise ... from``.
+    # Newest first. User code may create a cycle with ``raise ... from``.
     seen: set[int] = set()
     link: BaseException | None = exc
     while link is not None and id(link) not in seen:

@@ -1,7 +1,7 @@
 """Find the origin of an exception: the notebook's code, the network, or a bug in this package.
 
-An exception of the notebook fails the job. A bug in this package ends the trainer, as a segfault
-would: the others continue, and the job fails only if the bug recurs in the same step.
+An exception from the notebook fails the job. A bug in this package ends the trainer, as a segfault
+would: the other ranks continue, and the job fails only if the bug recurs in the same step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_our_defect(exc: BaseException) -> bool:
 
 
 def is_broken_exchange(exc: BaseException) -> bool:
-    """Return True if a collective broke that torch itself had started."""
+    """Return True if a collective that torch itself started has failed."""
     # DDP agrees on its buckets in the second step of each generation, and blocks inside gloo. If a
     # peer dies at that moment, this rank gets a bare RuntimeError before the generation is aborted.
     if isinstance(exc, DistError):

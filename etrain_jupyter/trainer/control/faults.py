@@ -20,15 +20,15 @@ from etrain_jupyter.wire.messages import Fault, FaultFired
 Send = Callable[[FaultFired], None]
 
 ANYWHERE = ""
-"""Place of a fault that a user requested: the next place that the main thread reaches."""
+"""Place of a user-requested fault: the next place that the main thread reaches."""
 
 EXIT_CODE = 7
 DIVERGENCE = 1e-3
-"""Amount that ``diverge`` adds to one weight."""
+"""Amount by which ``diverge`` changes one weight."""
 
 
 class InjectedError(RuntimeError):
-    """An injected exception that counts as a bug in this package, not as the notebook's error."""
+    """An injected exception that counts as a bug in this package, not in the notebook."""
 
 
 class Faults:
@@ -36,7 +36,7 @@ class Faults:
 
     Args:
         planned: Faults that have not fired in this job yet.
-        send: Sends a report immediately, so that the coordinator knows of a fault before it fires.
+        send: Sends a report immediately, so that the coordinator learns of a fault before it fires.
     """
 
     def __init__(self, planned: Iterable[Fault], send: Send) -> None:
@@ -47,26 +47,26 @@ class Faults:
         self.renew(planned)
 
     def renew(self, planned: Iterable[Fault]) -> None:
-        """Adopt the plan of a new generation, without faults that have fired in other trainers."""
-        # Requested faults are this trainer's own, and the coordinator's plan does not have them.
+        """Adopt a new generation's plan, which lacks faults that fired in other trainers."""
+        # Requested faults belong to this trainer, and are not in the coordinator's plan.
         requested = [fault for fault in self._planned if fault["at"] == ANYWHERE]
         mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _CORRUPTIONS]
         self._planned = requested + mine
 
     def at(self, place: str, *, rank: int, step: int) -> None:
-        """Inject the faults that are planned for this place; may not return.
+        """Inject the faults planned for this place; may not return.
 
         Args:
             place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``,
                 ``evaluated``.
-            rank: This trainer's rank. At ``warm`` it has none: its number among all trainers that
-                the job has started, from 0.
+            rank: This trainer's rank. At ``warm``, where it has none yet, its index among all
+                trainers that the job has started.
             step: The step in progress; between steps, the last committed one.
 
         Raises:
             InjectedError: For the kind ``error``.
         """
-        # Called several times per step: without a plan this must cost next to nothing.
+        # Called several times per step: must cost next to nothing if no faults are planned.
         if not self._planned:
             return
         # A copy, because a fault that fires is removed; the control thread may append one.
@@ -76,7 +76,7 @@ class Faults:
 
     def inject(self, kind: str) -> None:
         """Inject a fault that a user requested. Called by the control thread."""
-        # These two must affect the main thread: they wait until it reaches its next place. The
+        # These two must affect the main thread, so they fire when it reaches its next place. The
         # others affect the whole process, and work even if the main thread is stuck.
         if kind in ("hang", "error"):
             self._planned.append({"kind": kind, "rank": None, "step": 0, "at": ANYWHERE})
@@ -84,9 +84,9 @@ class Faults:
             inject_fault(kind, disconnect=self.disconnect)
 
     def corrupt_indices(self, indices: Any, *, rank: int, step: int) -> Any:
-        """Return the samples of a share with one lost or repeated; the audit must detect it."""
-        # A share must keep at least one sample, so a fault that meets a share of one sample waits
-        # for the next share.
+        """Return the samples of a share with one lost or duplicated; the audit must detect it."""
+        # A share must keep at least one sample, so at a share of one sample the fault waits for the
+        # next share.
         if not self._planned or len(indices) < 2:
             return indices
         for fault in list(self._planned):
@@ -97,7 +97,7 @@ class Faults:
         return indices
 
     def corrupt_weights(self, model: Any, *, rank: int, step: int) -> None:
-        """Change one weight of this rank alone, as a faulty exchange would (``diverge``)."""
+        """Change one weight on this rank only, as a faulty exchange would (``diverge``)."""
         if not self._planned:
             return
         for fault in list(self._planned):
@@ -105,11 +105,11 @@ class Faults:
                 next(model.parameters()).data.view(-1)[0] += DIVERGENCE
 
     def corrupts_loss(self, *, rank: int, step: int) -> bool:
-        """Return True if this rank's share of the loss is to become NaN (``nan_loss``)."""
+        """Return True if this rank's share of the loss should become NaN (``nan_loss``)."""
         if not self._planned:
             return False
         due = [f for f in self._planned if f["kind"] == "nan_loss"]
-        # A list, not a generator: all that are due must fire, not only the first one.
+        # A list, not a generator: all due faults must fire, not only the first one.
         return any([self._fires(fault, rank, step) for fault in due])
 
     def _inject_if_due(self, fault: Fault, rank: int, step: int) -> None:
@@ -117,7 +117,7 @@ class Faults:
             inject_fault(fault["kind"], disconnect=self.disconnect)
 
     def _fires(self, fault: Fault, rank: int, step: int) -> bool:
-        # A later step counts, too: the rank may not have been in the generation of the exact step.
+        # A later step counts, too: the rank may not have taken part in the planned step.
         is_due = fault["rank"] in (None, rank) and fault["step"] <= step
         if is_due:
             self._planned.remove(fault)
@@ -167,7 +167,8 @@ def _stop() -> None:
 
 def _hold_gil() -> None:
     # A call through PyDLL keeps the GIL, as a faulty extension would: no thread of this process
-    # runs, and the pulse on the progress page stops. A signal ends a sleep early, hence the loop.
+    # runs, and the pulse on the progress page stops. The loop is needed because a signal ends a
+    # sleep early.
     sleep = ctypes.PyDLL(None).sleep
     while True:
         sleep(ctypes.c_uint(1_000_000))
@@ -190,4 +191,4 @@ _INJECT: dict[str, Callable[[], None]] = {
 _AT_A_PLACE = frozenset({*_INJECT, "disconnect"})
 _CORRUPTIONS = frozenset({"lose_sample", "repeat_sample", "diverge", "nan_loss"})
 NO_FAULTS = Faults([], lambda _: None)
-"""Faults of a loop that has no plan."""
+"""No planned faults."""

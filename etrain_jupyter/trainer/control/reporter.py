@@ -14,13 +14,13 @@ from etrain_jupyter.wire.channel import Channel
 from etrain_jupyter.wire.messages import StepRecord, StepsTrained, TrainerReport
 
 FLUSH_EVERY_S = 0.05
-"""Minimum interval between two batches; the record of a longer step is sent immediately."""
+"""Minimum interval between two batches. Records of steps longer than this are sent immediately."""
 KEEP_RECORDS = 10_000
-"""Number of records that a rank keeps in case rank 0 dies before it has sent its own."""
+"""Number of records that a rank keeps in case rank 0 dies before sending its own."""
 
 Report = TrainerReport | StepRecord
-"""A report of a rank. The record of a step is a plain dict: the loop makes one for each step, and a
-batch of them becomes one ``StepsTrained``."""
+"""A report from a rank. The record of a step is a plain dict, and a batch of these records becomes
+one ``StepsTrained``."""
 
 Send = Callable[[Report], None]
 
@@ -29,7 +29,7 @@ class Reporter:
     """Send reports up the control channel."""
 
     # Every rank keeps the records of its latest steps, because a step's statistics are the same on
-    # all of them. Rank 0 sends them. If it dies, the next rank 0 sends those that the log lacks:
+    # all of them. Rank 0 sends them. If it dies, the next rank 0 sends those missing from the log:
     #
     #     rank 0   step 7 ── sent ──▶ log      step 8 ── (dies)
     #     rank 1   step 7, step 8 kept ── becomes rank 0, logged_step=7 ── sends step 8 ──▶ log
@@ -46,7 +46,7 @@ class Reporter:
         self._thread.start()
 
     def begin(self, *, generation: int, rank: int, logged_step: int) -> None:
-        """Start a generation. Rank 0 sends every step that the log does not have yet."""
+        """Start a generation. Rank 0 sends every step that is not in the log yet."""
         with self._lock:
             self._generation = generation
             self._is_rank_0 = rank == 0
@@ -56,14 +56,14 @@ class Reporter:
                 self._has_unsent.set()
 
     def records_after(self, step: int) -> list[StepRecord]:
-        """Return the kept records of the steps after this one, to send or save with the state."""
+        """Return the kept records of all steps after ``step``, to send or save with the state."""
         with self._lock:
             return [r for r in self._kept if r["step"] > step]
 
     def adopt(self, records: list[StepRecord]) -> None:
-        """Replace the kept records by those of a state that was received or restored."""
-        # This rank's own records may be of steps that were undone. And without the sender's, a step
-        # that rank 0 had committed but not reported would never be in the log.
+        """Replace the kept records with those of a state that was received or restored."""
+        # This rank's own records may be of undone steps. And without the sender's records, a step
+        # that rank 0 had committed but not reported would never reach the log.
         with self._lock:
             self._kept.clear()
             self._kept.extend(records)
@@ -84,7 +84,7 @@ class Reporter:
         self._channel.send(report)
 
     def flush(self) -> None:
-        """Send the records that are waiting."""
+        """Send the waiting records."""
         with self._lock:
             records, self._unsent = self._unsent, []
             if records:
@@ -92,7 +92,7 @@ class Reporter:
                 self._channel.send(steps)
 
     def close(self) -> None:
-        """Send the records that are waiting, and end the thread."""
+        """Send the waiting records, and end the thread."""
         self._ended.set()
         self._has_unsent.set()
         with contextlib.suppress(OSError):
@@ -100,8 +100,8 @@ class Reporter:
         self._thread.join()
 
     def _flush_often(self) -> None:
-        # If this thread fails, the process ends: otherwise steps would be missing from the log,
-        # and no error would show it.
+        # If this thread fails, the process exits: otherwise, steps would silently be missing from
+        # the log.
         try:
             self._flush_until_ended()
         except BaseException:

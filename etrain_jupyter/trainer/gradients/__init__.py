@@ -2,5 +2,5 @@
 
 ``averaged``: each rank has one share, and DistributedDataParallel sums the gradients. ``sharded``:
 for a ``reproducible`` job, shards are summed in a fixed order. Both leave the gradient of the mean
-loss over the step's samples in ``p.grad``, and update the running buffers alike on all ranks.
+loss over the step's samples in ``p.grad``, and update the running buffers identically on all ranks.
 """

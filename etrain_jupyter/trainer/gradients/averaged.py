@@ -31,14 +31,14 @@ _NO_BUFFER_SYNC: dict[str, Any] = (
 class AveragedGradients:
     """Gradients of one generation, summed in the order in which the ranks arrive.
 
-    Each rank's loss is scaled to its share of the step's mean loss, so the gradient is the sum over
-    the ranks, never a mean of means: shares may be uneven.
+    Each rank's loss is scaled to its share of the step's mean loss. So the gradient is a sum over
+    the ranks rather than a mean of means, and shares may be uneven.
 
     Args:
         has_unused: True if some parameters get no gradient in a pass.
         global_batch_size: Samples of a full step.
         micro_batch_size: Maximum number of samples per pass; None for no limit.
-        num_passes: Minimum number of passes per share, with one exchange after the last.
+        num_passes: Minimum number of passes per share, with one exchange after the last pass.
         compression: Compression of the gradients, see ``compression.compressed``.
         measures_noise: Set ``mean_of_squares`` of each full step.
     """
@@ -72,7 +72,7 @@ class AveragedGradients:
         )
         self._micro_batch_size = micro_batch_size
         self._num_passes = num_passes
-        # BatchNorm refuses a single sample, so a share has at least two where possible.
+        # BatchNorm rejects a single sample, so a share has at least two where possible.
         self._min_share = min(2, max(1, global_batch_size // group.world_size))
         self._module = _wrap(model, group, has_unused, self._hook)
         self._num_steps = 0
@@ -80,8 +80,8 @@ class AveragedGradients:
     def parts(self, span: StepRange) -> list[MicroBatch]:
         """Return the micro-batches of this rank's share.
 
-        A rank without samples passes the first micro-batch of rank 0, because DDP needs a backward
-        pass on every rank; its gradients are zeroed and it does not count.
+        A rank without samples runs the first micro-batch of rank 0, because DDP needs a backward
+        pass on every rank; the gradients are zeroed, and the pass does not count.
         """
         plan, rank = self._plan_of(span), self._group.rank
         owner = rank if plan.counts[rank] else 0
@@ -100,7 +100,7 @@ class AveragedGradients:
         )
 
     def compute(self, step: Step) -> None:
-        """Pass this rank's micro-batches; the last backward pass sums over the ranks."""
+        """Run this rank's micro-batches; the last backward pass sums over the ranks."""
         # With two micro-batches per share:
         #
         #     pass 1   forward   backward, without sums
@@ -113,7 +113,7 @@ class AveragedGradients:
         step.seed(self._group.rank)
         parts = self.parts(step.span)
         for _ in parts[:-1]:
-            # DDP sums in the last backward pass only: one exchange per step.
+            # DDP sums only in the last backward pass: one exchange per step.
             with self._no_sync():
                 _differentiate(step.run_part(self._module, slot))
         loss = step.run_part(self._module, slot)
@@ -121,7 +121,8 @@ class AveragedGradients:
         step.start_header()
         moves = self._start_moves(step.buffers_before, count / step.span.samples)
         _differentiate(loss)
-        # First the gradients: a failed sum must raise here, before anything uses the header.
+        # Wait for the gradients first: a failed sum must raise here, before anything uses the
+        # header.
         self._group.settle()
         step.header.wait()
         if moves is not None:
@@ -131,24 +132,24 @@ class AveragedGradients:
             self._measure_noise(step)
 
     def _measure_noise(self, step: Step) -> None:
-        """Measure the mean over the ranks of the squared norm of each rank's mean gradient."""
+        """Compute the squared norm of each rank's mean gradient, averaged over the ranks."""
         square = self._hook.take_square_norm()
         if step.span.samples != self._global_batch_size:
             return  # the shares of a small step are noisier, and may be uneven
-        # A rank's gradient g is its share of the step's; its mean gradient is W * g for W ranks. So
-        # the mean of the squares is sum((W * g)**2) / W = W * sum(g**2).
+        # A rank's gradient g is its share of the step's gradient; with W ranks its mean gradient is
+        # W * g. So the mean of the squares is sum((W * g)**2) / W = W * sum(g**2).
         own = torch.tensor([square * self._group.world_size], dtype=torch.float64)
         self._group.all_reduce(own).wait()
         step.mean_of_squares = float(own)
 
     def _agree_on_buckets(self) -> None:
-        # DDP rebuilds its buckets in its second forward pass. The ranks agree on their order by a
-        # broadcast that blocks inside gloo. Done here, it is counted as a collective, so that a
-        # rank that hangs in the notebook's code is not confused with the ranks that wait for it.
+        # DDP rebuilds its buckets in its second forward pass. The ranks agree on the bucket order
+        # in a broadcast that blocks inside gloo. Doing this here counts it as a collective, which
+        # distinguishes a rank that hangs in the notebook's code from the ranks that wait for it.
         #
-        # Not in the exchange thread: if it were abandoned there, the reducer would outlive its
-        # generation, and remove its hooks from the parameters during a backward pass of the next
-        # generation.
+        # Not in the exchange thread: if the call were abandoned there, the reducer would outlive
+        # its generation, and remove its hooks from the parameters during a backward pass of the
+        # next one.
         self._num_steps += 1
         if self._num_steps == 2 and isinstance(self._module, DistributedDataParallel):
             self._group.wait_for(self._module.reducer._rebuild_buckets)
@@ -158,7 +159,7 @@ class AveragedGradients:
     ) -> tuple[torch.Tensor, Pending] | None:
         if not before or self._group.world_size == 1:
             return None
-        # A rank without samples has weight 0: the changes of its borrowed micro-batch do not count.
+        # A rank without samples has weight 0: changes by its borrowed micro-batch do not count.
         moves_B = self._moving.moves_from(before, weight)
         return moves_B, self._group.all_reduce(moves_B)
 
@@ -169,8 +170,8 @@ class AveragedGradients:
 
     def close(self) -> None:
         """Remove DDP from the model, now and in this thread."""
-        # The reducer removes its hooks from the parameters when it is freed. An exception may still
-        # refer to it, and be freed during a backward pass of the next generation.
+        # The reducer removes its hooks from the parameters when it is freed. An exception may keep
+        # it alive and be freed only during a backward pass of the next generation.
         if isinstance(self._module, DistributedDataParallel):
             del self._module.logger, self._module.reducer
 
@@ -178,8 +179,8 @@ class AveragedGradients:
 def _wrap(model: nn.Module, group: RankGroup, has_unused: bool, hook: CommHook) -> nn.Module:
     if group.world_size == 1:
         return model
-    # Without init_sync: all ranks have the same state already, and the broadcasts of the
-    # constructor could not be aborted.
+    # No init_sync: all ranks already have the same state, and the broadcasts in the constructor
+    # could not be aborted.
     module = DistributedDataParallel(
         model, init_sync=False, find_unused_parameters=has_unused, **_NO_BUFFER_SYNC
     )

@@ -1,6 +1,6 @@
-"""Buckets: gradients of several parameters as views into one flat tensor that is sent as it is.
+"""Buckets: gradients of several parameters as views into one flat tensor that is sent as is.
 
-Shapes: ``S`` partial sums that are kept at a time, ``N`` elements of the bucket.
+Shapes: ``S`` partial sums kept at a time, ``N`` elements in the bucket.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ALIGN_BYTES = 64
 
 
 class GradientBucket:
-    """Partial sums of the gradients of parameters of one dtype, one row of a tensor per sum.
+    """Partial sums of the gradients of parameters of one dtype; each sum is a row of a tensor.
 
-    The end of a row has a flag per parameter, which is summed with the gradients: it is above 0 if
+    Each row ends with a flag per parameter, which is summed with the gradients: it is above 0 if
     any shard touched the parameter. Otherwise ``p.grad`` must stay None, because an optimizer skips
     such parameters.
 
-    No element is ever -0.0: sums start at 0.0, and a sum is -0.0 only if all terms are. So a shard
-    without samples does not change a single bit, whether its zeros are added or not.
+    No element is ever -0.0: sums start at 0.0, and a sum is -0.0 only if all its terms are. So a
+    shard without samples never changes a bit, whether its zeros are added or not.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], num_sums: int) -> None:
@@ -55,9 +55,9 @@ class GradientBucket:
         self.sums_SN[slot].zero_()
 
     def begin(self, slot: int, *, is_fresh: bool) -> None:
-        """Make backward passes add to a sum, or start a new one."""
-        # A new sum is copied from the gradients that autograd leaves in ``p.grad`` (``take``). That
-        # takes one pass over the memory; clearing the sum and adding to it would take two.
+        """Make backward passes add to a sum, or start a new sum."""
+        # A new sum is copied from the gradients that autograd leaves in ``p.grad`` (``take``). This
+        # needs one pass over the memory; clearing the sum and adding to it would need two.
         for parameter, view in zip(self.parameters, self._views[slot], strict=True):
             parameter.grad = None if is_fresh else view
 
@@ -65,13 +65,13 @@ class GradientBucket:
         """Copy the gradient that a backward pass has left in a parameter into the sum."""
         parameter, view = self.parameters[index], self._views[slot][index]
         gradient = parameter.grad
-        # Otherwise autograd has added to the view itself.
+        # Otherwise, autograd has already added to the view.
         if gradient is not None and gradient.data_ptr() != view.data_ptr():
             torch.add(gradient, 0.0, out=view)  # instead of a copy: -0.0 becomes 0.0
             parameter.grad = view
 
     def fill(self, slot: int) -> None:
-        """Set a sum to zero for parameters that got no gradient."""
+        """Set a sum to zero for the parameters that got no gradient."""
         for parameter, view in zip(self.parameters, self._views[slot], strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
@@ -81,12 +81,12 @@ class GradientBucket:
         merge(list(self.sums_SN), merges)
 
     def set_flags(self, touched: Collection[torch.Tensor]) -> None:
-        """Set the flags of the parameters that this rank's shards touched, in the first sum."""
+        """In the first sum, set the flags of the parameters that this rank's shards touched."""
         flags = [float(p in touched) for p in self.parameters]
         self.sums_SN[0, self._num_gradients :] = torch.tensor(flags)
 
     def publish(self) -> None:
-        """Make the first sum the gradient of the parameters."""
+        """Use the first sum as the gradient of the parameters."""
         flags = self.sums_SN[0, self._num_gradients :].tolist()
         for parameter, view, flag in zip(self.parameters, self._views[0], flags, strict=True):
             # The flag is a sum over all shards of all ranks.
@@ -102,7 +102,7 @@ def make_buckets(parameters: Sequence[torch.nn.Parameter], num_sums: int) -> lis
         dtype = parameter.dtype
         filling.setdefault(dtype, []).append(parameter)
         sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
-        # Close the bucket: its exchange can start while later gradients are computed.
+        # Close the bucket: its exchange can start while the remaining gradients are computed.
         if sizes[dtype] >= BUCKET_BYTES:
             buckets.append(GradientBucket(filling.pop(dtype), num_sums))
             sizes[dtype] = 0

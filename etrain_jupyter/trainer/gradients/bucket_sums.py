@@ -23,7 +23,7 @@ class BucketSums:
     Args:
         plan: Distribution of the shards over the ranks.
         buckets: The buckets, in the order in which backward passes complete them.
-        last_merges: Sums that remain to be made after the rank's last shard.
+        last_merges: Sums still to be made after the rank's last shard.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class BucketSums:
         self._pending: list[Pending] = []
         self._num_started = 0
         self.is_open = False
-        """True during the backward pass that completes buckets, the last one of the step."""
+        """True during the last backward pass of the step, which completes the buckets."""
         self.num_tags = 0
-        """Number of message tags that the sums use, from 0."""
+        """Number of message tags that the sums use; tags start from 0."""
         self._add_up = [self._sum_of(bucket, plan) for bucket in buckets]
 
     def _sum_of(self, bucket: GradientBucket, plan: ShardPlan) -> Callable[[], None]:
         if self._group.world_size == 1:
             return _nothing
         partials = list(bucket.sums_SN[: len(plan.subtrees[self._group.rank])])
-        # On a CPU these are the partial sums themselves, on a GPU staging buffers.
+        # On a CPU these are the partial sums themselves; on a GPU, staging buffers.
         on_cpu = [partial.cpu() for partial in partials]
         tree_sum = TreeSum(self._group, plan, on_cpu, tag=self.num_tags)
         self.num_tags += tree_sum.num_tags
@@ -90,7 +90,7 @@ class BucketSums:
             bucket.begin(p.slot, is_fresh=p.is_fresh)
 
     def touch(self, parameter: torch.Tensor) -> None:
-        """Record that a backward pass has added to a parameter's gradient; a hook of torch.
+        """Record that a backward pass has added to a parameter's gradient; called as a torch hook.
 
         Raises:
             WorkloadError: If the gradient has already been sent.
@@ -100,8 +100,8 @@ class BucketSums:
         self._buckets[index].take(self._slot, place)
         if not self.is_open:
             return
-        # The bucket is being sent. Reentrant checkpointing runs backward passes within the backward
-        # pass, and a parameter gets its gradient in parts.
+        # The bucket is already being sent. With reentrant checkpointing, backward passes run within
+        # the backward pass, and a parameter gets its gradient in parts.
         if index < self._num_started:
             raise WorkloadError(
                 f"a parameter of shape {tuple(parameter.shape)} gets gradients twice in one "
@@ -109,7 +109,7 @@ class BucketSums:
                 "activations, write checkpoint(..., use_reentrant=False)."
             )
         self._missing[index].discard(parameter)
-        # torch may replace an exception in a hook by another one: ``finish`` raises a lost peer.
+        # torch may replace an exception in a hook, so ``finish`` raises the error for a lost peer.
         with contextlib.suppress(CommunicationError):
             # In order: all ranks must exchange the buckets in the same sequence.
             while self._num_started < len(self._missing) and not self._missing[self._num_started]:

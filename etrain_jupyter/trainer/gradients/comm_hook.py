@@ -1,4 +1,4 @@
-"""Communication hook: DistributedDataParallel calls it with each bucket that is ready."""
+"""Communication hook that DistributedDataParallel calls with each bucket that is ready."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import RankGroup
 
 Send = Callable[[Any], "torch.futures.Future[torch.Tensor]"]
-"""Starts to sum a bucket over the ranks."""
+"""Starts summing a bucket over the ranks."""
 
 
 class CommHook:
@@ -20,7 +20,7 @@ class CommHook:
 
     Args:
         compression: ``none``, ``bf16``, ``fp16`` or ``powersgd``.
-        watch: Records when a bucket is ready; after the last one the backward pass is complete.
+        watch: Records when a bucket is ready; after the last bucket the backward pass is complete.
         measures_squares: Measure the squared norm of this rank's own gradient.
     """
 
@@ -33,7 +33,7 @@ class CommHook:
         self._squares: list[torch.Tensor] = []
 
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Start to sum a bucket over the ranks."""
+        """Start summing a bucket over the ranks."""
         if self._measures_squares:
             # Before the sum overwrites this rank's gradient in place.
             self._squares.append(_square(bucket.buffer()))
@@ -41,7 +41,7 @@ class CommHook:
         return self._send(bucket)
 
     def take_square_norm(self) -> float:
-        """Return the squared norm of the buckets since the last call."""
+        """Return the squared norm over the buckets since the last call."""
         squares, self._squares = self._squares, []
         return _sum(squares)
 
@@ -53,7 +53,7 @@ def square_norm(tensors: Iterable[torch.Tensor]) -> float:
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
-    # Squares of fp16 numbers overflow at 256, so the norm is computed in float32.
+    # Squares overflow in fp16 from 256 on, so the norm is computed in float32.
     norm: torch.Tensor = torch.linalg.vector_norm(values.float())
     return norm.double().square()
 

@@ -1,7 +1,7 @@
 """Gradient compression: torch's communication hooks over the generation's collectives.
 
-The hooks of torch use process groups that cannot be aborted, so they get a substitute that passes
-their sums on to the generation's group.
+torch's hooks use process groups that cannot be aborted, so they get a substitute that forwards
+their sums to the generation's group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POWERSGD_RANK = 2
 """Rank of the two factors that approximate a gradient matrix; enough for the networks of Vogels et
 al., "PowerSGD", NeurIPS 2019."""
 POWERSGD_AFTER_STEPS = 10
-"""Number of steps at the start of a generation that send uncompressed gradients."""
+"""Number of steps with uncompressed gradients at the start of a generation."""
 
 Send = Callable[[Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -57,7 +57,7 @@ def _powersgd(group: RankGroup) -> Send:
     )
 
     def send(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        # The hook averages over the ranks, but our gradients are shares, to be summed.
+        # The hook averages over the ranks, but our gradients are shares that must be summed.
         buffer: torch.Tensor = bucket.buffer()
         buffer.mul_(group.world_size if group.contributes else 0)
         return powerSGD_hook.powerSGD_hook(state, bucket)
@@ -68,7 +68,7 @@ def _powersgd(group: RankGroup) -> Send:
 class _SummingGroup(dist.ProcessGroup):
     """The part of a process group that torch's hooks use.
 
-    The hooks wait for one sum in the callback of another. In a thread of gloo that could block
+    The hooks wait for one sum in the callback of another. In a gloo thread this could block
     forever; here each sum is complete when the call returns, and an abort ends it.
     """
 
@@ -80,7 +80,7 @@ class _SummingGroup(dist.ProcessGroup):
         self, tensors: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Sum a tensor over the ranks, in place."""
-        # As in the group's own hook: ``settle`` raises the error, outside of torch's callbacks.
+        # As in the group's own hook: ``settle`` raises the error, outside torch's callbacks.
         with contextlib.suppress(CommunicationError):
             self._group.sum_now(tensors[0])
         return _Done(tensors)
@@ -96,7 +96,7 @@ class _Done(dist.Work):
         self._future.set_result(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return at once: the sum is complete."""
+        """Return at once: the sum is already complete."""
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:

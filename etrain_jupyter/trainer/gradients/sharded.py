@@ -4,7 +4,7 @@ A step has V shards (``rules.samples.shard_plan``). Each shard has its own forwa
 pass, with its own random numbers, BatchNorm statistics and micro-batches, as if it were alone: a
 normalization layer sees the samples of one shard, and running statistics change by the mean over
 the shards. Gradients, changes of buffers, and losses are summed in the order of one tree over the
-shards, which depends on V alone::
+shards, which depends only on V::
 
     rank 0: shards 0, 1   (0 + 1) \
                                    + exchange -> the sum, on all ranks
@@ -68,11 +68,11 @@ class ShardedGradients:
         largest = -(-global_batch_size // num_shards)
         self._subtrees = self._plan.subtrees[group.rank]
         # With one micro-batch per shard, autograd may add to the previous shard's sum. With
-        # several, (a + b1) + b2 would not have the bits of a + (b1 + b2).
+        # several, (a + b1) + b2 would not be bit-identical to a + (b1 + b2).
         is_one_pass = num_passes == 1 and (micro_batch_size or largest) >= largest
         self._passes = shard_plan.plan_passes(self._subtrees, adds_in_place=is_one_pass)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        # New for each generation: an exchange that was aborted may still write into the old ones.
+        # New for each generation: an aborted exchange may still write into the old buffers.
         self._buckets = make_buckets(trainable, shard_plan.num_slots(self._passes))
         self._sums = BucketSums(group, self._plan, self._buckets, self._passes[-1].merges)
         self._hooks = [
@@ -116,18 +116,18 @@ class ShardedGradients:
         )
 
     def compute(self, step: Step) -> None:
-        """Pass this rank's shards one by one, and sum them with those of the other ranks."""
+        """Run this rank's shards one by one, and sum the gradients over the ranks."""
         plan = self._plan_of(step.span)
         busy = [p for p in self._passes if plan.counts[p.shard]]
         self._sums.begin()
         self._moves.zero_()
-        # A small step may leave no sample for this rank. It makes no pass, but the other ranks wait
+        # A small step may leave no samples for this rank. It runs no pass, but the other ranks wait
         # for its header and its zeros.
         if not busy:
             self._start_small_sums(step)
         for p in self._passes:
             is_last = p is self._passes[-1]
-            # Small last steps leave some shards without samples: they contribute exact zeros.
+            # A small last step leaves some shards without samples: they contribute exact zeros.
             if plan.counts[p.shard]:
                 self._run_shard(step, plan, p, is_last_busy=p is busy[-1], is_last=is_last)
             elif p.is_fresh:
@@ -161,8 +161,8 @@ class ShardedGradients:
         num_parts = len(self._parts_of(plan, p.shard))
         for number in range(1, num_parts + 1):
             loss = step.run_part(self._model, slot=p.shard)
-            # The last backward pass of the shard completes its sum. That of the last shard with
-            # samples hides the exchange of the header and of the buffers.
+            # The last backward pass of the shard completes its sum. For the last shard with
+            # samples, it also hides the exchange of the header and the buffers.
             if number == num_parts:
                 self._keep_moves(step, p.shard, plan.counts[p.shard])
                 if is_last_busy:
@@ -175,8 +175,8 @@ class ShardedGradients:
             bucket.fill(p.slot)
 
     def _start_small_sums(self, step: Step) -> None:
-        # The header, and the changes of the running buffers: first this rank's subtrees, then the
-        # tree over the ranks.
+        # Sum the header and the changes of the running buffers: first this rank's subtrees, then
+        # the tree over the ranks.
         step.start_header()
         first = self._subtrees[0].first
         for tree in self._subtrees:

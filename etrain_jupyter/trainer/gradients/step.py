@@ -1,4 +1,4 @@
-"""One step in progress, as the strategies for computing gradients see it."""
+"""One step in progress, as seen by the strategies for computing gradients."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class MicroBatch(NamedTuple):
     samples: range
     """Offsets within the step."""
     stream: int
-    """The rank or shard that it belongs to, whose random numbers it uses."""
+    """The rank or shard that it belongs to and whose random numbers it uses."""
     number: int
-    """Its number within that rank's or shard's samples, from 0."""
+    """Index within that rank's or shard's micro-batches, from 0."""
 
 
 class Gradients(Protocol):
-    """The way in which the ranks of one generation compute gradients."""
+    """How the ranks of one generation compute gradients."""
 
     num_slots: int
     """Number of slots in the step header."""
@@ -62,7 +62,7 @@ class RequestSource(Protocol):
     """Source of this rank's requests to all ranks."""
 
     def collect(self, group: RankGroup, span: StepRange) -> Requests:
-        """Return the requests as of now."""
+        """Return the current requests."""
         ...
 
 
@@ -78,22 +78,22 @@ class Step:
     buffers_before: list[torch.Tensor]
     """Copies of the running buffers before the step."""
     batches: Iterator[Delivered]
-    """Delivered micro-batches of this step and of all later ones."""
+    """Delivered micro-batches of this step and all later steps."""
     workload: Workload
     group: RankGroup
     job_seed: int
     watch: Stopwatch
     places: Places
-    """Reports where the main thread is, and injects faults."""
+    """Reports the main thread's place, and injects faults."""
     requests: RequestSource
     """Read when the header is sent."""
     fingerprint: torch.Tensor
     """Fingerprint of this rank's weights before the step, a scalar."""
     mean_of_squares: float | None = None
-    """Mean over the ranks of the squared norm of each rank's mean gradient, scaled by the loss
-    scale. None if it is not measured in this step."""
+    """Squared norm of each rank's mean gradient, averaged over the ranks. The gradients are still
+    multiplied by the loss scale. None if it is not measured in this step."""
     num_own: int = 0
-    """Number of samples that this rank has passed so far."""
+    """Number of samples that this rank has processed so far."""
 
     def seed(self, stream: int) -> None:
         """Set the RNG state for a rank or shard."""
@@ -104,9 +104,10 @@ class Step:
         self.places.reach(place, rank=self.group.rank, step=self.number)
 
     def start_header(self) -> None:
-        """Start to sum the header, after the last forward pass and before its backward pass."""
+        """Start summing the header, after the last forward pass and before its backward pass."""
         # The header needs the loss of the last forward pass, and the backward pass hides the
-        # communication. Requests are read as late as possible, so that none waits for another step:
+        # communication. Requests are read as late as possible, so that they need not wait for the
+        # next step:
         #
         #     forward ── losses, requests ── header ─ ─ ─ ─ ─ sum
         #                                    backward ── buckets ── sums ── wait for all
@@ -130,7 +131,8 @@ class Step:
             indices, batch = next(self.batches)
         self.reach("forward")
         passed = self.workload.forward(module, batch, len(indices), self.span.samples)
-        # Not counted: a borrowed micro-batch of a rank without samples, see ``AveragedGradients``.
+        # The micro-batch that a rank without samples borrows does not count, see
+        # ``AveragedGradients``.
         if slot is not None:
             self.header.add(slot, indices, passed.loss, passed.shares)
             self.num_own += len(indices)

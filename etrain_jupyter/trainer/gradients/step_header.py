@@ -1,6 +1,6 @@
-"""Step header: one small vector that is summed over all ranks within every step.
+"""Step header: one small vector that is summed over all ranks in every step.
 
-Its sum is hidden behind the backward pass. Shapes: ``M`` means (the loss first, see
+Its sum is hidden behind the backward pass. Shapes: ``M`` means (loss first, see
 ``objective.measures``), ``S`` slots.
 """
 
@@ -28,10 +28,10 @@ EVAL, SAVE = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """Requests of one rank to all ranks."""
+    """One rank's requests to all ranks."""
 
     is_change_pending: bool
-    """The rank knows of a planned change, so that the generation ends after this step."""
+    """The rank knows of a planned change; the generation must end after this step."""
     is_eval_due: bool
     """Rank 0's clock requests an evaluation after this step."""
     is_save_due: bool = False
@@ -39,18 +39,18 @@ class Requests:
 
 
 class StepHeader:
-    """A vector of integers and, in slots, shares of means, summed over the ranks.
+    """A vector of integers, and of shares of means in slots, that is summed over the ranks.
 
-    Sums of integers below 2**53 are exact in float64, so that their order does not matter. Sums of
-    shares are not exact: either all ranks add to a single slot, or each shard has its own slot,
-    which the other ranks leave at zero. Adding zeros is exact, and the slots are added up
-    afterwards in a fixed order.
+    Integer sums below 2**53 are exact in float64, so their order does not matter. Sums of shares
+    are not exact: either all ranks add to a single slot, or each shard has its own slot, which the
+    other ranks leave at zero. Adding zeros is exact, and the slots are added up afterwards in a
+    fixed order.
     """
 
     def __init__(self, *, num_means: int, num_slots: int = 1, merges: Sequence[Merge] = ()) -> None:
         # | pending | requests | checksum | count | fingerprint | its square | means of slot 0 | ...
         #
-        # One vector, because a step should cost one small collective rather than several.
+        # One vector, because a step should need one small collective rather than several.
         self._values = torch.zeros(NUM_COUNTS + num_slots * num_means, dtype=torch.float64)
         self._means_SM = self._values[NUM_COUNTS:].view(num_slots, num_means)
         self._merges = merges
@@ -73,18 +73,18 @@ class StepHeader:
         """Add the result of one forward pass.
 
         Args:
-            slot: Slot for its shares of the means.
+            slot: Slot for the pass's shares of the means.
             indices: The delivered samples, not the planned ones: the audit compares the two.
-            loss: Its share of the mean loss, a scalar.
-            others: Its shares of the other means, scalars.
+            loss: The pass's share of the mean loss, a scalar.
+            others: The pass's shares of the other means, scalars.
         """
         self._values[CHECKSUM] += float(ledger.checksum_of(indices))
         self._values[COUNT] += float(len(indices))
         self._means_SM[slot] += stack_means(loss, others)
 
     def start(self, group: RankGroup, requests: Requests, *, fingerprint: torch.Tensor) -> None:
-        """Start to sum the vector over the ranks."""
-        mine = float(fingerprint)  # waits for the device, if the weights are on one
+        """Start summing the vector over the ranks."""
+        mine = float(fingerprint)  # waits for the device if the weights are on one
         # Only rank 0 sets bits, so the sum over the ranks is rank 0's number.
         bits = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
         self._values[PENDING] = float(requests.is_change_pending)
@@ -103,7 +103,7 @@ class StepHeader:
 
     @property
     def is_pending(self) -> bool:
-        """True if some rank knows of a planned change after this step."""
+        """True if any rank knows of a planned change after this step."""
         return bool(self._values[PENDING] > 0)
 
     @property
@@ -118,12 +118,12 @@ class StepHeader:
 
     @property
     def checksum(self) -> int:
-        """Checksum of all samples that were trained."""
+        """Checksum of all samples trained on."""
         return int(self._values[CHECKSUM])
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that were trained."""
+        """Number of samples trained on."""
         return int(self._values[COUNT])
 
     @property
@@ -136,12 +136,12 @@ class StepHeader:
         )
 
     def means(self) -> list[float]:
-        """Return the means over the step's samples, the loss first, shape ``(M,)``."""
+        """Return the means over the step's samples, loss first, shape ``(M,)``."""
         means: list[float] = self._means_SM[0].tolist()
         return means
 
 
 def stack_means(loss: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one pass's shares of all means in float64 on the CPU, shape ``(M,)``."""
+    """Return the shares of all means from one pass, in float64 on the CPU, shape ``(M,)``."""
     shares = [value.detach().to(loss.device, torch.float64) for value in (loss, *others)]
     return torch.stack(shares).cpu()

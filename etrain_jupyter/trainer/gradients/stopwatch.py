@@ -1,8 +1,8 @@
 """Measure the parts of a step on one rank.
 
-The parts follow each other: waiting for samples, forward and backward passes, the communication
-that no backward pass hides, and the update. On a GPU the host runs ahead, so the exposed
-communication is measured on the device, from the last gradient to the last sum.
+The parts are consecutive: waiting for samples, forward and backward passes, the communication that
+no backward pass hides, and the update. On a GPU the host runs ahead, so the exposed communication
+is measured on the device, from the last gradient to the last sum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Duration of the parts of one step on this rank, in seconds."""
+    """Durations of the parts of one step on this rank, in seconds."""
 
     data_s: float = 0.0
     """Waiting for samples."""
@@ -31,7 +31,7 @@ class StepTimes:
 
 
 class Stopwatch:
-    """Measure one step after another."""
+    """Measures one step after another."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._is_cuda = torch.device(device).type == "cuda"
@@ -54,7 +54,7 @@ class Stopwatch:
         self._data_s += time.perf_counter() - started
 
     def bucket_is_ready(self) -> None:
-        """Record that a bucket of gradients is computed; the last call counts."""
+        """Record that a bucket of gradients has been computed; the last call counts."""
         self._ready_at = time.perf_counter()
         if self._is_cuda:
             self._ready = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -80,8 +80,8 @@ class Stopwatch:
         # begin | fetch  forward  backward | exposed communication | summed | update
         #         data_s                     communication_s                  optimizer_s
         #
-        # compute_s is the rest. Clocks of the host and of the device differ, so it may come out
-        # slightly negative.
+        # compute_s is the rest. The clocks of host and device differ, so it may come out slightly
+        # negative.
         spent = self._summed_at - self._began_at - self._data_s - communication_s
         return StepTimes(
             data_s=self._data_s,

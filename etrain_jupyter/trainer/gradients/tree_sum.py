@@ -1,12 +1,12 @@
-"""Sums over the ranks in an order that depends on the number of shards alone.
+"""Sums over the ranks in an order that depends only on the number of shards.
 
 Every rank has the partial sums of its own shards (``rules.samples.shard_plan``), and owns a chunk
 of the result. It receives the partial sums of that chunk from all ranks, adds them up in the order
 of the tree, and sends the result to all ranks. This is a reduce-scatter followed by an all-gather,
-with additions in a fixed order. It moves as many bytes as an all-reduce, if the shards are evenly
-distributed.
+with additions in a fixed order. If the shards are evenly distributed, it transfers the same number
+of bytes as an all-reduce.
 
-Shapes: ``N`` elements, ``K`` partial sums of a rank, ``W`` ranks, ``S`` segments of a chunk.
+Shapes: ``N`` elements, ``K`` partial sums per rank, ``W`` ranks, ``S`` segments per chunk.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from etrain_jupyter.rules.samples.batch_plan import share_range
 from etrain_jupyter.rules.samples.shard_plan import Merge, ShardPlan
 
 DIRECT_BYTES = 1 << 20
-"""If a rank would receive at most this, all ranks send everything to each other and each one adds
-up the whole: one round trip instead of two."""
+"""Up to this number of received bytes per rank, all ranks send everything to each other, and each
+adds up the whole vector: one round trip instead of two."""
 SEGMENT_BYTES = 4 << 20
-"""Approximate size of a segment: one is added up while the next one is received."""
+"""Approximate size of a segment: each is added up while the next is received."""
 
 
 class Peers(Protocol):
@@ -34,16 +34,16 @@ class Peers(Protocol):
     world_size: int
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        """Start to send; return an object with ``wait``."""
+        """Start sending; return an object with ``wait``."""
         ...
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
-        """Start to receive; return an object with ``wait``."""
+        """Start receiving; return an object with ``wait``."""
         ...
 
 
 class TreeSum:
-    """Repeated sums of one vector over the partial sums of all ranks, with its own buffers.
+    """Repeatedly adds up the partial sums of one vector from all ranks, in its own buffers.
 
     Args:
         plan: Distribution of the shards over the ranks.
@@ -64,7 +64,7 @@ class TreeSum:
         total = partials[0]
         size_bytes = total.numel() * total.element_size()
         num_others = sum(map(len, plan.subtrees)) - 1
-        # Small sums are dominated by latency, large ones by bandwidth.
+        # Latency dominates small sums, bandwidth large ones.
         self._is_direct = size_bytes * num_others <= DIRECT_BYTES
         chunk_bytes = size_bytes // peers.world_size
         self._num_segments = 1 if self._is_direct else max(1, chunk_bytes // SEGMENT_BYTES)
@@ -72,7 +72,7 @@ class TreeSum:
         mine = self._segments[peers.rank]
         self._first = mine[0].start
         length = mine[-1].stop - mine[0].start
-        # Received partial sums of this rank's chunk, shape (K of the sender, chunk).
+        # Received partial sums of this rank's chunk, shape (the sender's K, chunk).
         self._arrivals = {
             rank: torch.empty(len(plan.subtrees[rank]), length, dtype=total.dtype)
             for rank in self._ranks
@@ -92,20 +92,20 @@ class TreeSum:
         return [slice(a, b) for a, b in pairwise(bounds)]
 
     def exchange(self) -> None:
-        """Compute the total into the first partial sum. Blocks; only inside ``RankGroup.start``."""
+        """Write the total into the first partial sum. Blocks; only inside ``RankGroup.start``."""
         # Two ranks, each with one partial sum of two chunks; rank 0 owns chunk a, rank 1 chunk b
-        # (if it is direct, each rank receives and adds both):
+        # (in a direct sum, each rank receives and adds both):
         #
         #     rank 0   a0 b0   sends b0   receives a1   a = a0 + a1   sends a   receives b
         #     rank 1   a1 b1   sends a1   receives b0   b = b0 + b1   sends b   receives a
         arriving = [self._receive_partials(s) for s in range(self._num_segments)]
         leaving = [work for s in range(self._num_segments) for work in self._send_partials(s)]
-        # A total cannot arrive before the partial sum at the same place has been sent: its owner
-        # had to receive the partial sum first.
+        # A total cannot arrive before the partial sum in the same place has been sent, because the
+        # owner of the chunk must first receive that partial sum.
         returning = [work for s in range(self._num_segments) for work in self._receive_totals(s)]
         for segment, works in enumerate(arriving):
             _wait(works)
-            # This rank overwrites its own partial sums, which it is still sending.
+            # This rank may still be sending the partial sums that the total overwrites.
             if self._is_direct:
                 _wait(leaving)  # the total overwrites the memory that is being sent
             self._add_up(segment)
@@ -147,22 +147,22 @@ class TreeSum:
         ]
 
     def _tag_of(self, segment: int, partial: int | None) -> int:
-        # Per segment, one tag for each partial sum and one for the total. Two messages between the
-        # same ranks with the same tag could be matched the wrong way.
+        # Each segment has one tag per partial sum and one for the total. Two messages between the
+        # same ranks with the same tag could be mixed up.
         number = self._most_partials if partial is None else partial
         return self._tag + segment * (self._most_partials + 1) + number
 
     def _add_up(self, segment: int) -> None:
         place = self._segments[self._peers.rank][segment]
         arrived = slice(place.start - self._first, place.stop - self._first)
-        # In the order of the ranks, and so of the shards: ``merges`` refers to these positions.
+        # In rank order, which is shard order: ``merges`` refers to these positions.
         values: list[torch.Tensor] = []
         for rank in range(self._peers.world_size):
             if rank == self._peers.rank:
                 values += [partial[place] for partial in self._partials]
             else:
                 values += [row[arrived] for row in self._arrivals[rank]]
-        # The last addition writes its result directly to the place from which it is sent.
+        # The last addition writes its result directly into the send buffer.
         merge(values, self._plan.merges[:-1])
         into, other = self._plan.merges[-1]
         torch.add(values[into], values[other], out=self._partials[0][place])

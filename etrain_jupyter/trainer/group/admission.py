@@ -1,6 +1,6 @@
-"""Admit only the connections that ranks have announced, in a guarded generation.
+"""In a guarded generation, admit only the connections that ranks have announced.
 
-``authentication`` alone makes a stranger harmless, but a stranger that connects first every time
+``authentication`` alone makes a stranger harmless, but a stranger that always connects first
 prevents every group from forming. So after a failure the next generations are guarded: a listener
 accepts connections, but gloo does not see their data (a receive low-water mark and a packet filter,
 which accepted sockets inherit)::
@@ -9,8 +9,9 @@ which accepted sockets inherit)::
     rank B   releases exactly the announced connections, whose data gloo then reads
     stranger is never released, and so never gets a rank's place
 
-This takes some milliseconds longer. A stranger that connects to every listener within the
-millisecond before it is held can still prevent forming; that is bounded and reported, see ``hold``.
+This takes a few milliseconds longer. A stranger that connects to every listener within the
+millisecond before it is held can still prevent forming; such attempts are bounded and reported, see
+``hold``.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from etrain_jupyter.trainer.group.socket_filters import detach_filter, pass_only
 ADMIT_EVERY_S = 0.001
 """Interval at which new connections are announced and released; each round trip delays forming."""
 TIMEOUT_S = 10.0
-"""Timeout for a guarded generation to connect; connections through a relay never succeed. Less than
-the time after which the coordinator declares a rank hung."""
+"""Timeout for connecting a guarded generation; connections through a relay never succeed. Shorter
+than the time after which the coordinator declares a rank hung."""
 
 MAX_DEVICES = 50
-"""Number of listeners to try before giving up, if strangers connect to each of them."""
+"""Number of listeners to try before giving up if strangers connect to each of them."""
 
 _LOW_WATER = 32768
-"""Receive low-water mark in bytes: above what the filter passes, and below half of any receive
-buffer. With more, the kernel enlarges the buffer and clamps the window."""
+"""Receive low-water mark in bytes: more than the filter passes, and less than half of any receive
+buffer. A higher mark would make the kernel enlarge the buffer and clamp the window."""
 
 _SETTLE_S = 0.001
-"""Time in which gloo accepts connections that arrived before the filter."""
+"""Time for gloo to accept connections that arrived before the filter was set."""
 
 
 def make_held_device(host: str) -> GlooDevice:
-    """Return a device whose listener is held and to which no stranger is connected.
+    """Return a device with a held listener and no connections from strangers.
 
     Raises:
         UnknownPeerError: Strangers connected to every listener before it was held.
@@ -61,7 +62,7 @@ def make_held_device(host: str) -> GlooDevice:
     #     stranger                 connects, sends ──^
     #     this rank                        hold ─ a connection without the mark? next device
     #
-    # Not freed before the end: new devices are recognized by new descriptor numbers.
+    # Not freed until the end: new devices are recognized by new descriptor numbers.
     reached: list[GlooDevice] = []
     try:
         for _ in range(MAX_DEVICES):
@@ -71,7 +72,7 @@ def make_held_device(host: str) -> GlooDevice:
             reached.append(device)
             device.seal()
             if sum(each.num_unclaimed() for each in reached) > MAX_UNCLAIMED:
-                break  # their descriptors stay open until they are freed
+                break  # their descriptors stay open until the devices are freed
         described = list_ends([each.pair for each in device.connections()][:MAX_DESCRIBED])
         num_reached = len(reached)
     finally:
@@ -86,25 +87,25 @@ def make_held_device(host: str) -> GlooDevice:
 
 
 def hold(device: GlooDevice) -> bool:
-    """Keep gloo from reading data of connections. Call this before the address is published.
+    """Keep gloo from reading data from connections. Call this before publishing the address.
 
     Returns:
-        False if gloo may already have read data of a stranger. Use another device then.
+        False if gloo may already have read data from a stranger. In that case, use another device.
     """
-    # Again, although ``on_listening`` may have done so: it is not called if another thread opened
-    # a socket at the same time.
+    # ``on_listening`` may have done this already, but it is not called if another thread opened a
+    # socket at the same time.
     with device.listener() as listener:
         _hold_back(listener)
-    # A connection may be in the accept queue without the mark. Let gloo accept it, to see it.
+    # A connection without the mark may be queued. It becomes visible once gloo accepts it.
     time.sleep(_SETTLE_S)
     return all(_is_held(device, each) for each in device.connections())
 
 
 def _hold_back(listener: socket.socket) -> None:
     pass_only_a_number(listener)
-    # gloo's epoll does not report a socket as readable below the low-water mark. The filter drops
-    # the end of a stream, which would wake gloo, and packets of more than 8 bytes.
-    # In this order: a socket that inherits the mark has inherited the filter, too.
+    # gloo's epoll does not report a socket below the low-water mark as readable. The filter drops
+    # FIN and RST segments, which would wake gloo, and packets of more than 8 bytes. The order
+    # matters: a socket that inherits the mark has then inherited the filter, too.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOW_WATER)
 
 
@@ -116,11 +117,11 @@ def _is_held(device: GlooDevice, connection: Connection) -> bool:
 
 
 class Admission:
-    """Announce this rank's connections, and release those that other ranks announce.
+    """Announce this rank's connections, and release those announced by other ranks.
 
     Args:
-        device: A device that is held, see ``hold``.
-        store: The rendezvous store of the generation, which is authenticated.
+        device: A held device, see ``hold``.
+        store: The authenticated rendezvous store of the generation.
     """
 
     def __init__(self, device: GlooDevice, store: Any, *, rank: int, world_size: int) -> None:
@@ -133,13 +134,14 @@ class Admission:
             self._port = listener.getsockname()[1]
 
     def admit(self) -> None:
-        """Announce and release new connections. Call it often while gloo connects.
+        """Announce and release new connections. Call this often while gloo connects.
 
         Raises:
             UnknownPeerError: The ranks have not connected within the timeout.
         """
         connections = self._device.connections()
-        # A connection whose near end is the listener's port was accepted, any other one was made.
+        # A connection whose near end is the listener's port was accepted; this rank opened all
+        # others.
         made = sorted(each.pair for each in connections if each.pair[0][1] != self._port)
         taken = {each.pair: each.fd for each in connections if each.pair[0][1] == self._port}
         if made != self._announced:
@@ -147,8 +149,8 @@ class Admission:
             self._store.set(f"made/{self._rank}", json.dumps(encode(made)))
         waiting = taken.keys() - self._released
         if waiting:
-            # The other rank lists the connection from its own end: (near, far) there is (far, near)
-            # here. A stranger cannot announce, because the store is authenticated.
+            # The other rank lists the connection from its own end: its (near, far) is our (far,
+            # near). A stranger cannot announce, because the store is authenticated.
             for near, far in self._pairs_of_others():
                 if (far, near) in waiting:
                     self._release(taken[far, near], (far, near))
@@ -160,7 +162,7 @@ class Admission:
             raise UnknownPeerError(text)
 
     def _pairs_of_others(self) -> list[Pair]:
-        # ``check`` does not block: a rank may not have connected yet.
+        # ``check`` does not block: some ranks may not have connected yet.
         there = [key for key in self._keys if self._store.check([key])]
         return [pair for key in there for pair in decode(json.loads(self._store.get(key)))]
 
@@ -168,6 +170,6 @@ class Admission:
         # An OSError means that the connection has ended; its descriptor may have been reused.
         with contextlib.suppress(OSError), self._device.socket_at(fd, pair) as connection:
             detach_filter(connection)
-            # Also wakes gloo, if the rank's number has already arrived.
+            # Also wakes gloo if the rank's number has already arrived.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
             self._released.add(pair)

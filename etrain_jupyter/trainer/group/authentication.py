@@ -1,13 +1,13 @@
-"""Authenticate the ranks' connections before the first tensor, so that strangers and relays fail.
+"""Authenticate the ranks' connections before the first tensor, to reject strangers and relays.
 
 gloo has no authentication: its listener gives a rank's place to the first connection that sends the
 8-byte number of a pair (0, 1, 2 ...). So after gloo has connected, each rank publishes both ends of
-its connections over the control channel, which is authenticated. Each pair of ranks must list the
-same connection, once from each end. All ranks compare the same lists, so all of them accept the
-group or all refuse it, before any tensor is sent.
+its connections over the authenticated control channel. Each pair of ranks must list the same
+connection, once from each end. All ranks compare the same lists, so all of them accept the group or
+all refuse it, before any tensor is sent.
 
-Not detected: an attacker on the path between two machines (a router, ARP) who changes no address;
-only encryption protects against that. Network address translation changes the ends, and is refused.
+Not detected: an attacker on the path between two machines (a router, ARP) who changes no addresses;
+only encryption protects against that. Connections through NAT have different ends, and are refused.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from etrain_jupyter.trainer.group.gloo_device import GlooDevice
 from etrain_jupyter.trainer.group.rendezvous import FORM_TIMEOUT_S, CommunicationError
 
 MAX_UNCLAIMED = 1024
-"""Maximum number of connections without a rank's number. Each rank opens one; many more
-would exhaust the process's file descriptors, and gloo ends the process if ``accept`` fails."""
+"""Maximum number of connections without a rank's number. Each rank opens one; many more would
+exhaust the file descriptors, and gloo terminates the process if ``accept`` fails."""
 
 DESCRIPTION_TIMEOUT_S = 5.0
-"""Timeout for the other ranks' descriptions of unknown connections."""
+"""Timeout for receiving other ranks' descriptions of unknown connections."""
 
 MAX_DESCRIBED = 3
-"""Maximum number of unknown connections that a message lists; it counts the rest."""
+"""Maximum number of unknown connections listed in a message; the rest are only counted."""
 
 
 class UnknownPeerError(CommunicationError):
-    """A connection of this generation is not between two of its ranks."""
+    """A connection in this generation is not between two of its ranks."""
 
 
 def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) -> None:
     """Compare the connections of all ranks, and refuse further connections.
 
-    Call it after gloo has connected and before anything is sent. It blocks until every rank has
-    called it or ``give_up``.
+    Call this after gloo has connected and before anything is sent. Blocks until every rank has
+    called this or ``give_up``.
 
     Raises:
-        UnknownPeerError: A connection is not between two ranks. Raised on every rank or none.
+        UnknownPeerError: A connection is not between two ranks. Raised on all ranks or none.
         CommunicationError: A rank could not connect, or the connections cannot be listed.
     """
-    # A stranger that sends a rank's number first takes its place, and the rank's own connection is
-    # never claimed. Comparing the ends of all connections shows it on every rank:
+    # A stranger that sends a rank's number first takes the rank's place, and the rank's own
+    # connection is never claimed. Comparing the ends of all connections reveals this on every rank:
     #
     #     rank 0 lists   (A, S)           S is the stranger: no rank lists (S, A)
     #     rank 1 lists   (B, A)           rank 0 does not list (A, B)
@@ -62,7 +62,7 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
     claimed = [each.pair for each in device.connections() if each.is_claimed]
     _publish(store, rank, claimed)
     reports = _collect(store, "connections", range(world_size))
-    # Only after all ranks have published: until then a rank may still have to connect.
+    # Sealed only after all ranks have published: until then a rank may still have to connect.
     device.seal()
     errors = [
         f"rank {other}: {value['error']}" for other, value in reports.items() if value["error"]
@@ -85,8 +85,8 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
 
 def give_up(store: Any, rank: int, error: Exception) -> None:
     """Publish that this rank could not connect, so that the other ranks do not wait for it."""
-    # Under the key for which ``authenticate`` waits on the other ranks. One line: C++ errors have
-    # a stack trace in the others.
+    # Use the key that ``authenticate`` waits for on the other ranks. Only the first line: C++
+    # errors have a stack trace in the lines after it.
     _publish(store, rank, [], error=str(error).strip().partition("\n")[0] or type(error).__name__)
 
 
@@ -94,12 +94,12 @@ def raise_if_flooded(device: GlooDevice) -> None:
     """Refuse the group and seal its listener before the process runs out of descriptors.
 
     Raises:
-        UnknownPeerError: There are many more connections than ranks.
+        UnknownPeerError: There are far more connections than ranks.
     """
     num_waiting = device.num_unclaimed()
     if num_waiting <= MAX_UNCLAIMED:
         return
-    # First of all: listing the connections takes descriptors, too.
+    # Seal first: listing the connections uses descriptors, too.
     device.seal()
     waiting = [each.pair for each in device.connections() if not each.is_claimed]
     described = list_ends(waiting)
@@ -122,7 +122,7 @@ def _collect(
 
 
 def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
-    # A stranger makes connections of its own; a relay redirects those that this rank makes.
+    # A stranger opens connections of its own; a relay redirects those that this rank opens.
     with device.listener() as listener:
         port = listener.getsockname()[1]
     came = [pair for pair in unknown if pair[0][1] == port]

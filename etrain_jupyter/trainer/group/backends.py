@@ -20,7 +20,7 @@ from etrain_jupyter.trainer.group.rendezvous import BroadcastStore, Communicatio
 
 GLOO, NCCL = "gloo", "nccl"
 COLLECTIVE_TIMEOUT = timedelta(seconds=1800)
-"""A last resort: the coordinator detects a lost peer long before."""
+"""A last resort: the coordinator detects a lost peer much earlier."""
 
 Keep = Callable[[Any], None]
 ConnectNccl = Callable[[BroadcastStore, int, int, Keep], None]
@@ -29,10 +29,10 @@ _NAME = "etgloo"
 
 
 def connect_gloo(store: BroadcastStore, rank: int, world_size: int, device: GlooDevice) -> Any:
-    """Return a connected gloo backend on its own device. Blocks, possibly without a timeout."""
+    """Return a connected gloo backend on its own device. Blocks; may have no timeout."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # The generation's own device, not torch's shared one: shutting down its sockets unblocks this
-    # generation's collectives, and no other's.
+    # The generation's own device, not torch's shared one: shutting down its sockets unblocks only
+    # this generation's collectives.
     options._devices = [device.device]
     options._timeout = COLLECTIVE_TIMEOUT
     options._threads = 2
@@ -40,7 +40,7 @@ def connect_gloo(store: BroadcastStore, rank: int, world_size: int, device: Gloo
 
 
 def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) -> None:
-    """Create an NCCL backend and connect it. Blocks, possibly without a timeout.
+    """Create an NCCL backend and connect it. Blocks; may have no timeout.
 
     Args:
         store: The rendezvous store of the generation.
@@ -53,8 +53,9 @@ def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) 
     prefixed = c10d.PrefixStore(NCCL, store)
     backend: Any = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
     keep(backend)
-    # NCCL connects in its first collective. Here, where a failure counts as a failed attempt to
-    # form, rather than in the backward pass. The sum also shows that all ranks take part.
+    # NCCL connects in its first collective. Run one here, where a failure counts as a failed
+    # attempt to form, rather than in the backward pass. The sum also proves that all ranks take
+    # part.
     count = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
     backend.allreduce([count]).wait()
     # The conversion synchronizes with the device.
@@ -63,15 +64,16 @@ def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) 
 
 
 def end_nccl(backend: Any, *, gently: bool) -> None:
-    """Free an NCCL backend in its own thread: either call may wait for a stuck kernel."""
+    """Free an NCCL backend in a separate thread: either call may wait for a stuck kernel."""
     # ``abort`` cancels collectives in flight. An intact generation has none.
     end = backend.shutdown if gently else backend.abort
     threading.Thread(target=end, daemon=True, name="etrain-nccl-end").start()
 
 
 class _Prebuilt(threading.local):
-    # torch creates a group's backend through a registered function, which gets no reference to
-    # ours. It is passed here. Thread-local, so that no other thread can get it.
+    # torch creates a group's backend through a registered function, which gets no reference to our
+    # backend. It is passed through this object, which is thread-local so that no other thread can
+    # get it.
     backend: Any = None
 
 
@@ -81,12 +83,12 @@ _PREBUILT = _Prebuilt()
 def make_default_group(
     backend: Any, store: BroadcastStore, rank: int, world_size: int
 ) -> dist.ProcessGroup:
-    """Make ``backend`` torch's default group, without blocking, and return the group.
+    """Make ``backend`` torch's default group without blocking, and return the group.
 
-    If user code calls ``torch.distributed`` directly, tensors on a GPU go through gloo, too: that
-    is slow, but it can be aborted. torch would confuse two custom backends in one group.
+    If user code calls ``torch.distributed`` directly, even tensors on a GPU go through gloo: this
+    is slow, but can be aborted. torch would confuse two custom backends in one group.
     """
-    # Once per process; torch has no way to undo it.
+    # Once per process; torch has no way to unregister a backend.
     if _NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
             _NAME, lambda *_: _PREBUILT.backend, extended_api=True, devices=["cpu", "cuda"]

@@ -12,23 +12,23 @@ End = tuple[str, int]
 """Address and port."""
 
 Pair = tuple[End, End]
-"""The two ends of a connection, as ``getsockname`` and ``getpeername`` give them."""
+"""The two ends of a connection, as returned by ``getsockname`` and ``getpeername``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Difference between the listed connections and one per pair of ranks."""
+    """Difference between the listed connections and one connection per pair of ranks."""
 
     unknown: tuple[tuple[int, Pair], ...]
-    """Connections that no other rank lists from the other end, each with the listing rank."""
+    """Connections that no other rank lists from the other end, each with the rank that lists it."""
     ranks: tuple[int, ...]
-    """Ranks that are not connected with every other rank exactly once."""
+    """Ranks that are not connected to every other rank exactly once."""
 
 
 def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
     """Return the difference from one connection per pair of ranks; None if there is none.
 
-    A connection of a stranger or a relay has an end that no rank lists.
+    A connection to a stranger or a relay has an end that no rank lists.
 
     >>> a, b, c = ("h", 1), ("h", 2), ("h", 3)
     >>> find_mismatch({0: [(a, b)], 1: [(b, a)]})
@@ -56,12 +56,12 @@ def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
 
 
 def pair_of(connection: socket.socket) -> Pair:
-    """Return both ends of a connection. Raises ``OSError`` if it has none."""
+    """Return both ends of a connection. Raises ``OSError`` if the socket is not connected."""
     return _end(connection.getsockname()), _end(connection.getpeername())
 
 
 def _end(address: tuple[str, int]) -> End:
-    # Normalized, because both ends must list the same text: the interface of a link-local address
+    # Normalized because both ends must list the same text: the interface in a link-local address
     # (fe80::1%eth0) differs between machines, and one end may see IPv4 mapped to IPv6.
     host = address[0].partition("%")[0]
     return host.removeprefix("::ffff:"), int(address[1])
@@ -91,8 +91,8 @@ def format_end(end: End) -> str:
 def find_uid(pair: Pair) -> int | None:
     """Return the user ID of the process at the far end, if it runs on this machine."""
     near, far = pair
-    # The row of the far end's socket: its local address is our far end. There is none if the
-    # process runs on another machine, or in another network namespace.
+    # Find the row of the far end's socket, whose local address is our far end. There is none if the
+    # process runs on another machine or in another network namespace.
     for file, is_ipv6 in (("/proc/net/tcp", False), ("/proc/net/tcp6", True)):
         try:
             wanted = [_as_listed(far, is_ipv6), _as_listed(near, is_ipv6)]
@@ -107,7 +107,7 @@ def find_uid(pair: Pair) -> int | None:
 
 
 def _as_listed(end: End, is_ipv6: bool) -> str:
-    # Like the kernel's tables: 32-bit words in the machine's byte order.
+    # As in the kernel's tables: 32-bit words in the machine's byte order.
     host, port = end
     address = ipaddress.ip_address(host)
     if is_ipv6 and address.version == 4:

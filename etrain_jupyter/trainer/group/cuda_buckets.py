@@ -1,7 +1,7 @@
-"""Sums of gradients on a GPU by gloo, for example for two ranks that share a GPU.
+"""Sum gradients on a GPU through gloo, for example if two ranks share a GPU.
 
 gloo accepts CUDA tensors, but its futures do not synchronize the device's streams. So the bucket
-goes through host memory, in the thread that can be abandoned.
+goes through host memory, in the exchange thread, which can be abandoned.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ def sum_through_host(
     sum_on_host: Callable[[torch.Tensor], None],
     complete: Callable[[], None],
 ) -> Callable[[], None]:
-    """Start to copy a bucket to the host; return the rest of the work, which blocks.
+    """Start copying a bucket to the host; return the rest of the work, which blocks.
 
     Args:
         buffer: The bucket, on the device.
         sum_on_host: Sums a host tensor over the ranks, in place; blocks.
-        complete: Completes the future that DDP waits for. Called on the stream of the copy back,
-            which the future records, so that readers of the gradients wait for the copy.
+        complete: Completes the future that DDP waits for. Called on the stream of the copy back to
+            the device. The future records this stream, so that readers of the gradients wait for
+            the copy.
     """
     # autograd's stream    gradients ── copy to host ─ event ── (backward pass continues)
     # exchange thread                                  wait ── sum over the ranks ─┐
@@ -45,13 +46,13 @@ def sum_through_host(
 
 
 def future_for(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future whose readers' streams wait for the stream that completes it."""
+    """Return a future that makes its readers' streams wait for the stream that completes it."""
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
 class _Moment:
-    # A point in the current stream that another thread can wait for. A blocking event: by default
-    # the wait spins, on a core that the training thread may need.
+    # A point in the current stream that another thread can wait for. A blocking event: by default,
+    # the wait would spin on a core that the training thread may need.
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: Any = None
         if tensor.is_cuda:
@@ -66,7 +67,7 @@ class _Moment:
 def _stream_for(buffer: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     if not buffer.is_cuda:
         return contextlib.nullcontext()
-    # A stream of torch's pool, so that the copy back does not wait for the backward pass.
+    # A stream from torch's pool, so that the copy back does not wait for the backward pass.
     stream: Any = torch.cuda.Stream(device=buffer.device)  # type: ignore[no-untyped-call]
     return torch.cuda.stream(stream)
 

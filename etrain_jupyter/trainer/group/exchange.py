@@ -1,4 +1,4 @@
-"""Exchange thread of a generation: it may block inside gloo, because it can be abandoned."""
+"""Exchange thread of a generation, which may block inside gloo because it can be abandoned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Exchange:
     def __init__(self) -> None:
         self._pieces: queue.SimpleQueue[tuple[Work, Future[None]] | None] = queue.SimpleQueue()
         self._ended = False
-        # A daemon, so that the process can exit although this thread is stuck inside gloo.
+        # A daemon, so that the process can exit even if this thread is stuck inside gloo.
         threading.Thread(target=self._run, daemon=True, name="etrain-exchange").start()
 
     def submit(self, work: Work) -> Future[None]:
@@ -28,7 +28,7 @@ class Exchange:
         return future
 
     def end(self) -> None:
-        """Drop the items that have not begun, and let the thread end. Does not wait for it."""
+        """Drop work items that have not started, and let the thread end, without waiting for it."""
         self._ended = True
         self._pieces.put(None)
 
@@ -38,7 +38,7 @@ class Exchange:
             if piece is None:
                 return
             work, future = piece
-            # Items that were queued before the end must not start in an aborted generation.
+            # Items still in the queue must not start in an aborted generation.
             if self._ended:
                 future.cancel()
                 continue

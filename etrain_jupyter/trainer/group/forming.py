@@ -1,4 +1,4 @@
-"""Connect one rank with the other ranks of its generation, in a thread that can be abandoned.
+"""Connect one rank to the other ranks of its generation, in a thread that can be abandoned.
 
 ::
 
@@ -28,13 +28,13 @@ from etrain_jupyter.trainer.group.rendezvous import (
 )
 
 WATCH_EVERY_S = 0.02
-"""Interval at which a rank counts the connections of strangers while it connects."""
+"""Interval at which a rank counts connections from strangers while it connects."""
 
 
 @dataclass(kw_only=True)
 class _Building:
-    # Written by the builder thread alone, and each attribute at most once after its default: so
-    # the caller may read them without a lock.
+    # Only the builder thread writes these attributes, each at most once after its default, so the
+    # caller may read them without a lock.
     stage: str = GLOO
     """The backend that is connecting."""
     is_authenticated: bool = False
@@ -82,7 +82,7 @@ class Forming:
         """Return the connected gloo backend.
 
         Raises:
-            CommunicationError: If that fails, times out or is aborted.
+            CommunicationError: If connecting fails, times out or is aborted.
         """
         token = self._waiters.register(self._ready.set)
         builder = threading.Thread(
@@ -93,7 +93,7 @@ class Forming:
         self._waiters.forget(token)
         building = self._building
         # Failed, timed out, or aborted: ``fail`` keeps the first reason. The builder may still be
-        # inside torch. It holds the device, and ends when the device's sockets are shut down.
+        # inside torch. It keeps the device alive, and ends when the device's sockets are shut down.
         if building.backend is None:
             error, stage = building.error, building.stage
             timeout = f"{stage} did not connect within {FORM_TIMEOUT_S:.0f} s"
@@ -102,8 +102,8 @@ class Forming:
         return building.backend
 
     def _watch_strangers(self, device: GlooDevice) -> None:
-        # Wait until ready. Until the ranks are authenticated, the listener is open, and gloo ends
-        # the process if ``accept`` fails because the descriptors are used up:
+        # Waits until ready. The listener is open until the ranks are authenticated, and gloo
+        # terminates the process if ``accept`` fails because the descriptors are used up:
         #
         #     builder   gloo connects ───────────────── authenticate ─ sealed ─ NCCL connects
         #     caller    count, admit, count, admit ...                 only wait
@@ -143,7 +143,7 @@ class Forming:
             gloo = connect_gloo(self._store, self._rank, self._world_size, device)
         except RuntimeError as exc:
             # The other ranks wait for this rank's list of connections: let them fail now, with this
-            # rank's error, instead of at their timeout.
+            # rank's error, instead of timing out.
             give_up(self._store, self._rank, exc)
             raise
         authenticate(device, self._store, rank=self._rank, world_size=self._world_size)

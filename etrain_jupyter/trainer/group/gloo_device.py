@@ -1,7 +1,7 @@
-"""Gloo device with access to its sockets, to list them, hold them back, seal and shut them down.
+"""Gloo device whose sockets can be listed, held back, sealed and shut down.
 
 Shutting the sockets down is the only way to break a stuck collective. Listing them is the only way
-to verify the peers, because gloo gives a rank's place to the first connection that sends its
+to verify the peers, because gloo gives a rank's place to the first connection that sends the rank's
 number.
 """
 
@@ -23,12 +23,12 @@ from etrain_jupyter.trainer.group.socket_filters import drop_everything
 
 _DESCRIPTORS = "/proc/self/fd"
 _ONESHOT = 1 << 30
-"""``EPOLLONESHOT`` is set while gloo has not given a rank's place to a connection: gloo waits for
-the 8-byte number of a pair, or no pair has the number that arrived. A test checks that."""
+"""``EPOLLONESHOT`` is set until gloo gives a rank's place to a connection: gloo is waiting for the
+8-byte number of a pair, or no pair has the number that arrived. A test checks this."""
 
 
 class Connection(NamedTuple):
-    """A connection that a device has made or accepted."""
+    """A connection that a device has opened or accepted."""
 
     fd: int
     pair: Pair
@@ -52,25 +52,25 @@ class GlooDevice:
             on_listening: Called with the listener as soon as possible. It is not called if the
                 listener's descriptor cannot be distinguished from those of other threads.
         """
-        # gloo does not expose its descriptors. So they are found by comparing /proc/self/fd from
-        # before and after; the lock keeps two devices from being created at the same time.
+        # gloo does not expose its descriptors. They are found by comparing /proc/self/fd before and
+        # after; the lock keeps two devices from being created at the same time.
         with self._making:
             before, known = set(_links().values()), set(_descriptors())
-            # Not lazily: connections must be made before the ranks authenticate each other.
+            # Not lazy: all connections must exist before the ranks authenticate each other.
             self.device = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
             if on_listening is not None:
                 _call_with_listener(on_listening, set(_descriptors()) - known)
             self._epoll = _find_epoll(before)
 
     def connections(self) -> list[Connection]:
-        """Return all current connections, without the listener.
+        """Return all current connections, excluding the listener.
 
         Raises:
-            CommunicationError: This system does not list the sockets of a process.
+            CommunicationError: The sockets of a process cannot be listed on this system.
         """
         found = []
         for fd, events in self._sockets():
-            # The listener and gloo's own pipe have no peer: OSError. So has a closed connection.
+            # OSError: the listener, gloo's own pipe and closed connections have no peer.
             with contextlib.suppress(OSError), _socket_of(fd) as connection:
                 is_claimed = not events & _ONESHOT
                 found.append(Connection(fd, pair_of(connection), is_claimed))
@@ -83,7 +83,7 @@ class GlooDevice:
     @contextlib.contextmanager
     def socket_at(self, fd: int, pair: Pair) -> Iterator[socket.socket]:
         """Yield the socket of a connection. Raises ``OSError`` if the descriptor was reused."""
-        # gloo may have closed the connection since it was listed, and its number be taken again.
+        # gloo may have closed the connection since it was listed, and its descriptor may be reused.
         with _socket_of(fd) as connection:
             if pair_of(connection) != pair:
                 raise OSError(f"descriptor {fd} belongs to another connection now")
@@ -109,22 +109,22 @@ class GlooDevice:
         Raises:
             CommunicationError: The listener cannot be found.
         """
-        # By a filter, not by closing: gloo terminates the process if ``accept`` fails.
+        # Not by closing the listener: gloo terminates the process if ``accept`` fails.
         with self.listener() as listener:
             drop_everything(listener)
 
     def shut_down(self) -> None:
         """Shut down the device's connections and seal its listener."""
-        # Without /proc (not on Linux) this has no effect. Waits are abandoned nevertheless, and the
-        # coordinator notifies the peers.
+        # Without /proc (on systems other than Linux) this has no effect. Even then waits are
+        # abandoned, and the coordinator notifies the peers.
         if self._epoll is None:
             return
-        # Only the reading side: gloo then sees the end of the stream, fails all waits, and closes
-        # the connection itself. It would not report a write that fails in its own thread.
+        # Shut down only the reading side: gloo then sees the end of the stream, fails all waits,
+        # and closes the connection itself. It would not report a failed write in its own thread.
         for fd, _ in _watched(self._epoll):
             with contextlib.suppress(OSError), _socket_of(fd) as connection:
                 if _is_listening(connection):
-                    # A thread stuck inside gloo keeps the listener open: a flood must not reach it.
+                    # A thread stuck inside gloo keeps the listener open: no flood may reach it.
                     drop_everything(connection)
                 else:
                     connection.shutdown(socket.SHUT_RD)
@@ -140,9 +140,9 @@ class GlooDevice:
 
 
 def _find_epoll(before: set[str]) -> int | None:
-    # The epoll descriptor that watches a listener that did not exist ``before``. A new descriptor
-    # number alone is not enough: while another thread frees the device of an earlier generation,
-    # the new device may get its number. The link of a socket contains its inode, which is not
+    # Returns the epoll descriptor that watches a listener opened since ``before``. A new descriptor
+    # number alone is not enough: if another thread frees the device of an earlier generation, the
+    # new device may get that device's number. The link of a socket contains its inode, which is not
     # reused.
     links = _links()
     found = [
@@ -163,8 +163,9 @@ def _is_new_listener(fd: int, links: dict[int, str], before: set[str]) -> bool:
 
 
 def _socket_of(fd: int) -> socket.socket:
-    # Of a duplicate, so that closing the Python object leaves gloo's descriptor open. Both refer to
-    # the same socket: options and shutdowns affect it. Raises OSError if it is not a socket.
+    # Uses a duplicate, so that closing the Python object leaves gloo's descriptor open. Both refer
+    # to the same socket, so options and shutdowns still apply. Raises OSError if ``fd`` is not a
+    # socket.
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
@@ -191,8 +192,8 @@ def _descriptors() -> list[int]:
 
 
 def _links() -> dict[int, str]:
-    # For example {7: "socket:[48213]", 8: "anon_inode:[eventpoll]"}. Descriptors may be closed by
-    # other threads while they are listed.
+    # For example {7: "socket:[48213]", 8: "anon_inode:[eventpoll]"}. Other threads may close
+    # descriptors while they are being listed.
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(_DESCRIPTORS):
@@ -202,8 +203,8 @@ def _links() -> dict[int, str]:
 
 
 def _watched(epoll: int) -> list[tuple[int, int]]:
-    # Lines such as "tfd:       12 events: 40000019 data: ...": the descriptor, and its events in
-    # hexadecimal.
+    # Reads lines such as "tfd:       12 events: 40000019 data: ...": a descriptor, and its events
+    # in hexadecimal.
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{epoll}") as info:
         lines = [line.split() for line in info if line.startswith("tfd")]
         return [(int(fields[1]), int(fields[3], 16)) for fields in lines]

@@ -1,4 +1,4 @@
-"""Waits that end when their operation is complete *or* the generation is aborted."""
+"""Waits that end when their operation completes *or* the generation is aborted."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Waiters:
         """Backend that failed, ``gloo`` or ``nccl``; empty after an abort."""
 
     def fail(self, why: str, *, backend: str = "") -> CommunicationError:
-        """Record the failure, unless there is an earlier one; return the exception to raise."""
-        # The first one is the cause. An abort breaks all collectives, whose errors follow.
+        """Record the failure unless there is an earlier failure; return the exception to raise."""
+        # The first failure is the cause. An abort breaks all collectives, whose errors follow.
         if not self.failure:
             self.failure, self.failed_backend = why, backend
         return CommunicationError(self.failure)
 
     def register(self, wake: Callable[[], None]) -> int:
-        """Call ``wake`` on an abort, or at once after one. Returns a token for ``forget``."""
+        """Call ``wake`` on an abort; at once if already aborted. Returns a token for ``forget``."""
         # ``fail`` and ``wake_all`` are two calls. A wait that registers before ``wake_all`` takes
         # the lock is woken by it, or sees the failure here:
         #
@@ -47,18 +47,18 @@ class Waiters:
                 self._num_registered += 1
                 self._wakes[self._num_registered] = wake
                 return self._num_registered
-        # Outside of the lock: a wake may call ``forget``.
+        # Outside the lock: a wake may call ``forget``.
         wake()
         return 0
 
     def forget(self, token: int) -> None:
-        """Do not call it any more: its operation is complete."""
+        """Unregister a wait: its operation is complete."""
         with self._lock:
             self._wakes.pop(token, None)
 
     def wake_all(self) -> None:
         """Wake all registered waits, after ``fail``."""
-        # Called outside of the lock, which a wake may need.
+        # Called outside the lock, which a wake may need.
         with self._lock:
             wakes = list(self._wakes.values())
             self._wakes.clear()
@@ -70,7 +70,7 @@ class Pending:
     """A collective in flight, or work in the exchange thread.
 
     Args:
-        future: A future of torch or of the exchange thread; None if there is nothing to wait for.
+        future: A future from torch or the exchange thread; None if there is nothing to wait for.
     """
 
     def __init__(self, waiters: Waiters, future: Any) -> None:
@@ -78,7 +78,7 @@ class Pending:
         self._future = future
 
     def wait(self) -> None:
-        """Block until it is complete. Raises CommunicationError if it failed or was aborted."""
+        """Block until complete. Raises CommunicationError on a failure or an abort."""
         if self._future is None:
             return
         # Not future.wait(): it would block without a timeout if the peer is silent.
@@ -87,8 +87,8 @@ class Pending:
         self._future.add_done_callback(lambda _: ready.set())
         ready.wait()
         self._waiters.forget(token)
-        # Woken by an abort: the operation is abandoned. It may complete at any later time, and
-        # write into its tensor, which must not be reused.
+        # Woken by an abort: the operation is abandoned. It may still complete later and write into
+        # its tensor, which must not be reused.
         if not self._future.done():
             raise self._waiters.fail("aborted")
         error = error_of(self._future)
@@ -97,10 +97,10 @@ class Pending:
 
 
 def error_of(future: Any) -> BaseException | None:
-    """Return the error of a completed future of torch or of the exchange thread."""
+    """Return the error of a completed future from torch or from the exchange thread."""
     try:
         if isinstance(future, Future):
-            # Not raised here: its traceback would keep this future, and so the generation, alive.
+            # Not raised here: the traceback would keep this future, and so the generation, alive.
             return future.exception()
         future.value()
     except (RuntimeError, CancelledError) as exc:
@@ -109,9 +109,9 @@ def error_of(future: Any) -> BaseException | None:
 
 
 def text_of(exc: BaseException) -> str:
-    """Return an exception's text for a report: bounded, without a C++ trace, else its type.
+    """Return an exception's text for a report, bounded and without a C++ trace, or its type.
 
-    More than the first line, because NCCL puts its own message last, after ``Last error:``.
+    Not only the first line, because NCCL puts its own message last, after ``Last error:``.
     """
     text = str(exc).partition(_CPP_TRACE)[0].strip() or type(exc).__name__
     return text.encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]

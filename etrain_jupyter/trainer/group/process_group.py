@@ -1,13 +1,13 @@
-"""Process group of one rank in one generation, formed and broken inside a living process.
+"""Process group of one rank in one generation, formed and broken within a running process.
 
 Three measured facts (see ``benchmarks/README.md``) shape this file:
 
-* No torch call unblocks a gloo collective whose peer is silent; only the group's own timeout does.
+* No torch call unblocks a gloo collective with a silent peer; only the group's own timeout does.
   Shutting down the sockets of the group's device unblocks it within milliseconds. So each
   generation has its own device.
 * Even then a thread can stay inside gloo. So nothing waits inside gloo: a wait ends when the
-  operation's future completes *or* when the generation is aborted, whichever comes first, and the
-  operation is abandoned to its timeout.
+operation's future completes *or* the generation is aborted, whichever comes first. In the second
+case the operation is abandoned to its timeout.
 * The constructor of ``ProcessGroupGloo`` may block without a timeout, so it runs in a thread that
   can be abandoned (``forming``).
 
@@ -43,7 +43,7 @@ from etrain_jupyter.trainer.group.transports import GlooTransport, NcclTransport
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 ABORTED = "aborted"
-"""Failure of a generation that the coordinator has aborted; the coordinator knows the cause."""
+"""Failure of a generation that the coordinator aborted; the coordinator knows the cause."""
 
 __all__ = ["ABORTED", "BroadcastStore", "CommunicationError", "Pending", "RankGroup"]
 
@@ -54,8 +54,8 @@ class RankGroup:
     Args:
         store: The store in which the ranks find each other.
         host: Address at which other machines reach this one.
-        backend: ``gloo``, or ``nccl`` for ranks with one GPU each: then NCCL carries the gradients
-            on the GPU, and gloo everything else.
+        backend: ``gloo``, or ``nccl`` for ranks with one GPU each: NCCL then carries the gradients
+            on the GPU, and gloo all other data.
         is_guarded: Keep strangers out, see ``admission``. The same on all ranks of a generation.
         progress: Progress page on which each collective is counted when it starts.
         connect_nccl: Replaces the function of this name in tests.
@@ -88,15 +88,16 @@ class RankGroup:
         self._default_group: dist.ProcessGroup | None = None
         self._exchange: Exchange | None = None
         self._lock = threading.Lock()
-        """Guards ``_exchange``, ``_closed`` and the device's descriptors against an abort."""
+        """Protects ``_exchange``, ``_closed`` and the device's descriptors from an abort."""
         self._closed = False
         self.contributes = True
-        """False if this rank has no samples in the current step; its gradients are zero then."""
+        """False if this rank has no samples in the current step, so that its gradients are zero."""
 
     def _make_transport(
         self, backend: str, connect_nccl: ConnectNccl
     ) -> tuple[Transport, Callable[[], None] | None]:
-        # No reference cycle: a generation is freed at its end, not by a later garbage collection.
+        # Avoids a reference cycle: a generation is freed when it ends, not by the garbage
+        # collector.
         collectives = weakref.proxy(self)
         if backend != NCCL:
             return GlooTransport(collectives, self._waiters), None
@@ -116,21 +117,21 @@ class RankGroup:
     # --- lifecycle ---
 
     def form(self) -> None:
-        """Connect with the other ranks and become torch's default group.
+        """Connect to the other ranks and become torch's default group.
 
         Raises:
-            CommunicationError: If that fails or is aborted. An abort takes effect at once, even
+            CommunicationError: If this fails or is aborted. An abort takes effect at once, even
                 while gloo is blocked.
         """
         if self.world_size > 1:
             self.connect()
-            # DDP, and user code that calls torch.distributed, use the default group.
+            # DDP and user code that calls torch.distributed use the default group.
             self._default_group = make_default_group(
                 self._gloo, self._store, self.rank, self.world_size
             )
 
     def connect(self) -> None:
-        """Connect with the other ranks. Raises CommunicationError if that fails or is aborted."""
+        """Connect to the other ranks. Raises CommunicationError if this fails or is aborted."""
         self.raise_if_failed()
         forming = Forming(
             store=self._store,
@@ -140,13 +141,13 @@ class RankGroup:
             waiters=self._waiters,
             connect_nccl=self._connect_nccl,
         )
-        # Set before the connection is made, so that an abort can shut it down meanwhile.
+        # Set before connecting, so that an abort can shut the device down meanwhile.
         self._device = forming.make_device(self._host)
         self._gloo = forming.connect(self._device)
         self.raise_if_failed()
 
     def abort(self, why: str = ABORTED) -> None:
-        """Break the collectives of this rank and of its peers. Safe from any thread."""
+        """Break the collectives of this rank and its peers. Can be called from any thread."""
         # In a running step:
         #
         #     control thread   fail ── sockets shut down ── wake_all
@@ -154,7 +155,7 @@ class RankGroup:
         #     gloo's threads   (blocked) ...... released, futures fail
         #     peers            (blocked) ...... see the connection end, and fail as well
         #
-        # The reason first: every thread that wakes up raises it.
+        # Set the reason first: every thread that wakes up raises it.
         self._waiters.fail(why)
         # Ranks that are still forming wait in the store.
         self._store.abort()
@@ -162,7 +163,7 @@ class RankGroup:
             if self._exchange is not None:
                 self._exchange.end()
             self._break_connections()
-        # Last: the main thread, once awake, closes the group, and then the device is gone.
+        # Wake the main thread last: it closes the group, and then the device is gone.
         self._waiters.wake_all()
         self._transport.end(gently=False)
 
@@ -173,10 +174,10 @@ class RankGroup:
             self._device.shut_down()
 
     def close(self) -> None:
-        """Leave the group and free it; the slow part runs in a thread, off the critical path.
+        """Leave the group and free it; the slow part runs in a separate thread.
 
-        DDP must have been taken off the model before: if it holds the last reference to the group,
-        its destructor waits here for gloo's.
+        DDP must already be removed from the model: if it holds the last reference to the group, its
+        destructor waits here for gloo's.
         """
         # The connections of an intact group are not shut down: a peer may still be reading the end
         # of the last collective.
@@ -195,17 +196,17 @@ class RankGroup:
         remains = [self._default_group, self._gloo, self._device]
         self._default_group = self._gloo = self._device = None
         if any(part is not None for part in remains):
-            # gloo's destructor waits for its 10 ms epoll ticks, or for an operation that is stuck:
-            # this must not delay the next generation.
+            # gloo's destructor waits for its 10 ms epoll ticks, or for a stuck operation: this must
+            # not delay the next generation.
             threading.Thread(target=remains.clear, daemon=True, name="etrain-free").start()
 
     # --- collectives ---
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start to sum ``tensor`` over the ranks, in place."""
+        """Start summing ``tensor`` over the ranks, in place."""
         if self.world_size == 1:
             return Pending(self._waiters, None)
-        # The future is complete before Work.is_completed() turns true: ask the future.
+        # The future completes before Work.is_completed() becomes true, so query the future.
         future = self.launch(dist.all_reduce, tensor).get_future()
         return Pending(self._waiters, future)
 
@@ -219,7 +220,7 @@ class RankGroup:
             self._transport.sum_now(tensor)
 
     def launch(self, collective: Callable[..., Any], *args: Any) -> Any:
-        """Start a collective of torch's default group; return its ``Work``."""
+        """Start a collective on torch's default group; return its ``Work``."""
         self.raise_if_failed()
         self.count()
         try:
@@ -228,7 +229,7 @@ class RankGroup:
             raise self._waiters.fail(text_of(exc), backend=GLOO) from exc
 
     def wait_for(self, collective: Callable[[], object]) -> None:
-        """Run a collective in which torch itself waits; an abort ends it by breaking connections.
+        """Run a collective in which torch itself waits; an abort breaks the connections to end it.
 
         Raises:
             CommunicationError: A peer is lost.
@@ -246,20 +247,20 @@ class RankGroup:
             self._progress.count_collective()
 
     def beat(self) -> None:
-        """Send a heartbeat from within long ``work``, while the main thread waits for it."""
+        """Send a heartbeat from within a long ``work``, while the main thread waits for it."""
         if self._progress is not None:
             self._progress.beat()
 
     # --- messages between two ranks ---
 
     def start(self, work: Callable[[], None], *, is_counted: bool = True) -> Pending:
-        """Run ``work`` in the generation's exchange thread, after all work started before it.
+        """Run ``work`` in the generation's exchange thread, after all work started earlier.
 
-        The work may block inside gloo. The thread that waits for it does not: an abort abandons the
-        work. An exception in it becomes a CommunicationError and ends the generation.
+        The work may block inside gloo, but the thread that waits for it does not: an abort abandons
+        the work. An exception in the work becomes a CommunicationError and ends the generation.
 
         Args:
-            work: Must not wait for other work of the same thread.
+            work: Must not wait for other work in the same thread.
             is_counted: True if every rank does this, so that it counts as progress like a
                 collective.
         """
@@ -272,8 +273,8 @@ class RankGroup:
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Run ``work`` in the exchange thread; return its future."""
         with self._lock:
-            # Created on demand: many generations never use it. Never after a failure, because
-            # ``abort`` has passed, and nothing would end its thread any more.
+            # Created on demand, because many generations never use it. Never created after a
+            # failure: ``abort`` has already run, and nothing would end the thread.
             if self._exchange is None and not self.failure:
                 self._exchange = Exchange()
         self.raise_if_failed()
@@ -281,7 +282,7 @@ class RankGroup:
         return self._exchange.submit(work)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        """Start to send a contiguous CPU tensor. Only inside the ``work`` of ``start``.
+        """Start sending a contiguous CPU tensor. Only inside the ``work`` of ``start``.
 
         Returns:
             Torch's ``Work``, whose ``wait`` blocks.
@@ -289,7 +290,7 @@ class RankGroup:
         return self._peers().send([tensor], dst, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
-        """Start to receive into a contiguous CPU tensor. Only inside the ``work`` of ``start``.
+        """Start receiving into a contiguous CPU tensor. Only inside the ``work`` of ``start``.
 
         Returns:
             Torch's ``Work``, whose ``wait`` blocks.
@@ -297,9 +298,9 @@ class RankGroup:
         return self._peers().recv([tensor], src, tag)
 
     def _peers(self) -> Any:
-        # This generation's own connections, not torch's default group. An abandoned exchange thread
-        # may still call this after the next generation has replaced the default group, and would
-        # send old gradients into it.
+        # Use this generation's own connections, not torch's default group. An abandoned exchange
+        # thread may call this after the next generation has replaced the default group, and would
+        # send old gradients to it.
         gloo = self._gloo
         self.raise_if_failed()
         if gloo is None:
@@ -315,19 +316,19 @@ class RankGroup:
     def ddp_hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket of gradients over the ranks, as DDP's communication hook."""
         # Nothing is divided: each rank's loss is already scaled to its share of the step's mean. A
-        # failure completes the future, too, because DDP waits for it without a timeout. ``settle``
-        # raises it after the backward pass.
+        # failure also completes the future, because DDP waits for it without a timeout. ``settle``
+        # raises the error after the backward pass.
         buffer: torch.Tensor = bucket.buffer()
-        # A rank without samples passes samples of another rank, which must not count twice.
+        # A rank without samples runs another rank's samples, which must not count twice.
         if not self.contributes:
             buffer.zero_()
         return self._transport.sum_bucket(buffer)
 
     def settle(self) -> None:
-        """Wait until the gradients of the backward pass are sums over the ranks.
+        """Wait until the gradients of the backward pass are summed over the ranks.
 
         Raises:
-            CommunicationError: If they are not: a sum failed or the generation was aborted.
+            CommunicationError: If a sum failed or the generation was aborted.
         """
         self.raise_if_failed()
         self._transport.settle()

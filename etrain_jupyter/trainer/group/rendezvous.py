@@ -11,18 +11,18 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 FORM_TIMEOUT_S = 120.0
-"""A last resort: the coordinator detects a rank that does not connect long before."""
+"""A last resort: much earlier, the coordinator detects a rank that does not connect."""
 
 
 class CommunicationError(RuntimeError):
-    """A collective did not complete: a peer is lost, or the generation was aborted."""
+    """A collective did not complete: a peer was lost, or the generation was aborted."""
 
 
 class BroadcastStore(c10d.Store):
-    """A rendezvous store without a server: the coordinator forwards what each rank sets.
+    """A rendezvous store without a server: the coordinator forwards every key that a rank sets.
 
-    It uses the authenticated control channel, so it needs no open port, and it survives the death
-    of any rank. Keys of other generations are dropped before they reach it.
+    It uses the authenticated control channel, so it needs no open port, and it survives the loss of
+    any rank. Keys from other generations are dropped before they reach it.
 
     Args:
         publish: Sends a key and its value to the other ranks.
@@ -43,7 +43,7 @@ class BroadcastStore(c10d.Store):
 
     def drop(self, prefix: str) -> None:
         """Forget the keys with this prefix, on this rank only."""
-        # For keys that repeat with each checkpoint: a generation may last for days.
+        # For keys that are set for each checkpoint: a generation may last for days.
         with self._changed:
             self._values = {k: v for k, v in self._values.items() if not k.startswith(prefix)}
 
@@ -59,7 +59,7 @@ class BroadcastStore(c10d.Store):
         # coordinator                      └─ to all other ranks of the generation
         # ranks 0, 2                            put, wakes their waits
         data = value.encode() if isinstance(value, str) else bytes(value)
-        # First here, because the coordinator does not send it back.
+        # Set the key here first, because the coordinator does not send it back.
         self.put(key, data)
         self._publish(key, data)
 
@@ -79,8 +79,8 @@ class BroadcastStore(c10d.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Block until all keys are set."""
-        # gloo calls this from C++ while it connects, often with a timeout of its own. An abort must
-        # end it, or the builder thread would stay in it for two minutes.
+        # gloo calls this from C++ while it connects, often with its own timeout. An abort must end
+        # the call, or the builder thread would stay in it for two minutes.
         deadline = time.monotonic() + (timeout.total_seconds() if timeout else FORM_TIMEOUT_S)
         with self._changed:
             while not all(key in self._values for key in keys):

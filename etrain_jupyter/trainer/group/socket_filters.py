@@ -24,12 +24,12 @@ _ONLY_A_NUMBER = [  # no end of stream, and no more than 8 bytes in a packet
 
 
 def drop_everything(listener: socket.socket) -> None:
-    """Make a listener unreachable; connections that it has accepted are not affected."""
+    """Make a listener unreachable; already accepted connections are not affected."""
     _attach(listener, _NOTHING)
 
 
 def pass_only_a_number(listener: socket.socket) -> None:
-    """Let connections of this listener receive at most 8 bytes per packet, and no end of stream."""
+    """Let this listener's connections receive at most 8 bytes per packet, and no end of stream."""
     _attach(listener, _ONLY_A_NUMBER)
 
 

@@ -1,4 +1,4 @@
-"""Transports for gradients: gloo, directly or through host memory, or NCCL.
+"""Transports for gradients: gloo (directly or through host memory) or NCCL.
 
 =========  =================  ==========================================  ======================
 backend    gradients          a bucket goes                               its future completes
@@ -33,11 +33,11 @@ class Collectives(Protocol):
     """The operations of a rank's process group that a transport uses."""
 
     def launch(self, collective: Callable[..., Any], *args: Any) -> Any:
-        """Start a collective of the default group; return torch's ``Work``."""
+        """Start a collective on the default group; return torch's ``Work``."""
         ...
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Do ``work`` in the exchange thread."""
+        """Run ``work`` in the exchange thread."""
         ...
 
     def sum_on_host(self, tensor: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class Transport(Protocol):
     """Sums gradients over the ranks of one generation."""
 
     def sum_bucket(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Start to sum a bucket of gradients, in place, for DDP."""
+        """Start summing a bucket of gradients, in place, for DDP."""
         ...
 
     def sum_now(self, tensor: torch.Tensor) -> None:
@@ -65,25 +65,25 @@ class Transport(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until the sums that DDP has waited for are complete on the device, too."""
+        """Wait until the sums that DDP has waited for are also complete on the device."""
         ...
 
     def end(self, *, gently: bool) -> None:
-        """Release the backend; ``gently`` if no collective of it is stuck."""
+        """Release the backend; ``gently`` if none of its collectives is stuck."""
         ...
 
 
 class GlooTransport:
-    """Sums gradients by gloo."""
+    """Sums gradients through gloo."""
 
     def __init__(self, collectives: Collectives, waiters: Waiters) -> None:
         self._collectives = collectives
         self._waiters = waiters
 
     def sum_bucket(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Start to sum a bucket of gradients, in place."""
-        # DDP blocks on this future without a timeout, so an abort must complete it, too. ``settle``
-        # of the group raises the error after the backward pass:
+        """Start summing a bucket of gradients, in place."""
+        # DDP blocks on this future without a timeout, so an abort must complete it, too. The
+        # group's ``settle`` raises the error after the backward pass:
         #
         #     gloo            sum ── completed ─┐
         #     abort           wake_all ─────────┴─ complete, whichever comes first
@@ -99,7 +99,7 @@ class GlooTransport:
         try:
             future = self._start(buffer, complete)
         except CommunicationError:
-            # torch may replace an exception in autograd's callback by another one.
+            # torch may replace an exception raised in autograd's callback.
             complete()
             return done
         token = self._waiters.register(complete)
@@ -115,7 +115,7 @@ class GlooTransport:
         return done
 
     def _start(self, buffer: torch.Tensor, complete: Callable[[], None]) -> Any:
-        # Returns a future of torch or of the exchange thread.
+        # Returns a future from torch or from the exchange thread.
         if not buffer.is_cuda:
             return self._collectives.launch(dist.all_reduce, buffer).get_future()
         self._collectives.raise_if_failed()
@@ -125,23 +125,23 @@ class GlooTransport:
         return self._collectives.submit(work)
 
     def sum_now(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor, in place; one on a GPU goes through host memory."""
+        """Sum a tensor, in place; a GPU tensor goes through host memory."""
         on_host = tensor.cpu()  # the tensor itself if it is in host memory
-        # The future is complete before Work.is_completed() turns true: ask the future.
+        # The future completes before Work.is_completed() becomes true, so query the future.
         future = self._collectives.launch(dist.all_reduce, on_host).get_future()
         Pending(self._waiters, future).wait()
         if tensor.is_cuda:
             tensor.copy_(on_host)
 
     def settle(self) -> None:
-        """Do nothing: the futures that DDP has waited for are complete with the sums."""
+        """Do nothing: the futures that DDP has waited for complete together with the sums."""
 
     def end(self, *, gently: bool) -> None:
         """Do nothing: the group itself ends gloo."""
 
 
 class NcclTransport:
-    """Sums gradients on GPUs by NCCL, and tensors in host memory by gloo."""
+    """Sums gradients on GPUs through NCCL, and tensors in host memory through gloo."""
 
     def __init__(self, collectives: Collectives, waiters: Waiters) -> None:
         self._collectives = collectives
@@ -154,11 +154,11 @@ class NcclTransport:
         """Take over the backend before it connects, in the builder thread.
 
         Raises:
-            CommunicationError: If the generation has been aborted meanwhile. ``end`` may have been
-                called before, and would not be called again.
+            CommunicationError: If the generation has been aborted meanwhile. ``end`` may already
+                have been called, and would not be called again.
         """
         # ``abort`` sets the failure before it calls ``end``. So either this sees the failure, or
-        # ``end`` sees the backend; a backend that is never aborted would block in NCCL forever.
+        # ``end`` sees the backend; without an abort, the backend would block in NCCL forever.
         with self._lock:
             is_late = bool(self._waiters.failure)
             self.backend = None if is_late else backend
@@ -170,7 +170,7 @@ class NcclTransport:
         try:
             return self._sum(buffer)
         except CommunicationError:
-            # As with gloo: ``settle`` raises it, outside of autograd's callback.
+            # As with gloo: ``settle`` raises the error, outside autograd's callback.
             done = future_for(buffer)
             done.set_result(buffer)
             return done
@@ -193,7 +193,7 @@ class NcclTransport:
         return future.then(read)  # type: ignore[no-any-return]
 
     def sum_now(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor, in place: by NCCL if it is on a GPU, else by gloo."""
+        """Sum a tensor, in place: through NCCL on a GPU, otherwise through gloo."""
         if not tensor.is_cuda:
             self._gloo.sum_now(tensor)
             return
@@ -201,15 +201,15 @@ class NcclTransport:
         self._collectives.raise_if_failed()
 
     def settle(self) -> None:
-        """Wait for the device: DDP's futures complete when the sums are queued there."""
-        # In the exchange thread, because a sum whose peer is lost never completes on the device.
+        """Wait for the device: DDP's futures complete as soon as the sums are queued on it."""
+        # In the exchange thread, because a sum never completes on the device if a peer is lost.
         if self.backend is not None:
             future = self._collectives.submit(moment_of_device())
             Pending(self._waiters, future).wait()
             self._collectives.raise_if_failed()
 
     def end(self, *, gently: bool) -> None:
-        """Release the backend, in a thread: either way may wait for a stuck kernel."""
+        """Release the backend in a thread, because either way may wait for a stuck kernel."""
         # Called by ``abort`` and by ``close``, from two threads: only one of them gets the backend.
         with self._lock:
             backend, self.backend = self.backend, None

@@ -1,6 +1,6 @@
-"""Evaluate the whole evaluation set once over all ranks, or stop at a planned change.
+"""Evaluate the whole evaluation set once across all ranks, or stop at a planned change.
 
-Shapes: ``M`` means (the loss first, see ``objective.measures``), ``S`` slots.
+Shapes: ``M`` means (loss first, see ``objective.measures``), ``S`` slots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EvaluationResult(NamedTuple):
     num_samples: int
     loss: float
     metrics: dict[str, float]
-    """Metrics of single batches, followed by metrics over the whole set."""
+    """Metrics of single batches, then metrics over the whole set."""
 
 
 class _Batch(NamedTuple):
@@ -41,11 +41,10 @@ class _Batch(NamedTuple):
 
 
 class Evaluation:
-    """Evaluate each sample on exactly one rank.
+    """Evaluates each sample on exactly one rank.
 
-    With ``reproducible`` the set is split into V shards that are added up in a fixed order, so that
-    the means are bit for bit the same on any number of ranks. Otherwise each rank adds up one
-    share.
+    With ``reproducible``, the set is split into V shards that are added up in a fixed order, so the
+    means are bit for bit the same on any number of ranks. Otherwise, each rank adds up one share.
     """
 
     def __init__(
@@ -72,8 +71,8 @@ class Evaluation:
     ) -> EvaluationResult | None:
         """Evaluate the current weights; return None if a planned change interrupts it."""
         # A planned change may stop an evaluation, but only on all ranks after the same batch: a
-        # rank that left alone would leave the others in a collective. So with every batch the ranks
-        # sum a flag, and read the sum one batch later, when it has arrived without waiting:
+        # rank that stopped alone would leave the others in a collective. So the ranks sum a flag
+        # with every batch, and read the sum one batch later, when it has arrived and costs no wait:
         #
         #     turn        1                2                           3
         #     each rank   sends, batch 1   reads 1, sends 2, batch 2   reads 2, sends 3, batch 3
@@ -81,7 +80,7 @@ class Evaluation:
         # All ranks take the same number of turns, even those with fewer batches.
         num_slots = self._num_shards or 1
         num_columns = 1 + self._workload.measures.num_columns
-        # Column 0 counts samples, the others hold shares of the means: shape (S, 1 + M).
+        # Column 0 counts samples; the others hold shares of the means: shape (S, 1 + M).
         sums_SM = torch.zeros(num_slots, num_columns, dtype=torch.float64)
         states = self._make_states(group)
         pending, sending = torch.zeros(1), None
@@ -97,11 +96,11 @@ class Evaluation:
                 sending = group.all_reduce(pending)
                 at_batch()
                 next(passes, None)  # this rank may have fewer batches than turns
-                # A batch may take long: do not start another one in an aborted generation.
+                # A batch may take a long time: do not start another one in an aborted generation.
                 group.raise_if_failed()
         if sending is not None:
             sending.wait()  # no collective may be in flight when the generation ends
-        # With shards, one rank fills each slot and the others add zeros, so that the sum is exact.
+        # With shards, only one rank fills each slot and the others add zeros, so the sum is exact.
         group.all_reduce(sums_SM).wait()
         if self._num_shards is not None:
             merge(list(sums_SM), shard_merges(Subtree(0, num_slots)))
@@ -129,7 +128,7 @@ class Evaluation:
         )
         fetched = self._workload.eval.batches(shares)
         for (slot, samples), (indices, batch) in zip(batches, fetched, strict=True):
-            # Seeded by the position in the set, not the rank: any rank draws the same numbers.
+            # Seeded by the position in the set: any rank would draw the same numbers.
             seed_all(self._seed, step=step, rank=samples.start)
             passed = self._workload.forward(
                 self._workload.module, batch, len(indices), self._num_samples
@@ -142,7 +141,7 @@ class Evaluation:
     def _slots_of(self, rank: int, world_size: int) -> list[_Batch]:
         if self._num_shards is None:
             return [_Batch(0, share_range(self._num_samples, rank, world_size))]
-        # The slot is the shard's number, so that its samples do not depend on the world size.
+        # The slot is the shard's number, so its samples do not depend on the world size.
         return [
             _Batch(shard, share_range(self._num_samples, shard, self._num_shards))
             for shard in share_range(self._num_shards, rank, world_size)
@@ -157,7 +156,7 @@ class Evaluation:
         ]
 
     def _num_turns(self, group: RankGroup, num_batches: int) -> int:
-        # With ``batch.micro: auto`` each rank knows only its own batch size, so they exchange the
+        # With ``batch.micro: auto`` each rank has its own batch size, so the ranks exchange their
         # counts. Otherwise every rank computes the same maximum without communication.
         if self._micro.is_auto:
             counts = torch.zeros(group.world_size)

@@ -1,4 +1,4 @@
-"""Schedule evaluations of the current weights, and report their results."""
+"""Schedule evaluations of the current weights and report their results."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ class Evaluations:
         self._evaluation = Evaluation(state.workload, state.config, state.plan, micro)
         self._every = Every(state.config.eval_every, state.plan, now=time.monotonic())
         self._record: dict[str, Any] | None = None
-        """Record of the last evaluation. Every rank keeps it, because any may become rank 0."""
+        """Record of the last evaluation. Every rank keeps it, because any rank may become rank
+        0."""
 
     def is_due(self) -> bool:
-        """Return True if the current state has to be evaluated before the next step."""
+        """Return True if the current state must be evaluated before the next step."""
         state = self._state
-        # The second condition also covers an evaluation that another rank made before this one
-        # received or restored the state.
+        # The second condition also covers an evaluation made before this rank received or restored
+        # the state.
         if state.workload.eval is None or state.step == state.evaluated_step:
             return False
-        # All ranks must decide alike, so no clock is read here. An interval in seconds elapses on
-        # rank 0's clock; its step header sets ``is_eval_owed`` on all ranks, and the flag is part
-        # of the state, so that an interrupted evaluation is repeated. The last state is always
-        # evaluated.
+        # All ranks must make the same decision, so no clock is read here. An interval in seconds is
+        # measured on rank 0's clock; the step header then sets ``is_eval_owed`` on all ranks. The
+        # flag is part of the state, so that an interrupted evaluation is repeated. The final state
+        # is always evaluated.
         return self._every.is_passed(*state.marks) or state.is_eval_owed or state.is_done
 
     def is_time_over(self) -> bool:
@@ -49,7 +50,7 @@ class Evaluations:
         """Evaluate the current weights.
 
         Returns:
-            False if a planned change interrupted it; the next generation starts it again.
+            False if a planned change interrupted it; the next generation restarts the evaluation.
         """
         state, started_at = self._state, time.perf_counter()
         result = self._evaluation.run(
@@ -60,7 +61,7 @@ class Evaluations:
         )
         if result is None:
             return False
-        # All of this before the report: a rank that dies after this point leaves survivors with the
+        # All of this precedes the report: if a rank dies after this point, the survivors have the
         # same counters, and the next rank 0 reports the evaluation again.
         state.num_evals += 1
         state.evaluated_step, state.is_eval_owed = state.step, False
@@ -79,7 +80,8 @@ class Evaluations:
         state.best_tracker.take(state.step, {"loss": result.loss, **result.metrics})
         self._record = {
             "step": state.step,
-            # Of the last trained sample: at the end of an epoch, ``position`` is in the next one.
+            # The epoch of the last trained sample: at the end of an epoch, ``position`` is in the
+            # next one.
             "epoch": (state.position - 1) // state.plan.num_train,
             "samples": result.num_samples,
             "loss": result.loss,
@@ -89,14 +91,15 @@ class Evaluations:
         }
 
     def report(self, generation: int) -> None:
-        """Report the evaluation of this state and the best one, from rank 0."""
+        """On rank 0, report the evaluation of this state and the best evaluation."""
         # Also at the start of a generation, because the previous rank 0 may have died between the
-        # evaluation and its report. The coordinator ignores a report that it already has:
+        # evaluation and its report. The coordinator ignores duplicate reports:
         #
         #     rank 0   evaluated 40 ── (dies)
         #     rank 1   evaluated 40 ── becomes rank 0 ── reports 40
         state, record = self._state, self._record
-        # A restored or received state has other counters: then the record is of another state.
+        # If the state was restored or received, the counters differ: the record is of another
+        # state.
         if record is not None and record["step"] == state.step == state.evaluated_step:
             self._send(EvalFinished(generation=generation, record=record))
         best = state.best_tracker.best_record()

@@ -1,7 +1,7 @@
-"""Learning rates of the optimizer, by schedule and by batch size.
+"""Learning rates of the optimizer, from the schedule and the batch size.
 
-The rate of a parameter group is its base rate times the factor of the schedule (a function of the
-samples trained) times the factor of the batch size.
+The rate of a parameter group is its base rate, times the factor of the schedule (a function of the
+number of samples trained), times the factor for the batch size.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
 from etrain_jupyter.rules.policy.scaling import Ramp, Rule, factor_of
 
 BASE = "initial_lr"
-"""Key of a parameter group for its base rate, as in torch's schedulers. It is saved and sent with
+"""Key for the base rate in a parameter group, as in torch's schedulers. It is saved and sent with
 the groups."""
 
 LINEAR = frozenset({"SGD", "ASGD", "Muon"})
-"""Optimizers whose rate scales with the batch size; others scale with its square root."""
+"""Optimizers whose rate scales linearly with the batch size. Other rates scale with its square
+root."""
 
 
 class LearningRate:
@@ -30,7 +31,7 @@ class LearningRate:
 
     Args:
         optimizer: The optimizer; each group keeps its base rate.
-        schedule: Learning-rate schedule of the job; None for a constant rate.
+        schedule: The job's learning-rate schedule; None for a constant rate.
         scaling: Scaling with the batch size; None for a fixed batch size.
     """
 
@@ -44,23 +45,24 @@ class LearningRate:
         self._schedule = schedule
         self._scaling = scaling
         self._momentum = momentum_of(optimizer)
-        # ``_next`` becomes ``_committed`` with the step's commit. If the step is undone, it is
-        # computed again from ``_committed``, perhaps for another number of ranks.
+        # ``_next`` becomes ``_committed`` when the step commits. If the step is undone, ``_next``
+        # is recomputed from ``_committed``, perhaps for another number of ranks.
         self._committed = self._next = Ramp()
         self._noise = self._next_noise = GradientNoise()
         if schedule is not None or scaling is not None:
-            # Not overwritten: the notebook's own optimizer may already have base rates.
+            # Existing base rates are kept: the notebook's own optimizer may have set them.
             for group in optimizer.param_groups:
                 group.setdefault(BASE, float(group["lr"]))
 
     def prepare(self, *, position: int, count: int, world_size: int) -> None:
-        """Set the rates for the next ``count`` samples, after ``position`` samples were trained."""
+        """Set the rates for the ``count`` samples that follow the first ``position`` samples."""
         if self._schedule is None and self._scaling is None:
             return
         factor = 1.0 if self._schedule is None else self._schedule.factor(position, count)
         if self._scaling is not None:
             self._next = self._next_ramp(self._scaling, world_size)
-            # A larger target is approached over several steps; the noise bounds it at once.
+            # A larger target is approached over several steps, but the bound from the noise applies
+            # at once.
             factor *= min(self._next.factor, self._max_factor(self._scaling, world_size))
         for group in self._optimizer.param_groups:
             rate = group[BASE] * factor
@@ -72,7 +74,7 @@ class LearningRate:
 
     @property
     def measures_noise(self) -> bool:
-        """True if the rates depend on the gradient noise, which has to be measured then."""
+        """True if the rates depend on the gradient noise, which must then be measured."""
         return self._scaling is not None and self._scaling.rule == "adascale"
 
     def take_noise(self, *, mean_of_squares: float, square_of_mean: float, world_size: int) -> None:
@@ -101,8 +103,8 @@ class LearningRate:
 
     def _rule(self, scaling: ScalingConfig) -> Rule:
         # AdaScale's gain is an effective batch size, to which the optimizer's default rule applies.
-        # For Adam-family optimizers that is the square root, as in AdaptDL (Qiao et al., "Pollux",
-        # OSDI 2021).
+        # For Adam-family optimizers this is the square-root rule, as in AdaptDL (Qiao et al.,
+        # "Pollux", OSDI 2021).
         if scaling.rule is None or scaling.rule == "adascale":
             return rule_for(type(self._optimizer).__name__)
         return scaling.rule
@@ -119,13 +121,13 @@ class LearningRate:
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Adopt another trainer's state."""
         values = dict(state_dict)
-        # Checkpoints from before AdaScale have no "noise".
+        # Checkpoints written before AdaScale was added have no "noise".
         self._noise = self._next_noise = GradientNoise(**values.pop("noise", {}))
         self._committed = self._next = Ramp(**values)
 
 
 def scaling_of(config: TrainConfig) -> ScalingConfig | None:
-    """Return a job's scaling of the rate with the batch size; None if the batch size is fixed."""
+    """Return how a job scales the rate with the batch size; None if the batch size is fixed."""
     if config.batch.per_worker_batch_size is None:
         return None
     return config.scaling or ScalingConfig()
@@ -155,7 +157,7 @@ def warning_for(rule: Rule, optimizer: str) -> str:
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return an optimizer's momentum (``betas[0]`` for Adam); 0 without one."""
+    """Return an optimizer's momentum (``betas[0]`` for Adam); 0 if it has none."""
     group = optimizer.param_groups[0]
     if "betas" in group:
         return float(group["betas"][0])

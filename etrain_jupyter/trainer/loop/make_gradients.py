@@ -22,7 +22,7 @@ def make_gradients(
     watch: Stopwatch,
     measures_noise: bool,
 ) -> Gradients:
-    """Return sharded gradients for a ``reproducible`` job, averaged ones otherwise.
+    """Return sharded gradients for a ``reproducible`` job; otherwise averaged gradients.
 
     Raises:
         ConfigError: If some rank would have nothing to do.

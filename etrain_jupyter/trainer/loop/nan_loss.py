@@ -1,7 +1,7 @@
-"""Stop at a step whose mean loss is not finite: its update would corrupt the weights.
+"""Stop at a step with a non-finite mean loss: its update would corrupt the weights.
 
-All ranks detect it alike before any of them updates, because they check the summed loss. Gradients
-that overflow in fp16 are a different case: there the loss itself is finite.
+All ranks detect it before any of them updates its weights, because they check the summed loss.
+Gradients that overflow in fp16 are a different case, in which the loss itself is finite.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from etrain_jupyter.trainer.gradients.step import Step
 
 
 class NonFiniteLoss(NamedTuple):
-    """One rank's report of a loss that is not finite."""
+    """One rank's report of a non-finite loss."""
 
     loss: float
     """The mean over all ranks."""
@@ -33,7 +33,7 @@ def check_loss(step: Step) -> None:
     """Raise NonFiniteLossError if the step's mean loss is NaN or infinite."""
     loss = step.header.means()[0]
     if not math.isfinite(loss):
-        # One rank's NaN makes the sum NaN on all ranks. Each reports whether its own share was
+        # One rank's NaN makes the sum NaN on all ranks. Each rank reports whether its own share was
         # finite before the sum, so that the job's error can name the source.
         is_source = not step.header.is_own_loss_finite
         raise NonFiniteLossError(NonFiniteLoss(loss=loss, is_source=is_source))

@@ -13,22 +13,22 @@ from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.wire.messages import RankTimesMeasured
 
 FIRST_REPORT_S = 2.5
-"""Interval of the first report of a generation; it doubles up to ``REPORT_EVERY_S``."""
+"""Interval before the first report of a generation; it then doubles up to ``REPORT_EVERY_S``."""
 REPORT_EVERY_S = 30.0
 """Longest interval between two reports."""
 EPOCH_REPORT_S = 10.0
-"""Minimum interval before a report at the end of an epoch; shorter epochs share a report."""
+"""Minimum interval before a report at the end of an epoch; shorter epochs share one report."""
 
 
 class RankTimes:
-    """Accumulate the times of this rank's steps between two reports."""
+    """Accumulates the times of this rank's steps between two reports."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._generation, self._rank, self._world_size = 0, 0, 1
         self._step = 0
         self._stall_s = 0.0
-        """Stall of the last checkpoint, until the next step."""
+        """Stall caused by the last checkpoint; reset after the next step."""
         self.last_step_s = 0.0
         """Duration of the last step in seconds, without checkpoints and evaluations."""
         self._interval_s = FIRST_REPORT_S
@@ -42,7 +42,8 @@ class RankTimes:
 
     def begin(self, group: RankGroup) -> None:
         """Begin a generation."""
-        # Steps of a generation that failed before its next report: under its own number.
+        # If the previous generation failed before reporting its last steps, report them now, under
+        # its own number.
         self.report()
         self._clear()
         self._interval_s = FIRST_REPORT_S
@@ -55,7 +56,7 @@ class RankTimes:
         Args:
             step: Its number.
             times: Times of its parts.
-            samples: Number of samples that this rank passed.
+            samples: Number of samples that this rank processed.
             elapsed_s: Time since the end of the last step or evaluation.
         """
         # elapsed_s of step 8, whose parts are in ``times``:
@@ -65,7 +66,7 @@ class RankTimes:
         self._samples += samples
         for name, seconds in asdict(times).items():
             self._spent[name] += seconds
-        # ``add_checkpoint`` has counted the checkpoint already.
+        # ``add_checkpoint`` has already counted the checkpoint.
         self.last_step_s = max(0.0, elapsed_s - self._stall_s)
         self._spent["elapsed_s"] += self.last_step_s
         self._stall_s = 0.0
@@ -78,13 +79,13 @@ class RankTimes:
         self._stall_s = 0.0
 
     def add_checkpoint(self, seconds: float) -> None:
-        """Add time for which a checkpoint stalled training."""
+        """Add the time for which a checkpoint stalled training."""
         self._spent["checkpoint_s"] += seconds
         self._stall_s = seconds
 
     @contextmanager
     def checkpointing(self) -> Iterator[None]:
-        """Add the time of the context, in which the hooks of a boundary are called."""
+        """Add the duration of the context, in which the hooks of a boundary are called."""
         started_at = time.perf_counter()
         yield
         self.add_checkpoint(time.perf_counter() - started_at)
@@ -92,7 +93,7 @@ class RankTimes:
     def is_due(self, *, epoch_ends: bool) -> bool:
         """Return True if the interval since the last report has elapsed."""
         passed_s = time.perf_counter() - self._began_at
-        # The end of an epoch is a natural place to report, unless epochs take only moments.
+        # The end of an epoch is a natural place to report, unless epochs are very short.
         if epoch_ends:
             return passed_s >= min(EPOCH_REPORT_S, self._interval_s)
         return passed_s >= self._interval_s

@@ -18,7 +18,7 @@ from etrain_jupyter.trainer.state.train_state import TrainState
 
 
 class SampleShares:
-    """This rank's shares of the samples, in the order in which it trains on them."""
+    """This rank's shares of the samples, in training order."""
 
     def __init__(self, state: TrainState, places: Places) -> None:
         self._state = state
@@ -28,8 +28,8 @@ class SampleShares:
 
     def stream(self, group: RankGroup, gradients: Gradients, *, batch_size: int) -> Iterator[Share]:
         """Yield every micro-batch of this rank, from the current step to the end of the job."""
-        # Loader processes read ahead of the loop. So the stream computes its own position: samples
-        # that were read ahead are dropped with the generation, and the next one starts a new stream
+        # Loader processes read ahead of the loop, so the stream computes its own position. Samples
+        # read ahead are dropped with the generation, and the next generation starts a new stream
         # from the committed position.
         #
         #     committed     step 7
@@ -38,7 +38,7 @@ class SampleShares:
         state = self._state
         position = state.position
         for step in itertools.count(state.step + 1):
-            # Without this, loader processes would prefetch samples that no step trains on.
+            # Otherwise, loader processes would prefetch samples that no step trains on.
             if position >= state.plan.end:
                 return
             span = state.plan.span(position, batch_size)
@@ -47,15 +47,15 @@ class SampleShares:
             for part in gradients.parts(span):
                 first = span.first + part.samples.start
                 indices = order[first : first + len(part.samples)]
-                # Seeded by the step and the shard or rank, not by the process that fetches: a step
-                # that is repeated after a fault gets the same random augmentations.
+                # Seeded by the step and the shard or rank, not by the fetching process: a step that
+                # is repeated after a fault gets the same random augmentations.
                 yield Share(
                     self._places.faults.corrupt_indices(indices, rank=group.rank, step=step),
                     seed_of(state.config.seed, "train", step, part.stream, part.number),
                 )
 
     def epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the order of an epoch's samples, shape ``(num_train,)``; the last is cached."""
+        """Return the (cached) order of an epoch's samples, shape ``(num_train,)``."""
         if self._order[0] != epoch:
             order = ledger.epoch_order(
                 seed=self._state.config.seed, epoch=epoch, num_samples=self._state.plan.num_train

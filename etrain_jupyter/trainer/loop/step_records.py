@@ -36,7 +36,7 @@ def step_record(
 
 
 def skip_message(step: int, means: Means, loss_scale: float) -> str:
-    """Return the log message of a step in which no rank updated its weights."""
+    """Return the log message for a step in which no rank updated its weights."""
     why, then = "gradients overflowed in fp16", f"the loss scale is now {loss_scale:g}"
     if not means.weight:
         why, then = "weight is 0 for every batch", "its loss, a mean over nothing, is NaN"
@@ -46,14 +46,14 @@ def skip_message(step: int, means: Means, loss_scale: float) -> str:
 def out_of_memory_message(
     step: int, *, rank: int, size: int | None, in_step: bool, is_torn: bool
 ) -> str:
-    """Return the log message of a rank that ran out of memory.
+    """Return the log message for a rank that ran out of memory.
 
     Args:
         step: The last committed step.
         rank: The rank that ran out of memory.
         size: Size of its micro-batches from now on.
-        in_step: True if it happened in a step, False in an evaluation.
-        is_torn: True if it happened within the optimizer's update.
+        in_step: True if memory ran out in a step, False in an evaluation.
+        is_torn: True if memory ran out during the optimizer's update.
     """
     begun = f"step {step + 1}" if in_step else f"the evaluation of step {step}"
     where, what = "", f"a new generation continues from step {step}, and nothing is lost"

@@ -1,4 +1,4 @@
-"""Collect what this rank requests from all ranks within a step."""
+"""Collect the requests that this rank sends to all ranks within a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etrain_jupyter.trainer.state.train_state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StepRequests:
-    """Sources of this rank's requests; read when the step header is sent, as late as possible."""
+    """Sources of this rank's requests; read as late as possible, when the step header is sent."""
 
     state: TrainState
     change_pending: threading.Event
@@ -30,9 +30,10 @@ class StepRequests:
         # The boundaries before and after the step in progress, which is not committed yet.
         before = Mark(self.state.step, self.state.position)
         after = Mark(self.state.step + 1, self.state.position + span.samples)
-        # The sum of all headers decides, and is the same on all ranks. Any rank may be the first
-        # to learn of a planned change, so each may request to stop. Clocks differ between ranks,
-        # and only rank 0 knows the age of the newest checkpoint: these requests are its own.
+        # The sum of all headers decides, and is the same on all ranks. Any rank may be the first to
+        # learn of a planned change, so each may request a stop. Only rank 0 makes the other
+        # requests: clocks differ between ranks, and only rank 0 knows how old the newest checkpoint
+        # is.
         return Requests(
             is_change_pending=self.change_pending.is_set(),
             is_eval_due=is_rank_0 and self.evaluations.is_time_over(),

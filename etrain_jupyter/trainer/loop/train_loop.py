@@ -55,7 +55,7 @@ OUT_OF_MEMORY = "out of memory"
 """Failure of a generation in which a rank ran out of device memory."""
 
 GenerationEnd = Literal["planned", "done", "nan"]
-"""End of a generation that did not fail: ``planned`` for a planned change, ``done`` if nothing is
+"""How a generation ended without failing: ``planned`` for a planned change, ``done`` if nothing is
 left to train, ``nan`` if the loss of a step was not finite."""
 
 
@@ -63,9 +63,10 @@ class TrainLoop:
     """Train a job through its plan, one generation after another.
 
     Args:
-        page: Progress page that the supervisor reads; None without a supervisor.
+        page: Progress page that the supervisor reads; None if there is no supervisor.
         change_pending: Set by the control thread when it learns of a planned change. The next step
-            header or evaluation batch carries it to all ranks, which stop at the same boundary.
+            header or evaluation batch carries the flag to all ranks, which stop at the same
+            boundary.
     """
 
     def __init__(
@@ -85,14 +86,14 @@ class TrainLoop:
             config.batch, largest_pass(config.batch, plan.span(0, plan.global_batch_size).samples)
         )
         """Number of samples per pass on this rank."""
-        # ``Update`` adds its extras before the tracker's: they are saved in this order, and
-        # checkpoints must stay comparable.
+        # ``Update`` adds its extras before the tracker's: they are saved in this order, which must
+        # stay the same for checkpoints to be comparable.
         self.update = Update(workload, config, plan)
         workload.extras = {**workload.extras, **state.best_tracker.extras}
         self.in_step = False
-        """True while a step has begun and is not committed."""
+        """True while a step has begun but is not committed."""
         self.undone_loss: NonFiniteLoss | None = None
-        """The loss that ended the last generation as ``nan``."""
+        """The loss that made the last generation end as ``nan``."""
         self._send = send
         self._shares = SampleShares(state, self.places)
         self._evaluations = Evaluations(state, micro=self.micro, send=send, places=self.places)
@@ -102,7 +103,7 @@ class TrainLoop:
         self._watch = Stopwatch(workload.device)
         self._times = RankTimes(send)
         self._committed_at = 0.0
-        """End of the last step or evaluation, on the scale of ``time.perf_counter``."""
+        """End of the last step or evaluation, as a ``time.perf_counter`` value."""
         self._batch_size = plan.global_batch_size
         """Samples of a full step in this generation."""
 
@@ -118,16 +119,16 @@ class TrainLoop:
 
     @property
     def progress(self) -> Progress:
-        """Numbers of committed steps and of completed evaluations."""
+        """Numbers of committed steps and completed evaluations."""
         return self.state.progress
 
     # --- before the first generation ---
 
     def warm_up(self) -> None:
-        """Run what training does and undo it, to find errors and what a pass changes.
+        """Make trial passes and undo them, to find errors and what a pass changes.
 
         Raises:
-            Exception: Any error of the notebook's code on its own data.
+            Exception: Any error that the notebook's code raises on its own data.
         """
         self._effects = WarmUp(
             self.workload,
@@ -143,15 +144,15 @@ class TrainLoop:
     # --- one generation ---
 
     def wrap(self, group: RankGroup) -> Gradients:
-        """Return the way in which this generation's ranks compute gradients.
+        """Return how this generation's ranks compute gradients.
 
         Raises:
             ConfigError: If some rank would have nothing to do.
         """
         # With ``batch.per_worker`` the batch grows with the number of ranks.
         self._batch_size = self.state.config.batch.size(group.world_size)
-        # Here and not in the exception handler of ``run``, where the exception still keeps the
-        # frames of the failed pass, and so its tensors, alive.
+        # Not done in the exception handler in ``run``, where the exception still keeps the frames
+        # of the failed pass, and so its tensors, alive.
         self.micro.free_failed_pass()
         return make_gradients(
             group,
@@ -166,12 +167,12 @@ class TrainLoop:
     def run(
         self, group: RankGroup, gradients: Gradients, hooks: BoundaryHooks = NO_HOOKS
     ) -> GenerationEnd:
-        """Train until a planned change, the end of the job, or a loss that is not finite.
+        """Train until a planned change, the end of the job, or a non-finite loss.
 
-        After ``nan`` the step is undone on all ranks, and ``undone_loss`` has the loss.
+        After ``nan``, the step has been undone on all ranks, and ``undone_loss`` has the loss.
 
         Raises:
-            CommunicationError: A peer is lost. The step in flight is undone.
+            CommunicationError: A peer was lost. The step in flight is undone.
             Exception: The notebook's code raised. The step in flight is undone.
         """
         is_device_broken = False
@@ -179,7 +180,8 @@ class TrainLoop:
         try:
             return self._run(group, gradients, hooks)
         except NonFiniteLossError as exc:
-            # Not a failure: all ranks see the same sum, undo the same step, and leave together.
+            # This is not a failure: all ranks see the same sum, undo the same step, and leave
+            # together.
             self.undone_loss, self.in_step = exc.report, False
             return self._leave("nan")
         except Exception as exc:
@@ -214,16 +216,17 @@ class TrainLoop:
             evaluations=self._evaluations,
             hooks=hooks,
         )
-        # The rank 0 that evaluated this state may have died before it reported the result, or
-        # before it saved the weights as the best ones. Both are repeated if need be.
+        # The rank 0 that evaluated this state may have died before it reported the result or saved
+        # the weights as the best ones. Both are repeated if necessary.
         if group.rank == 0:
             self.report_evaluations(group.generation)
         if self.step and self.step == self.state.evaluated_step:
             with self._times.checkpointing():
                 hooks.after_eval(group)
         while True:
-            # Before the check for the end, because the last state is evaluated, too; and before the
-            # step, because an evaluation that the previous generation did not finish is due now.
+            # Evaluate before checking for the end, because the final state is evaluated, too; and
+            # before the step, because an evaluation that the previous generation did not finish is
+            # due now.
             if self._evaluations.is_due() and not self._evaluate(group, hooks):
                 return self._leave("planned")
             if self.state.is_done:
@@ -239,7 +242,7 @@ class TrainLoop:
     def _end_step(self, group: RankGroup, step: Step, hooks: BoundaryHooks) -> None:
         epoch_ends = self.state.plan.is_boundary(self.state.position)
         # The end of an epoch or of the job is the same step on all ranks, so their digests can be
-        # compared. The weights are copied for it before the next step changes them.
+        # compared. The weights are copied before the next step changes them.
         if epoch_ends:
             self._report_digest(group)
         boundary = Boundary(
@@ -268,7 +271,7 @@ class TrainLoop:
     ) -> Step:
         # A rank either commits a step or undoes it. If a peer dies while the sums complete, the
         # survivors may differ by one step. The next generation starts from the newest state, which
-        # the ranks that are behind receive:
+        # is sent to the ranks that are behind:
         #
         #     rank 0   sums complete ── update ── commit 8 ── reports 8
         #     rank 1   sums complete ── update ── commit 8
@@ -287,8 +290,8 @@ class TrainLoop:
                     step, position=self.state.position, weight=means.weight
                 )
         except BaseException as exc:
-            # After a CUDA error every copy on the device would raise and hide the first error. The
-            # process ends, so nothing needs to be undone.
+            # After a CUDA error, every copy on the device would raise and hide the first error. The
+            # process exits, so nothing needs to be undone.
             if device_error_in(exc) is None:
                 self._undo(step)
             raise
@@ -309,8 +312,8 @@ class TrainLoop:
             num_slots=gradients.num_slots,
             merges=gradients.merges,
         )
-        # The fingerprint costs a pass over a slice of the weights. A single rank has no other rank
-        # to compare with.
+        # The fingerprint costs a pass over a slice of the weights, and a single rank has no peer to
+        # compare it with.
         has_peers = group.world_size > 1
         return Step(
             number=self.step + 1,
@@ -328,8 +331,8 @@ class TrainLoop:
         )
 
     def _commit(self, step: Step, weight: float) -> None:
-        # All counters in one place, in the main thread, which also copies and sends the state: a
-        # checkpoint has all of them from before the step or all from after it.
+        # All counters change here, in the main thread, which also copies and sends the state: a
+        # checkpoint has all counters from before the step or all from after it.
         state = self.state
         self._forget_gradients()
         self.update.commit(weight)
@@ -350,8 +353,8 @@ class TrainLoop:
 
     def _forget_gradients(self) -> None:
         self.workload.optimizer.zero_grad(set_to_none=True)
-        # Also those of parameters that the optimizer does not have. They would accumulate and
-        # count in the clipping norm on old ranks, but not on new ones: the ranks would diverge.
+        # Includes parameters that the optimizer does not have. On old ranks their gradients would
+        # accumulate and count in the clipping norm, but not on new ranks: the ranks would diverge.
         self.workload.model.zero_grad(set_to_none=True)
 
     # --- evaluation ---
@@ -364,7 +367,7 @@ class TrainLoop:
         self._times.add_evaluation(self._committed_at - started_at)
         if not is_complete:
             return False
-        # Early stopping makes this step the job's last one, which always has a digest.
+        # Early stopping makes this step the last one of the job, which always has a digest.
         if self.state.best_tracker.is_over and not self.state.plan.is_boundary(self.state.position):
             self._report_digest(group)
         with self._times.checkpointing():
@@ -374,12 +377,12 @@ class TrainLoop:
     # --- reports ---
 
     def report_evaluations(self, generation: int) -> None:
-        """Report the evaluation of this state and the best one, from rank 0."""
+        """On rank 0, report the evaluation of this state and the best evaluation."""
         self._evaluations.report(generation)
 
     def _report_step(self, step: Step, means: Means, *, is_skipped: bool) -> None:
         now, times = time.perf_counter(), self._watch.times()
-        # Two readings of the clock may be equal, and the rate divides by this.
+        # Two clock readings may be equal, and the rate is divided by their difference.
         elapsed_s = max(now - self._committed_at, 1e-9)
         self._committed_at = now
         self._times.add_step(self.step, times, samples=step.num_own, elapsed_s=elapsed_s)
@@ -396,7 +399,7 @@ class TrainLoop:
             self._log("info", skip_message(self.step, means, self.workload.precision.loss_scale))
 
     def _report_digest(self, group: RankGroup) -> None:
-        # The thread calls ``send`` during a later step, so the numbers are read now.
+        # The thread calls ``send`` during a later step, so read the numbers now.
         generation, step, rank = group.generation, self.step, group.rank
 
         def send(digest: str) -> None:

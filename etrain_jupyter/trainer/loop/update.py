@@ -22,7 +22,7 @@ class Update:
         self.rates = LearningRate(
             workload.optimizer, lr_schedule_of(config, plan), scaling_of(config)
         )
-        # Only with scaling do the rates have a state: a schedule is a function of the position.
+        # The rates have a state only with scaling: a schedule is a function of the position.
         if scaling_of(config) is not None:
             workload.extras = {**workload.extras, "learning_rate": self.rates}
         self.is_torn = False
@@ -31,7 +31,7 @@ class Update:
     def make(self, step: Step, *, position: int, weight: float) -> bool:
         """Update the weights; return False if all ranks skip the update.
 
-        They skip it if gradients overflowed in fp16, or if all samples have weight 0.
+        They skip it if gradients overflowed in fp16 or all samples have weight 0.
 
         Args:
             step: The step, whose gradients are sums over all ranks.
@@ -50,7 +50,8 @@ class Update:
         self.rates.prepare(
             position=position, count=step.span.samples, world_size=step.group.world_size
         )
-        # Dividing by zero would make all weights NaN. Every rank has the same sum, so all skip.
+        # Dividing by zero would make all weights NaN. All ranks have the same sum, and skip the
+        # update.
         if not weight:
             return False
         if self._workload.weight is not None:
@@ -59,7 +60,7 @@ class Update:
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad_norm)
         # If the optimizer raises midway, some weights have moved, and there is no copy of the old
-        # ones: it would cost as much memory as the model. The rank drops its state instead, and
+        # ones: it would cost as much memory as the model. Instead, the rank drops its state and
         # receives another rank's.
         self.is_torn = True
         is_updated = self._workload.precision.step(optimizer)

@@ -25,17 +25,17 @@ class Split(NamedTuple):
 def split_batch(batch: Any, forward: Callable[..., Any], *, has_loss: bool) -> Split:
     """Split a batch into the model's arguments and the target.
 
-    The target of ``(input, ..., target)`` is the last element; that of a dict is under the only key
-    of ``TARGET_KEYS`` in it. If the notebook gives no loss, the model computes it, and so gets the
-    target, too.
+    The target of ``(input, ..., target)`` is the last element. A dict must have exactly one of the
+    ``TARGET_KEYS``, which holds its target. If the notebook defines no loss, the model computes it,
+    and so gets the target, too.
 
     Args:
-        batch: The result of the data set or of ``data.collate``.
-        forward: The model's ``forward``. Keys of a dict that it does not take are left out.
+        batch: A batch from the data set or from ``data.collate``.
+        forward: The model's ``forward``. Dict keys that it does not accept are left out.
         has_loss: True if ``loss`` is given, which needs a target.
 
     Raises:
-        DataError: If the batch is of another kind.
+        DataError: If the batch has an unsupported type.
         WorkloadError: If a dict has no target or several, or the model cannot be called with it.
     """
     if isinstance(batch, Mapping):
@@ -59,7 +59,7 @@ def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_lo
             f"{', '.join(TARGET_KEYS)}. Rename the key in the data set or in data.collate, or "
             "write step: a function (model, batch)."
         )
-    # Without a loss of the notebook, the model needs the target to compute one, and gets all keys.
+    # If the notebook defines no loss, the model needs the target to compute one, and gets all keys.
     target_key = found[0] if len(found) == 1 else None
     inputs = {k: v for k, v in batch.items() if not has_loss or k != target_key}
     kwargs = _accepted(inputs, forward)
@@ -67,7 +67,7 @@ def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_lo
 
 
 def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
-    # As in the Hugging Face trainer: a data set may have columns that the model does not take.
+    # As in the Hugging Face trainer: a data set may have columns that the model does not accept.
     parameters = inspect.signature(forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return inputs

@@ -1,4 +1,4 @@
-"""Means over the samples of a step or an evaluation, as sums of shares of single passes.
+"""Means over the samples of a step or an evaluation, summed from the shares of single passes.
 
 Shapes: ``M`` means: the loss, the metrics and, with ``weight``, the mean weight of a sample.
 """
@@ -23,7 +23,7 @@ class Means(NamedTuple):
     """The mean loss; NaN if all weights were 0."""
     metrics: dict[str, float]
     weight: float
-    """Mean weight of a sample, in the unit of ``Weight``; 1.0 without ``weight``."""
+    """Mean weight of a sample, in the unit of ``Weight``; 1.0 if ``weight`` is not set."""
 
 
 class Portion(NamedTuple):
@@ -50,10 +50,10 @@ class Portion(NamedTuple):
 class Measures:
     """Average the values of the passes, by name.
 
-    A value per sample is averaged over the samples. A single number for a batch is a mean already,
-    and is averaged like the loss, by ``weight`` if there is one. Neither depends on how the samples
-    are split into batches. The first pass, in the warm-up, determines the names and the kind of
-    each value; all ranks make it with the same samples.
+    Per-sample values are averaged over the samples. A single number for a batch is already a mean,
+    and is averaged like the loss, by ``weight`` if there is one. Neither average depends on how the
+    samples are split into batches. The first pass, in the warm-up, determines the names and the
+    kind of each value; all ranks make this pass with the same samples.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], *, is_weighted: bool) -> None:
@@ -76,7 +76,8 @@ class Measures:
         """Return a pass's shares of all means except the loss, shape ``(M - 1,)``.
 
         Raises:
-            WorkloadError: If a metric is not a number, or the names differ from the first pass.
+            WorkloadError: If a metric is not a number, or the names differ from those in the first
+                pass.
         """
         functions = self._metrics.items()
         values = {name: f(passed.output, passed.target) for name, f in functions}
@@ -101,7 +102,7 @@ class Measures:
                 f"returned {_listed(self._is_mean)}. Return the same names for every batch, in "
                 "training and in evaluation."
             )
-        # Without a weight both kinds are averaged over samples, and need not be distinguished.
+        # Without a weight, both kinds are averaged over samples and need not be distinguished.
         if self._is_weighted and is_mean != self._is_mean:
             name = next(n for n in is_mean if is_mean[n] != self._is_mean[n])
             raise WorkloadError(
@@ -132,7 +133,7 @@ def _over(value: float, weight: float) -> float:
 
 
 def share_of_loss(value: Any, portion: Portion, *, source: str) -> torch.Tensor:
-    """Return a pass's share of the mean loss, a scalar to differentiate.
+    """Return a pass's share of the mean loss: a scalar to differentiate.
 
     Args:
         value: The notebook's loss: a mean, or one value per sample, shape ``()`` or ``(size,)``.
@@ -153,10 +154,10 @@ def share_of_loss(value: Any, portion: Portion, *, source: str) -> torch.Tensor:
             f"Return the mean over the batch, or one value per sample: shape ({portion.size},)."
         )
     if portion.weight == 0:
-        # Not multiplied: the mean over nothing is NaN, and NaN times zero is NaN.
+        # Do not multiply by zero: the mean over nothing is NaN, and NaN times zero is NaN.
         return value.sum().masked_fill(torch.ones_like(value.sum(), dtype=torch.bool), 0.0)
     if value.ndim == 0:
-        # A single batch is multiplied by exactly 1.0: bit for bit the result of a plain loop.
+        # A single batch is multiplied by exactly 1.0, so the result is bit for bit a plain loop's.
         return value * portion.of_weight
     if portion.weight is None:
         return value.sum() / portion.num_samples

@@ -3,7 +3,7 @@
 ``DistributedDataParallel`` wraps this module, not the model alone. So everything that the
 notebook's ``step`` calls (``model(x)``, ``model.encode(x)``, ``model.training_step(batch)``, the
 model twice) happens within the one forward pass that DDP sees, on one rank and on several alike.
-The loss is computed in it, so that the model's output may be any object.
+The loss is computed within the pass, so the model's output may be any object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Objective(Protocol):
     """Computes the loss of a batch."""
 
     functions: Sequence[Callable[..., Any]]
-    """Functions of the notebook that it calls, in addition to the model."""
+    """The notebook's functions that it calls, in addition to the model."""
 
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
         """Run the forward pass of a batch."""
@@ -40,10 +40,10 @@ class Objective(Protocol):
 
 
 class LossOfOutput:
-    """Objective for ``loss``, a function of output and target, or for a model that computes it.
+    """Objective for ``loss``, a function of output and target, or for a model with its own loss.
 
     Args:
-        loss: The notebook's function; None if the model's output has the loss.
+        loss: The notebook's function; None if the model's output contains the loss.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any] | None) -> None:
@@ -51,17 +51,17 @@ class LossOfOutput:
         self.functions: Sequence[Callable[..., Any]] = [loss] if loss is not None else []
 
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
-        """Call the model with the parts of the batch that it takes."""
+        """Call the model with the parts of the batch that it accepts."""
         split = split_batch(batch, model.forward, has_loss=self._loss is not None)
         output = model(*split.args, **split.kwargs)
-        # With a loss of the notebook the model's own loss, if any, is ignored.
+        # If the notebook defines a loss, the model's own loss is ignored.
         if self._loss is not None:
             return Passed(self._loss(output, split.target), output, split.target)
         return Passed(_loss_in(output, batch), output, split.target)
 
 
 def _loss_in(output: Any, batch: Any) -> Any:
-    # Models of Hugging Face return an object with .loss, or a dict.
+    # Hugging Face models return an object with .loss, or a dict.
     is_dict = isinstance(output, Mapping)
     loss = output.get("loss") if is_dict else getattr(output, "loss", None)
     if loss is not None:
@@ -88,7 +88,7 @@ class StepFunction:
         self.functions: Sequence[Callable[..., Any]] = [step]
 
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
-        """Call it with the model itself, so that it may use all methods of the model."""
+        """Call the function with the model itself, so that it can use all methods of the model."""
         returned = self._step(model, batch)
         if not isinstance(returned, Mapping):
             return Passed(returned)
@@ -109,7 +109,7 @@ class StepFunction:
 
 
 class OnePass(nn.Module):
-    """The model and the objective as one module, with the model's parameters in their order."""
+    """The model and the objective as one module; the model's parameters keep their order."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
-"""Weight of a batch in the mean, for ``weight``: for example its number of tokens.
+"""Weight of a batch in the mean, for ``weight``; for example, its number of tokens.
 
-A pass of weight ``w`` contributes ``w / num_samples`` times its mean loss, on any rank. The sum of
+A pass of weight ``w`` on any rank contributes ``w / num_samples`` times its mean loss. The sum of
 all ``w / num_samples`` is exchanged together with the loss, and the summed losses and gradients are
 divided by it. The result is ``sum(w * loss) / sum(w)`` over all passes of all ranks, and does not
 depend on how the step was split.
 
-Weights are counted in a unit, a power of two in which a sample of the previous step had a weight of
-about 1. So gradients before the division are about as large as without ``weight``, which fp16
-needs. The unit cancels out exactly if it is the same on all ranks. Therefore it is derived from
-sums over the ranks, and is part of the state that is saved and sent.
+Weights are measured in a unit: a power of two, chosen so that samples of the previous step had a
+mean weight of about 1. So gradients before the division are about as large as without ``weight``,
+which fp16 requires. The unit cancels out exactly if it is the same on all ranks. Therefore, it is
+derived from sums over the ranks, and is part of the state that is saved and sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Weight:
     """The notebook's ``weight``, with exact zero gradients for batches of weight 0.
 
     The mean loss of a batch of weight 0 is NaN (0 / 0), and so are its gradients; zero times NaN is
-    not zero. So a hook on each parameter replaces its gradient by zeros in the backward pass of
+    not zero. So a hook on each parameter replaces its gradient with zeros in the backward pass of
     such a batch. The pass is still made, because the other ranks wait for the sums that it starts.
     """
 
@@ -41,7 +41,7 @@ class Weight:
                 parameter.register_hook(self._zero_if_no_weight)  # type: ignore[no-untyped-call]
 
     def of(self, batch: Any, count: int) -> float:
-        """Return the weight of a batch, in the unit; the next backward pass must be of this batch.
+        """Return the weight of a batch, in the unit; the next backward pass must be for this batch.
 
         Args:
             batch: The batch in host memory, so that the value does not wait for a GPU.
@@ -60,7 +60,7 @@ class Weight:
                 "the number of its tokens that count."
             )
         # Read by the hooks in the backward pass of this batch. Forward and backward passes
-        # alternate, so that one flag is enough.
+        # alternate, so one flag is enough.
         self._has_no_weight = value == 0
         return math.ldexp(value, -self.exponent)
 
@@ -70,8 +70,8 @@ class Weight:
         Args:
             mean: Mean weight of a sample in this step, in the unit of this step.
         """
-        # From a sum over all ranks, so that all of them choose the same unit. A step in which every
-        # weight was 0 says nothing about the next one.
+        # ``mean`` comes from a sum over all ranks, so all of them choose the same unit. A step in
+        # which every weight was 0 gives no information about the next one.
         if mean:
             self.exponent += math.frexp(mean)[1]
 

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics over the whole of data.eval.
+"""Metrics from torchmetrics over the whole of data.eval.
 
 Such a metric accumulates a state and computes its value at the end; an F1 or an AUROC is not a mean
 over batches. Here each slot (a rank or, with ``reproducible``, a shard) has its own state::
@@ -6,12 +6,12 @@ over batches. Here each slot (a rank or, with ``reproducible``, a shard) has its
     every rank    update its slots with its batches -> all ranks gather all states
                   -> merge them in the order of the slots -> compute
 
-So all ranks compute the same value as a single process; bit for bit with ``reproducible``, because
-the slots do not depend on the number of ranks then.
+So all ranks compute the same value as a single process. With ``reproducible`` it is bit for bit the
+same, because the slots then do not depend on the number of ranks.
 
-The synchronization that is built into torchmetrics is switched off: it gathers by rank, in a
-collective that cannot be aborted. torchmetrics is recognized by the names of its classes, because
-it may not be installed on the worker.
+The synchronization built into torchmetrics is switched off: it gathers by rank, in a collective
+that cannot be aborted. torchmetrics objects are recognized by the names of their classes, because
+the library may not be installed on the worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.references import WorkloadError
 
 State = dict[str, Any]
-"""The states of a metric by name: a tensor, or a list of tensors."""
+"""The states of a metric by name; each is a tensor or a list of tensors."""
 
 _REDUCTIONS = "torchmetrics.utilities.data"
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -38,17 +38,17 @@ _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "dim_zero_min": torch.minimum,
 }
 _COUNT = ""
-"""Key for the number of batches in a state; not a valid name of a state."""
+"""Key for the number of batches in a state; no state can have this name."""
 
 
 def is_torchmetric(value: Any) -> bool:
-    """Return True for a metric of torchmetrics, or a collection of them."""
+    """Return True for a torchmetrics metric or a collection of them."""
     names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__}
     return not names.isdisjoint({("torchmetrics", "Metric"), ("torchmetrics", "MetricCollection")})
 
 
 class WholeSetMetric:
-    """One metric of torchmetrics from the notebook.
+    """One torchmetrics metric from the notebook.
 
     Raises:
         WorkloadError: If its states cannot be merged exactly.
@@ -79,10 +79,10 @@ class WholeSetMetric:
         self._prototype = metric
 
     def new(self, device: torch.device | str) -> Any:
-        """Return an empty copy that does not communicate with other ranks."""
+        """Return a copy with an empty state that does not communicate with other ranks."""
         copy = self._prototype.clone().to(device)
         copy.reset()
-        # Otherwise torchmetrics would gather over torch's default group by itself.
+        # Otherwise, torchmetrics would itself gather over torch's default group.
         copy.sync_on_compute = copy._to_sync = False
         return copy
 
@@ -91,26 +91,26 @@ class WholeSetMetric:
 
         Raises:
             WorkloadError: If it computes several values.
-            Exception: Any error of its ``update``.
+            Exception: Any error that its ``update`` raises.
         """
         tried = self.new(device)
         tried.update(_tensor_in(output), target)
         value = None
         with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
             warnings.simplefilter("ignore")
-            value = tried.compute()  # an error proves nothing: some metrics need more samples
-        # Some metrics set attributes that are not states in their first update. ``compute`` needs
-        # them, and runs on a copy without an update of its own.
+            value = tried.compute()  # an error would prove nothing: some metrics need more samples
+        # In their first update, some metrics set attributes that are not states. ``compute`` needs
+        # them, but runs on a copy that was never updated.
         self._prototype = tried
         if value is not None:
             self._number(value)
 
     def compute(self, states: Sequence[State]) -> float:
-        """Merge states in this order, and return the value of the metric."""
+        """Merge the states in the given order, and return the value of the metric."""
         merged = self.new("cpu")
         for name, reduction in merged._reductions.items():
             setattr(merged, name, _merge(reduction, [state[name] for state in states]))
-        # Without it, torchmetrics warns that ``compute`` was called before ``update``.
+        # Otherwise, torchmetrics warns that ``compute`` was called before ``update``.
         merged._update_count = sum(int(state[_COUNT]) for state in states)
         return self._number(merged.compute())
 
@@ -127,7 +127,7 @@ class WholeSetMetric:
         )
 
     def kinds(self) -> dict[str, bool]:
-        """Return True for each state that is a list, by name."""
+        """Return, for each state by name, True if it is a list."""
         defaults = self._prototype._defaults
         return {name: isinstance(default, list) for name, default in defaults.items()}
 
@@ -135,7 +135,7 @@ class WholeSetMetric:
         """Return the state of a copy on the CPU.
 
         Raises:
-            WorkloadError: If a state is not made of tensors.
+            WorkloadError: If a state does not consist of tensors.
         """
         found: State = {}
         for name in metric._defaults:
@@ -158,7 +158,7 @@ class SlotStates:
 
     Args:
         device: Device of outputs and targets.
-        num_slots: Number of slots of all ranks.
+        num_slots: Number of slots on all ranks together.
         first: The first slot of this rank.
     """
 
@@ -177,7 +177,7 @@ class SlotStates:
         self._copies: dict[int, list[Any]] = {}
 
     def update(self, slot: int, output: Any, target: Any) -> None:
-        """Update one of this rank's slots, numbered from 0, with a batch."""
+        """Update one of this rank's slots (numbered from 0) with a batch."""
         number = self._first + slot
         if number not in self._copies:
             self._copies[number] = [metric.new(self._device) for metric in self._metrics]
@@ -185,7 +185,7 @@ class SlotStates:
             copy.update(_tensor_in(output), target)
 
     def compute(self, group: RankGroup) -> dict[str, float]:
-        """Return the values over all slots. A collective: every rank has to call it."""
+        """Return the values over all slots. A collective: every rank must call this."""
         if not self._metrics:
             return {}
         packed = {slot: self._pack(copies) for slot, copies in self._copies.items()}
@@ -221,8 +221,8 @@ class SlotStates:
 
 
 def _gather(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list[bytes]:
-    # The contents of every slot, on every rank; empty for a slot without batches. Gathered by sums,
-    # which can be aborted: only one rank contributes to each byte, so the sum is exact.
+    # Returns the contents of every slot, on every rank; empty for a slot without batches. Gathered
+    # with sums, which can be aborted: only one rank contributes to each byte, so the sum is exact.
     #
     #     lengths   rank 0: [5, 0, 0]     rank 1: [0, 3, 4]     sum: [5, 3, 4]
     #     bytes     rank 0: aaaaa.......  rank 1: .....bbbcccc  sum: aaaaabbbcccc
@@ -247,7 +247,7 @@ def _gather(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list
 
 
 def _can_merge(reduction: Any, *, is_list: bool) -> bool:
-    # None means that torchmetrics itself would only gather: lists can be joined, tensors cannot.
+    # None means that torchmetrics would only gather: lists can be concatenated, tensors cannot.
     if reduction is None:
         return is_list
     if getattr(reduction, "__module__", "") != _REDUCTIONS:
@@ -259,7 +259,7 @@ def _can_merge(reduction: Any, *, is_list: bool) -> bool:
 def _merge(reduction: Any, values: list[Any]) -> Any:
     if isinstance(values[0], list):
         return [part for value in values for part in value]
-    # A mean of the slots' states, as torchmetrics computes it over ranks.
+    # The mean of the slots' states, as torchmetrics computes it over ranks.
     if reduction.__name__ == "dim_zero_mean":
         return values[0] if len(values) == 1 else torch.stack(values).mean(dim=0)
     if reduction.__name__ == "dim_zero_cat":
@@ -268,7 +268,7 @@ def _merge(reduction: Any, values: list[Any]) -> Any:
 
 
 def _tensor_in(output: Any) -> Any:
-    # torchmetrics needs tensors: the logits of a Hugging Face output.
+    # torchmetrics needs tensors: use the logits of a Hugging Face output.
     if isinstance(output, Mapping):
         output = output.get("logits", output)
     elif not isinstance(output, torch.Tensor):

@@ -1,7 +1,7 @@
 """Hash the weights of one step boundary in the background, while training continues.
 
-The weights are copied at the boundary into host memory, which the next copy reuses. All ranks do so
-at the end of each epoch and of the job, and the audit compares their digests.
+At the boundary, the weights are copied into host memory, which the next copy reuses. All ranks do
+this at the end of each epoch and of the job, and the audit compares their digests.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class BackgroundDigest:
         self._copies: Tensors = {}
         self._thread: threading.Thread | None = None
         self._num_pieces = 0
-        """Number of pieces hashed so far; shows whether the thread makes progress."""
+        """Number of pieces hashed so far; shows whether the thread is making progress."""
 
     def begin(self, model: nn.Module, report: Callable[[str], None]) -> None:
-        """Hash the current weights; ``report`` is called with the digest, in the thread.
+        """Hash the current weights in a background thread, which calls ``report`` with the digest.
 
         If there is no memory for a copy, the weights are hashed in the calling thread.
         """
@@ -47,7 +47,7 @@ class BackgroundDigest:
         except (MemoryError, RuntimeError) as exc:
             if not (isinstance(exc, MemoryError) or is_out_of_memory(exc)):
                 raise
-            # The copy was not completed; it must not be reused.
+            # The copy is incomplete and must not be reused.
             self._copies = {}
             report(digest_of_tensors(named_tensors(model).items(), self._beat))
             return
@@ -60,8 +60,8 @@ class BackgroundDigest:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the digest, with heartbeats as long as the thread makes progress."""
-        # The heartbeats depend on the thread: if hashing hangs, this rank must be seen to hang.
+        """Wait for the digest, sending heartbeats as long as the thread makes progress."""
+        # No progress, no heartbeat: if hashing hangs, this rank must be detected as hung.
         thread, seen = self._thread, -1
         while thread is not None and thread.is_alive():
             if self._num_pieces != seen:
@@ -77,7 +77,7 @@ class BackgroundDigest:
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             copy = made.get(key) if value.numel() else None
             if copy is None:
-                # Memory of the previous copy: allocating it anew takes longer than copying.
+                # Reuse the previous copy's memory: allocating takes longer than copying.
                 copy = self._copies.get(name)
                 if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                     copy = torch.empty(value.shape, dtype=value.dtype)

@@ -1,8 +1,7 @@
-"""Track the best evaluation and decide on early stopping.
+"""Track the best evaluations and decide on early stopping.
 
 The tracker is a stateful component of the trainer: it is sent to new ranks and saved in
-checkpoints, so that a trainer that restores some weights also knows their evaluation and all
-earlier ones.
+checkpoints, so restored weights come with the results of their own and all earlier evaluations.
 """
 
 from __future__ import annotations
@@ -67,11 +66,11 @@ class BestTracker:
 
     @property
     def is_over(self) -> bool:
-        """True if the job has to stop early."""
+        """True if the job should stop early."""
         return self._stop_config is not None and self._trend.num_stale >= self._stop_config.patience
 
     def best_record(self) -> dict[str, Any] | None:
-        """Return the log record of the best evaluation; None before the first."""
+        """Return the log record of the best evaluation; None if there is none yet."""
         if self._best_config is None or not self.best:
             return None
         return {"metric": self._best_config.metric, **self.best[0]._asdict()}
@@ -99,8 +98,8 @@ class BestTracker:
 
     @property
     def _metrics_in_use(self) -> dict[str, Any]:
-        # Saved with the numbers: a resumed job may use another metric or the other direction, and
-        # its values must not be compared with these.
+        # Saved with the numbers because a resumed job may use another metric or direction, whose
+        # values must not be compared with these.
         asked = {"best": self._best_config, "trend": self._stop_config}
         return {
             name: [wanted.metric, wanted.mode] if wanted is not None else None
@@ -108,8 +107,8 @@ class BestTracker:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Adopt another trainer's evaluations, as far as they are of the same metrics."""
-        # Older checkpoints have no such entry: their metrics are taken to be the same.
+        """Adopt another trainer's evaluations where the metrics are the same."""
+        # Older checkpoints lack this entry: assume that the metrics are the same.
         theirs = state_dict.get("asked", self._metrics_in_use)
         if theirs["best"] == self._metrics_in_use["best"]:
             self.best = tuple(EvaluationRecord(*known) for known in state_dict["best"])

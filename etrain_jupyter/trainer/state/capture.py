@@ -1,4 +1,4 @@
-"""Capture the complete state of a trainer as named tensors and a JSON header, and load it again.
+"""Capture the complete state of a trainer as named tensors and a JSON header, and reload it.
 
 The prefix of a name identifies the owner of a tensor:
 
@@ -39,7 +39,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Load a result of ``state_dict``."""
+        """Load a state that ``state_dict`` has returned."""
         ...
 
 
@@ -55,18 +55,18 @@ def take_state(
 ) -> tuple[dict[str, Any], Tensors]:
     """Return the state as ``(header, tensors)``; the tensors are not copies.
 
-    The header can be written as JSON: the optimizer's parameter groups, and everything that is not
-    a tensor.
+    The header, which can be written as JSON, contains the optimizer's parameter groups and
+    everything that is not a tensor.
 
     Raises:
-        StateError: If some value cannot be sent or saved.
+        StateError: If a value cannot be sent or saved.
     """
     # ``state_dict`` alone is incomplete: a non-persistent buffer may still influence training, and
-    # a rank that joins must compute the same as the others.
+    # a joining rank must compute the same results as the others.
     tensors: Tensors = {}
     modules: dict[str, Any] = {}
     for name, value in model.state_dict().items():
-        # Other entries are the results of ``get_extra_state`` of a module.
+        # Other entries are results of a module's ``get_extra_state``.
         if isinstance(value, torch.Tensor):
             _check(MODEL + name, value)
             tensors[MODEL + name] = value
@@ -92,7 +92,7 @@ def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[
     held = optimizer.state_dict()
     if not _has_standard_state(optimizer):
         return {"whole": pack(held, name=OPTIMIZER + "whole", tensors=tensors)}
-    # As pairs: JSON would turn the integer keys of a dict into strings.
+    # Stored as pairs because JSON would turn the integer keys of a dict into strings.
     state = [
         [key, pack(values, name=f"{OPTIMIZER}{key}", tensors=tensors)]
         for key, values in held["state"].items()
@@ -102,8 +102,8 @@ def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[
 
 
 def _has_standard_state(optimizer: torch.optim.Optimizer) -> bool:
-    # If torch's own ``state_dict`` applies, the state may be read and set directly, without copies.
-    # An override or a hook may convert it in ways that only its counterpart undoes.
+    # If torch's own ``state_dict`` applies, the state can be read and set directly, without copies.
+    # An override or a hook may convert it in a way that only its counterpart can undo.
     base, kind = torch.optim.Optimizer, type(optimizer)
     has_hooks = any(
         getattr(optimizer, f"_optimizer_{when}_hooks", None)
@@ -121,8 +121,8 @@ def _has_standard_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _names_in_host_memory(tensors: Tensors, optimizer: torch.optim.Optimizer) -> list[str]:
-    # Tensors that stay in host memory even if the model is on a GPU. The receiver may have another
-    # kind of device than the sender, so the tensor's own device does not decide:
+    # Returns the tensors that stay in host memory even if the model is on a GPU. The receiver's
+    # device may be of another kind than the sender's, so the tensor's own device is not decisive:
     #
     #     sender's model   tensor in host memory          stays in host memory on the receiver
     #     on a GPU         any                            yes: its owner keeps it there
@@ -164,17 +164,17 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 
 
 def living_tensors(model: nn.Module) -> Tensors:
-    """Return the model's own parameters and buffers by their names in the state."""
+    """Return the model's own parameters and buffers, by their names in the state."""
     entries = model.state_dict()
     own: Tensors = {}
-    # Tied weights have several names, and each must be found.
+    # Tied weights have several names, and all of them must be found.
     own |= dict(model.named_parameters(remove_duplicate=False))
     own |= dict(model.named_buffers(remove_duplicate=False))
     living: Tensors = {}
     for name, tensor in own.items():
         if name not in entries:
             living[BUFFER + name] = tensor
-        # A hook may convert a parameter in ``state_dict``. Then the entry has other memory, and
+        # A hook may convert a parameter in ``state_dict``. The entry then has other memory, and
         # only ``load_state_dict`` can convert it back.
         elif isinstance(entries[name], torch.Tensor) and is_same_memory(entries[name], tensor):
             living[MODEL + name] = tensor
@@ -182,7 +182,7 @@ def living_tensors(model: nn.Module) -> Tensors:
 
 
 def own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the tensors of model and optimizer that a new state can be written into."""
+    """Return the tensors of model and optimizer into which a new state can be written."""
     own: Tensors = {}
     # An optimizer that overrides ``state_dict`` may return copies.
     if _has_standard_state(optimizer):
@@ -207,15 +207,15 @@ def put_state(
     tensors: Tensors,
     extras: Extras = NO_EXTRAS,
 ) -> None:
-    """Load a result of ``take_state`` into objects that the same code has built.
+    """Load a result of ``take_state`` into objects built by the same code.
 
-    Tensors that already are the model's own are not copied; the optimizer adopts the given ones
+    Tensors that are already the model's own are not copied; the optimizer adopts the given tensors
     without a copy if they are on the right device.
 
     Raises:
         StateError: If the state does not fit the model, the optimizer or the extras.
     """
-    # Checkpoints of the first version are still read.
+    # Checkpoints in the first format are still supported.
     if "param_groups" in header:
         header = _of_first_format(header, tensors)
     _put_model(model, header["modules"], tensors)
@@ -247,7 +247,7 @@ def _put_model(model: nn.Module, modules: dict[str, Any], tensors: Tensors) -> N
         model.load_state_dict(values)
     for name, tensor in living.items():
         value = tensors.get(name)
-        # A cache that has grown elsewhere has another shape; it grows here, too, when it is used.
+        # A cache that has grown on another rank has another shape; it grows here when it is used.
         if name.startswith(BUFFER) and value is not None and value.shape == tensor.shape:
             tensor.copy_(value)
 
@@ -268,13 +268,13 @@ def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], fin
             f"the optimizer has parameter groups of {sizes} tensors, but the state has groups of "
             f"{their_sizes}. Build the same model and optimizer on every rank."
         )
-    # torch's load_state_dict would copy everything twice and cast it to the parameters' types. Here
-    # the state's keys (numbers of parameters) are replaced by this rank's parameters, in order.
+    # torch's load_state_dict would copy everything twice and cast it to the parameters' types.
+    # Here, the state's keys (parameter indices) are replaced by this rank's parameters, in order.
     owners: dict[Any, torch.Tensor] = {}
     for own, theirs in zip(mine, groups, strict=True):
         params = own["params"]
         owners |= dict(zip(theirs["params"], params, strict=True))
-        # The dict itself is kept: a scheduler of the notebook may refer to it.
+        # The dict itself is kept because a scheduler from the notebook may refer to it.
         own.clear()
         own.update({**theirs, "params": params})
     owned = defaultdict(dict, {owners.get(key, key): values for key, values in state.items()})
@@ -282,7 +282,7 @@ def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], fin
 
 
 def _of_first_format(header: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    # The first format named tensors optimizer.INDEX.NAME, and had other values in "scalars".
+    # The first format named tensors optimizer.INDEX.NAME and kept other values in "scalars".
     state: dict[int, dict[str, Any]] = {}
     for key in tensors:
         if key.startswith(OPTIMIZER):
@@ -304,7 +304,7 @@ def _of_first_format(header: dict[str, Any], tensors: Tensors) -> dict[str, Any]
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return the SHA-256 digest of the ``state_dict``, in its order."""
+    """Return the SHA-256 digest of a model's ``state_dict``, in its order."""
     return digest_of_tensors(named_tensors(model).items())
 
 
@@ -317,10 +317,10 @@ def named_tensors(model: nn.Module) -> Tensors:
 def digest_of_tensors(
     named: Iterable[tuple[str, torch.Tensor]], progress: Callable[[], None] = lambda: None
 ) -> str:
-    """Return the SHA-256 digest of names and values, in this order.
+    """Return the SHA-256 digest of the names and values, in the given order.
 
     Args:
-        named: The tensors; those on a device are copied one at a time.
+        named: The tensors; device tensors are copied one at a time.
         progress: Called after each piece.
     """
     digest = hashlib.sha256()
@@ -334,5 +334,5 @@ def digest_of_tensors(
 
 
 def load_model_state(path: str | Path) -> Tensors:
-    """Return the tensors of a ``model.safetensors`` file by name. Cannot run code."""
+    """Return the tensors in a ``model.safetensors`` file by name. Never runs code from the file."""
     return load_file(str(path))

@@ -1,7 +1,7 @@
-"""Metadata of a checkpoint, and restoring its state into a job that has changed since.
+"""Metadata of a checkpoint, and loading its state into a job that has changed since.
 
-There is no RNG state: random numbers depend on the seed, the step and the rank or shard alone, and
-the order of the samples on the seed and the epoch. ``seed`` and the counters are sufficient.
+There is no RNG state: random numbers depend only on the seed, the step and the rank or shard, and
+the order of the samples only on the seed and the epoch. ``seed`` and the counters are sufficient.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def put_checkpoint(
         workload: The workload to load the state into.
         header: Contents of ``state.json``.
         tensors: The tensors by name.
-        config: The cell's config; None to keep the optimizer's options of the checkpoint.
+        config: The cell's config; None to keep the optimizer options in the checkpoint.
         warn: Called with the text of each warning.
 
     Raises:
-        CheckpointError: If the checkpoint is of another model.
+        CheckpointError: If the checkpoint belongs to another model.
     """
     # changed in the cell     what happens
     # the model               refused: no part of the state would fit
@@ -77,7 +77,7 @@ def put_checkpoint(
     # an extra is gone        warning: its state is ignored
     # an extra is new         it starts from scratch
     #
-    # A checkpoint of an older version has no "about": the job is taken to be unchanged.
+    # A checkpoint from an older version has no "about": assume that the job is unchanged.
     metadata = header.get("about") or {}
     header = _without_lost_parts(workload, header, warn)
     optimizer = workload.optimizer

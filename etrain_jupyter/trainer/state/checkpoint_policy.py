@@ -10,22 +10,22 @@ from etrain_jupyter.trainer.schedule import Every, Mark, WorkPlan
 from etrain_jupyter.wire.messages import PaceUpdate
 
 RETRY_S = 30.0
-"""Retry a failed checkpoint after this many seconds, unless the next one is due earlier."""
+"""Retry a failed checkpoint after this many seconds, unless the next checkpoint is due earlier."""
 
 
 class CheckpointPace:
-    """Timer for ``checkpoint.every: auto``, with an interval that the coordinator chooses."""
+    """Timer for ``checkpoint.every: auto``; the coordinator chooses the interval."""
 
     # No lock: the control thread calls ``adopt`` while the main thread queries, but both read and
-    # write single numbers, and a value that is one moment old does no harm.
+    # write single numbers, and a slightly outdated value does no harm.
     def __init__(self, *, now: float) -> None:
         self.interval_s = FIRST_S
         self._last_at = now
 
     def adopt(self, pace: PaceUpdate, *, now: float) -> None:
-        """Adopt the coordinator's interval, and the newest checkpoint's age if it is given."""
+        """Adopt the coordinator's interval and, if given, the age of the newest checkpoint."""
         self.interval_s = pace.interval_s
-        # As an age, because clocks of machines differ.
+        # An age rather than a time, because the machines' clocks differ.
         if pace.age_s is not None:
             self._last_at = now - pace.age_s
 
@@ -38,7 +38,7 @@ class CheckpointPace:
         self._last_at = now
 
     def retry_soon(self, now: float) -> None:
-        """Shorten the interval after a failed checkpoint: the store may be available again soon."""
+        """Shorten the interval after a failed checkpoint, because the store may recover soon."""
         # Due RETRY_S from now, or after one interval if that is shorter.
         self._last_at = now - max(0.0, self.interval_s - RETRY_S)
 
@@ -46,8 +46,8 @@ class CheckpointPace:
 class CheckpointPolicy:
     """Decide when a checkpoint is due: by schedule, by interval, or on request.
 
-    A pure state machine: the time is an argument, on the scale of ``time.monotonic``, and only
-    the methods that report an event change the state. ``is_due`` may be called any number of times.
+    A pure state machine: the time is an argument, a ``time.monotonic`` value, and only the methods
+    that record an event change the state. ``is_due`` may be called any number of times.
 
     Args:
         every: ``checkpoint.every``; None for ``auto``.
@@ -60,12 +60,12 @@ class CheckpointPolicy:
         self._is_owed = False
 
     def request(self) -> None:
-        """Request a checkpoint at the next step boundary. Safe from any thread."""
+        """Request a checkpoint at the next step boundary. Can be called from any thread."""
         self._is_requested.set()
 
     @property
     def is_owed(self) -> bool:
-        """True if a checkpoint has become due and has not started yet."""
+        """True if a checkpoint has become due but has not started yet."""
         return self._is_owed
 
     def is_due(self, before: Mark, after: Mark, *, is_rank_0: bool, now: float) -> bool:
@@ -73,7 +73,7 @@ class CheckpointPolicy:
         return self._is_owed or self._becomes_due(before, after, is_rank_0=is_rank_0, now=now)
 
     def _becomes_due(self, before: Mark, after: Mark, *, is_rank_0: bool, now: float) -> bool:
-        # A request by the coordinator, for example before the machine is interrupted.
+        # A request from the coordinator, for example before the machine is interrupted.
         if self._is_requested.is_set():
             return True
         if self._every is not None:
@@ -85,17 +85,18 @@ class CheckpointPolicy:
     def take_step(
         self, before: Mark, after: Mark, *, is_rank_0: bool, is_agreed: bool, now: float
     ) -> None:
-        """Record a committed step; a checkpoint that it makes due is owed until ``take_start``.
+        """Record a committed step; if it makes a checkpoint due, that is owed until ``take_start``.
 
         Args:
             before: Progress before the step.
             after: Progress after it.
             is_rank_0: True on rank 0, the only rank that starts checkpoints.
-            is_agreed: True if rank 0 has requested that all ranks save after this step.
+            is_agreed: True if rank 0 has asked all ranks to save after this step.
             now: The current time.
         """
         # Every rank records this, not only rank 0. A rank that becomes rank 0 after a failure does
-        # not know whether its predecessor's last checkpoint became durable, so it saves again:
+        # not know whether the last checkpoint of the previous rank 0 became durable, so it saves
+        # again:
         #
         #     rank 0   step 100 is due ── starts ── (dies while writing)
         #     rank 1   step 100 is owed ───────────── becomes rank 0 ── saves step 101
@@ -103,12 +104,12 @@ class CheckpointPolicy:
             self._is_owed = True
             if self._every is not None and not self._is_requested.is_set():
                 self._every.restart(now)
-        # Even if it is not due any more, because the coordinator reported a younger checkpoint
-        # since the step's header: the other ranks are already writing their parts.
+        # The checkpoint is owed even if the coordinator has reported a newer one since the step's
+        # header, so that it is no longer due: the other ranks are already writing their parts.
         if is_agreed and is_rank_0:
             self._is_owed = True
 
     def take_start(self) -> None:
-        """Record that the checkpoint that was owed or requested has started."""
+        """Record that the owed or requested checkpoint has started."""
         self._is_owed = False
         self._is_requested.clear()

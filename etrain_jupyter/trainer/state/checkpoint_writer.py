@@ -1,13 +1,13 @@
 """Write checkpoints in a background thread.
 
-The main thread and the writer thread share two queues and no lock. Copies of the state go one way
+The main thread and the writer thread share two queues and no lock. Copies of the state go one way,
 and results come back the other way::
 
     main thread      copy 10 ....... copy 12 (best)   copy 13 (best)      take_results()
                         |                |  waits        |  replaces 12        ^
     writer thread       +--- write 10 ---+---------------+--- write 13 --------+
 
-At most one copy waits, because each needs as much memory as the state.
+At most one copy waits, because each copy needs as much memory as the state.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.wire.messages import CheckpointNotWritten, CheckpointWritten, TextLogged
 
 BEST_RETRY_S = (5.0, 10.0, 20.0, 40.0, 60.0)
-"""Back-off before each retry to write the weights of the best evaluation; the last one repeats."""
+"""Back-off before each retry to write the best weights; the last value repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreListed:
-    """The writer has read which checkpoints are durable."""
+    """The writer has listed the durable checkpoints."""
 
     writers: Writers
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyDone:
-    """A copy needs no further attempt: it is durable, or not needed any more."""
+    """A copy needs no further attempt: it is durable, or no longer needed."""
 
     copy: StateCopy
 
@@ -59,14 +59,14 @@ class CopyFailed:
     copy: StateCopy
     """The copy, with its number of failures increased."""
     failed_at: float
-    """``time.monotonic`` of the failure."""
+    """Time of the failure, a ``time.monotonic`` value."""
     retry_after_s: float
-    """Back-off before the next attempt; for the best weights only."""
+    """Back-off before the next attempt; only for the best weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyPostponed:
-    """A retry that depended on the success of the checkpoint before it was not attempted."""
+    """A retry was not attempted, because the checkpoint before it failed."""
 
     copy: StateCopy
 
@@ -76,22 +76,22 @@ Result = StoreListed | CopyDone | CopyFailed | CopyPostponed
 
 @dataclass(frozen=True, kw_only=True)
 class _Waiting:
-    """A copy that waits until the writer thread is free."""
+    """A copy that is waiting for the writer thread."""
 
     copy: StateCopy
     generation: int
-    """Generation in whose name it is written."""
+    """Generation for which it is written."""
     is_retry: bool = False
     needs_success: bool = False
 
 
 class CheckpointWriter:
-    """Write copies of the state to the store, one at a time, and prune old checkpoints.
+    """Writes copies of the state to the store, one at a time, and prunes old checkpoints.
 
     All public methods except ``count_written`` are for the main thread.
 
     Args:
-        state: For the config, the model's own config and the best evaluations.
+        state: Provides the config, the model's own config and the best evaluations.
         slowdown: Measures the slowdown of steps during the write.
         beat: Sends a heartbeat from the writer thread; called only while the main thread waits.
     """
@@ -110,8 +110,7 @@ class CheckpointWriter:
         self._send = send
         self._slowdown = slowdown
         self._beat = beat
-        # An executor's thread is not a daemon, so the process does not exit before the write is
-        # done.
+        # An executor's thread is not a daemon, so the process does not exit before a write is done.
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="etrain-checkpoint")
         self._tasks: list[futures.Future[None]] = []
         self._waiting: queue.Queue[_Waiting] = queue.Queue(maxsize=1)
@@ -121,15 +120,15 @@ class CheckpointWriter:
         self._has_succeeded = False
         """True if the last write succeeded. Writer thread only."""
         self._warned_about = ""
-        """Last reported reason why old checkpoints were not removed. Writer thread only."""
+        """The last reported reason why old checkpoints were not removed. Writer thread only."""
         self.num_written = 0
-        """Bytes written so far of the checkpoint in flight."""
+        """Number of bytes written so far for the checkpoint in flight."""
 
     # --- main thread ---
 
     @property
     def is_busy(self) -> bool:
-        """True while a copy is being written or waits."""
+        """True while a copy is being written or waiting."""
         return any(not task.done() for task in self._tasks)
 
     def has_under_way(self, steps: Collection[int]) -> bool:
@@ -137,23 +136,23 @@ class CheckpointWriter:
         return any(copy.step in steps for copy in self._under_way)
 
     def has_better(self, copy: StateCopy) -> bool:
-        """Return True if better weights than ``copy``, which failed, are on their way.
+        """Return True if weights better than those in ``copy``, which failed, are being saved.
 
-        A copy with ``best_steps`` is only submitted if it is better than those before it.
+        A copy with ``best_steps`` is submitted only if it is better than those before it.
         """
         return any(other.best_steps and other is not copy for other in self._under_way)
 
     def submit(self, copy: StateCopy) -> None:
-        """Write a copy as soon as the thread is free; it replaces a copy that still waits."""
+        """Write a copy as soon as the thread is free; it replaces a copy that is still waiting."""
         self._enter(_Waiting(copy=copy, generation=copy.generation))
 
     def retry(self, copy: StateCopy, *, generation: int, needs_success: bool = False) -> None:
-        """Write the best weights again, which could not be written before.
+        """Try again to write the best weights after a failed attempt.
 
         Args:
             copy: The copy that failed.
-            generation: The current generation, in whose name it is written.
-            needs_success: Write it only if the checkpoint before it succeeds, which shows that the
+            generation: The current generation, for which it is written.
+            needs_success: Write it only if the checkpoint before it succeeds, which proves that the
                 store is available again.
         """
         self._enter(
@@ -165,12 +164,12 @@ class CheckpointWriter:
             self._slowdown.begin()
             self._run(lambda: self._take(waiting))
         else:
-            # The waiting copy, if there is one, is older than this one, and is dropped. The writer
-            # may take it at the same moment; then both are written.
+            # A waiting copy is older than this one, so it is dropped. If the writer takes it at the
+            # same moment, both are written.
             with contextlib.suppress(queue.Empty):
                 self._forget(self._waiting.get_nowait().copy)
             self._waiting.put_nowait(waiting)
-            # One task per copy: a task whose copy was replaced finds the queue empty, and ends.
+            # One task per copy: a task whose copy was replaced finds the queue empty and ends.
             self._run(self._take_waiting)
         self._under_way.append(waiting.copy)
 
@@ -189,7 +188,7 @@ class CheckpointWriter:
                 yield result
 
     def _forget(self, copy: StateCopy) -> None:
-        # By its files: generation and number of failures of a copy change on the way.
+        # Compare the files: a copy's generation and number of failures may have changed meanwhile.
         self._under_way = [known for known in self._under_way if known.files is not copy.files]
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -198,7 +197,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """Send heartbeats from the threads that write, while the main thread waits for them."""
+        """Send heartbeats from the writing threads while the main thread waits for them."""
         self._is_awaited = True
         try:
             yield
@@ -214,17 +213,17 @@ class CheckpointWriter:
     def _take(self, waiting: _Waiting) -> None:
         copy = waiting.copy
         try:
-            # The checkpoint before it has just shown that the store is still unavailable.
+            # The checkpoint before this copy has just failed, so the store is still unavailable.
             if waiting.needs_success and not self._has_succeeded:
                 self._results.put(CopyPostponed(copy=copy))
             elif waiting.is_retry and not self._checkpoints.is_valid(copy.generation, copy.step):
-                # The job has gone back to an earlier step since the first attempt.
+                # Since the first attempt, the job has gone back to an earlier step.
                 self._results.put(CopyDone(copy=copy))
             else:
                 self._write(replace(copy, generation=waiting.generation))
         except BaseException:
-            # The top of the thread. Training continues without this checkpoint, and the copy must
-            # not count as under way forever.
+            # The thread's outermost handler. Training continues without this checkpoint, and the
+            # copy must not count as under way forever.
             self._results.put(CopyDone(copy=copy))
             traceback.print_exc()
             raise
@@ -238,7 +237,7 @@ class CheckpointWriter:
             self._fail(copy, str(exc))
             return
         except Exception as exc:
-            # A bug in the store or in this package; the coordinator waits for a report in any case.
+            # A bug in the store or in this package: even then, the coordinator waits for a report.
             traceback.print_exc()
             self._fail(copy, f"{type(exc).__name__}: {exc}")
             return
@@ -252,7 +251,7 @@ class CheckpointWriter:
                 "slowed_s": self._slowdown.extra_s,
                 "duration_s": time.monotonic() - copy.started_at,
             }
-            # The checkpoint is durable now, whether or not old ones can be removed.
+            # The checkpoint is now durable, whether or not old checkpoints can be removed.
             self._prune(copy.generation)
             self._send(CheckpointWritten(generation=copy.generation, record=record))
         self._results.put(CopyDone(copy=copy))
@@ -282,10 +281,10 @@ class CheckpointWriter:
         #      |             a later generation writes: refuse   the checkpoint exists only now
         #      weights as good are durable: not needed (None)
         #
-        # A crash before the commit leaves parts without a manifest, which no reader looks at.
+        # A crash before the commit leaves parts without a manifest, which readers ignore.
         writers = self._checkpoints.read_writers()
         self._results.put(StoreListed(writers=writers))
-        # The training thread made this copy without a store request; now the writers are known.
+        # The main thread made this copy without querying the store; now the writers are known.
         if copy.best_steps and self._is_superseded(copy, writers):
             return None
         store = self._checkpoints.store
@@ -314,7 +313,7 @@ class CheckpointWriter:
     def _is_superseded(self, copy: StateCopy, writers: Writers) -> bool:
         if self._checkpoints.has_valid(writers, copy.best_steps):
             return True
-        # ``best_steps`` ends with the copy's own step: longer than one, it was not the best.
+        # ``best_steps`` ends with the copy's own step: with more steps, the copy was not the best.
         if len(copy.best_steps) > 1:
             text = (
                 f"step {copy.step} is saved as the best remaining step: the weights of step "
@@ -338,7 +337,7 @@ class CheckpointWriter:
             for name, data in contents.items()
             if name not in helped
         }
-        # The other ranks started at the same boundary and write no more than this rank did.
+        # The other ranks started at the same boundary and write no more data than this rank did.
         own_s = time.monotonic() - began_at
         deadline = time.monotonic() + max(MIN_TIMEOUT_S, 3 * own_s)
         missing = []
@@ -349,7 +348,7 @@ class CheckpointWriter:
             else:
                 parts[name] = part
         if missing:
-            # The late rank may still be writing its key, so the part goes to a new folder.
+            # The late rank may still be writing to its key, so the part goes into a new folder.
             folder = self._checkpoints.store.begin(copy.step)
             parts |= {name: self._put_part(folder, name, contents[name]) for name in missing}
         sharded.forget(copy.step)
@@ -361,7 +360,7 @@ class CheckpointWriter:
         return part
 
     def count_written(self, num_bytes: int) -> None:
-        """Count bytes that the store has taken. Called by the thread that writes."""
+        """Count bytes that the store has accepted. Called in the writing thread."""
         self.num_written += num_bytes
         self._beat_if_awaited()
 
@@ -370,7 +369,7 @@ class CheckpointWriter:
             self._beat()
 
     def _prune(self, generation: int) -> None:
-        # ``best`` is a tuple that the main thread replaces as a whole, so it is safe to read here.
+        # ``best`` is safe to read here: a tuple that the main thread only replaces as a whole.
         best = [known.step for known in self._state.best_tracker.best]
         keep = self._state.config.checkpoint.keep
         try:
@@ -379,7 +378,7 @@ class CheckpointWriter:
             complaint = self._checkpoints.store.notice
         except CheckpointError as exc:
             complaint = str(exc)
-        # Once per problem, not once per checkpoint.
+        # Warn once per problem, not once per checkpoint.
         if complaint and complaint != self._warned_about:
             self._send(TextLogged(level="warning", text=f"{complaint}. Training continues"))
         self._warned_about = complaint

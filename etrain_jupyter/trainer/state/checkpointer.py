@@ -1,7 +1,7 @@
 """Save a trainer's state in the background, from a copy taken at a step boundary.
 
-``CheckpointPolicy`` decides when, ``copy_state`` copies, and ``CheckpointWriter`` writes the copy
-in its thread. This module connects the three in the main thread.
+``CheckpointPolicy`` decides when to save, ``copy_state`` copies the state, and ``CheckpointWriter``
+writes the copy in its thread. This module connects the three in the main thread.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from etrain_jupyter.wire.messages import TextLogged
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 KEEP_RECORDS = 100
-"""Number of step records in a checkpoint: it may become durable before the log has them."""
+"""Number of step records in a checkpoint, which may become durable before they are in the log."""
 
 CLOSE_LOG_AFTER_S = 5.0
-"""A trainer that is shutting down logs that it waits for its checkpoint after this many seconds."""
+"""After this many seconds, a trainer that is shutting down logs that it waits for its
+checkpoint."""
 
 
 class Checkpointer:
-    """Save checkpoints when this trainer is rank 0, and help to write them when it is not."""
+    """Save checkpoints if this trainer is rank 0; otherwise help write them."""
 
     def __init__(
         self,
@@ -74,16 +75,16 @@ class Checkpointer:
         self._was_writing = False
         """True if a checkpoint was being written when the newest step began."""
         self._num_bytes = 0
-        """Size of the last copy; 0 before the first."""
+        """Size of the last copy; 0 if there is none yet."""
         self._spare: dict[str, StagedFile] = {}
-        """Memory of the copy that was written last, to be reused by the next one."""
+        """Memory of the last copy written, for reuse by the next one."""
         self._unsaved_best: StateCopy | None = None
-        """The best weights, if they could not be written: they exist nowhere else."""
+        """The best weights if they could not be written; they exist nowhere else."""
         self._retry_at = 0.0
-        """Time of the next attempt to write them, on the scale of ``time.monotonic``."""
+        """Time of the next attempt to write them, a ``time.monotonic`` value."""
         self._durable: Writers = {}
-        """Durable checkpoints, as far as the writer has reported in generation ``_durable_in``. The
-        main thread never queries the store, which may be slow."""
+        """Durable checkpoints that the writer has reported in generation ``_durable_in``. The main
+        thread never queries the store, which may be slow."""
         self._durable_in = 0
 
     @property
@@ -103,13 +104,13 @@ class Checkpointer:
     # --- one generation ---
 
     def begin(self, group: RankGroup, board: BroadcastStore) -> None:
-        """Begin a generation; ``board`` is the store in which its ranks found each other."""
+        """Begin a generation; ``board`` is its rendezvous store."""
         self._slowdown.begin_generation()
         self._was_writing = self._writer.is_busy
         self._sharded = ShardedWrite(board=board, rank=group.rank, world_size=group.world_size)
 
     def leave(self) -> None:
-        """End the generation: rank 0 writes what the other ranks have not delivered."""
+        """End the generation: rank 0 writes the files that the other ranks have not delivered."""
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
@@ -117,33 +118,33 @@ class Checkpointer:
     # --- what is due ---
 
     def request(self) -> None:
-        """Request a checkpoint at the next step boundary, if this is rank 0. Any thread."""
+        """On rank 0, request a checkpoint at the next boundary. Can be called from any thread."""
         self._policy.request()
 
     def wants_save(self, before: Mark, after: Mark) -> bool:
-        """Return True if all ranks shall write a checkpoint of the state after this step together.
+        """Return True if all ranks should jointly write a checkpoint of the state after this step.
 
         Called on rank 0, within the step.
         """
-        # All ranks must copy the state of the same boundary, so rank 0 requests it in the header of
-        # the step that leads there. A checkpoint that rank 0 writes alone needs no agreement.
+        # All ranks must copy the state at the same boundary, so rank 0 requests the copy in the
+        # header of the step before it. A checkpoint that rank 0 writes alone needs no agreement.
         if not self._is_sharding_worth_it() or self._writer.is_busy:
             return False
         return self._policy.is_due(before, after, is_rank_0=True, now=time.monotonic())
 
     def after_step(self, boundary: Boundary) -> None:
-        """Start a checkpoint if one is due. The coordinator requests that of the last step."""
+        """Start a checkpoint if it is due. The coordinator requests the job's last checkpoint."""
         # interval       due at 10          due at 20             due at 30
         # main thread    copy 10 ......     owed ...... copy 23   copy 30
         # writer              +-- write 10 -----------+    +- write 23 -+
         rank, generation = boundary.group.rank, boundary.group.generation
-        # Read before the results: if the writer finishes in between, its results are complete.
+        # Read this before the results: if the writer finishes in between, its results are complete.
         is_writing = self._writer.is_busy
         self._take_results()
         self._slowdown.take_step(boundary.step_s, is_writing=self._was_writing)
         self._was_writing = is_writing
         is_done = self._state.is_done
-        # Rank 0 does not start a checkpoint of the last step either, see below.
+        # Rank 0 does not start a checkpoint after the last step either, see below.
         if boundary.is_save_agreed and rank != 0 and not is_done:
             self._write_shard()
         now = time.monotonic()
@@ -151,9 +152,9 @@ class Checkpointer:
             *self._state.marks, is_rank_0=rank == 0, is_agreed=boundary.is_save_agreed, now=now
         )
         if rank != 0 or is_done or is_writing:
-            return  # a checkpoint that is due starts at the first boundary after the one in flight
-        # If all ranks are to write, but have not agreed in this step (it has become due only after
-        # the header), it stays owed: the next step's header requests it.
+            return  # a due checkpoint starts at the first boundary after the one in flight
+        # If all ranks should write but have not agreed in this step, because the checkpoint became
+        # due only after the header, it remains owed: the next step's header requests it.
         if self._policy.is_owed and (boundary.is_save_agreed or not self._is_sharding_worth_it()):
             self._policy.take_start()
             sharded = self._sharded if boundary.is_save_agreed else None
@@ -164,16 +165,16 @@ class Checkpointer:
             self._was_writing = True
 
     def after_eval(self, group: RankGroup) -> None:
-        """Save the current state if it was evaluated better than everything that is durable."""
-        # What is durable counts, not what was evaluated. Rank 0 may die while it saves the best
-        # weights, which are lost then, and the next best ones are worth saving (mode: max):
+        """Save the current state if it has a better evaluation than any durable checkpoint."""
+        # Compare with durable checkpoints, not with all evaluations: if rank 0 dies while it saves
+        # the best weights, they are lost, and the next best ones are worth saving (mode: max):
         #
         #     evaluation   step 4: 0.90       step 8: 0.85               step 12: 0.80
         #     rank 0       saving 4 ... dies
         #     rank 1                          4 is not durable: save 8   8 is durable: nothing
         self._take_results()
         if self._durable_in != group.generation:
-            # Another rank may have been rank 0 and removed checkpoints since.
+            # Meanwhile, another rank may have been rank 0 and removed checkpoints.
             self._durable_in, self._durable = group.generation, {}
         # The coordinator requests the checkpoint of the job's last state.
         if group.rank != 0 or self._state.is_done:
@@ -181,13 +182,13 @@ class Checkpointer:
         steps = [known.step for known in self._state.best_tracker.best]
         if self._state.step in steps:
             best_steps = tuple(steps[: steps.index(self._state.step) + 1])
-            # A copy stalls training, so it is not made if equally good weights are safe anyway.
+            # A copy stalls training, so none is made if equally good weights are already safe.
             if not self._is_kept(best_steps):
                 self._start(group.generation, best_steps=best_steps)
 
     def _is_kept(self, steps: Collection[int]) -> bool:
-        # Durable, on its way, or waiting for a retry, as far as this thread knows. The writer looks
-        # into the store again before it writes.
+        # True if one is durable, being written, or waiting for a retry, as far as this thread
+        # knows. The writer checks the store again before writing.
         if self._unsaved_best is not None and self._unsaved_best.step in steps:
             return True
         return self._writer.has_under_way(steps) or self._checkpoints.has_valid(
@@ -215,7 +216,7 @@ class Checkpointer:
         self._take_results()
 
     def close(self) -> None:
-        """Wait for writes in progress before the process exits; log it if that takes long."""
+        """Wait for writes in progress before the process exits; log it if this takes long."""
         with self._writer.beating():
             is_written = self._writer.wait(CLOSE_LOG_AFTER_S)
             is_written &= self._shard_writer.wait(CLOSE_LOG_AFTER_S)
@@ -235,8 +236,8 @@ class Checkpointer:
         sharded: ShardedWrite | None = None,
     ) -> None:
         self._take_results()
-        # The memory of the last copy, if its write is complete. While it is still being written,
-        # this is empty, and new memory is allocated.
+        # The memory of the last copy if its write is complete. Otherwise this is empty, and new
+        # memory is allocated.
         spare, self._spare = self._spare, {}
         copy = copy_state(
             self._state,
@@ -255,12 +256,12 @@ class Checkpointer:
         self._was_writing = True
         unsaved, self._unsaved_best = self._unsaved_best, None
         if unsaved is not None and not best_steps:
-            # If this checkpoint succeeds, the store is back: do not wait for ``_retry_at``. A copy
-            # with ``best_steps`` is better than the unsaved one, which is dropped then.
+            # If this checkpoint succeeds, the store is back: do not wait for ``_retry_at``. If this
+            # copy has ``best_steps``, it is better than the unsaved one, which is dropped.
             self._writer.retry(unsaved, generation=generation, needs_success=True)
 
     def _take_results(self) -> None:
-        # In the main thread, so that these fields need no lock.
+        # Runs in the main thread, so these fields need no lock.
         for result in self._writer.take_results():
             match result:
                 case StoreListed():
@@ -274,7 +275,7 @@ class Checkpointer:
 
     def _take_failure(self, failure: CopyFailed) -> None:
         copy = failure.copy
-        # A scheduled checkpoint is not written again: a newer state is available for the retry. The
+        # A scheduled checkpoint is not retried with this copy: by then, there is a newer state. The
         # best weights exist only in this copy, so it is kept until it is durable or superseded.
         if not copy.best_steps:
             self._spare = copy.files
@@ -296,17 +297,17 @@ class Checkpointer:
             self._page.beat()
 
     def _beat_saving(self) -> None:
-        # From the writing thread, while the main thread waits for it.
+        # Called in the writing thread while the main thread waits for it.
         if self._page is not None:
             self._page.beat(phase="saving")
 
     # --- restoring ---
 
     def restore_newest(self, *, logged_step: int) -> list[dict[str, Any]] | None:
-        """Load the newest usable checkpoint, and return the records of its last steps.
+        """Load the newest usable checkpoint and return the records of its last steps.
 
         Returns:
-            None if there is no checkpoint. The state is unchanged then.
+            None, with the state unchanged, if there is no checkpoint.
 
         Raises:
             CheckpointError: If there are checkpoints, but none can be used.

@@ -1,14 +1,14 @@
 """Checkpoints of one job in its store, fenced against abandoned generations.
 
 A rank that is cut off from the coordinator does not know that its generation was abandoned, and may
-continue to save. Every manifest names the generation that wrote it, and every rank knows the step
-at which each generation began::
+continue to save. Every manifest names the generation that wrote it, and every rank has a list of
+the steps at which the generations began::
 
     generation 1   step 0 ---- 20 ---- 30 ---- 40 (cut off, but still saving)
     generation 2               20 ---------- 35 ...
 
-Generation 2 began at step 20, so the checkpoints of generation 1 up to step 20 belong to the job,
-and those of steps 30 and 40 do not: they are never restored, and are replaced.
+Generation 2 began at step 20, so the checkpoints of generation 1 up to step 20 belong to the job.
+Those of steps 30 and 40 do not: they are never restored, and are replaced.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class JobCheckpoints:
         self.store = store
         self.job_id = job_id
         self.starts = list(starts)
-        """Set by the main thread at the start of a generation. The writer thread reads it, and
-        must see the newest value: a copy may be written after its generation has ended."""
+        """Set by the main thread at the start of a generation. The writer thread must read the
+        newest value, because a copy may be written after its generation has ended."""
 
     def is_valid(self, generation: int, step: int) -> bool:
         """Return True if a checkpoint of this generation and step belongs to the job."""
@@ -48,12 +48,12 @@ class JobCheckpoints:
 
     def has_valid(self, writers: Writers, steps: Collection[int]) -> bool:
         """Return True if a valid checkpoint of one of ``steps`` is among ``writers``."""
-        # Validated again at each call: a later generation may have gone back behind the step.
+        # Validated on each call: a later generation may have started from before the step.
         return any(step in writers and self.is_valid(writers[step], step) for step in steps)
 
     def read_writers(self) -> Writers:
-        """Return the generation that wrote each checkpoint, where the manifest can be read."""
-        # A manifest that cannot be read now, perhaps because another rank is pruning it, must not
+        """Return the generation that wrote each checkpoint whose manifest can be read."""
+        # A manifest may be unreadable, perhaps because another rank is removing it. This must not
         # fail the checkpoint that is about to be written.
         writers = {}
         for step in self.store.list_steps():
@@ -62,40 +62,40 @@ class JobCheckpoints:
         return writers
 
     def claim(self, step: int, generation: int, writers: Writers) -> None:
-        """Prepare to write a step, unless a later generation already writes to the store.
+        """Prepare to write a step, unless a later generation is already writing to the store.
 
         An invalid checkpoint of the same step is removed, because a commit never replaces one.
 
         Raises:
-            CheckpointError: If a later generation has written; this rank is cut off then.
+            CheckpointError: If a later generation has written: this rank is cut off.
         """
-        # This fence is not atomic: a later generation may write after the check. Such a write is
-        # harmless, because ``is_valid`` rejects it when it is read.
+        # This check is not atomic: a later generation may write right after it. This rank's write
+        # is harmless even then, because ``is_valid`` rejects the checkpoint when it is read.
         newest, known = max(((g, known) for known, g in writers.items()), default=(0, 0))
         if newest > generation:
             raise CheckpointError(
                 f"generation {generation} was abandoned: generation {newest} has saved step "
                 f"{known}. Nothing was written"
             )
-        # Generation 1 trained on alone and saved step 30, which is not the job's. Generation 2 now
-        # reaches its own step 30.
+        # For example, generation 1 continued on its own and saved a step 30 that does not belong to
+        # the job. Generation 2 now reaches its own step 30.
         if step in writers and not self.is_valid(writers[step], step):
             self.store.prune([other for other in self.store.list_steps() if other != step])
 
     def prune(self, generation: int, *, keep: int, best: Iterable[int]) -> Writers:
-        """Remove old checkpoints, and return those that are left.
+        """Remove old checkpoints and return the remaining ones.
 
         Args:
             generation: The generation that has just saved.
             keep: Number of newest checkpoints to keep.
-            best: Steps of the best evaluations, best first. The first that is durable is kept.
+            best: Steps of the best evaluations, best first. The first durable one is kept.
 
         Raises:
             CheckpointError: If the store fails.
         """
         writers = self.read_writers()
-        # Once a later generation writes, this rank is cut off: it does not know which checkpoint is
-        # that generation's best one, and must not remove any. Generations are compared, not steps,
+        # Once a later generation has written, this rank is cut off: it does not know that
+        # generation's best checkpoint, and must not remove any. Compare generations, not steps,
         # because a later generation may have gone back to an earlier step.
         if max(writers.values(), default=0) > generation:
             return writers
@@ -106,7 +106,7 @@ class JobCheckpoints:
         return {step: writer for step, writer in writers.items() if step in steps}
 
     def open_newest(self, *, logged_step: int) -> OpenCheckpoint | None:
-        """Open the newest checkpoint that is intact, valid, and in reach of the log.
+        """Open the newest checkpoint that is intact, valid, and contiguous with the log.
 
         Returns:
             None if the job has no checkpoint.
@@ -124,7 +124,7 @@ class JobCheckpoints:
                 )
             check_parts(manifest, files, NEEDED)
             # A checkpoint may be ahead of the log: rank 0 may have died after the checkpoint was
-            # durable, and before its last steps were logged. Their records are in the checkpoint:
+            # durable but before its last steps were logged. The checkpoint contains their records:
             #
             #     log                    ... 97  98
             #     checkpoint of 100      records 1 ... 100: steps 99 and 100 are logged from it

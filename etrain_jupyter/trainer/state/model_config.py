@@ -1,6 +1,6 @@
-"""The ``config.json`` of a ``transformers`` model, stored next to its weights.
+"""The ``config.json`` of a ``transformers`` model, which is stored next to the weights.
 
-This module does not import the library, which may not be installed.
+This module does not import ``transformers``, which may not be installed.
 """
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ def config_of(model: Any) -> bytes | None:
         values["architectures"] = [type(model).__name__]
         return json.dumps(values, indent=2, sort_keys=True).encode()
     except (TypeError, ValueError, AttributeError):
-        return None  # JSON cannot represent this config; the weights are saved nevertheless
+        return None  # JSON cannot represent this config; the weights are saved without it

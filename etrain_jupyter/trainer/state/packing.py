@@ -1,8 +1,8 @@
-"""Pack nested state as JSON and named tensors: without pickle, so that reading runs no code.
+"""Pack nested state as JSON and named tensors, without pickle: reading it runs no code.
 
-A ``state_dict`` of an optimizer, a scheduler or a scaler is made of nested dicts, lists, numbers,
-strings and tensors. A value that JSON cannot represent is an object with one key that starts with
-``$``, for example ``{"$tuple": [0.9, 0.999]}``.
+The ``state_dict`` of an optimizer, a scheduler or a scaler consists of nested dicts, lists,
+numbers, strings and tensors. A value that JSON cannot represent becomes an object with a single key
+that starts with ``$``, for example ``{"$tuple": [0.9, 0.999]}``.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ TENSOR, ARRAY, TUPLE, ITEMS, COUNTER = "$tensor", "$array", "$tuple", "$items", 
 
 
 class StateError(ValueError):
-    """A part of the training state cannot be moved or saved; the message says which."""
+    """A part of the training state cannot be sent or saved; the message names it."""
 
 
 def pack(value: Any, *, name: str, tensors: Tensors) -> Any:
-    """Return ``value`` in a form that ``json`` can write; collect its tensors without copying.
+    """Return ``value`` in a form that ``json`` can write, and collect its tensors without copying.
 
     Args:
         value: Nested dicts, lists and tuples of numbers, strings, tensors and arrays.
-        name: The path of this value, for the tensors' names and for messages.
+        name: The path of this value, used in tensor names and messages.
         tensors: Collects the tensors; not copies.
 
     Raises:
         StateError: If the value contains anything else.
     """
-    # ``bool`` before ``int``, of which it is a subclass.
+    # ``bool`` comes before ``int`` because it is a subclass of it.
     if value is None or isinstance(value, bool | str):
         return value
-    # Converted, because a subclass (an IntEnum, a NumPy float) may have another text in JSON.
+    # Converted because a subclass (an IntEnum, a NumPy float) may be written differently in JSON.
     if isinstance(value, int | float):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, np.generic):
@@ -59,8 +59,8 @@ def pack(value: Any, *, name: str, tensors: Tensors) -> Any:
 
 def _pack_mapping(value: Mapping[Any, Any], name: str, tensors: Tensors) -> Any:
     pairs = [(k, pack(v, name=f"{name}.{k}", tensors=tensors)) for k, v in value.items()]
-    # JSON turns other keys into strings (PyTorch's schedulers have integers as keys), and a key
-    # that starts with "$" would be read as one of the markers.
+    # JSON turns other keys into strings (PyTorch's schedulers use integer keys), and a key that
+    # starts with "$" would be read as a marker.
     is_plain = all(isinstance(k, str) and not k.startswith("$") for k, _ in pairs)
     if is_plain and not isinstance(value, Counter):
         return dict(pairs)
@@ -70,14 +70,14 @@ def _pack_mapping(value: Mapping[Any, Any], name: str, tensors: Tensors) -> Any:
 
 def _keep(tensor: torch.Tensor, name: str, tensors: Tensors) -> str:
     unique, number = name, 1
-    while unique in tensors:  # a key with a dot in it can look like a path
+    while unique in tensors:  # a key that contains a dot can look like a path
         unique, number = f"{name}~{number}", number + 1
     tensors[unique] = tensor
     return unique
 
 
 def unpack(packed: Any, find: Callable[[str], torch.Tensor]) -> Any:
-    """Return the value that was packed; ``find`` returns the tensor of a name."""
+    """Return the original value; ``find`` returns a tensor by name."""
     if isinstance(packed, list):
         return [unpack(v, find) for v in packed]
     if not isinstance(packed, dict):
@@ -97,5 +97,5 @@ def unpack(packed: Any, find: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _as_key(value: Any) -> Any:
-    # A list cannot be a key, so it was a tuple.
+    # A list cannot be a key, so the key was a tuple.
     return tuple(value) if isinstance(value, list) else value

@@ -1,7 +1,7 @@
 """Files of a checkpoint: their names and formats.
 
 A part with the right digest has the bytes that its writer intended, but the writer may be
-malicious. So a part is opened only as safetensors or JSON, which cannot run code.
+malicious. So parts are opened only as safetensors or JSON, which cannot run code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shard_name(number: int, num_shards: int) -> str:
 
 def optimizer_parts(names: Iterable[str]) -> list[str]:
     """Return the files of the optimizer's state: the complete set, even if some are missing."""
-    # Any one shard's name says how many there are.
+    # The name of any shard contains the number of shards.
     for name in names:
         if match := _SHARD.fullmatch(name):
             count = int(match[2])
@@ -57,10 +57,10 @@ def check_parts(
     files: dict[str, Path],
     needed: Collection[str] = (MODEL_PART, STATE_PART),
 ) -> None:
-    """Refuse a checkpoint that lacks a part or has a part of the wrong format.
+    """Reject a checkpoint with a missing part or a part in the wrong format.
 
     Raises:
-        CheckpointError: Names the part.
+        CheckpointError: If a part is missing or malformed; the message names it.
     """
     shards = optimizer_parts(files)
     for name in [n for n in needed if n != OPTIMIZER_PART]:
@@ -73,7 +73,7 @@ def check_parts(
     for name in (MODEL_PART, *shards, EXTRA_PART):
         if name not in files:
             continue
-        # Reads and verifies the header only; the bytes have been verified by their digest.
+        # Reads and verifies only the header; the digest has already verified the bytes.
         try:
             with safe_open(files[name], framework="numpy"):
                 pass
@@ -88,7 +88,7 @@ def header_of(files: dict[str, Path]) -> dict[str, Any]:
     """Return the contents of ``state.json``.
 
     Raises:
-        CheckpointError: If it is not a JSON object.
+        CheckpointError: If the file is not a JSON object.
     """
     try:
         header = json.loads(files[STATE_PART].read_bytes())

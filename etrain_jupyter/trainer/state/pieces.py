@@ -17,13 +17,13 @@ def copy_in_pieces(
     *,
     non_blocking: bool = False,
 ) -> None:
-    """Copy ``source`` into ``target`` of the same shape, with a heartbeat after each piece."""
+    """Copy ``source`` into ``target``, of the same shape, with a heartbeat after each piece."""
     if source.nbytes <= PIECE_BYTES:
         target.copy_(source, non_blocking=non_blocking)
         beat()
         return
-    # Along the longest dimension, which can be split into the most pieces. Views, so that any
-    # memory layout works: a flat view would need contiguous tensors.
+    # Split along the longest dimension, which allows the most pieces. Slices work with any memory
+    # layout: a flat view would need contiguous tensors.
     longest = max(range(source.dim()), key=lambda dim: source.shape[dim])
     count = min(source.shape[longest], -(-source.nbytes // PIECE_BYTES))
     pairs = zip(target.chunk(count, longest), source.chunk(count, longest), strict=True)

@@ -22,10 +22,10 @@ def restore(
     config: TrainConfig | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Load the parts of one checkpoint, and return the records of its last steps.
+    """Load the parts of one checkpoint and return the records of its last steps.
 
     Raises:
-        CheckpointError: If the checkpoint is of another model.
+        CheckpointError: If the checkpoint belongs to another model.
     """
     header = header_of(files)
     # Tensors have no prefix in these files: other programs read model.safetensors, too.
@@ -35,7 +35,7 @@ def restore(
     if EXTRA_PART in files:
         tensors |= load_file(files[EXTRA_PART])
     put_checkpoint(state.workload, header, tensors, config=config, warn=warn)
-    # Last: a checkpoint that does not fit must not move the counters.
+    # Set last: a checkpoint that does not fit must not change the counters.
     state.set_counters(header["counters"])
     records: list[dict[str, Any]] = header.get("records", [])
     return records

@@ -1,8 +1,8 @@
 """Running buffers: buffers that a forward pass changes, such as BatchNorm's statistics.
 
-All ranks keep the same values. The changes within a step are averaged over its samples, not the
-values themselves, so that a buffer without a change keeps every bit. Shape: ``B`` elements in all
-running buffers.
+All ranks keep the same values. The changes within a step, not the values themselves, are averaged
+over its samples, so that an unchanged buffer keeps every bit. Shape: ``B`` elements in all running
+buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RunningBuffers:
     def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:
         self._buffers = list(buffers)
         self.num_values = sum(b.numel() for b in self._buffers)
-        """``B``; 0 without running buffers."""
+        """``B``; 0 if there are no running buffers."""
 
     def copy(self) -> list[torch.Tensor]:
         """Return copies of the values."""
@@ -38,7 +38,7 @@ class RunningBuffers:
 
     def moves_from(self, before: Sequence[torch.Tensor], weight: float) -> torch.Tensor:
         """Return the changes since ``before`` times ``weight``: float64, CPU, shape ``(B,)``."""
-        # In float64 for all types, so that integer buffers (num_batches_tracked) can be averaged.
+        # Always in float64, so that integer buffers (num_batches_tracked) can be averaged.
         moves = [
             ((now.double() - old.double()) * weight).reshape(-1).cpu()
             for now, old in zip(self._buffers, before, strict=True)

@@ -1,4 +1,4 @@
-"""Write one checkpoint from several ranks: each has the same state and its own connection to S3.
+"""Write one checkpoint from several ranks: same state, separate connections to S3.
 
 ::
 
@@ -7,7 +7,7 @@
     ranks 1 ...   write one file each, and report its size and digest
     rank 0        writes its own files, waits for the reports, and commits the manifest
 
-Rank 0 has a copy of everything: it writes itself what the other ranks do not deliver in time.
+Rank 0 has a copy of everything, so it writes any file that another rank does not deliver in time.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from etrain_jupyter.trainer.state.parts import EXTRA_PART, MODEL_PART, shard_nam
 from etrain_jupyter.trainer.state.staging import StagedFile, stage
 
 SHARDED_BYTES = 64 << 20
-"""Rank 0 writes smaller states alone: the messages between the ranks take time, too."""
+"""Rank 0 writes smaller states alone, because messages between the ranks take time, too."""
 MAX_HELPERS = 7
-"""Maximum number of ranks that help rank 0."""
+"""Maximum number of other ranks that help rank 0."""
 MIN_TIMEOUT_S = 30.0
-"""Minimum time for which rank 0 waits for the other ranks after writing its own files."""
+"""Minimum time that rank 0 waits for the other ranks after writing its own files."""
 
 
 def is_worth_it(store: CheckpointStore, num_bytes: int, world_size: int) -> bool:
-    """Return True if several ranks write faster than one.
+    """Return True if several ranks write faster than a single rank.
 
-    They do if each has its own connection to the store. A folder is on one disk or one server.
+    They do if each has its own connection to the store; a folder is on a single disk or server.
     """
     return store.is_remote and world_size > 1 and num_bytes >= SHARDED_BYTES
 
 
 def files_of(tensors: Tensors, *, num_shards: int = 1) -> dict[str, Tensors]:
-    """Return the tensors of each file. Deterministic, so that every rank computes the same.
+    """Return the tensors of each file. Deterministic: every rank gets the same result.
 
-    The weights are always one file, which any safetensors reader opens. The optimizer's state is
-    split into files of about the same size: largest tensor first, into the emptiest file.
+    The weights are always one file, which any safetensors reader can open. The optimizer's state is
+    split into files of about equal size: each tensor, largest first, goes into the smallest file.
     """
     files = {MODEL_PART: _strip(tensors, MODEL)}
     # Only the optimizer's state is split: for Adam it is twice as large as the weights.
     optimizer = _strip(tensors, OPTIMIZER)
     shards: list[Tensors] = [{} for _ in range(num_shards)]
     filled = [0] * num_shards
-    # By size and name: the order in the dict may differ between ranks.
+    # Sorted by size and name, because the order in the dict may differ between ranks.
     for name in sorted(optimizer, key=lambda name: (-optimizer[name].nbytes, name)):
         number = filled.index(min(filled))
         shards[number][name] = optimizer[name]
@@ -73,13 +73,13 @@ def num_shards_of(world_size: int) -> int:
 
 
 def part_of_rank(rank: int, world_size: int) -> str | None:
-    """Return the file that this rank writes for rank 0; None if it writes none."""
+    """Return the name of the file that this rank writes for rank 0; None if there is none."""
     num_shards = num_shards_of(world_size)
     return shard_name(rank - 1, num_shards) if 1 <= rank <= num_shards else None
 
 
 class ShardedWrite:
-    """One rank's side of the checkpoints that the ranks of a generation write together."""
+    """One rank's side of the checkpoints that a generation's ranks write together."""
 
     def __init__(self, *, board: BroadcastStore, rank: int, world_size: int) -> None:
         self._board = board
@@ -88,8 +88,8 @@ class ShardedWrite:
 
     def close(self) -> None:
         """End the generation: rank 0 stops waiting for files that were not delivered."""
-        # Every wait in the store raises from now on: rank 0's writer writes the files itself, and a
-        # helper that has no folder yet gives up.
+        # From now on, every wait on the store raises: rank 0's writer writes the files itself, and
+        # a helper that has no folder yet gives up.
         self._board.abort()
 
     # --- rank 0 ---
@@ -100,7 +100,7 @@ class ShardedWrite:
         return [name for name in names if name is not None]
 
     def announce(self, step: int, folder: str) -> None:
-        """Announce the folder to the other ranks; empty if there is none, because rank 0 failed."""
+        """Announce the folder to the other ranks; an empty name means that rank 0 failed."""
         self._publish(f"{_topic(step)}/folder", {"folder": folder})
 
     def wait_for(self, step: int, name: str, timeout_s: float) -> Part | None:
@@ -140,7 +140,7 @@ class ShardedWrite:
         try:
             part = store.put_part(folder, name, file.data, progress=progress)
         except CheckpointError as exc:
-            # Without a report, rank 0 would wait until its timeout.
+            # Without this report, rank 0 would wait until its timeout.
             self._publish(f"{_topic(step)}/{name}", {"error": str(exc)})
         else:
             self._publish(f"{_topic(step)}/{name}", {"part": dataclasses.asdict(part)})
@@ -151,10 +151,10 @@ class ShardedWrite:
 
 
 class ShardWriter:
-    """Background thread in which a rank other than 0 writes its file, one checkpoint at a time.
+    """Background thread in which a rank other than 0 writes its files, one checkpoint at a time.
 
     Args:
-        progress: Called in the thread with the number of bytes that the store has taken.
+        progress: Called in the thread with the number of bytes that the store has accepted.
         beat: Sends a heartbeat from the main thread, which copies the state.
     """
 
@@ -182,10 +182,10 @@ class ShardWriter:
         return not self.is_busy
 
     def begin(self, sharded: ShardedWrite, step: int, tensors: Tensors) -> None:
-        """Copy this rank's file and write it in the background."""
+        """Copy this rank's tensors and write its file in the background."""
         name = part_of_rank(sharded.rank, sharded.world_size)
-        # While the previous file is in flight, its memory cannot be reused. Rank 0 notices that
-        # this one does not arrive, and writes it.
+        # While the previous file is in flight, its memory cannot be reused. This file is then
+        # skipped; rank 0 notices that it does not arrive, and writes it.
         if name is None or self.is_busy:
             return
         files = files_of(tensors, num_shards=num_shards_of(sharded.world_size))

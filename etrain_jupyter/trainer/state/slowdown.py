@@ -6,9 +6,9 @@ import statistics
 from collections import deque
 
 NUM_USUAL = 31
-"""Number of steps without a checkpoint whose median is the usual step time."""
+"""Number of steps without a checkpoint whose median duration is the usual step time."""
 MIN_USUAL = 5
-"""With fewer steps there is no usual step time yet, and no slowdown is reported."""
+"""With fewer steps, there is no usual step time yet, and no slowdown is reported."""
 
 
 class Slowdown:
@@ -22,7 +22,7 @@ class Slowdown:
         self._extra_s = 0.0
 
     def begin_generation(self) -> None:
-        """Forget the usual step time: with another number of ranks it is different."""
+        """Forget the usual step time, which depends on the number of ranks."""
         self._usual.clear()
         self._extra_s = 0.0
 
@@ -35,7 +35,7 @@ class Slowdown:
         if not is_writing:
             self._usual.append(seconds)
         elif len(self._usual) >= MIN_USUAL:
-            # Shorter steps count as negative: other noise of the machine goes in both directions.
+            # Shorter steps count as negative, because noise on the machine goes in both directions.
             self._extra_s += seconds - statistics.median(self._usual)
 
     @property

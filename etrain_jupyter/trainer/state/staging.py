@@ -1,6 +1,6 @@
-"""Staged copy of a state: tensors laid out in memory like the files to be written.
+"""Staged copy of a state, with the tensors laid out in memory as in the files to be written.
 
-A state is copied once, at the step boundary, directly to its place in the file. That memory is then
+At the step boundary, a state is copied once, directly to its place in the file. That memory is then
 hashed and written: a second copy would hold the GIL and stall training. The format is safetensors
 (https://huggingface.co/docs/safetensors): eight bytes for the length of a JSON header, the header,
 and the bytes of the tensors one after another.
@@ -45,14 +45,14 @@ _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
 class StagedFile:
-    """One safetensors file in memory, for tensors of these names, shapes and types."""
+    """One safetensors file in memory, for tensors with fixed names, shapes and types."""
 
     def __init__(self, tensors: Tensors, metadata: Mapping[str, str] = _NO_METADATA) -> None:
         self._form = _form_of(tensors)
         self._is_pinned = any(value.is_cuda for value in tensors.values())
         header, starts = _layout(self._form, metadata)
         size = len(header) + sum(_num_bytes(*form) for form in self._form.values())
-        # Pinned, so that the device copies asynchronously while this thread issues the next copy.
+        # Pinned, so that device copies are asynchronous while this thread issues the next copy.
         self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
         self._buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._views = {
@@ -65,13 +65,14 @@ class StagedFile:
         return raw.view(dtype).view(shape)
 
     def fits(self, tensors: Tensors) -> bool:
-        """Return True if the tensors can be copied here; new memory takes longer than the copy."""
+        """Return True if the tensors fit here: allocating new memory takes longer than the copy."""
         is_pinned = any(value.is_cuda for value in tensors.values())
         return self._form == _form_of(tensors) and self._is_pinned == is_pinned
 
     def take(self, tensors: Tensors, beat: Callable[[], None] = lambda: None) -> None:
-        """Copy the tensors here; those on a device are complete after it is synchronized."""
-        # non_blocking has an effect for pinned memory only. ``stage`` synchronizes once at the end.
+        """Copy the tensors here; copies from a device are complete once it is synchronized."""
+        # non_blocking only has an effect with pinned memory. ``stage`` synchronizes once at the
+        # end.
         for name, value in tensors.items():
             copy_in_pieces(self._views[name], value.detach(), beat, non_blocking=True)
 
@@ -89,11 +90,11 @@ def stage(
     *,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, StagedFile]:
-    """Return copies of tensors, file by file, which training does not change any more.
+    """Return copies of tensors, one per file, that training no longer changes.
 
     Args:
         tensors_of: The tensors of each file.
-        spare: Files of an earlier copy that is not needed any more; those that fit are reused.
+        spare: Files of an earlier copy that is no longer needed; those that fit are reused.
         metadata_of: Metadata for the header of each file.
         beat: Sends a heartbeat; called after each piece, since new memory is slow.
 
@@ -108,7 +109,7 @@ def stage(
                 file = StagedFile(tensors, metadata_of.get(name, _NO_METADATA))
         file.take(tensors, beat)
         files[name] = file
-    # Before training changes the tensors, and before a thread reads the copy.
+    # Synchronize before training changes the tensors and before a thread reads the copy.
     if any(value.is_cuda for tensors in tensors_of.values() for value in tensors.values()):
         torch.cuda.synchronize()
     return files

@@ -1,4 +1,4 @@
-"""Copy of the state at one step boundary, which training does not change any more."""
+"""Copy of the state at one step boundary, which training no longer changes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from etrain_jupyter.trainer.state.train_state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StateCopy:
-    """A state that is to be written as a checkpoint."""
+    """A state to be written as a checkpoint."""
 
     step: int
     """Number of committed steps."""
     generation: int
-    """Generation in whose name it is written."""
+    """Generation for which it is written."""
     header: dict[str, Any]
     """Contents of ``state.json``."""
     files: dict[str, StagedFile]
     """Tensor files by part name."""
     started_at: float
-    """``time.monotonic`` when the copy was started."""
+    """Start of the copy, a ``time.monotonic`` value."""
     stall_s: float
     """Seconds for which training waited for the copy."""
     best_steps: tuple[int, ...] = ()
-    """Steps evaluated at least as well, best first, ending with its own step. If one of them is
-    durable, this copy is dropped. Empty for a scheduled checkpoint, which is always written."""
+    """Steps with evaluations at least as good, best first, ending with its own step. If one of them
+    is durable, this copy is dropped. Empty for a scheduled checkpoint, which is always written."""
     sharded: ShardedWrite | None = None
-    """The other ranks' share in writing it; None if rank 0 writes alone."""
+    """Exchange with the other ranks that write it; None if rank 0 writes alone."""
     num_failures: int = 0
     """Number of failed attempts to write it."""
 
@@ -51,7 +51,7 @@ def copy_state(
     best_steps: tuple[int, ...] = (),
     sharded: ShardedWrite | None = None,
 ) -> StateCopy:
-    """Copy the current state, while training waits."""
+    """Copy the current state while training waits."""
     # Hashing and writing happen later, in the writer thread: only the copy must be complete before
     # the next step changes the tensors.
     started_at = time.monotonic()
@@ -63,7 +63,8 @@ def copy_state(
         "about": about(state.config, workload.optimizer, code_digest),
         **header,
     }
-    # All ranks must split the optimizer's state alike, so the number follows from the ranks.
+    # All ranks must split the optimizer's state in the same way, so the number of shards depends
+    # only on the number of ranks.
     num_shards = num_shards_of(sharded.world_size) if sharded is not None else 1
     files = files_of(tensors, num_shards=num_shards)
     staged = stage(files, spare, {MODEL_PART: {"format": "pt"}}, beat=beat)

@@ -12,7 +12,7 @@ from etrain_jupyter.trainer.workload import Workload
 
 
 class TrainState:
-    """Everything that a checkpoint saves and another rank receives.
+    """Everything that checkpoints and state transfers contain.
 
     The training loop advances it; the checkpointer copies and restores it. Both run in the main
     thread.
@@ -34,7 +34,7 @@ class TrainState:
         self.evaluated_step = 0
         """Step whose weights were evaluated last."""
         self.is_eval_owed = False
-        """True if rank 0's timer has requested an evaluation that has not been made yet."""
+        """True if rank 0's timer has requested an evaluation that is not done yet."""
 
     @property
     def is_done(self) -> bool:
@@ -44,17 +44,17 @@ class TrainState:
     @property
     def marks(self) -> tuple[Mark, Mark]:
         """Progress before and after the last step."""
-        # Stored rather than computed, because a step may have fewer samples at the end of an epoch,
-        # and another number of samples with another number of workers.
+        # Stored rather than computed, because the size of a step may depend on the number of
+        # workers, and the last step of an epoch may be smaller.
         return Mark(self.step - 1, self.position_before), Mark(self.step, self.position)
 
     @property
     def progress(self) -> Progress:
-        """Numbers of committed steps and of completed evaluations."""
+        """Numbers of committed steps and completed evaluations."""
         return (self.step, self.num_evals)
 
     def counters(self) -> dict[str, int]:
-        """Return the counters, as a checkpoint and a state transfer carry them."""
+        """Return the counters for a checkpoint or a state transfer."""
         weight = self.workload.weight
         return {
             "step": self.step,
@@ -67,7 +67,7 @@ class TrainState:
         }
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Adopt another trainer's ``counters``. A counter that is missing keeps its value."""
+        """Adopt another trainer's ``counters``. Missing counters keep their values."""
         self.step = int(counters.get("step", self.step))
         self.position = int(counters.get("position", self.position))
         self.position_before = int(counters.get("position_before", self.position_before))

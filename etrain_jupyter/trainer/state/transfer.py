@@ -4,9 +4,9 @@
 
     rank 0 -> first rank behind -> second rank behind -> ...
 
-Each rank forwards a chunk while it receives the following ones, so that k new ranks take about as
-long as one. The other ranks do not take part. Large tensors in host memory are sent and received
-without a copy; small tensors and tensors on a GPU go through a few buffers that are used in turn.
+Each rank forwards a chunk while it receives the following ones, so a transfer to k new ranks takes
+about as long as to one. The other ranks do not take part. Large tensors in host memory are sent and
+received without a copy; small tensors and GPU tensors go through a few buffers in turn.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from etrain_jupyter.trainer.state.transfer_plan import (
 )
 
 WINDOW = 3
-"""Maximum number of messages in flight to the next rank, or expected from the previous one."""
+"""Maximum number of messages in flight to the next rank, or expected from the previous rank."""
 
 HOST_SHARE = 0.5
-"""Maximum fraction of the free host memory for a staged state; other ranks need some, too."""
+"""Maximum fraction of free host memory for a staged state; other ranks need memory, too."""
 
 _LENGTH_TAG, _HEADER_TAG, _FIRST_TAG = range(1 << 20, (1 << 20) + 3)
 
@@ -64,7 +64,7 @@ class Transferred:
 def send_state(
     group: RankGroup, header: dict[str, Any], tensors: Tensors, behind: Sequence[int]
 ) -> Transferred:
-    """Send the state from rank 0 into the chain of ranks that are ``behind``.
+    """Send the state from rank 0 along the chain of the ranks in ``behind``.
 
     Raises:
         CommunicationError: If the chain breaks. The state is unchanged.
@@ -83,7 +83,7 @@ def send_state(
         in_flight.append(group.isend(head, behind[0], _HEADER_TAG))
         buffers = Buffers(memory, WINDOW)
         for number, message in enumerate(messages):
-            # A buffer is reused only after the message that was sent from it.
+            # Reuse a buffer only once the message in it has been sent.
             if len(in_flight) >= WINDOW:
                 in_flight.popleft().wait()
             chunk = buffers.chunk_of(message, number)
@@ -93,7 +93,7 @@ def send_state(
         for sending in in_flight:
             sending.wait()
 
-    # Not counted as a collective: only some ranks do this. The trainer has counted it for all.
+    # Not counted as a collective here: only some ranks do this. The trainer counts it on all ranks.
     group.start(work, is_counted=False).wait()
     num_bytes = sum(e.num_bytes for e in entries)
     return Transferred(num_bytes=num_bytes, duration_s=time.perf_counter() - started)
@@ -116,11 +116,11 @@ def receive_state(
     Args:
         group: The process group of the generation.
         model: The model to receive into.
-        behind: The ranks of the chain, in order.
+        behind: The ranks in the chain, in order.
         optimizer: The optimizer of ``model``; its tensors are overwritten, too.
-        keep: Stage the state in host memory, so that this rank keeps its own if the chain breaks.
-            Its state is one step behind, and may be the newest that is left.
-        on_overwrite: Called before the first of this rank's own tensors changes: from then on until
+        keep: Stage the state in host memory, so that this rank keeps its own state if the chain
+            breaks. That state is one step behind, but may be the newest one left.
+        on_overwrite: Called before any of this rank's own tensors changes: from then until
             ``put_state`` returns, this rank has no state.
 
     Returns:
@@ -147,10 +147,10 @@ def receive_state(
     ]
     host = frozenset(received["header"].get("host", ()))
     num_bytes = sum(e.num_bytes for e in entries)
-    # If host memory is too small, receive in place: that is better than not joining.
+    # If there is too little host memory, receive in place: this is better than not joining.
     is_staged = keep and num_bytes <= HOST_SHARE * memory_of(torch.device("cpu")).free
     slots = _Slots(entries, model, optimizer, host, is_staged=is_staged)
-    # From the first chunk on, this rank's tensors are a mixture of two states.
+    # From the first chunk on, this rank's tensors are a mix of two states.
     if not is_staged:
         on_overwrite()
     messages = plan_messages([e.num_bytes for e in entries])
@@ -189,8 +189,8 @@ def _relay(
     before: int,
     after: int | None,
 ) -> None:
-    """Receive all messages in order, and forward each while the following ones arrive."""
-    # Twice as many: a buffer is refilled while the messages after it are being forwarded.
+    """Receive all messages in order, and forward each while later ones arrive."""
+    # Twice as many buffers: each is refilled while the messages after it are being forwarded.
     buffers = Buffers(memory, 2 * WINDOW)
     arriving: deque[tuple[Any, torch.Tensor]] = deque()
     passing: deque[Any] = deque()
@@ -240,9 +240,9 @@ class _Slots:
             self._own = self._writable(entries, own_tensors(model, optimizer), host, device)
         self._received: Tensors = {}
         self.memory: list[torch.Tensor | None] = []
-        """Memory of each tensor to receive into; None for tied weights, which are not sent."""
+        """Memory into which each tensor is received; None for tied weights, which are not sent."""
         for entry in entries:
-            # Tied weights: this rank's model is tied in the same way, or ``finish`` copies.
+            # Tied weights: if this rank's model is not tied in the same way, ``finish`` copies.
             if entry.same_as:
                 self.memory.append(None)
                 continue
@@ -254,9 +254,9 @@ class _Slots:
     def _writable(
         self, entries: list[Entry], own: Tensors, host: frozenset[str], device: torch.device
     ) -> Tensors:
-        # A tensor of the optimizer is overwritten only if it matches rank 0's: on the right device,
-        # of the same layout, and not memory that another entry is received into (an optimizer may
-        # keep a reference to a parameter).
+        # An optimizer tensor is overwritten only if it matches rank 0's tensor: it must be on the
+        # right device, have the same layout, and not share memory with another received entry (an
+        # optimizer may keep a reference to a parameter).
         writable = dict(self._living)
         taken = {tensor.data_ptr() for tensor in writable.values()}
         for entry in entries:
@@ -270,8 +270,8 @@ class _Slots:
         return writable
 
     def _slot_of(self, entry: Entry, device: torch.device) -> torch.Tensor:
-        # Checked before the first tensor arrives: this rank must refuse another model while its
-        # own tensors are intact.
+        # Checked before the first tensor arrives: a mismatched model must be rejected while this
+        # rank's own tensors are intact.
         living = self._living.get(entry.name)
         if living is not None:
             self._check(entry, living)
@@ -296,8 +296,8 @@ class _Slots:
     @torch.no_grad()
     def finish(self) -> Tensors:
         """Return all tensors, copied into this rank's own tensors where they exist."""
-        # Most were received in place. The rest is copied now: staged tensors, and those whose
-        # layout differs from rank 0's.
+        # Most tensors were received in place. The others are copied now: staged tensors, and those
+        # with another layout than rank 0's.
         tensors: Tensors = {}
         for entry in self._entries:
             value = self._received[entry.same_as or entry.name]
@@ -315,6 +315,6 @@ def new_tensor(entry: Entry, device: torch.device) -> torch.Tensor:
 
 
 def _has_same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
-    # Then the entry's bytes can be received directly into the tensor's memory.
+    # If so, the entry's bytes can be received directly into the tensor's memory.
     mine = (tensor.dtype, list(tensor.shape), list(tensor.stride()))
     return mine == (entry.dtype, entry.shape, entry.stride) and is_dense(tensor)

@@ -1,6 +1,6 @@
 """Messages of a state transfer: how tensors are split into chunks and packed together.
 
-The layout of the state is known to both sides, so that the chunks need no headers.
+Both sides have the layout of the state, so the chunks need no headers.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 from etrain_jupyter.trainer.state.packing import Tensors
 
 CHUNK_BYTES = 4 << 20
-"""Maximum size of a message."""
+"""Maximum size of a message in bytes."""
 DIRECT_BYTES = 256 << 10
 """A tensor of at least this size has its own messages; smaller ones share messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Description of a tensor of the state in the header."""
+    """Description of one of the state's tensors in the header."""
 
     name: str
     dtype: torch.dtype
     shape: list[int]
     stride: list[int]
-    """Strides in the sender's memory, whose order is the order of transmission."""
+    """Strides in the sender's memory. Elements are sent in memory order."""
     same_as: str
     """Name of an earlier tensor with the same memory (tied weights); usually empty."""
 
@@ -51,9 +51,9 @@ Message = list[TensorChunk]
 
 
 def plan_messages(sizes: Sequence[int]) -> list[Message]:
-    """Split tensors of these sizes, in bytes, into messages."""
-    # Large tensors first, in chunks, which need no copy in host memory. Then small ones, packed
-    # together, because each message costs a round of latency:
+    """Split tensors, given by their sizes in bytes, into messages."""
+    # First large tensors, in chunks that need no copy in host memory. Then small tensors, packed
+    # together because each message adds latency:
     #
     #     sizes      9 MB, 1 KB, 2 KB
     #     messages   [0: 0-4 MB] [0: 4-8 MB] [0: 8-9 MB] [1, 2]
@@ -85,7 +85,7 @@ def describe(tensors: Tensors) -> tuple[list[Entry], list[torch.Tensor | None]]:
         # Tied weights are sent once. Empty tensors all have the same address (0), and are not tied.
         key = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
         same_as = seen.setdefault(key, name) if value.numel() else name
-        # A slice of a larger tensor, for example: its bytes are not one block of memory.
+        # For example, a slice of a larger tensor: its bytes are not one block of memory.
         if not is_dense(value):
             value = value.contiguous().clone()
         entries.append(
@@ -115,7 +115,7 @@ class Buffers:
         self._pool: dict[int, torch.Tensor] = {}
 
     def chunk_of(self, message: Message, number: int) -> torch.Tensor:
-        """Return the memory to send or receive: the tensor's own, or one of the buffers."""
+        """Return the memory to send from or receive into: the tensor's own, or a buffer."""
         return self._own(message) if self._is_direct(message) else self._buffer(message, number)
 
     def fill(self, chunk: torch.Tensor, message: Message) -> None:
@@ -161,17 +161,18 @@ class Buffers:
             at += size
 
     def _settle(self, message: Message) -> None:
-        # The copies are queued on the device; gloo, or the next refill, must not come before them.
+        # The copies are queued on the device; they must finish before gloo sends or a buffer is
+        # refilled.
         if any(self._tensor(piece).is_cuda for piece in message):
             torch.cuda.current_stream().synchronize()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return True if the elements fill one block of memory, in any order."""
-    # A lazy conjugate or negative view has the bytes of another value.
+    # The bytes of a lazy conjugate or negative view are those of another value.
     if tensor.is_conj() or tensor.is_neg():
         return False
-    # In the order of the strides, each dimension must continue where the previous one ends.
+    # In stride order, each dimension must continue where the previous one ends.
     expected = 1
     dims = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((s, n) for s, n in dims if n != 1):

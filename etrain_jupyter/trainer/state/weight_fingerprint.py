@@ -1,4 +1,4 @@
-"""Fingerprint of the weights, cheap enough for every step, to compare the ranks."""
+"""Weight fingerprint for comparing ranks, cheap enough to compute in every step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 MAX_SLICES = 64
 """Maximum number of slices. Each step covers one slice, so this many steps cover all weights."""
 MIN_SLICE, MAX_PIECES = 1 << 14, 4
-"""Minimum size and typical number of tensors of a slice; less would not be cheaper."""
+"""Minimum size and typical number of tensors in a slice; smaller slices would not be cheaper."""
 MODULUS = 1 << 20
 """Upper bound of a fingerprint: sums of squares over thousands of ranks are exact in float64."""
 
@@ -30,7 +30,7 @@ class WeightFingerprint:
     def __init__(self, model: nn.Module) -> None:
         # All parameters as one sequence of numbers, cut into slices of equal length; a slice may
         # cover parts of several parameters. Step s covers slice s modulo the number of slices, so a
-        # difference between ranks is found within MAX_SLICES steps.
+        # difference between ranks is detected within MAX_SLICES steps.
         self._parameters = list(model.parameters())
         sizes = [_flat(p).numel() for p in self._parameters]
         starts = list(accumulate(sizes, initial=0))
@@ -42,13 +42,13 @@ class WeightFingerprint:
     def at(self, step: int) -> torch.Tensor:
         """Return the fingerprint of the slice for ``step``: a scalar integer below ``MODULUS``.
 
-        It stays on the parameters' device, so that this call does not wait for the device.
+        The result stays on the parameters' device, so that this call does not wait for the device.
         """
         total: torch.Tensor | None = None
         for parameter, first, length in self._slices[step % len(self._slices)]:
             piece = _flat(self._parameters[parameter]).narrow(0, first, length)
-            # Bit patterns as integers: their sum is exact in any order, and wraps around alike on
-            # all ranks. A sum of floats would depend on the kernel.
+            # Bit patterns as integers: their sum is exact in any order, and wraps around
+            # identically on all ranks. A sum of floats would depend on the kernel.
             bits = piece.view(_BITS[piece.element_size()]).sum(dtype=torch.int64)
             total = bits if total is None else total + bits
         return torch.zeros((), dtype=torch.int64) if total is None else total.remainder(MODULUS)
@@ -74,12 +74,12 @@ def _pieces(starts: list[int], first: int, stop: int) -> list[_Piece]:
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:
-    # In an order that is the same on all ranks: memory order.
+    # Memory order, which is the same on all ranks.
     value = parameter.detach()
     if value.is_complex():
         value = torch.view_as_real(value)
     if not value.is_contiguous():
-        # Avoids a copy for dense tensors such as those in channels_last format.
+        # Avoids a copy for dense tensors, such as those in channels_last format.
         order = sorted(range(value.ndim), key=value.stride, reverse=True)
         value = value.permute(order)
     return value.reshape(-1)
