@@ -27,7 +27,7 @@ from etrain_jupyter.wire.messages import (
     UserCodeFailed,
 )
 
-MOST_UNHEARD = 20_000
+MAX_UNACKNOWLEDGED = 20_000
 """Number of unacknowledged reports at which the supervisor stops reading and trainers wait."""
 
 MOST_RECORDS = 100_000
@@ -39,12 +39,12 @@ R = TypeVar("R", bound=TrainerReport)
 class Outbox:
     """Number reports and keep them until they are acknowledged."""
 
-    def __init__(self, most: int = MOST_UNHEARD, most_records: int = MOST_RECORDS) -> None:
+    def __init__(self, most: int = MAX_UNACKNOWLEDGED, most_records: int = MOST_RECORDS) -> None:
         self._most = most
         self._most_records = most_records
-        self._num_records = 0  # in ``_unheard``
+        self._num_records = 0  # in ``_unacknowledged``
         self._newest = 0
-        self._unheard: deque[AnyReport] = deque()  # not acknowledged, oldest first
+        self._unacknowledged: deque[AnyReport] = deque()  # not acknowledged, oldest first
 
     @property
     def newest(self) -> int:
@@ -54,24 +54,24 @@ class Outbox:
     @property
     def is_full(self) -> bool:
         """True if the supervisor should stop reading; further reports are still kept."""
-        return len(self._unheard) >= self._most or self._num_records >= self._most_records
+        return len(self._unacknowledged) >= self._most or self._num_records >= self._most_records
 
     def put(self, report: AnyReport, *, trainer: str) -> AnyReport:
         """Add the trainer's name and a number to a report; keep and return it."""
         self._newest += 1
         numbered = replace(report, trainer=trainer, number=self._newest)
-        self._unheard.append(numbered)
+        self._unacknowledged.append(numbered)
         self._num_records += _num_records(report)
         return numbered
 
     def acknowledge(self, number: int) -> None:
         """Drop all reports up to this one."""
-        while self._unheard and self._unheard[0].number <= number:
-            self._num_records -= _num_records(self._unheard.popleft())
+        while self._unacknowledged and self._unacknowledged[0].number <= number:
+            self._num_records -= _num_records(self._unacknowledged.popleft())
 
-    def unheard(self) -> list[AnyReport]:
+    def unacknowledged(self) -> list[AnyReport]:
         """Return the reports not yet acknowledged by any coordinator, in order."""
-        return list(self._unheard)
+        return list(self._unacknowledged)
 
 
 def _num_records(report: AnyReport) -> int:

@@ -21,7 +21,7 @@ SIGNALLED_S = 120.0
 sends the signal with ``--signal=B:USR1@120``."""
 
 
-class OwnNotices:
+class PreemptionWatch:
     """Receive notices, report them, and keep them for the next coordinator.
 
     Runs on an event loop.

@@ -21,7 +21,7 @@ from etrain_jupyter.wire.requests import FetchBundle, RefusedRequestError, call_
 from etrain_jupyter.wire.versions import read_fingerprint
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
 from etrain_jupyter.worker.outbox import Outbox, TrainerStatus
-from etrain_jupyter.worker.preemption_watch import OwnNotices
+from etrain_jupyter.worker.preemption_watch import PreemptionWatch
 from etrain_jupyter.worker.trainer_process import TrainerProcess
 
 logger = logging.getLogger("etrain.supervisor")
@@ -83,7 +83,7 @@ class Supervisor(WorkerPlugin):
         self._closing = False
         self._is_connected = False
         self._outbox = Outbox()
-        self._notices = OwnNotices(self._send)
+        self._notices = PreemptionWatch(self._send)
         self._bundles = MachineBundles(self._fetch_bundle)
         # By trainer, for trainers that are running or whose exit is not yet acknowledged.
         self._statuses: dict[str, TrainerStatus] = {}
@@ -100,7 +100,7 @@ class Supervisor(WorkerPlugin):
         self._notices.start()
         # The hello first: a coordinator drops reports from unknown supervisors.
         self._say_hello()
-        for report in self._outbox.unheard():
+        for report in self._outbox.unacknowledged():
             self._send(report)
         if self._is_awake:
             self._beating = self._go(self._beat(worker))

@@ -267,7 +267,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def _stop_all(self) -> None:
         for job in self._active():
-            job.handle(s.StopAsked(now=False))
+            job.handle(s.StopRequested(now=False))
 
     def is_busy(self, worker: str) -> bool:
         """Return whether a job uses this worker; the pool may release the others as surplus."""
@@ -305,7 +305,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         #                       continue without it
         #
         # The kill works only if the pool can reach the machine, for example through EC2's API.
-        for facts, silence_s in self._workers.give_up_silent(now):
+        for facts, silence_s in self._workers.evict_silent(now):
             with self._defects.watch(None, f"killing {facts.name}"):
                 self._nodes.kill(facts.name)
             self._mode.lose(facts, f"no heartbeat for {silence_s:.1f} s", detected_s=silence_s)
@@ -399,7 +399,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def _reset(self, address: str) -> None:
         """Send a reset to an evicted supervisor. It ignores repeated ones."""
-        incarnation = self._workers.given_up(address)
+        incarnation = self._workers.evicted_incarnation(address)
         if incarnation is not None:
             self._send(address, m.ResetSupervisor(incarnation=incarnation))
 
@@ -557,7 +557,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     async def _down(self, request: q.ShutDownCluster) -> q.ShuttingDown:
         for job in self._active():
-            job.handle(s.StopAsked(now=True))
+            job.handle(s.StopRequested(now=True))
         # Later, so that the reply is sent before the scheduler closes its connections.
         asyncio.get_running_loop().call_later(0.05, self._on_shutdown)
         return q.ShuttingDown(message="the cluster is shutting down")

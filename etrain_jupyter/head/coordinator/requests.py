@@ -96,7 +96,7 @@ class Requests:
             )
 
     def _stop(self, job: HostedJob, now: bool = False) -> str:
-        job.handle(s.StopAsked(now=now))
+        job.handle(s.StopRequested(now=now))
         if now or job.state.is_ended:
             return "stopped"
         return "stops at the next step boundary, with a checkpoint" + _standstill(job)
@@ -104,13 +104,13 @@ class Requests:
     def _pause(self, job: HostedJob) -> str:
         if job.state.is_paused:
             return f"is already paused, at step {job.state.step}; continue with %etrain resume"
-        job.handle(s.PauseAsked())
+        job.handle(s.PauseRequested())
         return "pauses at the next step boundary; its workers keep the state" + _standstill(job)
 
     def _resume(self, job: HostedJob) -> str:
         if not job.state.is_paused:
             return f"is not paused; it is {job.state.status} at step {job.state.step}"
-        job.handle(s.ResumeAsked())
+        job.handle(s.ResumeRequested())
         return "continues"
 
     def _scale(self, job: HostedJob, min: int | None = None, max: int | None = None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from etrain_jupyter.rules.membership.silence import Hearing
+from etrain_jupyter.rules.membership.silence import HeartbeatMonitor
 
 
 @dataclass
@@ -46,9 +46,9 @@ class WorkerRoster:
     """
 
     def __init__(self, *, silence_s: float, tick_s: float) -> None:
-        self._hearing = Hearing(limit_s=silence_s, tick_s=tick_s)
+        self._hearing = HeartbeatMonitor(limit_s=silence_s, tick_s=tick_s)
         self._by_name: dict[str, WorkerFacts] = {}
-        self._given_up: dict[str, int] = {}  # fenced incarnation, by address
+        self._evicted: dict[str, int] = {}  # fenced incarnation, by address
 
     def __iter__(self) -> Iterator[WorkerFacts]:
         return iter(list(self._by_name.values()))
@@ -67,9 +67,9 @@ class WorkerRoster:
         """Process a hello; return False if this incarnation is fenced."""
         # A fenced supervisor may reconnect before it has received the reset. Its trainers are still
         # in an old generation; only its next incarnation will have stopped them.
-        if facts.incarnation <= self._given_up.get(facts.address, -1):
+        if facts.incarnation <= self._evicted.get(facts.address, -1):
             return False
-        self._given_up.pop(facts.address, None)
+        self._evicted.pop(facts.address, None)
         self._by_name[facts.name] = facts
         self._hearing.hear(facts.name, now)
         return True
@@ -81,13 +81,13 @@ class WorkerRoster:
             self._hearing.hear(facts.name, now)
         return facts
 
-    def given_up(self, address: str) -> int | None:
+    def evicted_incarnation(self, address: str) -> int | None:
         """Return the fenced incarnation at an address, or None."""
-        return self._given_up.get(address)
+        return self._evicted.get(address)
 
     def remove(self, address: str) -> WorkerFacts | None:
         """Remove a worker whose connection is closed; return it unless it was fenced."""
-        self._given_up.pop(address, None)
+        self._evicted.pop(address, None)
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
             del self._by_name[facts.name]
@@ -98,15 +98,15 @@ class WorkerRoster:
         """Advance the time, and return how many seconds the coordinator was suspended."""
         return self._hearing.tick(now)
 
-    def give_up_silent(self, now: float) -> list[tuple[WorkerFacts, float]]:
+    def evict_silent(self, now: float) -> list[tuple[WorkerFacts, float]]:
         """Evict the workers that have timed out.
 
         Return each with the seconds since its last message.
         """
-        given_up = []
+        evicted_incarnation = []
         for name, silence_s in self._hearing.silent(now).items():
             facts = self._by_name.pop(name)
             self._hearing.forget(name)
-            self._given_up[facts.address] = facts.incarnation
-            given_up.append((facts, silence_s))
-        return given_up
+            self._evicted[facts.address] = facts.incarnation
+            evicted_incarnation.append((facts, silence_s))
+        return evicted_incarnation

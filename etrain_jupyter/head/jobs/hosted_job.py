@@ -112,7 +112,7 @@ class HostedJob:
     def _open_log(self) -> JobLog:
         if not self.order.place:
             return JobLog(self.order.log_path)
-        return MirroredLog(self.order, self.opened, lambda: self.handle(s.StopAsked(now=True)))
+        return MirroredLog(self.order, self.opened, lambda: self.handle(s.StopRequested(now=True)))
 
     def _begin(self) -> None:
         """Log that the job starts, or resumes from its log."""
@@ -359,7 +359,7 @@ class HostedJob:
                 self._form(command)
             case c.SaveCheckpoint():
                 self._save(command)
-            case c.AskForCheckpoint():
+            case c.RequestBackgroundCheckpoint():
                 self._ask_for_checkpoint(command)
             case c.ReleaseTrainer():
                 self._release(command)
@@ -440,7 +440,7 @@ class HostedJob:
             )
         )
 
-    def _ask_for_checkpoint(self, command: c.AskForCheckpoint) -> None:
+    def _ask_for_checkpoint(self, command: c.RequestBackgroundCheckpoint) -> None:
         for trainer in command.trainers:
             self.send(m.RequestCheckpoint(trainer=trainer))
 

@@ -207,7 +207,7 @@ class TrainerMessages:
 
     def _on_left(self, report: m.GenerationLeft) -> Iterator[Consequence]:
         if report.why == "nan":
-            yield s.NonFiniteLoss(
+            yield s.NonFiniteLossSeen(
                 trainer=report.trainer,
                 generation=report.generation,
                 rank=self.step_clock.ranks.index(report.trainer),

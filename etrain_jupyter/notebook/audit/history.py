@@ -42,10 +42,10 @@ class WeightHistory:
 
 def follow_history(log: Sequence[Event]) -> WeightHistory:
     """Separate the steps that led to the newest weights from those that were discarded."""
-    return _Follower(log).history
+    return _AttemptFollower(log).history
 
 
-class _Follower:
+class _AttemptFollower:
     """Process a log in one pass."""
 
     # Example, with two ways in which it may continue:

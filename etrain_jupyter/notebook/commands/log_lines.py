@@ -70,7 +70,7 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
     # formatted.
     batches: queue.Queue[Sequence[Event]] = queue.Queue()
     job.subscribe(batches.put)
-    lines = _Follower()
+    lines = _LogFollower()
     # Poll with a short timeout, so that an interrupt is handled while no batch has arrived.
     while (events := _next_batch(batches)) is None:
         pass
@@ -96,7 +96,7 @@ def _clock_of(event: Event) -> str:
         return "??:??:??"
 
 
-class _Follower:
+class _LogFollower:
     """Format events that arrive in batches, each event once."""
 
     def __init__(self) -> None:

@@ -286,13 +286,13 @@ class GuestCoordinator(Coordinator):
         deadline = time.monotonic() + drain_s
         jobs = self._active()
         for job in jobs:
-            job.handle(s.StopAsked(now=False))
-        #   StopAsked(now=False)      deadline                 StopAsked(now=True)
+            job.handle(s.StopRequested(now=False))
+        #   StopRequested(now=False)  deadline                 StopRequested(now=True)
         #       |--- last checkpoint ----|--- if still active ------|
         while self._is_ending() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         for job in self._active():
-            job.handle(s.StopAsked(now=True))
+            job.handle(s.StopRequested(now=True))
         self._after_change()
         return q.ShuttingDown(stopped=tuple(job.order.job_id for job in jobs))
 

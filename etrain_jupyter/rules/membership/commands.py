@@ -57,7 +57,7 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskForCheckpoint:
+class RequestBackgroundCheckpoint:
     """Request a background checkpoint at the next step boundary of the ranks."""
 
     trainers: tuple[str, ...]
@@ -100,7 +100,7 @@ Command = (
     | AbortGeneration
     | FormGeneration
     | SaveCheckpoint
-    | AskForCheckpoint
+    | RequestBackgroundCheckpoint
     | ReleaseTrainer
     | KillTrainer
     | DumpStacks

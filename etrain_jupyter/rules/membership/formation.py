@@ -10,8 +10,8 @@ from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import (
     AnnounceChange,
-    AskForCheckpoint,
     FormGeneration,
+    RequestBackgroundCheckpoint,
 )
 from etrain_jupyter.rules.membership.connecting import (
     backend_for,
@@ -140,7 +140,7 @@ def _back_up(turn: Turn, ranked: Sequence[Member]) -> None:
     is_noticed = any(m.save_at < math.inf for m in ranked)  # False if the job is only scaled down
     if is_noticed and not current.has_backup:
         turn.update_generation(replace(current, has_backup=True))
-        turn.do(AskForCheckpoint(trainers=tuple(m.trainer for m in ranked)))
+        turn.do(RequestBackgroundCheckpoint(trainers=tuple(m.trainer for m in ranked)))
 
 
 def _admissible(turn: Turn) -> list[Member]:

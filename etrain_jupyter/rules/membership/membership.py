@@ -24,7 +24,7 @@ KEEP_LOST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class LifeSigns:
+class ProgressReading:
     """The newest reading of a trainer's progress page."""
 
     seen: ProgressSeen
@@ -63,7 +63,7 @@ class Member:
     """When it first reported that; 0.0 before."""
     form_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Seconds it took to connect, to sync and to wrap the model."""
-    signs: LifeSigns | None = None
+    signs: ProgressReading | None = None
     """None until its supervisor has reported progress."""
     is_warned_of: bool = False
     """True if the log already has a warning that it is stalled."""

@@ -10,7 +10,7 @@ process was stopped, or its event loop was blocked."""
 
 
 @dataclass
-class Hearing:
+class HeartbeatMonitor:
     """Record when each supervisor sent its last message. Callers pass the time.
 
     Only time during which the coordinator was running counts: a suspension of the head does not

@@ -23,7 +23,7 @@ from dataclasses import replace
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import DumpStacks, KillTrainer
 from etrain_jupyter.rules.membership.losses import count_step_fault, take_trainer_lost
-from etrain_jupyter.rules.membership.membership import JobState, LifeSigns, Member
+from etrain_jupyter.rules.membership.membership import JobState, Member, ProgressReading
 from etrain_jupyter.rules.membership.saving import saver_of
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 
@@ -59,7 +59,7 @@ def take_progress(turn: Turn, seen: s.ProgressSeen) -> None:
     old = member.signs
     has_moved = old is None or _position(old.seen) != _position(seen)
     moved_at = turn.now if old is None or has_moved else old.moved_at
-    signs = LifeSigns(seen=seen, heard_at=turn.now, moved_at=moved_at)
+    signs = ProgressReading(seen=seen, heard_at=turn.now, moved_at=moved_at)
     is_warned_of = member.is_warned_of and not has_moved
     turn.put(replace(member, signs=signs, is_warned_of=is_warned_of))
 

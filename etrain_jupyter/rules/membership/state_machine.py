@@ -35,9 +35,9 @@ from etrain_jupyter.rules.membership.saving import take_saved
 from etrain_jupyter.rules.membership.stalls import check_stalls, excuse_sleep, take_progress
 from etrain_jupyter.rules.membership.turn import (
     Turn,
-    ask_to_leave,
     begin_collecting,
     end_job,
+    request_leave,
     start_missing,
 )
 
@@ -87,7 +87,7 @@ def _take(turn: Turn, stimulus: s.Stimulus) -> None:
             _take_formed(turn, stimulus)
         case s.TrainerReported():
             _take_reported(turn, stimulus)
-        case s.NonFiniteLoss():
+        case s.NonFiniteLossSeen():
             _take_nan_loss(turn, stimulus)
         case s.TrainerLost():
             take_trainer_lost(turn, stimulus)
@@ -101,11 +101,11 @@ def _take(turn: Turn, stimulus: s.Stimulus) -> None:
             take_saved(turn, stimulus)
         case s.BoundsChanged():
             _take_bounds(turn, stimulus)
-        case s.PauseAsked():
+        case s.PauseRequested():
             turn.pause()
-        case s.ResumeAsked():
+        case s.ResumeRequested():
             _take_resume(turn)
-        case s.StopAsked():
+        case s.StopRequested():
             _take_stop(turn, stimulus)
         case s.TrainersFound():
             take_found(turn, stimulus)
@@ -124,7 +124,7 @@ def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
     for member in list(turn.state.members.values()):
         is_assigned = member.worker in stimulus.workers
         if not is_assigned and not member.leaving:
-            ask_to_leave(turn, member, "scaled down")
+            request_leave(turn, member, "scaled down")
         # Scaled up again before it left. A preempted member leaves in any case.
         elif is_assigned and member.leaving == "scaled down":
             turn.put(replace(member, leaving=""))
@@ -147,7 +147,7 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
         lead_s = max(lead_s, min(left_s, SAVES_PER_LEAD * turn.state.timings.save_s))
         member = replace(member, save_at=stimulus.deadline - lead_s)
         turn.put(member)
-        ask_to_leave(turn, member, "preempted")
+        request_leave(turn, member, "preempted")
 
 
 def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
@@ -239,7 +239,7 @@ def _expect_reports(turn: Turn) -> None:
         turn.enter_phase("changing")
 
 
-def _take_nan_loss(turn: Turn, stimulus: s.NonFiniteLoss) -> None:
+def _take_nan_loss(turn: Turn, stimulus: s.NonFiniteLossSeen) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None or member.phase != "ranked" or stimulus.generation != turn.state.generation:
         return
@@ -311,7 +311,7 @@ def _take_resume(turn: Turn) -> None:
         turn.add_why("resume")
 
 
-def _take_stop(turn: Turn, stimulus: s.StopAsked) -> None:
+def _take_stop(turn: Turn, stimulus: s.StopRequested) -> None:
     outcome = turn.state.outcome
     # A job that has trained all its steps still finishes, unless it must stop ``now``.
     if not outcome or (stimulus.now and outcome == "finished"):

@@ -90,7 +90,7 @@ class TrainerReported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NonFiniteLoss:
+class NonFiniteLossSeen:
     """A rank has undone a step whose mean loss is NaN or infinite, and left its generation.
 
     All ranks of the generation do so, unless they are lost: they see the same mean.
@@ -180,17 +180,17 @@ class BoundsChanged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PauseAsked:
+class PauseRequested:
     """The user pauses the job at the next step boundary; ranks keep their state."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeAsked:
+class ResumeRequested:
     """The user ends a pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopAsked:
+class StopRequested:
     """The user stops the job: at the next step boundary with a checkpoint, or ``now`` without."""
 
     now: bool = False
@@ -245,16 +245,16 @@ Stimulus = (
     | TrainerWarm
     | TrainerFormed
     | TrainerReported
-    | NonFiniteLoss
+    | NonFiniteLossSeen
     | TrainerLost
     | ProgressSeen
     | UserErrorSeen
     | StepsCommitted
     | CheckpointSaved
     | BoundsChanged
-    | PauseAsked
-    | ResumeAsked
-    | StopAsked
+    | PauseRequested
+    | ResumeRequested
+    | StopRequested
     | TrainersFound
     | Tick
 )

@@ -210,7 +210,7 @@ def start_missing(turn: Turn) -> None:
             turn.start(worker)
 
 
-def ask_to_leave(turn: Turn, member: Member, reason: events.LeaveReason) -> None:
+def request_leave(turn: Turn, member: Member, reason: events.LeaveReason) -> None:
     """Mark a member as leaving; one that holds no state yet leaves at once."""
     if member.phase in ("starting", "warm"):
         release(turn, member, reason)

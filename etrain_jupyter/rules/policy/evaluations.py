@@ -86,7 +86,7 @@ class Trend:
         return dataclasses.replace(self, step=found.step, num_stale=self.num_stale + 1)
 
 
-def words_of_end(trend: Trend, *, metric: str) -> str:
+def describe_early_stop(trend: Trend, *, metric: str) -> str:
     """Explain why a job ends early.
 
     >>> words_of_end(Trend(best=0.912, best_step=1200, step=1800, num_stale=3), metric="accuracy")

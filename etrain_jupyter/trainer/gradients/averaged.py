@@ -14,7 +14,7 @@ from etrain_jupyter.rules.samples import batch_plan
 from etrain_jupyter.rules.samples.ledger import StepRange
 from etrain_jupyter.rules.samples.shard_plan import Merge
 from etrain_jupyter.trainer.gradients.comm_hook import CommHook
-from etrain_jupyter.trainer.gradients.step import MicroBatch, Step, split_share
+from etrain_jupyter.trainer.gradients.step import PassSamples, Step, split_share
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
@@ -77,7 +77,7 @@ class AveragedGradients:
         self._module = _wrap(model, group, has_unused, self._hook)
         self._num_steps = 0
 
-    def parts(self, span: StepRange) -> list[MicroBatch]:
+    def parts(self, span: StepRange) -> list[PassSamples]:
         """Return the micro-batches of this rank's share.
 
         A rank without samples runs the first micro-batch of rank 0, because DDP needs a backward

@@ -23,7 +23,7 @@ from etrain_jupyter.rules.samples.ledger import StepRange
 from etrain_jupyter.rules.samples.shard_plan import ShardPass, Subtree
 from etrain_jupyter.trainer.gradients.bucket import make_buckets
 from etrain_jupyter.trainer.gradients.bucket_sums import BucketSums
-from etrain_jupyter.trainer.gradients.step import MicroBatch, Step, split_share
+from etrain_jupyter.trainer.gradients.step import PassSamples, Step, split_share
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.gradients.tree_sum import TreeSum, merge
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
@@ -96,12 +96,12 @@ class ShardedGradients:
         for hook in self._hooks:
             hook.remove()
 
-    def parts(self, span: StepRange) -> list[MicroBatch]:
+    def parts(self, span: StepRange) -> list[PassSamples]:
         """Return the micro-batches of this rank's shards; a shard without samples has none."""
         plan = self._plan_of(span)
         return [part for p in self._passes for part in self._parts_of(plan, p.shard)]
 
-    def _parts_of(self, plan: batch_plan.StepPlan, shard: int) -> list[MicroBatch]:
+    def _parts_of(self, plan: batch_plan.StepPlan, shard: int) -> list[PassSamples]:
         start = plan.starts[shard]
         share = range(start, start + plan.counts[shard])
         return split_share(share, plan.num_micro_steps, stream=shard)

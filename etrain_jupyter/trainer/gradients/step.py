@@ -13,7 +13,7 @@ from etrain_jupyter.rules.samples import batch_plan
 from etrain_jupyter.rules.samples.ledger import StepRange
 from etrain_jupyter.rules.samples.shard_plan import Merge
 from etrain_jupyter.trainer.data import Delivered
-from etrain_jupyter.trainer.gradients.step_header import Requests, StepHeader
+from etrain_jupyter.trainer.gradients.step_header import RequestFlags, StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.places import Places
@@ -21,7 +21,7 @@ from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.workload import Workload
 
 
-class MicroBatch(NamedTuple):
+class PassSamples(NamedTuple):
     """Samples that go through the model in one pass."""
 
     samples: range
@@ -40,7 +40,7 @@ class Gradients(Protocol):
     merges: tuple[Merge, ...]
     """Order in which the slots are added up."""
 
-    def parts(self, span: StepRange) -> list[MicroBatch]:
+    def parts(self, span: StepRange) -> list[PassSamples]:
         """Return this rank's micro-batches of a step, in the order of its passes."""
         ...
 
@@ -61,7 +61,7 @@ class Gradients(Protocol):
 class RequestSource(Protocol):
     """Source of this rank's requests to all ranks."""
 
-    def collect(self, group: RankGroup, span: StepRange) -> Requests:
+    def collect(self, group: RankGroup, span: StepRange) -> RequestFlags:
         """Return the current requests."""
         ...
 
@@ -139,11 +139,11 @@ class Step:
         return self.workload.precision.scale(passed.loss)
 
 
-def split_share(share: range, num_parts: int, *, stream: int) -> list[MicroBatch]:
+def split_share(share: range, num_parts: int, *, stream: int) -> list[PassSamples]:
     """Split a share into at most ``num_parts`` micro-batches, none of them empty."""
     parts, start = [], share.start
     for number, count in enumerate(batch_plan.share_samples(len(share), num_parts)):
         if count:
-            parts.append(MicroBatch(range(start, start + count), stream, number))
+            parts.append(PassSamples(range(start, start + count), stream, number))
         start += count
     return parts

@@ -27,7 +27,7 @@ EVAL, SAVE = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requests:
+class RequestFlags:
     """One rank's requests to all ranks."""
 
     is_change_pending: bool
@@ -82,7 +82,7 @@ class StepHeader:
         self._values[COUNT] += float(len(indices))
         self._means_SM[slot] += stack_means(loss, others)
 
-    def start(self, group: RankGroup, requests: Requests, *, fingerprint: torch.Tensor) -> None:
+    def start(self, group: RankGroup, requests: RequestFlags, *, fingerprint: torch.Tensor) -> None:
         """Start summing the vector over the ranks."""
         mine = float(fingerprint)  # waits for the device if the weights are on one
         # Only rank 0 sets bits, so the sum over the ranks is rank 0's number.

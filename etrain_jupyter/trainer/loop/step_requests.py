@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from etrain_jupyter.rules.samples.ledger import StepRange
 from etrain_jupyter.trainer.boundary import BoundaryHooks
-from etrain_jupyter.trainer.gradients.step_header import Requests
+from etrain_jupyter.trainer.gradients.step_header import RequestFlags
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.loop.evaluations import Evaluations
 from etrain_jupyter.trainer.schedule import Mark
@@ -24,7 +24,7 @@ class StepRequests:
     evaluations: Evaluations
     hooks: BoundaryHooks
 
-    def collect(self, group: RankGroup, span: StepRange) -> Requests:
+    def collect(self, group: RankGroup, span: StepRange) -> RequestFlags:
         """Return this rank's requests; evaluations and checkpoints are up to rank 0."""
         is_rank_0 = group.rank == 0
         # The boundaries before and after the step in progress, which is not committed yet.
@@ -34,7 +34,7 @@ class StepRequests:
         # learn of a planned change, so each may request a stop. Only rank 0 makes the other
         # requests: clocks differ between ranks, and only rank 0 knows how old the newest checkpoint
         # is.
-        return Requests(
+        return RequestFlags(
             is_change_pending=self.change_pending.is_set(),
             is_eval_due=is_rank_0 and self.evaluations.is_time_over(),
             is_save_due=is_rank_0 and self.hooks.wants_save(before, after),

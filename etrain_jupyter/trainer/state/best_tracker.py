@@ -15,7 +15,7 @@ from etrain_jupyter.rules.policy.evaluations import (
     EvaluationRecord,
     Trend,
     add_evaluation,
-    words_of_end,
+    describe_early_stop,
 )
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.state.capture import Stateful
@@ -85,7 +85,7 @@ class BestTracker:
             "best": self._trend.best,
             "best_step": self._trend.best_step,
             "num_evals": self._trend.num_stale,
-            "reason": words_of_end(self._trend, metric=self._stop_config.metric),
+            "reason": describe_early_stop(self._trend, metric=self._stop_config.metric),
         }
 
     def state_dict(self) -> dict[str, Any]:

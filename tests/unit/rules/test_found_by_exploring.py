@@ -45,12 +45,12 @@ def test_survivor_that_did_not_see_the_last_step_trains_it_again_when_the_others
 
 def test_stop_at_once_while_the_end_is_being_saved_is_not_called_finished():
     story = Story().start("w1").report("w1", step=9, why="done")
-    story.send(s.StopAsked(now=True))
+    story.send(s.StopRequested(now=True))
     assert story.state.status == "stopped"
 
 
 def test_step_that_only_its_dead_holder_had_committed_is_logged_as_undone():
-    story = Story().start("w1", "w2").send(s.PauseAsked())
+    story = Story().start("w1", "w2").send(s.PauseRequested())
     for worker, step in (("w2", 4), ("w1", 5)):  # w1 saw the end of step 5, w2 did not
         told = {"trainer": story.trainer(worker), "generation": 1, "why": "failed"}
         undone = worker == "w2"

@@ -11,7 +11,7 @@ import pytest
 
 from etrain_jupyter.testing.fakeaws.imds import ImdsServer
 from etrain_jupyter.worker import preemption_watch as module
-from etrain_jupyter.worker.preemption_watch import OwnNotices, seconds_from_environment
+from etrain_jupyter.worker.preemption_watch import PreemptionWatch, seconds_from_environment
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ async def until(condition) -> None:
 async def test_signal_of_the_batch_system_is_an_interruption(monkeypatch):
     monkeypatch.setenv("ETRAIN_NOTICE_S", "90")
     told = []
-    notices = OwnNotices(told.append)
+    notices = PreemptionWatch(told.append)
     notices.start()
     notices.start()  # with each scheduler that it connects to
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -44,7 +44,7 @@ async def test_signal_of_the_batch_system_is_an_interruption(monkeypatch):
 
 
 async def test_machine_that_is_no_instance_asks_nobody():
-    notices = OwnNotices(lambda message: None)
+    notices = PreemptionWatch(lambda message: None)
     notices.start()
     assert notices._watch is None
     await notices.stop()
@@ -56,7 +56,7 @@ async def test_notices_of_ec2_are_told_to_each_coordinator(monkeypatch):
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", server.url)
         monkeypatch.setenv("ETRAIN_NOTICE_POLL_S", "0.01")
         told = []
-        notices = OwnNotices(told.append)
+        notices = PreemptionWatch(told.append)
         notices.start()
         server.recommend_rebalance()
         await until(lambda: told)
@@ -73,7 +73,7 @@ async def test_notices_of_ec2_are_told_to_each_coordinator(monkeypatch):
 
 async def test_event_loop_of_another_thread_is_sent_no_signals(caplog):
     async def serve() -> None:
-        notices = OwnNotices(lambda message: None)
+        notices = PreemptionWatch(lambda message: None)
         notices.start()
         await notices.stop()
 

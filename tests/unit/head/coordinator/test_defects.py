@@ -149,5 +149,5 @@ async def test_whoever_asks_for_something_hears_that_it_failed(
 async def test_costs_that_cannot_be_told_do_not_keep_the_log_from_the_end(rig: Rig) -> None:
     await rig.start("w1")
     rig.job.before_end = fail
-    rig.job.handle(s.StopAsked(now=True))
+    rig.job.handle(s.StopRequested(now=True))
     assert rig.events(events.JobStatusChanged)[-1].status == "stopped"

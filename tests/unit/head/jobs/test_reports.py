@@ -151,10 +151,10 @@ async def started(rig: Rig):
 async def test_checkpoint_of_steps_that_the_job_never_had_is_not_told_of(rig):
     await rig.start("w1")
     rig.commit("w1", 1, 2)
-    given_up = rig.trainer("w1")
+    evicted_incarnation = rig.trainer("w1")
     rig.tell("w1", m.TrainerExited, cause="SIGKILL")
-    committed(rig, "w1", given_up, 2)
-    committed(rig, "w1", given_up, 5)
+    committed(rig, "w1", evicted_incarnation, 2)
+    committed(rig, "w1", evicted_incarnation, 5)
     assert saved_steps(rig) == [2]
     assert rig.job.state.saved_step == 2
 
@@ -162,12 +162,12 @@ async def test_checkpoint_of_steps_that_the_job_never_had_is_not_told_of(rig):
 async def test_checkpoint_that_a_later_generation_has_made_void_is_not_told_of(rig):
     await rig.start("w1", "w2")
     rig.commit("w1", 1, 2, 3)
-    given_up = rig.trainer("w1")
+    evicted_incarnation = rig.trainer("w1")
     rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.report("w2", 2)
     rig.commit("w2", 3, 4)
-    committed(rig, "w1", given_up, 3)
-    committed(rig, "w1", given_up, 2)
+    committed(rig, "w1", evicted_incarnation, 3)
+    committed(rig, "w1", evicted_incarnation, 2)
     assert saved_steps(rig) == [2]
 
 
@@ -272,7 +272,7 @@ async def test_printed_lines_of_a_job_are_bounded_and_the_rest_is_counted(rig):
     for number in range(11):
         rig.tell("w1", m.TextLogged, level="info", text=f"late {number}", is_printed=True)
     assert list(rig.job.trainers[rig.trainer("w1")].last_lines)[-1] == "late 10"
-    rig.job.handle(s.StopAsked(now=True))
+    rig.job.handle(s.StopRequested(now=True))
 
     texts = [event.text for event in rig.events(events.LogLine)]
     assert texts[:5] == ["line 0", "line 0", "line 1", "line 1", "line 2"]

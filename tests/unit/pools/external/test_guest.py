@@ -90,7 +90,7 @@ async def test_workers_are_woken_by_a_job_before_they_start_its_trainers_and_the
     rig.hello("w2")
     assert "wake" in told(rig, "w2")
 
-    rig.job.handle(s.StopAsked(now=True))
+    rig.job.handle(s.StopRequested(now=True))
     rig.tick()
     rig.coordinator._rest()
     assert told(rig, "w1") == ["wake", "start", "rest"]
@@ -115,7 +115,7 @@ async def test_scheduler_does_not_end_as_idle_nor_close_busy_workers_while_a_job
     may_close = rig.coordinator.valid_workers_downscaling(rig.scheduler, workers)
     assert [state.name for state in may_close] == ["unused"]
 
-    rig.job.handle(s.StopAsked(now=True))
+    rig.job.handle(s.StopRequested(now=True))
     rig.scheduler.idle_since = 1.0
     rig.tick()
     assert rig.scheduler.idle_since == 1.0

@@ -64,30 +64,30 @@ def test_replaced_workers_are_not_missing():
 
 
 def test_paused_job_that_loses_a_worker_stays_paused_and_resumes_with_the_rest():
-    story = Story().start("w1", "w2").send(s.PauseAsked())
+    story = Story().start("w1", "w2").send(s.PauseRequested())
     story.report("w1", step=4).report("w2", step=4)
     gone(story, "w1")
     assert story.state.status == "paused"
-    story.send(s.ResumeAsked())
+    story.send(s.ResumeRequested())
     assert story.ranks() == ["w2"]
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.restore) == (4, False)
 
 
 def test_paused_job_below_its_minimum_waits_when_it_is_resumed():
-    story = Story(min_workers=2).start("w1", "w2").send(s.PauseAsked())
+    story = Story(min_workers=2).start("w1", "w2").send(s.PauseRequested())
     story.report("w1", step=4).report("w2", step=4)
-    gone(story, "w2").send(s.ResumeAsked())
+    gone(story, "w2").send(s.ResumeRequested())
     assert story.state.status == "waiting"
     assert story.state.reason == "1 of min 2 workers available (w2 was lost: gone)"
 
 
 def test_paused_job_that_loses_everybody_restores_when_it_is_resumed():
-    story = Story().start("w1").send(s.CheckpointSaved(step=3)).send(s.PauseAsked())
+    story = Story().start("w1").send(s.CheckpointSaved(step=3)).send(s.PauseRequested())
     story.report("w1", step=4)
     gone(story, "w1").send(s.WorkersAssigned(workers=("w2",))).warm("w2")
     assert story.state.status == "paused"
-    story.send(s.ResumeAsked())
+    story.send(s.ResumeRequested())
     [form] = story.found(c.FormGeneration)
     assert (form.restore, form.step) == (True, 3)
 

@@ -38,7 +38,7 @@ def left(story: Story) -> list[tuple[str, str]]:
 
 def test_last_holder_is_asked_for_a_checkpoint_at_once_and_trains_on():
     story = notice(Story().start("w1"), "w1")
-    [ask] = story.found(c.AskForCheckpoint)
+    [ask] = story.found(c.RequestBackgroundCheckpoint)
     assert ask.trainers == (story.trainer("w1"),)
     assert not story.found(c.AnnounceChange)
     story.wait(10)
@@ -127,7 +127,7 @@ def test_rank_whose_machine_lives_longer_trains_on_without_the_one_that_goes_fir
 def test_holder_that_receives_a_notice_while_no_rank_steps_saves_at_once(is_paused):
     story = Story(min_workers=1 if is_paused else 2).start("w1", "w2")
     if is_paused:
-        story.send(s.PauseAsked()).report("w2", step=4).report("w1", step=4)
+        story.send(s.PauseRequested()).report("w2", step=4).report("w1", step=4)
     story.send(s.WorkerGone(worker="w2", cause="gone"))
     if not is_paused:
         story.report("w1", step=4, why="failed")
@@ -141,7 +141,7 @@ def test_holder_that_receives_a_notice_while_no_rank_steps_saves_at_once(is_paus
 
 
 def test_holder_whose_state_is_durable_leaves_without_another_checkpoint():
-    story = Story().start("w1").send(s.PauseAsked()).report("w1", step=4)
+    story = Story().start("w1").send(s.PauseRequested()).report("w1", step=4)
     saved(story, "w1", 4)
     notice(story, "w1").wait(91)
     assert left(story) == [("w1", "preempted")]
@@ -170,7 +170,7 @@ def test_checkpoint_that_fails_before_a_machine_is_taken_is_tried_again():
 
 def test_stop_while_the_last_holder_is_saved_ends_the_job_with_that_checkpoint():
     story = notice(Story().start("w1"), "w1").wait(91).report("w1", step=7)
-    story.send(s.StopAsked())
+    story.send(s.StopRequested())
     assert story.state.phase == "closing"
     saved(story, "w1", 7)
     assert story.state.status == "stopped"
@@ -230,7 +230,7 @@ def test_job_whose_last_checkpoint_cannot_be_written_fails_and_names_the_newest_
 
 
 def test_stopped_job_stays_stopped_and_reports_its_missing_last_checkpoint():
-    story = Story().start("w1").send(s.StopAsked()).report("w1", step=8)
+    story = Story().start("w1").send(s.StopRequested()).report("w1", step=8)
     for wait_s in (5, 10, 20, 0):
         saved(story, "w1", 8, error="no space")
         if wait_s:
@@ -243,7 +243,7 @@ def test_stopped_job_stays_stopped_and_reports_its_missing_last_checkpoint():
 
 
 def test_stopped_job_that_loses_its_last_holder_names_the_newest_durable_checkpoint():
-    story = Story().start("w1").send(s.CheckpointSaved(step=6)).send(s.StopAsked())
+    story = Story().start("w1").send(s.CheckpointSaved(step=6)).send(s.StopRequested())
     story.report("w1", step=8).lose("w1")
     assert story.state.status == "stopped"
     assert story.state.reason == (
@@ -289,12 +289,12 @@ def test_other_holder_that_is_lost_does_not_make_the_saver_begin_again():
 
 
 def test_job_continues_from_the_checkpoint_of_the_released_not_from_an_older_holder():
-    story = Story().start("w1", "w2").send(s.PauseAsked())
+    story = Story().start("w1", "w2").send(s.PauseRequested())
     story.report("w1", step=5).report("w2", step=4, why="failed")
     story.send(s.WorkerNoticed(worker="w1", deadline=story.now + 10.0))
     story.send(s.CheckpointSaved(step=5)).wait(9.0)
     assert [x.worker for x in story.found(events.WorkerLeft)] == ["w1"]
-    story.send(s.ResumeAsked())
+    story.send(s.ResumeRequested())
     [form] = story.found(c.FormGeneration)
     assert (form.restore, form.step) == (True, 5)
     assert not story.found(events.StepUndone, ever=True)

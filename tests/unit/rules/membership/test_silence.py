@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from etrain_jupyter.rules.membership.silence import Hearing
+from etrain_jupyter.rules.membership.silence import HeartbeatMonitor
 
 
-def hearing(*names: str) -> Hearing:
-    heard = Hearing(limit_s=10.0, tick_s=0.25)
+def hearing(*names: str) -> HeartbeatMonitor:
+    heard = HeartbeatMonitor(limit_s=10.0, tick_s=0.25)
     heard.tick(100.0)
     for name in names:
         heard.hear(name, 100.0)
     return heard
 
 
-def tick_until(heard: Hearing, end: float, *alive: str) -> None:
+def tick_until(heard: HeartbeatMonitor, end: float, *alive: str) -> None:
     now = 100.0
     while now < end:
         now += 0.25

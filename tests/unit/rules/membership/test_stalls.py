@@ -126,7 +126,7 @@ def test_rank_that_hangs_while_the_generation_forms_is_killed_and_the_others_for
 
 
 def test_rank_that_does_not_leave_when_all_others_have_is_killed():
-    story = Story().start("w1", "w2").send(s.PauseAsked())
+    story = Story().start("w1", "w2").send(s.PauseRequested())
     story.report("w1", step=5)
     stand_still(story, 31, w2=40)
     [(worker, why)] = kills(story)

@@ -106,7 +106,7 @@ def test_messages_of_an_older_generation_are_dropped():
 
 
 def test_stop_takes_a_last_checkpoint_from_a_rank_and_then_ends():
-    story = Story().start("w1", "w2").send(s.StopAsked())
+    story = Story().start("w1", "w2").send(s.StopRequested())
     assert story.found(c.AnnounceChange)
     story.report("w1", step=6).report("w2", step=6)
     [save] = story.found(c.SaveCheckpoint)
@@ -225,17 +225,17 @@ def test_killed_trainer_is_started_again_on_its_worker():
 
 
 def test_pause_keeps_the_state_and_resume_continues_from_it():
-    story = Story().start("w1").send(s.PauseAsked())
+    story = Story().start("w1").send(s.PauseRequested())
     story.report("w1", step=2)
     assert story.state.status == "paused"
-    story.send(s.ResumeAsked())
+    story.send(s.ResumeRequested())
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.behind) == (2, ())
     assert story.state.status == "running"
 
 
 def test_generation_after_a_pause_resumed_before_the_ranks_left_says_resume():
-    story = Story().start("w1").send(s.PauseAsked()).send(s.ResumeAsked())
+    story = Story().start("w1").send(s.PauseRequested()).send(s.ResumeRequested())
     story.report("w1", step=2)
     [formed] = story.found(events.GenerationFormed)
     assert (formed.generation, formed.why) == (2, "resume")
@@ -283,7 +283,7 @@ def test_step_that_one_survivor_has_committed_is_not_logged_as_undone():
 
 
 def test_checkpoint_that_was_under_way_does_not_pass_for_the_last_one():
-    story = Story().start("w1").send(s.StopAsked()).report("w1", step=83)
+    story = Story().start("w1").send(s.StopRequested()).report("w1", step=83)
     assert story.found(c.SaveCheckpoint)
     story.send(s.CheckpointSaved(step=80))
     assert story.state.phase == "closing"
@@ -434,7 +434,7 @@ def test_noticed_worker_leaves_in_time_although_too_few_are_left():
 def nan(story: Story, worker: str, rank: int, step: int, *, is_source: bool = False) -> Story:
     """A rank has undone the step after ``step``, because the ranks' mean loss is NaN."""
     return story.send(
-        s.NonFiniteLoss(
+        s.NonFiniteLossSeen(
             trainer=story.trainer(worker),
             generation=story.state.generation,
             rank=rank,
@@ -475,7 +475,7 @@ def test_loss_that_is_nan_can_pause_and_resume_makes_the_step_again():
         "step 6; there is no checkpoint yet. %etrain resume retries the step, %etrain stop "
         "ends the job"
     )
-    story.send(s.ResumeAsked())
+    story.send(s.ResumeRequested())
     [form] = story.found(c.FormGeneration)
     assert (form.step, form.behind, form.restore) == (6, (), False)
     assert (story.state.status, story.state.reason) == ("running", "")
@@ -490,7 +490,7 @@ def test_rank_that_dies_before_it_could_tell_does_not_hide_a_loss_that_is_nan():
 
 
 def test_stop_that_was_asked_for_before_the_loss_was_nan_still_stops():
-    story = Story().start("w1").send(s.StopAsked())
+    story = Story().start("w1").send(s.StopRequested())
     nan(story, "w1", 0, 6, is_source=True)
     story.send(s.CheckpointSaved(step=6))
     assert (story.state.status, story.state.reason) == ("stopped", "")
@@ -501,7 +501,7 @@ def test_loss_of_a_generation_that_is_over_changes_nothing():
     before = story.state
     trainer = story.trainer("w1")
     told = {"rank": 0, "progress": (3, 0), "loss": float("nan"), "is_source": True}
-    story.send(s.NonFiniteLoss(trainer=trainer, generation=0, **told))
+    story.send(s.NonFiniteLossSeen(trainer=trainer, generation=0, **told))
     assert (story.state, story.last) == (before, [])
 
 

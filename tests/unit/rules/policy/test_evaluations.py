@@ -11,8 +11,8 @@ from etrain_jupyter.rules.policy.evaluations import (
     EvaluationRecord,
     Trend,
     add_evaluation,
+    describe_early_stop,
     is_better,
-    words_of_end,
 )
 
 
@@ -87,6 +87,6 @@ def test_small_improvements_in_a_row_count_once_they_have_added_up():
 
 def test_evaluation_that_is_nan_is_no_improvement():
     assert trend_of([math.nan, math.nan]).num_stale == 2
-    assert words_of_end(trend_of([math.nan]), metric="f1") == (
+    assert describe_early_stop(trend_of([math.nan]), metric="f1") == (
         "early stopping: f1 was not finite in 1 evaluation"
     )

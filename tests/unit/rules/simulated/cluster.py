@@ -219,7 +219,7 @@ class Cluster:
     def stop(self, job: Job, *, now: bool) -> None:
         job.stop_asked = True
         job.stop_now_asked |= now
-        job.handle(s.StopAsked(now=now))
+        job.handle(s.StopRequested(now=now))
         self.allocate()
 
     def scale(self, job: Job, low: int, high: int) -> None:
@@ -228,7 +228,7 @@ class Cluster:
 
     def pause(self, job: Job, is_pause: bool) -> None:
         """The user pauses or resumes a job."""
-        job.handle(s.PauseAsked() if is_pause else s.ResumeAsked())
+        job.handle(s.PauseRequested() if is_pause else s.ResumeRequested())
 
     def ask_to_save(self, job: Job, saves_fail: bool) -> None:
         """The user requests a checkpoint; ``saves_fail`` means that the disk is full now."""
@@ -253,7 +253,7 @@ class Cluster:
         for job in self.active():
             job.saves_fail = False
             if job.state.is_paused:
-                job.handle(s.ResumeAsked())
+                job.handle(s.ResumeRequested())
         for number in range(MOST_ROUNDS):
             if not self.active():
                 break
@@ -262,7 +262,7 @@ class Cluster:
             self._add_workers()
             for job in self.active():
                 if job.state.is_paused:  # a loss that was not finite pauses a job by itself
-                    job.handle(s.ResumeAsked())
+                    job.handle(s.ResumeRequested())
             self.play_round()
         assert not self.active(), [job.state for job in self.active()]
         self.tick(RELEASE_TIMEOUT_S)

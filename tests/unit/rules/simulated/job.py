@@ -135,7 +135,7 @@ class Job:
         }
         self.send((command.trainer,), message)
 
-    def _ask_to_save(self, command: c.AskForCheckpoint) -> None:
+    def _ask_to_save(self, command: c.RequestBackgroundCheckpoint) -> None:
         self.send(command.trainers, {"op": "checkpoint"})
 
     def _release(self, command: c.ReleaseTrainer) -> None:
@@ -238,7 +238,7 @@ class Job:
     def _on_nan(self, trainer: Trainer, message: Message) -> None:
         self.had_nan = True
         values = {k: message[k] for k in ("generation", "progress", "rank", "is_source")}
-        self.handle(s.NonFiniteLoss(trainer=trainer.name, loss=float("nan"), **values))
+        self.handle(s.NonFiniteLossSeen(trainer=trainer.name, loss=float("nan"), **values))
 
     def _on_user_error(self, trainer: Trainer, message: Message) -> None:
         values = {k: message[k] for k in ("generation", "progress")}
@@ -295,7 +295,7 @@ class Job:
         c.AbortGeneration: _abort,
         c.FormGeneration: _form,
         c.SaveCheckpoint: _save,
-        c.AskForCheckpoint: _ask_to_save,
+        c.RequestBackgroundCheckpoint: _ask_to_save,
         c.ReleaseTrainer: _release,
         c.KillTrainer: _kill,
         c.DumpStacks: _dump,
