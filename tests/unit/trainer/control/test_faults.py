@@ -22,7 +22,7 @@ from etrain_jupyter.wire.messages import FaultFired
 
 SCRIPT = """
 import sys, threading, time
-from etrain_jupyter.trainer.control.faults import Faults
+from etrain_jupyter.trainer.control.faults import PlannedFaults
 assert "torch" not in sys.modules
 
 def beat():
@@ -33,7 +33,7 @@ def beat():
 threading.Thread(target=beat, daemon=True).start()
 time.sleep(0.1)
 plan = [{"id": 5, "kind": sys.argv[1], "rank": 1, "step": 3, "at": "commit"}]
-faults = Faults(plan, lambda message: print(message, flush=True))
+faults = PlannedFaults(plan, lambda message: print(message, flush=True))
 faults.at("commit", rank=1, step=2)
 faults.at("commit", rank=0, step=3)
 faults.at("forward", rank=1, step=3)
