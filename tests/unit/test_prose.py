@@ -19,22 +19,22 @@ PACKAGE = Path(__file__).parents[2] / "etrain_jupyter"
 
 # Pattern -> how many sentences may still match it.
 LIMITS: dict[str, int] = {
-    r"\b(tell|tells|told|telling)\b": 88,
-    r"\b(somebody|nobody|whoever|anybody)\b": 103,
-    r"\bwhat (there )?(is|was|are)\b": 97,
-    r"\b(anew|besides?|befalls?)\b": 25,
-    r"\b(is|are|was) no [a-z]+\b": 85,
-    r"\bso (many|long)\b": 8,
-    r"\bby and by\b|\bas can be had\b|\bcannot be had\b": 3,
-    r"\b(stands still|stood still)\b": 1,
-    r"\b(go|goes|went|gone) on\b": 47,
-    r"\b(done without|do without|let go|lets go)\b": 4,
-    r"\bmend(s|ed)?\b|\bspoil(s|ed)?\b": 5,
+    r"\b(tell|tells|told|telling)\b": 6,
+    r"\b(somebody|nobody|whoever|anybody)\b": 0,
+    r"\bwhat (there )?(is|was|are)\b": 18,
+    r"\b(anew|besides?|befalls?)\b": 0,
+    r"\b(is|are|was) no [a-z]+\b": 65,
+    r"\bso (many|long)\b": 0,
+    r"\bby and by\b|\bas can be had\b|\bcannot be had\b": 0,
+    r"\b(stands still|stood still)\b": 0,
+    r"\b(go|goes|went|gone) on\b": 0,
+    r"\b(done without|do without|let go|lets go)\b": 0,
+    r"\bmend(s|ed)?\b|\bspoil(s|ed)?\b": 0,
     r"\b(let|lets) [a-z]+ know\b": 0,
-    r"\b(hears?|heard)\b": 14,
-    r"\blies (in|at|on|under|beside)\b|\blie (in|at|on|under|beside)\b": 5,
-    r"\bsigns? of life\b": 8,
-    r"^(What|Which|Whose|Who|Whether|How) ": 369,
+    r"\b(hears?|heard)\b": 0,
+    r"\blies (in|at|on|under|beside)\b|\blie (in|at|on|under|beside)\b": 0,
+    r"\bsigns? of life\b": 0,
+    r"^(What|Which|Whose|Who|Whether|How) ": 38,
 }
 
 
