@@ -33,7 +33,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class CostReport:
-    """Cost of a pool's machines since it was started."""
+    """Cost of a pool's machines since the pool was started."""
 
     spent_usd: float = 0.0
     on_demand_usd: float = 0.0
@@ -43,10 +43,10 @@ class CostReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Leftovers:
-    """Processes and files that remain after ``Pool.down``. Empty, and so false, after success."""
+    """Processes and files that remain after ``Pool.down``; empty, and thus falsy, on success."""
 
     processes: tuple[str, ...] = ()
-    """One text per process or machine, starting with its id."""
+    """One description per process or machine, starting with its id."""
     files: tuple[str, ...] = ()
     """Paths or URLs."""
 
@@ -73,7 +73,7 @@ class Pool(Protocol):
     """True if the scheduler runs on another machine, so that jobs must be stored in a bucket."""
 
     def up(self) -> SchedulerAddress:
-        """Find or start the cluster; return once its scheduler answers."""
+        """Find or start the cluster; return once its scheduler responds."""
         ...
 
     def want(self, n: int, *, reason: str) -> None:
@@ -89,14 +89,14 @@ class Pool(Protocol):
         ...
 
     def shared_place(self) -> str:
-        """Return the URL of a checkpoint location that all workers reach.
+        """Return the URL of a checkpoint location that all workers can reach.
 
-        Empty if the workers see the folders of this machine.
+        Empty if the workers can see this machine's folders.
         """
         ...
 
     def price(self, max_workers: int) -> str:
-        """Describe the worst-case price of ``max_workers`` workers; starts nothing."""
+        """Describe the worst-case price of ``max_workers`` workers, without starting any."""
         ...
 
     def cost(self) -> CostReport:

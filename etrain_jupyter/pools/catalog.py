@@ -1,4 +1,4 @@
-"""Read ``pools.yaml``, which names the user's pools.
+"""Read ``pools.yaml``, which defines the user's pools.
 
 ::
 
@@ -10,9 +10,9 @@
       kind: address
       address: tls://10.0.3.7:8786
 
-The file is read from the notebook's folder and from the user's configuration folder; for a name in
-both, the notebook's folder wins. That folder may be a clone from an untrusted source, so the file
-contains plain values only and nothing in it is executed.
+The file is read from the notebook's folder and from the user's configuration folder; if both define
+a name, the notebook's folder wins. That folder may be a clone of an untrusted repository, so the
+file contains plain values only and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from etrain_jupyter.untrusted import read_regular
 
 FILE = "pools.yaml"
 FILE_VARIABLE = "ETRAIN_POOLS"
-"""Environment variable with the path of another file. If set, no other file is read."""
+"""Environment variable with the path of a file to read instead of all others."""
 MAX_BYTES = 1_000_000
 
 S = TypeVar("S", bound=Section)
@@ -59,7 +59,7 @@ class PoolsFileError(CellError):
 
     def render(self) -> list[str]:
         """Return the message with the file name, the marked line, and the hint."""
-        # The cell's own errors name a line without a file; only the first line has that prefix.
+        # Errors in a cell give a line number but no file. Only the first line has that prefix.
         first, *others = super().render()
         return [first.replace("etrain: line", f"etrain: {self.file}, line", 1), *others]
 
@@ -71,7 +71,7 @@ class PoolEntry:
     name: str
     kind: str
     values: Mapping[str, Any]
-    """Keys and values except ``kind``, not validated."""
+    """Keys and values except ``kind``, not yet validated."""
     file: Path
     source: SourceMap = NOWHERE
     """Positions of the keys and values in the file."""
@@ -94,7 +94,7 @@ class PoolEntry:
 
 def files() -> list[Path]:
     """Return the files that may define pools, in order of precedence."""
-    # With the variable, the file in the working folder is not read.
+    # If the variable is set, the file in the working folder is not read.
     if os.environ.get(FILE_VARIABLE):
         return [own_file()]
     return [Path.cwd() / FILE, own_file()]
@@ -133,7 +133,7 @@ def read_own_catalog() -> dict[str, PoolEntry]:
 
 def _read(file: Path) -> list[PoolEntry]:
     try:
-        # The user may link the file from another folder, so a symbolic link is accepted.
+        # Accept a symbolic link: users may keep the file elsewhere.
         text = read_regular(file, most_bytes=MAX_BYTES, follow=True).decode("utf-8")
     except FileNotFoundError:
         return []
@@ -159,12 +159,12 @@ def _entry(name: str, value: Any, source: SourceMap, file: Path) -> PoolEntry:
     if not isinstance(value, Mapping):
         message = f"pool '{name}' must be a group of keys, but it is {in_words(value)}"
         raise _at_place(source, (), message, f"write '{name}: {{kind: aws-spot, ...}}'", file)
-    # In a cell, these names select the local pool or an address without any file.
+    # In a cell, these names mean the local pool or an address, whatever the file defines.
     if "://" in name or name == "local":
         message = f"a pool cannot be called '{name}': this name is reserved"
         raise _at_place(source, (), message, "choose another name", file)
-    # Only the kind is checked here: the class of the pool validates the other keys when it is used,
-    # so that an error in one entry does not disable the other pools.
+    # Only the kind is checked here. The pool's class validates the other keys when the pool is
+    # used, so an error in one entry does not disable the other pools.
     if "kind" not in value:
         message = f"pool '{name}' has no kind"
         raise _at_place(source, (), message, "add 'kind: aws-spot' or 'kind: address'", file)
@@ -180,6 +180,6 @@ def _at_place(
 
 
 def advice_on(name: str, known: list[str]) -> str:
-    """Return a hint for an unknown pool name: the nearest name, or where to define one."""
+    """Return a hint for an unknown pool name: the closest known name, or where to define a pool."""
     where = " or ".join(str(file) for file in files())
     return did_you_mean(name, known) or f"define it in {where}, or write pool: local"

@@ -42,7 +42,7 @@ def describe_pools() -> str:
         if record.is_alive:
             state = f"at {record.address}: {_state_of(cluster, record)}"
         elif record.is_here and cluster.cluster_id.startswith("aws-"):
-            # Unlike local workers, EC2 machines survive the keeper and keep costing money.
+            # Unlike local workers, EC2 machines outlive the keeper and keep costing money.
             state = (
                 "scheduler has died. The pool's next job takes over its machines; `%etrain down` "
                 "terminates them"
@@ -65,7 +65,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     """Return a cluster's load, and its cost if it has machines that cost money."""
     address = cluster.address(record)
     try:
-        # Short timeouts: one cluster that hangs must not hide the list of the others.
+        # Short timeouts: one hanging cluster must not hold up the list of the others.
         state = describe_load(ask(address, DescribeCluster(), timeout_s=3.0))
         costs = ask(address, ListCosts(), timeout_s=3.0).costs
         nodes = ask(address, ListNodes(), timeout_s=3.0).nodes
@@ -80,7 +80,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
 
 
 def _location_of(entry: PoolEntry) -> str:
-    """Return the address or region of a pool's entry, which is not validated here."""
+    """Return the address or region in a pool's entry, without validating the entry."""
     place = entry.values.get("address") or entry.values.get("region")
     return f", {place}" if isinstance(place, str) else ""
 
@@ -89,9 +89,9 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     """Shut down one cluster, a pool's clusters, or all clusters of this user on this machine.
 
     Args:
-        cluster: Cluster id, or pool name or address for all clusters of that pool. On an existing
-            Dask cluster only our plugins are removed. None for all clusters, including dead ones,
-            and all Dask schedulers that received a job from this user.
+        cluster: Cluster id; or a pool name or address, for all clusters of that pool. On an
+            existing Dask cluster, only our plugins are removed. None for all clusters, including
+            dead ones, and all Dask schedulers to which this user submitted a job.
         timeout_s: Timeout per cluster for processes. EC2 gets at least ``AWS_DOWN_S``.
 
     Returns:
@@ -100,7 +100,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     Raises:
         PoolError: If there is no cluster with this id, or if processes or files remain.
     """
-    # A pool's own `down` also finds clusters that other machines started, by their tags.
+    # A pool's own `down` also uses tags to find clusters started from other machines.
     if cluster is not None and ("://" in cluster or cluster in pool_names()):
         return _report({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
     # Includes clusters that are starting or dead: `down` must clean up after those, too.
@@ -111,7 +111,8 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
             f"{', '.join(ids) or 'none'}. `%etrain reap` removes EC2 resources of clusters that "
             "were started on other machines."
         )
-    # Bind each pool to one cluster: the cluster's own settings count, not the current pools.yaml.
+    # Bind each pool to one cluster, so that the cluster's own settings apply, not the current
+    # pools.yaml.
     here = {found.cluster_id: found for found in cluster_dirs()}
     leftovers: dict[str, Leftovers] = {}
     for cluster_id in ids if cluster is None else [cluster]:
@@ -125,7 +126,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
         try:
             end = _uninstall_from(address, timeout_s=timeout_s)
         except PoolError as exc:
-            # It may have been shut down for good: not an error of this command.
+            # The scheduler may be gone for good, which is not an error here.
             unreachable.append(f"{address.address} was not changed: {exc}")
         else:
             # None means that nothing of ours was installed, so there is nothing to report.
@@ -136,12 +137,12 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
 
 
 def _uninstall_from(address: SchedulerAddress, *, timeout_s: float) -> Leftovers | None:
-    """Remove our part from a Dask scheduler; None if there is none."""
+    """Remove our plugins from a Dask scheduler; return None if it has none."""
     from etrain_jupyter.pools.external.pool import AddressPool
 
     pool = AddressPool.at(address)
     end = pool.down(timeout_s=timeout_s) if pool.is_installed() else None
-    # Forget it only if nothing remains there; else the next `down` retries.
+    # Forget the scheduler only if nothing remains there; otherwise the next `down` retries.
     if not end:
         forget_scheduler(address.address)
     return end
@@ -168,7 +169,7 @@ def _report(leftovers: dict[str, Leftovers], if_none: str) -> str:
     return "\n".join(f"{cluster_id} has ended" for cluster_id in leftovers) or if_none
 
 
-# --- EC2 resources, found by their tags: works from any machine ---
+# --- EC2 resources, found by their tags from any machine ---
 
 
 def describe_aws(*, region: str | None = None) -> str:
@@ -223,7 +224,7 @@ def reap(
         timeout_s: Timeout per cluster.
 
     Returns:
-        One line per cluster, and the clusters that were kept.
+        One line per removed cluster, and the ids of the clusters that were kept.
 
     Raises:
         ConfigError: If no region is configured.
@@ -240,7 +241,7 @@ def reap(
     leftovers: dict[str, Leftovers] = {}
     kept: set[str] = set()
     for spec in specs:
-        # Two specs may have the same region with different credentials; each sees its own account.
+        # Two specs may use the same region with different credentials; each sees its own account.
         for cluster_id, own in by_cluster(_find(spec)).items():
             if should_remove(own, cluster_id=cluster or "", all_clusters=all_clusters):
                 leftovers[cluster_id] = remove_found(spec, own, timeout_s=timeout_s)
@@ -268,7 +269,8 @@ def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
         if entry.kind == AWS:
             spec = entry.read_as(AwsSpotSpec)
             found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
-    # The pools.yaml of a running cluster may have been changed or removed since it was started.
+    # The pools.yaml of a running cluster may have been changed or removed since the cluster was
+    # started.
     for cluster in cluster_dirs():
         if cluster.cluster_id.startswith("aws-"):
             spec = AwsSpotSpec.model_validate(cluster.settings().spec)

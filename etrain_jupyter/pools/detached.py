@@ -1,6 +1,6 @@
 """Base class of pools whose scheduler runs on this machine, detached from the kernel.
 
-``up()`` finds the cluster of a pool and Python environment, or starts it. This code runs in the
+``up()`` finds or starts the cluster for a pool and a Python environment. This code runs in the
 kernel or in any other process and owns no resources: the keeper process owns the cluster and runs
 the scheduler process (``etrain_jupyter.head.keeper`` and ``etrain_jupyter.head.main``)::
 
@@ -46,7 +46,7 @@ from etrain_jupyter.wire.requests import (
 START_S = 60.0
 """Start timeout in seconds. A start usually takes 1 s, but the first imports may be slow."""
 ERROR_PREFIX = f"{PoolError.__name__}: "
-"""Prefix of errors that name cause and remedy, so that they are shown without the log."""
+"""Prefix of errors that state both cause and remedy, and are shown without the log."""
 
 
 class DetachedPool:
@@ -54,7 +54,7 @@ class DetachedPool:
 
     Args:
         name: The pool's name in cells.
-        prefix: Prefix of the ids of its clusters.
+        prefix: Prefix of its cluster ids.
         cluster_id: Bind this object to one cluster. By default it uses the pool's running cluster.
     """
 
@@ -66,13 +66,13 @@ class DetachedPool:
         self._cluster_id = cluster_id
 
     def up(self) -> SchedulerAddress:
-        """Find the pool's running cluster or start one; return once its scheduler answers.
+        """Find the pool's running cluster or start one; return once its scheduler responds.
 
         Raises:
-            PoolError: If the cluster does not start or does not answer, or if this object is bound
+            PoolError: If the cluster does not start or does not respond, or if this object is bound
                 to a cluster that has ended.
         """
-        # Without the lock first: finding a running cluster is the common case and must be fast.
+        # Try without the lock first: finding a running cluster is the common case and must be fast.
         address = self._find()
         if address is None and self._cluster_id is not None:
             raise PoolError(
@@ -127,10 +127,10 @@ class DetachedPool:
         raise NotImplementedError
 
     def prepare_start(self, root: Path) -> ClusterDir | None:
-        """Clean up after dead clusters, under the start lock.
+        """Clean up after dead clusters, while holding the start lock.
 
         Returns:
-            The folder of a cluster without a keeper that should be taken over, if any.
+            The folder of a cluster to take over because its keeper has died, if any.
         """
         raise NotImplementedError
 
@@ -150,7 +150,7 @@ class DetachedPool:
         )
 
     def _find(self) -> SchedulerAddress | None:
-        # Newest first: of several clusters, the last one started.
+        # Newest first: if there are several clusters, use the one started last.
         for cluster in filter(self._is_ours, cluster_dirs()):
             record = _serving_record(cluster)
             if record is not None and record.is_alive and _answers(cluster, record):
@@ -166,8 +166,7 @@ class DetachedPool:
                 address = self._find()
                 if address is not None:
                     return address
-                # Under the lock, so that no head can start while dead ones are removed or taken
-                # over.
+                # Still under the lock: no head may start while dead ones are removed or taken over.
                 orphan = self.prepare_start(root)
                 return start_cluster(root, settings, lock_fd, orphan)
         except TimeoutError as exc:
@@ -178,7 +177,7 @@ class DetachedPool:
 
 
 def _serving_record(cluster: ClusterDir) -> ClusterRecord | None:
-    """Return a cluster's record. If its scheduler has died, wait for the keeper's restart."""
+    """Return a cluster's record. If its scheduler has died, wait until the keeper restarts it."""
 
     def is_complete() -> bool:
         record = cluster.record()
@@ -190,14 +189,14 @@ def _serving_record(cluster: ClusterDir) -> ClusterRecord | None:
 
 
 def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
-    """Return True if a cluster's scheduler answers; raise ``PoolError`` if it runs but does not."""
+    """Return True if a cluster's scheduler responds; raise ``PoolError`` if it runs but hangs."""
     try:
-        # Restarting the idle time matters: the cluster must not end between `up` and the job's
-        # submission.
+        # Restart the idle timer: the cluster must not shut down before the job is submitted.
         ask(cluster.address(record), TouchCluster(), timeout_s=ANSWER_S)
         return True
     except PoolError:
-        # The cluster may have ended since its record was read. Only a running one is an error.
+        # The cluster may have ended since its record was read. It is an error only if the cluster
+        # still runs.
         if cluster.is_published() and record.is_alive:
             raise
         return False
@@ -208,23 +207,24 @@ def start_cluster(
 ) -> SchedulerAddress:
     """Start a keeper and wait until its scheduler listens; clean up if it does not.
 
-    The scheduler process releases ``lock_fd``, the start lock. ``orphan`` is a cluster without a
-    keeper, whose machines are taken over.
+    The scheduler process releases ``lock_fd``, the start lock. ``orphan`` is a cluster whose keeper
+    has died and whose machines are taken over.
     """
-    # An orphan keeps its own settings, and its jobs and machines with them.
+    # An orphan keeps its settings, jobs and machines.
     cluster = orphan or ClusterDir.create(root, settings)
     read_fd, write_fd = os.pipe()
     try:
         with os.fdopen(read_fd, "rb", buffering=0) as pipe:
-            # Close our write end once the keeper has it: if keeper and scheduler die, the pipe
-            # ends.
+            # Close our write end once the keeper has it, so that we read EOF if keeper and
+            # scheduler die.
             with os.fdopen(write_fd, "wb", buffering=0):
                 _spawn_keeper(cluster, lock_fd, write_fd)
-            # The next request needs it. Import it now, while the scheduler process imports it too.
+            # The next request needs this module. Import it now, in parallel with the scheduler
+            # process.
             import distributed  # noqa: F401
 
             _await_ready(cluster, pipe)
-        # The scheduler may already have shut down again, for example by `%etrain down` in a
+        # The scheduler may already have shut down again, for example because of `%etrain down` in a
         # terminal.
         record = cluster.record()
         if record is None:
@@ -234,7 +234,7 @@ def start_cluster(
         return cluster.address(record)
     except PoolError:
         kill_processes_of(cluster.cluster_id)
-        # An orphan's folder stays: it knows the machines, and the next attempt takes them over.
+        # Keep an orphan's folder: the next attempt needs it to take over the machines.
         if orphan is None:
             cluster.remove()
         raise
@@ -265,12 +265,12 @@ def _spawn_keeper(cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
 def _head_environment(cluster_id: str) -> dict[str, str]:
     """Return the kernel's environment without Jupyter's own variables, plus the cluster marker."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("JPY_")}
-    # setproctitle would overwrite the environment block, which is how processes are found.
+    # setproctitle would overwrite the environment block, and with it the marker.
     kept |= {MARKER: cluster_id, "SPT_NOENV": "1"}
     package_home = Path(__file__).parents[2]
     installed = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     if package_home not in installed:
-        # A source tree, which may be on the kernel's sys.path only.
+        # A source tree may be on the kernel's sys.path only.
         kept["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(package_home), os.environ.get("PYTHONPATH")))
         )
@@ -278,7 +278,7 @@ def _head_environment(cluster_id: str) -> dict[str, str]:
 
 
 def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
-    """Wait until the scheduler process reports that it listens; raise ``PoolError`` if not."""
+    """Wait until the scheduler process is listening; raise ``PoolError`` if it fails to start."""
     deadline = time.monotonic() + START_S
     line = b""
     while not line.endswith(b"\n"):
@@ -289,7 +289,7 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
                 f"Run the cell again. End of its log:\n{cluster.log_tail()}"
             )
         chunk = pipe.read(4096)
-        # An empty read is the end of the pipe: all holders of the write end have exited.
+        # An empty read means EOF: all holders of the write end have exited.
         line += chunk or b"its process died\n"
     if line != READY:
         cause = line.decode(errors="replace").strip()
@@ -302,19 +302,19 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
 
 
 def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
-    """Shut down a cluster of this machine: by request, then by SIGTERM, then by SIGKILL.
+    """Shut down a cluster on this machine: by request, then with SIGTERM, then with SIGKILL.
 
     The steps get 0.6, 0.2 and 0.2 of ``timeout_s``. SIGKILL goes to every process that carries the
     cluster's marker in its environment.
     """
     record = cluster.record()
     if record is not None and not record.is_here:
-        # Several machines share the state directory, and this cluster runs on another one.
+        # Machines share the state directory, and this cluster runs on another one.
         return Leftovers()
     if record is not None and record.is_alive:
         _stop_scheduler(cluster.address(record), record, timeout_s)
     elif record is None:
-        # The cluster is starting or shutting down. Shutting down takes a moment.
+        # The cluster is starting or shutting down. Allow time for the latter.
         wait_until(lambda: not processes_of(cluster.cluster_id), timeout_s=timeout_s * 0.6)
     left = kill_processes_of(cluster.cluster_id, timeout_s=max(1.0, timeout_s * 0.2))
     cluster.remove()

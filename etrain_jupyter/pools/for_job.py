@@ -24,12 +24,12 @@ def find_pool(parsed: ParsedJob) -> Pool:
 
 
 def with_shared_checkpoints(config: TrainConfig, pool: Pool, *, has_bucket: bool) -> TrainConfig:
-    """Store checkpoints where all workers of the pool reach them, unless the cell names a place.
+    """Store checkpoints where all the pool's workers can reach them, unless the cell names a place.
 
-    ``has_bucket``: the run store is in a bucket, which every machine reaches.
+    ``has_bucket``: the run store is in a bucket, which every machine can reach.
     """
     place = pool.shared_place()
-    # With the run in a bucket, checkpoints go there by default, too.
+    # If the run is stored in a bucket, checkpoints go there by default, too.
     if not place or has_bucket or config.checkpoint.to is not None:
         return config
     checkpoint = config.checkpoint.model_copy(update={"to": place})

@@ -59,7 +59,7 @@ def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
     """
     record = cluster.record()
     if record is not None:
-        # A record of another machine cannot be checked from here: a connection will show.
+        # A record from another machine cannot be checked here; only connecting will tell.
         return None if record.is_here and not record.is_alive else cluster.address(record)
     from etrain_jupyter.pools.ec2.client.head_link import head_address_of
 
@@ -67,32 +67,32 @@ def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
 
 
 def is_out_of_reach(cluster: ClusterDir) -> bool:
-    """Return True if a cluster on another machine, which shares the folder, listens only there."""
+    """Return True if a cluster in a shared folder runs, and listens, only on another machine."""
     record = cluster.record()
     return record is not None and not record.is_here and "://127." in record.address
 
 
 def find_scheduler(cluster_id: str, address: str) -> SchedulerAddress | None:
-    """Return the trusted address of an existing scheduler; None if this user does not know it.
+    """Return the trusted address of an existing scheduler; None if this user has none.
 
-    ``address`` comes from a job's record and is untrusted. It selects an entry of the user's own
+    ``address`` comes from a job's record and is untrusted. It selects an entry in the user's own
     ``pools.yaml``; no connection is made to it otherwise.
     """
-    # Notes first: they name this very scheduler. An entry of pools.yaml names whatever answers
-    # there.
+    # Notes first: they identify this very scheduler. An entry in pools.yaml identifies whatever
+    # listens at the address.
     return _noted(cluster_id) or _in_own_pools(address)
 
 
 def note_scheduler(address: SchedulerAddress) -> None:
-    """Store the address of a scheduler that took a job, so that a later kernel trusts it.
+    """Store the address of a scheduler that accepted a job, so that a later kernel trusts it.
 
-    Errors are ignored. Without the note, a later kernel follows the job by its log only.
+    Errors are ignored. Without the note, a later kernel follows the job through its log only.
     """
     # A cluster that etrain started has its own folder.
     if find_cluster_dir(address.cluster_id) is not None:
         return
     path = _note_path(address.cluster_id)
-    # Write a new file and rename it, so that a reader never sees half a note.
+    # Write a new file and rename it, so that a reader never sees a partial note.
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     data = json.dumps(address.to_dict()).encode()
     with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ def note_scheduler(address: SchedulerAddress) -> None:
 
 
 def noted_schedulers() -> list[SchedulerAddress]:
-    """Return the schedulers that other tools started and that this user gave a job, newest first.
+    """Return other tools' schedulers to which this user submitted a job, newest first.
 
     A scheduler that was restarted at the same address is listed once.
     """
@@ -125,7 +125,7 @@ def noted_schedulers() -> list[SchedulerAddress]:
 
 
 def forget_scheduler(address: str) -> None:
-    """Remove the notes of all schedulers at an address."""
+    """Remove the notes about all schedulers at an address."""
     for note in (private_root() / NOTES).glob("*.json"):
         known = _read_note(note)
         if known is not None and known.address == address:

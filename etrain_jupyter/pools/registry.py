@@ -25,7 +25,7 @@ class PoolClass(Protocol):
     """Class of a pool that ``pools.yaml`` can configure."""
 
     def from_entry(self, entry: PoolEntry) -> Pool:
-        """Create the pool from its entry; starts nothing.
+        """Create the pool from its entry, without starting anything.
 
         Raises:
             ConfigError: If a key is invalid, with its position in the file.
@@ -43,7 +43,7 @@ def pool_names() -> list[str]:
 
 
 def get_pool(name: str) -> Pool:
-    """Return the pool with this name or scheduler address; starts nothing.
+    """Return the pool with this name or scheduler address, without starting anything.
 
     Raises:
         ConfigError: If its entry in ``pools.yaml`` is invalid.
@@ -65,7 +65,7 @@ def get_pool(name: str) -> Pool:
 
 
 def make_pool(entry: PoolEntry) -> Pool:
-    """Create the pool of an entry in ``pools.yaml``; starts nothing.
+    """Create the pool for an entry in ``pools.yaml``, without starting anything.
 
     Raises:
         ConfigError: If the entry is invalid, with its position in the file.

@@ -1,4 +1,4 @@
-"""Send requests to the scheduler of a cluster, from any thread of any process."""
+"""Send requests to the scheduler of a cluster, from any thread in any process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etrain_jupyter.wire.requests import (
 )
 
 ANSWER_S = 10.0
-"""Default timeout of a reply, in seconds."""
+"""Default timeout for a reply, in seconds."""
 
 R = TypeVar("R")
 
@@ -30,7 +30,7 @@ def ask(address: SchedulerAddress, request: Request[R], *, timeout_s: float = AN
         PoolError: If there is no reply in time, or the scheduler refuses.
     """
     try:
-        # The kernel's own thread runs an event loop already, so the request gets another thread.
+        # The kernel's own thread already runs an event loop, so the request gets another thread.
         with ThreadPoolExecutor(1, thread_name_prefix="etrain-pool-ask") as thread:
             exchange = _exchange(address, request, timeout_s)
             return thread.submit(asyncio.run, exchange).result()
@@ -57,7 +57,8 @@ async def _exchange(address: SchedulerAddress, request: Request[R], timeout_s: f
     rpc: Any = core.rpc
     # A scheduler's reply is untrusted: accept plain values, unpickle nothing.
     with plain_values_only():
-        # Over everything: Dask's own timeout covers the connection, not the wait for the reply.
+        # Limit the whole exchange: Dask's own timeout covers the connection, not the wait for the
+        # reply.
         async with asyncio.timeout(timeout_s):
             scheduler = rpc(
                 address.address, timeout=timeout_s, connection_args=address.connection_args()

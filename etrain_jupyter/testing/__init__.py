@@ -1,4 +1,4 @@
-"""Helpers for tests: contract suites, faults as data, in-memory twins, simulations of AWS.
+"""Helpers for tests: contract suites, faults as data, a simulated AWS.
 
 The rest of the package does not import this.
 """

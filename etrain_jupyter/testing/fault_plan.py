@@ -5,7 +5,7 @@
     plan = FaultPlan().kill(rank=1, step=3).notice(rank=0, step=7).hang(rank=2, step=9)
     job = submit_with_faults({"model": Net, ...}, plan)
 
-Each fault happens once per job, in the first trainer with its rank that reaches its place at its
+Each fault happens once per job, in the first trainer of that rank to reach the place at the given
 step or a later one.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval", "evaluated")
-"""Places in the trainer where a fault happens:
+"""Places in the trainer where a fault can happen:
 
 - In a step: ``forward`` (before the forward pass), ``all_reduce``, ``commit`` (before the update).
 - Between generations: ``form`` (while one forms), ``sync`` (while the state is copied).
@@ -33,7 +33,7 @@ PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval", "ev
 AT_A_PLACE = ("kill", "segfault", "exit", "error", "stop", "hold_gil", "hang", "disconnect")
 """Faults in the trainer process."""
 BY_COORDINATOR = ("notice", "kill_worker")
-"""Faults of the rank's worker, once the step is committed."""
+"""Faults that affect the rank's worker, once the step is committed."""
 PLANTED = ("lose_sample", "repeat_sample", "diverge", "nan_loss")
 """Planted bugs, for the audit or the step itself to detect."""
 KINDS = (*AT_A_PLACE, *BY_COORDINATOR, *PLANTED)
@@ -48,7 +48,7 @@ class PlannedFault:
     rank: int | None
     """The affected rank; None for the first rank that reaches the place."""
     step: int
-    """Number of the update, from 1; the fault happens in this one or the first one after it."""
+    """Number of the update, from 1; the fault happens at this one or the next possible one."""
     at: str = "forward"
     """One of ``PLACES``; ignored for faults that do not happen in a trainer."""
     notice_s: float = 120.0
@@ -89,7 +89,7 @@ class FaultPlan:
         return self.add("segfault", rank=rank, step=step, at=at)
 
     def exit(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """End it with ``os._exit``, without an error message."""
+        """Exit with ``os._exit``, without an error message."""
         return self.add("exit", rank=rank, step=step, at=at)
 
     def error(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
@@ -125,7 +125,7 @@ class FaultPlan:
         return self.add("lose_sample", rank=rank, step=step)
 
     def repeat_sample(self, *, rank: int | None, step: int) -> FaultPlan:
-        """Train a sample twice instead of another one: a planted bug."""
+        """Train on one sample twice and skip another: a planted bug."""
         return self.add("repeat_sample", rank=rank, step=step)
 
     def diverge(self, *, rank: int | None, step: int) -> FaultPlan:
@@ -179,14 +179,15 @@ class FaultPlan:
         Args:
             seed: Random seed.
             num_steps: Steps of the job; faults are spread over all of them.
-            num_ranks: Faults affect ranks below this; a rank that never exists has none.
+            num_ranks: Faults affect ranks below this; those for a rank that never exists do not
+                happen.
             max_faults: The plan has between 2 and this many faults.
             kinds: Kinds to choose from.
             places: Places to choose from.
         """
         rng = random.Random(f"fault plan {seed}")
         plan = cls()
-        # The order of the draws is part of the plan: a change gives every seed another plan.
+        # The order of the draws is part of the plan: changing it gives every seed a different plan.
         for _ in range(rng.randint(min(2, max_faults), max_faults)):
             kind = rng.choice(list(kinds))
             step = rng.randint(1, num_steps)
@@ -213,19 +214,19 @@ def submit_with_faults(
     Args:
         body: The keys of the cell's body.
         plan: The faults. They are not part of the job's configuration.
-        names: Namespace of the references; by default the caller's.
+        names: Namespace for resolving references; by default the caller's.
     """
     from etrain_jupyter import launch
     from etrain_jupyter.config import parse_mapping
     from etrain_jupyter.notebook.job.open_jobs import submit_job
 
-    # As in a cell: expressions of the body may use the names of the calling function.
+    # As in a cell: expressions in the body may use names from the calling function.
     if names is None:
         caller = sys._getframe(1)
         names = {**caller.f_globals, **caller.f_locals}
     job = launch.plan_job(parse_mapping(dict(body), names), names)
     job.print_warnings()
-    # What %%distributed does after planning, with the faults in addition.
+    # The same as %%distributed after planning, plus the faults.
     return submit_job(
         job.config,
         job.bundle,

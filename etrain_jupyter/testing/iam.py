@@ -12,7 +12,7 @@ module cannot evaluate must not count as checked.
 Rules, from the IAM user guide ("Policy evaluation logic", "IAM JSON policy elements"):
 
 - A request is allowed if a statement allows it and none denies it.
-- All operators of a condition must match, and all keys of an operator. Of several values of a key,
+- All operators of a condition must match, and all keys of an operator. If a key has several values,
   one must match.
 - A key that the request lacks does not match, except with ``...IfExists`` and ``ForAllValues:``;
   ``Null: true`` requires it to be missing.
@@ -119,7 +119,7 @@ def matches(pattern: str, text: str) -> bool:
 
 
 def arn_matches(pattern: str, arn: str) -> bool:
-    """Match ARNs part by part, so that a wildcard stays in its part; ``*`` alone matches all.
+    """Match ARNs part by part, so that a wildcard stays within its part; ``*`` alone matches all.
 
     >>> arn_matches("arn:aws:ec2:us-east-1:*:instance/*", "arn:aws:ec2:us-east-1:1:instance/i-1")
     True

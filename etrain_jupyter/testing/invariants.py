@@ -1,4 +1,4 @@
-"""Check the guarantees of every job, for tests of any layer."""
+"""Check the guarantees that hold for every job, for tests of any layer."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
             return lambda: MyPool(state=tmp_path)
 
 Each call returns a new object, as in another process of the same user. The suite shuts the cluster
-down after each test and checks that nothing is left.
+down after each test and checks that nothing is left behind.
 
 A pool that only connects to an existing cluster sets ``starts_nodes`` and ``owns_cluster`` to False
 and overrides ``bring_nodes``. The same tests then check that the pool neither replaces nor ends

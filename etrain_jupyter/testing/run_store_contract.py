@@ -52,7 +52,7 @@ class RunPlace(Protocol):
 
         Args:
             record: The job.
-            end: The last event when the caller found the log without a writer.
+            end: Number of the last event when the caller found the log without a writer.
 
         Raises:
             EtrainError: If another process is the writer.
@@ -60,7 +60,7 @@ class RunPlace(Protocol):
         ...
 
     def log(self, record: RunRecord, events: Sequence[Event]) -> None:
-        """Append to a job's log like its coordinator."""
+        """Append to a job's log, as its coordinator would."""
         ...
 
 
@@ -113,7 +113,7 @@ class RunStoreContract:
     def test_new_bundle_is_written_next_to_the_old_one(
         self, store: RunStore, place: RunPlace
     ) -> None:
-        """A resume that is refused can be undone; one that is accepted deletes the old bundle."""
+        """A refused resume can be undone; an accepted one deletes the old bundle."""
         made = create(store)
         later = replace(made, bundle_digest=hashlib.sha256(b"new").hexdigest(), pool="other")
         written = store.rewrite(later, bundle=b"new")
@@ -128,7 +128,7 @@ class RunStoreContract:
     def test_job_that_no_cluster_accepted_is_removed(
         self, store: RunStore, place: RunPlace
     ) -> None:
-        """All data of the job are deleted, unless it has a log."""
+        """All of the job's data is deleted, unless the job has a log."""
         # A log proves that a cluster has accepted the job, even if its response was lost.
         made, taken = create(store), create(store, "digits-2")
         place.log(taken, [JobSubmitted(**_COMMON, name="digits", min_workers=1, max_workers=2)])

@@ -1,7 +1,7 @@
 """Faults of S3 as data, and a WSGI middleware that injects them.
 
 The middleware also does what S3 does and moto does not: it verifies checksums of uploads, refuses a
-request with another expected owner of the bucket, and serializes conditional writes.
+request whose expected bucket owner is wrong, and serializes conditional writes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONTROL = "/_etrain/"
 OWNER = "123456789012"
 """Account that owns all buckets: moto's."""
 OWNED = "expected owner"
-"""Counter of requests with an expected owner."""
+"""Name of the counter for requests with an expected owner."""
 AROUND = "X-Etrain-Around"
 """Requests with this header bypass all faults."""
 
@@ -57,15 +57,15 @@ Response = tuple[str, list[tuple[str, str]], bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class S3Fault:
-    """A fault of S3 requests, from now on."""
+    """A fault that affects S3 requests from now on."""
 
     kind: Kind
     every: int = 1
-    """Affects each n-th matching request."""
+    """Affects every n-th matching request."""
     count: int = 0
     """Maximum number of times; 0 for no limit."""
     match: str = ""
-    """Affects requests with this text in ``PUT /bucket/key?query ACCESS_KEY_ID``."""
+    """Affects only requests with this text in ``PUT /bucket/key?query ACCESS_KEY_ID``."""
     seconds: float = 0.0
     """Delay of ``slow``."""
 
@@ -81,7 +81,7 @@ class S3Fault:
 #   _ERRORS                     not executed; an error response
 #   spoil_upload                the body is changed, so that its checksum does not match
 #   ignore_conditions           executed without If-None-Match
-#   lose_answer                 executed; the connection is reset instead of the response
+#   lose_answer                 executed; the connection is reset instead of a response
 #   spoil_answer, truncate      executed; the response's body is changed or cut off
 class FaultyS3:
     """WSGI middleware: injects faults before and after the inner application.

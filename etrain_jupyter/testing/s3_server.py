@@ -9,7 +9,7 @@
         server.set_faults(S3Fault(kind="slow_down", every=3))
 
 Requires ``moto`` and ``flask``. It listens on the loopback interface only, keeps everything in
-memory, and ends with the process that started it.
+memory, and exits with the process that started it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class S3Endpoint:
         return counted
 
     def list_keys(self, bucket: str, prefix: str = "") -> list[str]:
-        """Return up to 1,000 keys below a prefix. Direct access like the next three: no faults."""
+        """Return up to 1,000 keys below a prefix. Bypasses faults, like the next three."""
         query = urllib.parse.urlencode({"list-type": 2, "prefix": prefix})
         listed = self._send("GET", f"/{bucket}?{query}").decode()
         return [html.unescape(key) for key in re.findall("<Key>(.*?)</Key>", listed)]
@@ -99,7 +99,7 @@ class S3Server(S3Endpoint, Closing):
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
-            # The server ends when this pipe closes, also if this process is killed.
+            # The server exits when this pipe closes, even if this process is killed.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -132,7 +132,7 @@ def _path_of(bucket: str, key: str) -> str:
 
 
 def main() -> None:
-    """Serve until the parent process has ended, which closes standard input."""
+    """Serve until the parent process has exited, which closes standard input."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
     server = make_wsgi_server(FaultyS3(DomainDispatcherApplication(create_backend_app)))

@@ -1,4 +1,4 @@
-"""Start and stop of the HTTP servers that simulate AWS."""
+"""Start and stop the HTTP servers that simulate AWS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Closing:
 
 
 class Server(Protocol):
-    """A server as the standard library and werkzeug make them."""
+    """The interface of servers from the standard library and werkzeug."""
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
         """Handle requests until the server is shut down."""

@@ -33,7 +33,7 @@ _STATE = b'{"step": 0}'
 
 
 class StorePlace(Protocol):
-    """Direct access to the data of a store, as a fault would have."""
+    """Direct access to a store's data, for injecting faults."""
 
     def open(self) -> CheckpointStore:
         """Return a new store object for the same place, as in another process."""
@@ -106,7 +106,8 @@ class StoreContract:
 
     def test_keys_are_never_used_twice(self, store: CheckpointStore, place: StorePlace) -> None:
         """A second attempt at a step uses another folder, and a part is written once."""
-        # The writer of the first attempt may be alive: an evicted rank that has not noticed yet.
+        # The writer of the first attempt may still be alive: an evicted rank that has not noticed
+        # yet.
         folder = store.begin(100)
         store.put_part(folder, "model.safetensors", b"first")
         other = place.open().begin(100)
@@ -195,7 +196,7 @@ class StoreContract:
     def test_error_without_valid_checkpoint_lists_all_reasons(
         self, store: CheckpointStore, place: StorePlace
     ) -> None:
-        """Without a valid checkpoint, the error lists all of them."""
+        """If no checkpoint is valid, the error gives the reason for each."""
         for step in (100, 200):
             manifest = save(store, step)
             store.commit(manifest)
@@ -225,7 +226,7 @@ class StoreContract:
             store.put_part("checkpoints/..", "secret", b"x")
 
     def test_prune_keeps_the_given_steps(self, store: CheckpointStore, place: StorePlace) -> None:
-        """Other checkpoints are deleted, manifest and parts; the kept ones are valid."""
+        """Other checkpoints are deleted, manifest and parts; the kept ones remain valid."""
         for step in (100, 200, 300):
             store.commit(save(store, step))
         removed = place.open().prune([200, 300])

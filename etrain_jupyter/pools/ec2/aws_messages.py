@@ -1,4 +1,4 @@
-"""Classify and explain errors of EC2: what happened, and what to do next."""
+"""Classify and explain EC2 errors: what happened, and what to do next."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kind = Literal["capacity", "quota", "unsupported", "transient", "credentials", "
 #   unsupported   back off from this pool for an hour
 #   transient     retry with the same token
 #   credentials   no retry: renew them first
-#   fatal         count; after MAX_REFUSALS in a row, launches stop
+#   fatal         count; launches stop after MAX_REFUSALS consecutive ones
 _KINDS: dict[str, Kind] = {
     "InsufficientInstanceCapacity": "capacity",
     "InsufficientCapacity": "capacity",
@@ -113,18 +113,18 @@ _BEGINNINGS = (
 
 def kind_of(exc: BaseException) -> Kind:
     """Classify an error: wait for capacity, retry, renew credentials, or stop."""
-    # First, because boto3 also raises credential errors that are no ClientError and have no code.
+    # First, because some of boto3's credential errors are not ClientErrors and have no code.
     if is_credentials_error(exc):
         return "credentials"
     if isinstance(exc, ClientError):
         status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return kind_of_code(code_of(exc), is_server_error=status >= 500)
-    # Errors of the connection: it is unknown whether EC2 received the request.
+    # Connection errors: it is unknown whether EC2 received the request.
     return "transient"
 
 
 def kind_of_code(code: str, *, is_server_error: bool = False) -> Kind:
-    """Classify an error code, as in CreateFleet's list of errors.
+    """Classify an error code, such as one in CreateFleet's list of errors.
 
     >>> kind_of_code("InsufficientInstanceCapacity")
     'capacity'
@@ -169,7 +169,7 @@ def message_of_error(exc: BaseException) -> str:
 
 def pool_error(what: str, exc: BaseException, done: str) -> PoolError:
     """Return the error for users: ``what`` failed, why, what was ``done``, and what to do next."""
-    # All messages above are "cause. advice (code)": put `done` between the two.
+    # All messages above have the form "cause. advice (code)": put `done` before the advice.
     cause, _, advice = message_of_error(exc).partition(". ")
     code = f" ({code_of(exc)})" if code_of(exc) and code_of(exc) not in cause else ""
     advice = advice.removesuffix(f" ({code_of(exc)})")
@@ -177,4 +177,4 @@ def pool_error(what: str, exc: BaseException, done: str) -> PoolError:
 
 
 AwsErrors = (ClientError, BotoCoreError)
-"""Base classes of all errors of boto3."""
+"""Base classes of all boto3 errors."""

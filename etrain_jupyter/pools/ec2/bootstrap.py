@@ -1,10 +1,10 @@
-"""Prepare the boot of nodes: objects in the bucket, launch template, user-data.
+"""Prepare what nodes need to boot: objects in the bucket, launch template, user-data.
 
-User-data can be read by every process of a node and by anyone who may describe the instance, so it
+User-data can be read by every process on a node and by anyone who may describe the instance, so it
 contains no secret: the certificates are in the bucket, which a node reads with its role. All nodes
 of a pool share the role. A node cannot read the keys of another cluster because it does not know
 the name of their folder: the name cannot be guessed, the role cannot list it, and only the
-cluster's own user-data contains it. Name and role are useless without each other.
+cluster's own user-data contains it. The name and the role are each useless without the other.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from etrain_jupyter.storage.objects.s3_messages import code_of
 
 AGENT = "etrain_jupyter.pools.ec2.machine.agent"
 MOST_USER_DATA = 16_384
-"""EC2's limit in bytes; ours has a few hundred, plus ``image.setup``."""
+"""EC2's limit, in bytes; ours takes a few hundred, plus ``image.setup``."""
 KEYS = "keys"
-"""Parent of the folders with keys, which the role may not list."""
+"""Parent of the key folders; the role may not list it."""
 NODE_TLS = ("ca.pem", "worker.pem", "worker.key")
 SETTINGS = "settings.json"
-"""Settings of a cluster whose head has its own machine."""
+"""Settings of a cluster whose head runs on its own machine."""
 HEAD_TLS = ("ca.pem", "scheduler.pem", "scheduler.key", "client.pem", "client.key")
 
 
@@ -49,7 +49,7 @@ def config_of(
     supervisor: str = "",
 ) -> NodeConfig:
     """Return the configuration for a cluster's agents."""
-    # Empty means the default of NodeConfig, which this module does not repeat.
+    # If empty, NodeConfig's default applies.
     given = {"supervisor": supervisor} if supervisor else {}
     return NodeConfig(
         cluster_id=cluster_id,
@@ -95,7 +95,7 @@ class BootFacts:
 
 
 def keys_folder(tls_dir: Path) -> str:
-    """Return the folder of a cluster's keys, derived from a key: each head finds the same."""
+    """Return the folder of a cluster's keys, derived from a key so that all heads agree."""
     # Derived instead of stored: only a member of the cluster can compute it. The hash does not
     # reveal the key to those who can read the user-data.
     secret = (tls_dir / "worker.key").read_bytes()
@@ -119,8 +119,7 @@ def put_node_files(
     try:
         for name in NODE_TLS:
             bucket.put(f"{folder}/{keys}/{name}", (tls_dir / name).read_bytes(), "storing a key")
-        # Not below the folder of the nodes' keys: nodes must not read the scheduler's and client's
-        # keys.
+        # Not below the nodes' key folder: nodes must not read the scheduler's and client's keys.
         for name in HEAD_TLS if with_head else ():
             data = (tls_dir / name).read_bytes()
             bucket.put(f"{folder}/tls-head/{name}", data, "storing a key")
@@ -141,11 +140,11 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
 
         shutdown -h +BOOT       a timer that turns the machine off if all else fails
         archive, setup          the environment
-        python -m ...agent      serves until the end, and re-arms the timer for the lifetime
+        python -m ...agent      serves, and re-arms the timer for the lifetime
         shutdown -h now         if the agent did not start, or failed to turn the machine off
 
     Raises:
-        PoolError: If it is too long for EC2, or ``image.archive`` has no digest.
+        PoolError: If the script is too long for EC2, or ``image.archive`` has no digest.
     """
     minutes = max(1, round(spec.lifetime.boot / 60))
     lines = [
@@ -161,7 +160,7 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
     lines.append(f"{spec.image.python} -m {shlex.join(command)}")
     lines.append("shutdown -h now")
     text = "\n".join(lines) + "\n"
-    # EC2's limit is before base64.
+    # EC2's limit applies before base64 encoding.
     size = len(text.encode())
     if size > MOST_USER_DATA:
         raise PoolError(
@@ -188,15 +187,15 @@ def _unpack_archive(spec: AwsSpotSpec, boot: BootFacts) -> list[str]:
     bucket, key = split_s3_url(archive)
     get = ["aws", "s3api", "get-object", "--bucket", bucket, "--key", key]
     if boot.owner and bucket == spec.bucket:
-        # The owner is that of the pool's bucket; another bucket may belong to another account.
+        # `boot.owner` owns the pool's bucket; another bucket may belong to another account.
         get += ["--expected-bucket-owner", boot.owner]
     refused = (
         f"etrain: {archive} could not be fetched, or does not match image.archive_sha256. "
         "Nothing was unpacked."
     )
     return [
-        # Verify the complete file before tar reads any of it: a pipe into tar would unpack as root
-        # what turns out to be wrong at its end. /var/tmp, because /tmp may be in memory.
+        # Verify the complete file first: a pipe into tar would unpack it as root before the digest
+        # is known. Use /var/tmp, because /tmp may be in memory.
         "ARCHIVE=$(mktemp -d -p /var/tmp)/archive.tar.gz",
         f'{shlex.join(get)} "$ARCHIVE" > /dev/null &&'
         f' echo "{digest}  $ARCHIVE" | sha256sum --check --quiet -'
@@ -249,7 +248,7 @@ def make_template(
         )
         return str(made["LaunchTemplate"]["LaunchTemplateId"])
     except ClientError as exc:
-        # Another head of this cluster created it since the look-up: use that one.
+        # Another head of this cluster has created it since the lookup: use that one.
         if code_of(exc) != "InvalidLaunchTemplateName.AlreadyExistsException":
             raise pool_error("the launch template cannot be created", exc, NOTHING) from exc
     found = clients.ec2.describe_launch_templates(LaunchTemplateNames=[name])["LaunchTemplates"]
@@ -295,7 +294,7 @@ def template_data(
             }
         ],
         "TagSpecifications": [
-            # Disks get tags of their own, so that `reap` finds one whose machine is gone.
+            # Disks get their own tags, so that `reap` finds those whose machine is gone.
             {"ResourceType": kind, "Tags": tag_list(tags)}
             for kind in ("instance", "volume")
         ],
@@ -303,7 +302,7 @@ def template_data(
     if role == "head":
         data["InstanceType"] = spec.head_type
     if spec.network.public_ip:
-        # A public address requires an interface, which then has the security group.
+        # A public address requires an explicit interface, which then carries the security group.
         data["NetworkInterfaces"] = [
             {
                 "DeviceIndex": 0,

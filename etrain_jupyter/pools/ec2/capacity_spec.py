@@ -1,4 +1,4 @@
-"""Keys ``workers`` and ``capacity`` of the pool ``aws-spot``: how many machines, which, where."""
+"""Keys ``workers`` and ``capacity`` of the ``aws-spot`` pool: which machines, how many, where."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WorkersSpec(Section):
     max: Annotated[int, Field(ge=1)] = 4
     """Maximum number of workers."""
     per_node: Annotated[int, Field(ge=0)] = 0
-    """Workers of one machine; 0 is one per GPU, or one on a machine without GPUs."""
+    """Workers per machine; 0 for one per GPU, or one on a machine without GPUs."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -44,9 +44,9 @@ class GpuSpec(Section):
     """Requirements on machine types, instead of their names."""
 
     memory_gib: float = 0.0
-    """Minimum memory of a GPU, ``16`` or ``">=16"``."""
+    """Minimum memory of a GPU, for example ``16`` or ``">=16"``."""
     count: Annotated[int, Field(ge=1)] = 1
-    """GPUs of one machine."""
+    """GPUs per machine."""
 
     @field_validator("memory_gib", mode="before")
     @classmethod
@@ -65,11 +65,11 @@ class OnDemandSpec(Section):
     after: Annotated[Duration, Field(gt=0)] = 120.0
     """Time without spot capacity after which missing workers may be launched on demand."""
     max: Annotated[int, Field(ge=0)] = 0
-    """Maximum workers on demand, including ``base``; 0 without ``base``: only spot machines."""
+    """Maximum number of on-demand workers, including ``base``; if both are 0, spot only."""
 
     @property
     def most(self) -> int:
-        """Maximum workers on demand: the larger of ``base`` and ``max``."""
+        """Maximum number of on-demand workers: the larger of ``base`` and ``max``."""
         return max(self.base, self.max)
 
 
@@ -79,7 +79,7 @@ class CapacitySpec(Section):
     types: Annotated[Names, Field(min_length=1)] = DEFAULT_TYPES
     """Acceptable types."""
     gpu: GpuSpec | None = None
-    """Instead of ``types``: all types with such GPUs."""
+    """Use all types with such GPUs, instead of ``types``."""
     zones: Literal["auto"] | Names = "auto"
     """Availability zones; auto is every zone that has a subnet."""
     placement: Literal["single-az", "spread"] = "single-az"
@@ -95,7 +95,7 @@ class CapacitySpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_of_two(cls, data: Any) -> Any:
-        # Before validation, which fills in the default of types.
+        # Check before validation, which fills in the default types.
         if isinstance(data, Mapping) and data.get("types") and data.get("gpu"):
             raise fault(
                 "capacity.types and capacity.gpu exclude each other",
@@ -111,7 +111,7 @@ class CapacitySpec(Section):
         for name in value:
             if not re.fullmatch(r"[a-z][a-z0-9-]*\.[a-z0-9-]+", name):
                 raise fault(f"'{name}' is not a machine type", hint="write for example g5.xlarge")
-        # A type named twice would become two equal overrides of a launch.
+        # A duplicate type would become two identical overrides in a launch request.
         return tuple(dict.fromkeys(value))
 
     @field_validator("zones", mode="before")

@@ -1,6 +1,6 @@
 """Requests to EC2: clients, descriptions of machines and types, termination.
 
-boto3 retries reads in its adaptive mode. It must not retry launches, see ``fleet_launch``.
+boto3 retries reads in adaptive mode. It must not retry launches, see ``fleet_launch``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from etrain_jupyter.storage.objects.s3_requests import S3Limits
 
 CLUSTER_TAG = "etrain:cluster"
 LIVING = ("pending", "running", "stopping", "stopped")
-"""States of machines that are or may be charged for."""
+"""States in which a machine is, or may be, charged for."""
 S3_LIMITS = S3Limits(
     connect_timeout_s=3.0,
     read_timeout_s=10.0,
@@ -41,7 +41,7 @@ S3_LIMITS = S3Limits(
     patience_s=20.0,
     deadline_s=20.0,
 )
-"""For the lease and the head's other objects: it must not wait for long."""
+"""For the lease and the head's other objects: requests must not block the head for long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Instance:
     launched_at: float
     private_ip: str = ""
     reason: str = ""
-    """EC2's code for the reason of its termination, past or pending."""
+    """EC2's code for why it was, or will be, terminated."""
     ended_at: float | None = None
     """None if EC2 does not report it."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -81,8 +81,8 @@ class Clients:
 
     def __init__(self, spec: AwsSpotSpec) -> None:
         self._spec = spec
-        # Reentrant: `_account` creates a client while it holds it. boto3 clients may be shared
-        # among threads, but sessions, which create them, may not.
+        # Reentrant: `_account` creates a client while holding the lock. boto3 clients are
+        # thread-safe, but the sessions that create them are not.
         self._lock = threading.RLock()
         self._made: dict[str, Any] = {}
         self._session: Any = None
@@ -91,7 +91,7 @@ class Clients:
     @property
     def ec2(self) -> Any:
         """Client for reads and idempotent requests."""
-        # Adaptive mode also slows down the client itself when EC2 limits the rate.
+        # Adaptive mode also slows down the client when EC2 throttles requests.
         return self._client("ec2", {"mode": "adaptive", "total_max_attempts": 6})
 
     @property
@@ -101,7 +101,7 @@ class Clients:
 
     @property
     def ssm(self) -> Any:
-        """Client for images that a parameter names."""
+        """Client for looking up images by SSM parameter."""
         return self._client("ssm", {"mode": "standard", "total_max_attempts": 4})
 
     @property
@@ -128,7 +128,7 @@ class Clients:
             return made
 
     def bucket_at(self, name: str) -> Bucket:
-        """Return a bucket without prefix, which need not be the spec's."""
+        """Return a bucket without a prefix, not necessarily the spec's."""
         owner = self.bucket_owner if name == self._spec.bucket else None
         return Bucket(
             name, "", S3_LIMITS, setting="image.archive", make_client=self._s3, owner=owner
@@ -137,10 +137,11 @@ class Clients:
     def bucket_owner(self) -> str:
         """Return the account that the bucket must belong to; empty for any.
 
-        By default it is the account of our credentials, which is requested once.
+        By default it is the account of our credentials, which is looked up once.
 
         Raises:
-            StoreError: If the account cannot be determined, with what to write instead.
+            StoreError: If the account cannot be determined; the message says what to configure
+                instead.
             ClientError: If the credentials are not valid.
         """
         bucket = self._spec.bucket
@@ -155,8 +156,8 @@ class Clients:
                     sts_client = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
                     self._own_account = str(sts_client.get_caller_identity()["Account"])
                 except AwsErrors as exc:
-                    # The caller explains expired credentials better than a missing permission for
-                    # STS.
+                    # Let the caller explain expired credentials, instead of blaming STS
+                    # permissions.
                     if is_credentials_error(exc):
                         raise
                     raise StoreError(
@@ -226,7 +227,7 @@ def list_instances(
     if states:
         filters.append({"Name": "instance-state-name", "Values": list(states)})
     if ids:
-        # A filter instead of InstanceIds=, which fails as a whole if one id is unknown.
+        # Use a filter: with InstanceIds=, the whole request fails if one id is unknown.
         filters.append({"Name": "instance-id", "Values": list(ids)})
     pages = ec2.get_paginator("describe_instances").paginate(Filters=filters)
     found = [
@@ -242,7 +243,7 @@ _AT = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)")
 
 
 def _instance(data: Mapping[str, Any]) -> Instance:
-    # The only field with the time of the end: "User initiated (2026-11-22 08:00:00 GMT)".
+    # The only field with the end time: "User initiated (2026-11-22 08:00:00 GMT)".
     transition = str(data.get("StateTransitionReason") or "")
     at = _AT.search(transition)
     ended = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC) if at else None
@@ -256,7 +257,7 @@ def _instance(data: Mapping[str, Any]) -> Instance:
         launched_at=data["LaunchTime"].timestamp(),
         private_ip=data.get("PrivateIpAddress") or "",
         reason=(data.get("StateReason") or {}).get("Code") or transition,
-        # A stopped machine has such a text, too, but can still cost money.
+        # A stopped machine also has such a text, but may still cost money.
         ended_at=ended.timestamp() if ended and state not in LIVING else None,
         tags={tag["Key"]: tag["Value"] for tag in data.get("Tags", ())},
     )
@@ -280,7 +281,7 @@ def find_gpu_types(ec2: Any, gpu: GpuSpec) -> dict[str, TypeFacts]:
     return {
         name: facts
         for name, facts in sorted(known.items())
-        # A GPU of 24 GiB is listed with slightly less.
+        # A 24 GiB GPU is listed with slightly less.
         if facts.gpus == gpu.count and facts.gpu_memory_gib >= 0.9 * gpu.memory_gib
     }
 
@@ -298,7 +299,7 @@ def _facts(data: Mapping[str, Any]) -> TypeFacts:
 
 
 def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) -> dict[str, int]:
-    """Return EC2's scores of zones, 1 to 10; empty if they are not available."""
+    """Return EC2's placement score for each zone, 1 to 10; empty if not available."""
     try:
         zones = ec2.describe_availability_zones()["AvailabilityZones"]
         # Scores use zone ids (use1-az1), everything else the account's own names (us-east-1a).
@@ -310,7 +311,7 @@ def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) ->
             RegionNames=[region],
         )
     except (*AwsErrors, ResponseParserError):
-        return {}  # It only ranks zones, and the role may not have the permission.
+        return {}  # Scores only rank zones, and the role may lack permission.
     scores = answer.get("SpotPlacementScores", ())
     return {names.get(s.get("AvailabilityZoneId", ""), ""): int(s["Score"]) for s in scores}
 
@@ -330,7 +331,7 @@ def console_tail(ec2: Any, instance_id: str, num_lines: int = 20) -> str:
 
 
 def terminate(ec2: Any, ids: Sequence[str]) -> None:
-    """Terminate machines; ids unknown to EC2 (yet) do not prevent the others.
+    """Terminate machines, even if EC2 does not know some of the ids (yet).
 
     A response, or its absence, proves nothing: list the machines again.
     """
@@ -341,12 +342,12 @@ def terminate(ec2: Any, ids: Sequence[str]) -> None:
     except ClientError as exc:
         if not code_of(exc).startswith("InvalidInstanceID"):
             raise
-        # EC2 rejects the whole request if one id is unknown, as a machine is in its first seconds.
-        # One by one, the others end; the caller lists the machines and retries the rest.
+        # EC2 rejects the whole request if one id is unknown, as it may be just after a launch.
+        # Terminate one by one instead; the caller lists the machines and retries the rest.
         for id in ids if len(ids) > 1 else ():
             terminate(ec2, [id])
 
 
 def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return tags in the form of EC2's requests."""
+    """Return tags in the format of EC2 requests."""
     return [{"Key": key, "Value": value} for key, value in tags.items()]

@@ -53,7 +53,8 @@ def create_fleet(
             if kind == "credentials":
                 raise
             if kind != "transient":
-                # An answer: EC2 has rejected the request as a whole, so no machine was launched.
+                # This is an answer, too: EC2 has rejected the request as a whole, so no machine was
+                # launched.
                 return FleetResult(refusals=(_refusal("", "", code_of(exc), str(exc)),))
     # Unknown: EC2 may have launched the machines. The caller repeats the request with its token.
     return None
@@ -77,10 +78,10 @@ def _arguments(
         # On-demand machines are not interrupted, so only their price counts.
         else {"OnDemandOptions": {"AllocationStrategy": "lowest-price"}}
     )
-    # All machines of a request have equally many workers. With WeightedCapacity, EC2 may launch
-    # more workers than requested.
+    # All machines in a request have the same number of workers. With WeightedCapacity, EC2 might
+    # launch more workers than requested.
     return {
-        # Synchronous, and without a fleet that would itself replace interrupted machines later.
+        # Synchronous, and leaves no fleet that would replace interrupted machines on its own.
         "Type": "instant",
         "ClientToken": request.token,
         "LaunchTemplateConfigs": [

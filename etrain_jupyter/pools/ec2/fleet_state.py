@@ -3,7 +3,7 @@
 Plain data, written to disk before each launch. A launch goes through these states::
 
     sent          answered              listed
-     |  unanswered   |        acks         |  a row of EC2's listing
+     |  unanswered   |        acks         |  a row in EC2's listing
      |---------------|---------------------|----------------------------->
      |  no answer: repeat with its token   |
                      |  not listed after VISIBLE_S: query by id (looked_up)
@@ -21,7 +21,7 @@ MAX_BACK_OFF_S = 300.0
 UNSUPPORTED_S = 3600.0
 """Back-off for a type that a zone does not have, in seconds."""
 VISIBLE_S = 120.0
-"""Time after which EC2 lists a machine that it has acknowledged, in seconds."""
+"""Time within which EC2 should list a machine that it has acknowledged, in seconds."""
 MAX_REFUSALS = 3
 """Number of consecutive permanent refusals after which launches stop."""
 
@@ -34,7 +34,7 @@ PoolKey = tuple[str, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """A request for machines of one lifecycle with equally many workers."""
+    """A request for machines with one lifecycle and the same number of workers each."""
 
     token: str
     """Makes the request idempotent: EC2 returns the same machines for the same token."""
@@ -46,7 +46,7 @@ class LaunchRequest:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers of all its machines."""
+        """Total number of workers on its machines."""
         return self.num_nodes * self.workers_each
 
     @property
@@ -109,7 +109,7 @@ class FleetState:
     """Requests without an answer, and when they were last sent."""
     back_offs: Mapping[PoolKey, BackOff] = field(default_factory=dict)
     zone: str = ""
-    """The zone of all workers with ``placement: single-az``."""
+    """With ``placement: single-az``, the zone of all workers."""
     short_since: float | None = None
     """Time since which workers are missing."""
     surplus_since: float | None = None
@@ -143,8 +143,7 @@ class FleetState:
             # The pool has capacity again: the next refusal starts with the shortest back-off.
             back_offs.pop((ack.type, ack.zone, ack.lifecycle), None)
         refusals = answer.refusals
-        # EC2 gave neither machines nor reasons: back off from all pools, or the loop would be
-        # tight.
+        # EC2 returned neither machines nor errors: back off from all pools to avoid a busy loop.
         if not refusals and not answer.acks:
             refusals = (LaunchFailure(type="", zone="", code="", message="", kind="capacity"),)
         for refusal in refusals:
@@ -167,13 +166,13 @@ class FleetState:
     def listed(self, ids: Iterable[str]) -> FleetState:
         """Record which machines EC2 lists, in any state."""
         seen = set(ids)
-        # From now on the listing counts them; counting both would be one worker too many.
+        # From now on, they count through the listing; in `acks`, they would count twice.
         return self.with_(acks=tuple(ack for ack in self.acks if ack.id not in seen))
 
     def looked_up(self, found: Iterable[str], missing: Iterable[str], now: float) -> FleetState:
         """Record the result of querying machines that EC2 should have listed by now."""
         there, gone = set(found), set(missing)
-        # EC2 knows the machine by id, but does not list it yet: allow it VISIBLE_S once more.
+        # EC2 finds the machine by id but does not list it yet: allow another VISIBLE_S.
         acks = (dataclasses.replace(a, at=now) if a.id in there else a for a in self.acks)
         return self.with_(acks=tuple(ack for ack in acks if ack.id not in gone))
 
@@ -182,7 +181,7 @@ class FleetState:
         return self.with_(num_boot_failures=0) if self.num_boot_failures else self
 
     def failed_to_boot(self, node: str, limit: int, now: float) -> FleetState:
-        """Count a node whose workers never connected; after ``limit`` in a row, stop launches."""
+        """Count a consecutive boot failure of a node; stop launches after ``limit`` of them."""
         if node in self.blamed:
             return self
         num = self.num_boot_failures + 1
@@ -190,7 +189,7 @@ class FleetState:
         return state.halt("boot", now) if num >= limit else state
 
     def halt(self, why: str, now: float) -> FleetState:
-        """Stop launches; the first reason stays."""
+        """Stop launches; keep the first reason."""
         return self if self.halted else self.with_(halted=why, halted_at=now)
 
     def with_(self, **changes: Any) -> FleetState:
@@ -228,7 +227,7 @@ class FleetState:
 
 
 def _keys_of(refusal: LaunchFailure, request: LaunchRequest) -> tuple[PoolKey, ...]:
-    # A quota counts vCPUs of a family over all zones, so no pool of the request would succeed.
+    # A quota limits a family's vCPUs across all zones, so no pool in the request would succeed.
     if refusal.kind == "quota" or not refusal.type:
         return request.keys
     return tuple(

@@ -33,7 +33,7 @@ AFTER_LIFE_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchContext:
-    """AWS resources that launch requests refer to."""
+    """AWS resources referenced by launch requests."""
 
     types: Mapping[str, TypeFacts]
     subnets: Mapping[str, str]
@@ -74,7 +74,7 @@ def make_offers(
 
 def workers_of(spec: AwsSpotSpec, facts: TypeFacts | None) -> int:
     """Return the number of workers of a machine type."""
-    # The machine itself counts its GPUs at boot (`machine.children`); both must agree.
+    # The machine itself counts its GPUs at boot (`machine.children`); the two counts must agree.
     return spec.workers.per_node or max(1, facts.gpus if facts else 1)
 
 
@@ -91,8 +91,8 @@ def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
             what = f"capacity.gpu ({capacity.gpu.count} of {capacity.gpu.memory_gib:g} GiB)"
         else:
             known = describe_types(clients.ec2, capacity.types)
-            # In the user's order. Types that the region lacks are left out; only if none is left,
-            # that is an error.
+            # In the user's order. Types that the region lacks are left out; it is an error only if
+            # none remain.
             found = {name: known[name] for name in capacity.types if name in known}
             what = f"capacity.types ({', '.join(capacity.types)})"
     except AwsErrors as exc:
@@ -110,7 +110,7 @@ def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
 
 
 def survey(clients: Clients, spec: AwsSpotSpec) -> tuple[dict[str, TypeFacts], dict[str, str]]:
-    """Return types and subnets without creating anything: for a dry run and the worst case.
+    """Return types and subnets without creating anything, for dry runs and worst-case costs.
 
     Raises:
         PoolError: If the region has no such types, or the network cannot be used.
@@ -132,14 +132,14 @@ def set_up(
     """Create the resources that do not exist yet; blocks.
 
     Raises:
-        PoolError: If one cannot be created. Those created before carry the cluster's tag.
+        PoolError: If one cannot be created. Those already created carry the cluster's tag.
     """
     types = find_types(clients, spec)
     # The head postpones the expiry while it runs, so the cluster of a dead head expires.
     tags = tags_of(spec, cluster_id, expires_at=time.time() + spec.lifetime.max + AFTER_LIFE_S)
     try:
         with_head = spec.head == "on-demand"
-        # The files come first: the template's user-data contains the name of the keys' folder.
+        # The files come first: the template's user-data contains the name of the key folder.
         boot = put_node_files(clients, cluster_id, config, tls_dir, with_head=with_head)
         network = open_network(clients.ec2, spec, cluster_id, tags)
         template = make_template(clients, spec, cluster_id, network, tags, boot)

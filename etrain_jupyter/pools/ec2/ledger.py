@@ -1,7 +1,7 @@
 """Cost of machines: a pure function of their run times and the prices at those times.
 
 Nothing is accumulated from tick to tick: a restarted head computes the same amounts from the same
-rows. Spot machines are charged per second at the price in force, at least for a minute; one that
+rows. Spot machines are charged per second at the price in force, for at least a minute; one that
 EC2 reclaims in its first hour is free; disks are charged while they exist.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 LEAST_S = 60.0
-"""EC2's minimum charge, for disks too, in seconds."""
+"""EC2's minimum charge in seconds, also for disks."""
 FIRST_HOUR_S = 3600.0
 TAKEN_BY_EC2 = "Server.SpotInstance"
 """Prefix of the reason if EC2 reclaimed a machine."""
@@ -34,30 +34,30 @@ class PriceBook:
     on_demand: Mapping[str, float] = field(default_factory=dict)
     """US dollars an hour by type."""
     volume_gib_month: float = 0.08
-    """US dollars per GiB of disk and month."""
+    """US dollars per GiB-month of disk."""
 
     def spot_at(self, type: str, zone: str, at: float) -> float | None:
         """Return the price in force, or the first known one; None if there is none."""
         points = self.spot.get((type, zone), ())
         if not points:
             return None
-        # The last point at or before `at`. EC2's history may start after a launch: take the first
-        # then.
+        # The last point at or before `at`. If EC2's history starts after the launch, use the first
+        # point.
         return points[max(0, bisect_right(points, (at, float("inf"))) - 1)][1]
 
     def rate(self, type: str, zone: str, lifecycle: str, at: float) -> float | None:
-        """Return US dollars an hour; the on-demand rate bounds an unknown spot price."""
+        """Return US dollars an hour; the on-demand rate if the spot price is unknown."""
         if lifecycle == "spot" and (price := self.spot_at(type, zone, at)) is not None:
             return price
         return self.on_demand.get(type)
 
     def spot_between(self, type: str, zone: str, begin: float, end: float) -> float | None:
-        """Return US dollars for running from ``begin`` to ``end``: the integral of the price."""
+        """Return the cost of running from ``begin`` to ``end``: the integral of the price."""
         points = self.spot.get((type, zone), ())
         if not points:
             return None
-        # Each price applies from its point to the next one; the first also before, the last also
-        # after.
+        # Each price applies from its point to the next; the first also before it, the last to the
+        # end.
         total = 0.0
         for number, (at, usd) in enumerate(points):
             #   points        p0         p1         p2
@@ -83,7 +83,7 @@ class Row:
     ended_at: float | None = None
     """None while it runs."""
     reason: str = ""
-    """EC2's code for its end, such as ``Server.SpotInstanceTermination``."""
+    """EC2's code for why it ended, such as ``Server.SpotInstanceTermination``."""
     volume_gib: float = 0.0
     role: str = "node"
 
@@ -109,7 +109,7 @@ class Charge:
     waived: float = 0.0
     """Amount not charged because EC2 reclaimed the machine in its first hour."""
     volume: float = 0.0
-    """The disk's part of ``spent``."""
+    """The disk's share of ``spent``."""
     hours: float = 0.0
     is_known: bool = True
     """Whether the price is known; otherwise ``spent`` is the disk alone."""
@@ -142,7 +142,7 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
     begin = row.launched_at
     end = max(begin, now if row.ended_at is None else row.ended_at)
     # A running machine is charged for its run time; one that ended, for at least a minute.
-    # `committed` sets ended_at to now, and so counts the minimum for running machines as well.
+    # `committed` sets ended_at to now, and thus counts the minimum for running machines as well.
     charged_end = end if row.ended_at is None else max(end, begin + LEAST_S)
     full = prices.on_demand.get(row.type)
     on_demand = None if full is None else (charged_end - begin) / 3600 * full
@@ -150,13 +150,13 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
     if row.lifecycle == "spot":
         spot = prices.spot_between(row.type, row.zone, begin, charged_end)
         machine = spot if spot is not None else on_demand
-    # EC2 does not waive the disk of a machine that it reclaims.
+    # EC2 still charges for the disk of a machine that it reclaims.
     disk = row.volume_gib * prices.volume_gib_month / HOURS_OF_MONTH * (charged_end - begin) / 3600
     waived = (machine or 0.0) if row.is_waived else 0.0
     spent = (machine or 0.0) - waived + disk
     return Charge(
         spent=spent,
-        # Without a rate, no savings are reported.
+        # If the on-demand rate is unknown, report no savings.
         on_demand=(on_demand if on_demand is not None else (machine or 0.0)) + disk,
         waived=waived,
         volume=disk,
@@ -181,7 +181,7 @@ class Ledger:
             #   ended             running         known: a late listing does not revive a machine
             #   ended, reason     ended           known: the first end time counts
             #   ended, no reason  ended           known, with the new reason
-            #   else              any             new
+            #   otherwise         any             new
             if known is not None and known.ended_at is not None:
                 if row.ended_at is None or known.reason:
                     continue
@@ -200,7 +200,8 @@ class Ledger:
     def committed(self, prices: PriceBook, now: float) -> float:
         """Return the US dollars owed if all machines were terminated now, with minimum charges.
 
-        The budget uses this instead of ``total``, which machines just launched would exceed later.
+        The budget uses this instead of ``total``, which lacks the minimum charges still due for new
+        machines.
         """
         rows = [
             row if row.ended_at is not None else dataclasses.replace(row, ended_at=now)
@@ -209,7 +210,7 @@ class Ledger:
         return sum(charge_of(row, prices, now).spent for row in rows)
 
     def rate(self, prices: PriceBook, now: float) -> float:
-        """Return US dollars an hour of running machines, including disks."""
+        """Return the hourly cost of running machines in US dollars, including disks."""
         living = [row for row in self.rows.values() if row.ended_at is None]
         # An unknown price counts as zero; with a budget, such types are never launched.
         machines = [prices.rate(row.type, row.zone, row.lifecycle, now) or 0.0 for row in living]
@@ -233,9 +234,9 @@ class WorstCase:
     """The maximum cost of a cluster, before anything is launched."""
 
     hourly: float
-    """With all machines at the highest price."""
+    """Hourly cost with all machines at the highest price."""
     total: float
-    """For a whole lifetime."""
+    """Cost over a whole lifetime."""
 
 
 def worst_case(

@@ -38,7 +38,7 @@ def open_network(ec2: Any, spec: AwsSpotSpec, cluster_id: str, tags: Mapping[str
         vpc_id, subnets = find_subnets(ec2, spec)
         group = spec.network.security_group
         if group != "auto":
-            # Fail here with a clear message, and not at the first launch.
+            # Fail here with a clear message, not at the first launch.
             ec2.describe_security_groups(GroupIds=[group])
             return Network(subnets=subnets, security_group=group, is_ours=False)
         made = make_security_group(ec2, vpc_id, cluster_id, tags)
@@ -67,13 +67,13 @@ def find_subnets(ec2: Any, spec: AwsSpotSpec) -> tuple[str, dict[str, str]]:
     else:
         found = _pages(ec2, "describe_subnets", "Subnets", SubnetIds=list(named))
     vpcs = sorted({one["VpcId"] for one in found})
-    # A security group belongs to one VPC, too.
+    # A security group cannot span VPCs either.
     if len(vpcs) > 1:
         raise PoolError(
             f"network.subnets belong to {len(vpcs)} VPCs ({', '.join(vpcs)}); workers can only "
             f"reach each other within one. {NOTHING} Keep the subnets of one of them."
         )
-    # Choose the one with the most free addresses.
+    # In each zone, choose the subnet with the most free addresses.
     found.sort(key=lambda one: (one["AvailabilityZone"], -one.get("AvailableIpAddressCount", 0)))
     subnets: dict[str, str] = {}
     for one in found:

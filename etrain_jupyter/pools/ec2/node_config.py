@@ -26,12 +26,12 @@ class NodeConfig:
     drain_s: float = 90.0
     """Time before the end of the lifetime at which workers get a notice to leave."""
     first_hour: str = "wait-for-ec2"
-    """Action of a spot machine that got a notice in its first hour, after its workers have ended:
+    """What a spot machine that got a notice in its first hour does once its workers have exited:
     ``wait-for-ec2`` (a machine reclaimed by EC2 is free) or ``power-off``."""
     workers_per_node: int = 0
-    """0 is one per GPU, or one on a machine without GPUs."""
+    """0 for one per GPU, or one on a machine without GPUs."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the packages at the notebook, see ``wire.versions``."""
+    """Package versions in the notebook, see ``wire.versions``."""
     supervisor: str = "etrain_jupyter.worker.supervisor:Supervisor"
 
     @classmethod
@@ -44,8 +44,7 @@ class NodeConfig:
         data = json.loads(text)
         if not isinstance(data, dict):
             raise ValueError("config.json is not a mapping")
-        # The image may have an older version than the head. What it does not know has a default
-        # there.
+        # The image may have an older version than the head: ignore keys that it does not know.
         known = {f.name for f in dataclasses.fields(cls)}
         try:
             return cls(**{key: value for key, value in data.items() if key in known})

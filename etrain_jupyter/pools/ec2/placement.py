@@ -17,16 +17,16 @@ class Offer:
     type: str
     zone: str
     workers: int = 1
-    """Workers of one machine, one per GPU."""
+    """Workers per machine, one per GPU."""
     spot_usd: float | None = None
-    """US dollars an hour; None if EC2 lists no price: it does not sell the type there."""
+    """US dollars an hour; None if EC2 lists no price, so does not sell the type there."""
     on_demand_usd: float | None = None
     """None if unknown."""
     score: int = 0
     """EC2's spot placement score, 1 to 10; 0 if unknown."""
 
     def usd(self, lifecycle: str) -> float | None:
-        """Return the price of a lifecycle."""
+        """Return the price for a lifecycle."""
         return self.spot_usd if lifecycle == "spot" else self.on_demand_usd
 
 
@@ -52,10 +52,10 @@ def usable(
 
 
 def best_zone(offers: Sequence[Offer], candidates: Sequence[Offer], lifecycle: str) -> str:
-    """Return the zone with the lowest risk-adjusted price per worker; empty if none.
+    """Return the zone with the lowest risk-adjusted price per worker; empty if there is none.
 
     The price is multiplied by 1 (score 10) to 1.9 (score 1), and by up to 1.5 for the share of the
-    zone's types that have just been refused. ``candidates`` are those of ``offers`` that may be
+    zone's types that have just been refused. ``candidates`` is the subset of ``offers`` that may be
     requested.
     """
     rated: list[tuple[float, str]] = []
@@ -66,7 +66,7 @@ def best_zone(offers: Sequence[Offer], candidates: Sequence[Offer], lifecycle: s
         # EC2 scores a zone for all types together, so all offers of a zone have the same score.
         score = max(offer.score for offer in here) or UNKNOWN_SCORE
         risk = 1 + (10 - score) / 10
-        # `here` lacks the offers that are backing off.
+        # `here` excludes the offers that are backing off.
         refused = 1 + 0.5 * (1 - len(here) / max(1, num_all))
         rated.append((price * risk * refused, zone))
     return min(rated)[1] if rated else ""
@@ -77,13 +77,13 @@ def best_size(
 ) -> tuple[list[Offer], int]:
     """Return offers of one size, and the number of machines to launch.
 
-    All machines of a request have equally many workers, so that EC2 cannot launch more than
-    requested. ``room`` is the maximum number of additional workers, ``missing`` included.
+    All machines in a request have the same number of workers, so EC2 cannot launch more than
+    requested. ``room`` is the maximum number of additional workers, including ``missing``.
     """
     best: tuple[float, int, int] | None = None
     for size in sorted({offer.workers for offer in candidates}):
-        # Rounded down: what is left over is requested with a smaller size in the next tick, if
-        # there is one.
+        # Round down: the remainder is requested with a smaller size, if there is one, in the next
+        # tick.
         count = missing // size
         if count == 0 and size <= room:
             count = 1  # more than wanted, because nothing smaller is available
@@ -110,13 +110,13 @@ def within_budget(
     """Return the offers and the number of machines that ``room_usd`` pays for in the worst case.
 
     EC2 may fill a request from the most expensive offer alone. Expensive offers are left out if
-    that allows more machines. ``room_usd`` is in US dollars an hour; None without a budget.
+    that allows more machines. ``room_usd`` is in US dollars an hour; None if there is no budget.
     """
     if room_usd is None:
         return list(candidates), count
     best: tuple[list[Offer], int] = ([], 0)
-    # Trade the number of machines against the number of pools, each of which may lack capacity:
-    # among limits that allow equally many machines, the highest one keeps the most pools.
+    # Trade off the number of machines against the number of pools, each of which may lack capacity:
+    # among limits that allow the same number of machines, the highest one keeps the most pools.
     for limit in sorted({offer.usd(lifecycle) or 0.0 for offer in candidates}):
         each = limit + disk_usd
         fit = count if each <= 0 else min(count, int(room_usd / each + 1e-9))

@@ -45,12 +45,12 @@ ON_DEMAND_USD: Mapping[str, float] = {
 }
 """US dollars an hour for Linux in one region: fallback if the Pricing API is not available."""
 VOLUME_USD = {"gp3": 0.08, "gp2": 0.10}
-"""US dollars per GiB and month."""
+"""US dollars per GiB-month."""
 
 
 @dataclass(kw_only=True)
 class Prices:
-    """Prices, refreshed when they are old. Used by one thread."""
+    """Prices, refreshed when outdated. Used by one thread."""
 
     clients: Clients
     region: str
@@ -73,7 +73,7 @@ class Prices:
         )
 
     def refresh(self, types: Iterable[str], *, since: float, now: float) -> None:
-        """Fetch missing or old prices; spot prices are needed from ``since`` on.
+        """Fetch missing or outdated prices; spot prices are needed from ``since`` on.
 
         Raises:
             ClientError: If EC2 refuses the request for spot prices.
@@ -86,8 +86,8 @@ class Prices:
         have = {type for type, _ in self.spot}
         if now - self.fetched_at < REFRESH_S and have >= set(wanted):
             return
-        # A new type needs its whole history, which the others get again; duplicates disappear
-        # below.
+        # A new type needs its whole history, so the others are fetched again, too; duplicates are
+        # dropped below.
         begin = since if not self.fetched_at or not have >= set(wanted) else self.fetched_at - 60
         fetched = spot_history(self.clients.ec2, wanted, min(begin, now - 60))
         for pool, points in fetched.items():
@@ -103,7 +103,8 @@ class Prices:
                     found[type] = usd
             self.source = f"Pricing API, {time.strftime('%Y-%m-%d', time.gmtime())}"
         except (*AwsErrors, ValueError, KeyError):
-            # A separate service: the role may lack the permission, a simulation the service.
+            # A separate service: the role may lack permission, and a simulation may lack the
+            # service.
             self.source = f"built-in table, {TABLE_REGION}, {TABLE_DATE}"
         for type in types:
             # The table also fills gaps of the Pricing API.
@@ -128,7 +129,7 @@ class Prices:
 def spot_history(
     ec2: Any, types: Iterable[str], since: float
 ) -> dict[tuple[str, str], list[Point]]:
-    """Return the price changes by type and zone since an instant, first the price in force then."""
+    """Return price changes by type and zone, starting with the price in force at ``since``."""
     names = sorted(set(types))
     found: dict[tuple[str, str], list[Point]] = {}
     if not names:
@@ -151,7 +152,7 @@ def spot_history(
 
 
 def on_demand_rate(pricing: Any, type: str, region: str) -> float | None:
-    """Return US dollars an hour for Linux from the Pricing API; None if it lacks the type."""
+    """Return the Pricing API's hourly Linux price in US dollars; None if it lacks the type."""
     attributes = {
         "instanceType": type,
         "regionCode": region,

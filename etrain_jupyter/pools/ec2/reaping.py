@@ -58,7 +58,7 @@ class Tagged:
 
     @property
     def is_of_head(self) -> bool:
-        """The head cannot remove it while its own machine runs."""
+        """True if the head cannot remove it while the head's own machine runs."""
         return self.role == "head" or self.kind == "security-group"
 
     @property
@@ -85,8 +85,8 @@ def _instances(ec2: Any, region: str, cluster_id: str) -> list[Tagged]:
     living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
     prices: dict[tuple[str, str], list[tuple[float, float]]] = {}
     if any(one.lifecycle == "spot" for one in living):
-        # An hour: EC2 always returns the price in force at the start, so there is at least one
-        # point.
+        # An hour is enough: EC2 always returns the price in force at the start, so there is at
+        # least one point.
         prices = spot_history(ec2, {one.type for one in living}, time.time() - 3600)
     found = []
     for one in living:
@@ -171,7 +171,7 @@ def remove(
         region: The cluster's region.
         cluster_id: The cluster.
         timeout_s: When to stop retrying, in seconds.
-        home: URL of its objects, for the case that no resource with a tag is left.
+        home: URL of its objects, in case no tagged resource is left.
         spares_head: Keep the head's machine, which is this one, with its template and security
             group.
         pause: Waits between two attempts.
@@ -214,9 +214,9 @@ def _end_machines(
     while True:
         living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
         if spares_head:
-            # A head that shuts its cluster down runs this code on that machine.
+            # A head that shuts down its cluster runs this code on its own machine.
             living = [one for one in living if one.tags.get("etrain:role") != "head"]
-        # An empty listing may be one that a machine launched just before is not in yet.
+        # An empty listing may not include a machine that was launched just before.
         num_empty = 0 if living else num_empty + 1
         if num_empty >= NUM_EMPTY_LISTINGS:
             return []
@@ -241,7 +241,8 @@ def _delete(ec2: Any, one: Tagged) -> str:
     try:
         getattr(ec2, operation)(**{key: one.id})
     except ClientError as exc:
-        # Another process removes the same cluster, or a previous attempt did without its answer.
+        # Another process is removing the same cluster, or a previous attempt succeeded without a
+        # response.
         if "NotFound" in code_of(exc) or "NotExist" in code_of(exc):
             return ""
         return f"{one.id} {one.kind} ({message_of_error(exc)})"
@@ -274,10 +275,10 @@ def by_cluster(found: Sequence[Tagged]) -> dict[str, list[Tagged]]:
 
 
 def should_remove(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
-    """Return True if a cluster is to be removed: the named one, or all, or an expired one."""
+    """Return True if a cluster should be removed: it is named or has expired, or all should be."""
     if cluster_id:
         return own[0].cluster_id == cluster_id
-    # All: a running head postpones the expiry of its machines, template and group, not of disks.
+    # `all`: a running head postpones the expiry of its machines, template and group, not of disks.
     return all_clusters or all(one.is_expired for one in own)
 
 
@@ -290,6 +291,6 @@ def remove_found(
     if home:
         bucket, key = split_s3_url(home)
         prefix = key.removesuffix(f"clusters/{cluster_id}")
-        # The cluster may be another pool's, of the same region.
+        # The cluster may belong to another pool in the same region.
         spec = spec.model_copy(update={"bucket": bucket, "prefix": prefix})
     return remove(Clients(spec), spec.region, cluster_id, timeout_s=timeout_s, home=home)

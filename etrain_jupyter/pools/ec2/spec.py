@@ -35,10 +35,10 @@ DEFAULT_AMI = (
 
 
 class BudgetSpec(Section):
-    """Cost limits, enforced by not launching and by stopping in time."""
+    """Cost limits, enforced by launching nothing more and by stopping in time."""
 
     max_hourly: Usd | None = None
-    """US dollars an hour over all machines of the cluster."""
+    """US dollars an hour for all machines of the cluster."""
     max_total: Usd | None = None
     """US dollars over the cluster's lifetime."""
     on_exceed: Literal["checkpoint-and-stop"] = "checkpoint-and-stop"
@@ -46,7 +46,7 @@ class BudgetSpec(Section):
 
 
 class LifetimeSpec(Section):
-    """Timeouts after which machines and the cluster end by themselves."""
+    """Timeouts after which machines and the cluster shut down by themselves."""
 
     max: Annotated[Duration, Field(ge=60)] = 12 * 3600.0
     """Maximum lifetime of a machine; it is replaced if it is still needed."""
@@ -135,7 +135,7 @@ class NetworkSpec(Section):
     """Subnets and security group of the nodes."""
 
     subnets: Literal["auto"] | Names = "auto"
-    """auto is the default VPC's; nodes need a route to S3 and to the head."""
+    """auto means the default VPC's subnets; nodes need a route to S3 and to the head."""
     security_group: str = "auto"
     """auto creates and removes one for the cluster, which admits only its own members."""
     public_ip: bool = False
@@ -216,9 +216,9 @@ class AwsSpotSpec(Section):
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables for workers and trainers. No secrets: they are stored in the bucket."""
     tick: Duration = 5.0
-    """Interval of the checks of EC2."""
+    """Interval at which EC2 is polled."""
     owner: str | None = None
-    """Owner, a tag on all resources; None for the user's name on this machine."""
+    """Value of the owner tag on all resources; None for the user's name on this machine."""
 
     @classmethod
     def parse(cls, data: Mapping[str, Any], source: SourceMap = NOWHERE) -> AwsSpotSpec:

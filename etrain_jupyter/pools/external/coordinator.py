@@ -7,7 +7,7 @@ no spare trainer::
                 WakeSupervisor to all    --->  and reports are written   --->  _rest: _work is
                                                                                cleared, all rest
 
-A failure of it must not take the scheduler's workers down.
+If it fails, it must not take down the scheduler's workers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from etrain_jupyter.wire import requests as q
 logger = logging.getLogger("etrain.coordinator")
 
 SILENCE_S = 60.0
-"""Heartbeat timeout here: tasks of others share the supervisor's process, and some hold the GIL for
-long."""
+"""Heartbeat timeout here: other users' tasks share the supervisor's process, and some hold the GIL
+for a long time."""
 
 POLL_S = 0.1
 DRAIN_S = 10.0
@@ -82,10 +82,10 @@ class GuestNodes(NoNodes):
 
 
 class GuestCoordinator(Coordinator):
-    """Run our jobs on the workers that the scheduler has."""
+    """Run our jobs on the scheduler's existing workers."""
 
     idempotent = True
-    """Dask keeps the registered one when a second notebook sends its own."""
+    """Dask keeps the registered coordinator when a second notebook sends its own."""
 
     def __init__(self, *, cluster_id: str) -> None:
         # Created here and attached later, because the scheduler is known only at registration.
@@ -98,11 +98,11 @@ class GuestCoordinator(Coordinator):
         self._work = asyncio.Event()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Create a new one in the receiving process: it belongs to that process's event loop."""
+        """Create a new one in the receiving process, because it belongs to an event loop."""
         return _make, (self._cluster_id,)
 
     def register(self, scheduler: Scheduler) -> None:
-        """Register it with a scheduler that is running."""
+        """Register it with a running scheduler."""
         super().register(scheduler)
         self._guests.attach(scheduler)
 
@@ -130,7 +130,7 @@ class GuestCoordinator(Coordinator):
                 self._rest()
 
     def tick(self) -> None:
-        """Run what is due, and mark a scheduler with jobs as busy: it has no Dask tasks."""
+        """Run due actions, and mark a scheduler with jobs as busy: our jobs are not Dask tasks."""
         super().tick()
         if self._active():
             # Otherwise `idle_timeout` or an adaptive cluster would shut the scheduler down during a
@@ -146,7 +146,7 @@ class GuestCoordinator(Coordinator):
             return
         self._work.set()
         now = clock.now()
-        # The roster counts the time without ticks as a suspension of this process, not as silence.
+        # The roster treats the time without ticks as a suspension of this process, not as silence.
         self._workers.tick(now)
         for facts in self._workers:
             self._workers.hear(facts.address, now)  # it sent no heartbeats while it rested
@@ -177,8 +177,8 @@ class GuestCoordinator(Coordinator):
             _log_unfit(job, msg["name"], msg["why"])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **values: Any) -> None:
-        """Handle a closed connection of a worker. Called by the scheduler."""
-        # Forget the reasons of workers that are gone: one of the same name may be repaired.
+        """Handle a worker's closed connection. Called by the scheduler."""
+        # Forget the reasons for workers that are gone: a new one with the same name may be fixed.
         present = {str(state.name) for state in scheduler.workers.values()}
         self._unfit = {name: why for name, why in self._unfit.items() if name in present}
         super().remove_worker(scheduler, worker, **values)
@@ -187,7 +187,7 @@ class GuestCoordinator(Coordinator):
 
     async def _submit(self, request: q.SubmitJob) -> q.Submitted:
         job = request.job
-        # With a place, the run is in a bucket, and no folder is shared.
+        # If there is a place, the run is in a bucket, and no folder is shared.
         if not job.get("place"):
             await self._check_folder(str(job["run_dir"]))
         self._wake()
@@ -199,7 +199,7 @@ class GuestCoordinator(Coordinator):
         return reply
 
     async def _check_folder(self, folder: str) -> None:
-        """Refuse a job whose folder only the notebook's machine has."""
+        """Refuse a job whose folder exists only on the notebook's machine."""
         from os.path import isdir
 
         import cloudpickle
@@ -207,7 +207,7 @@ class GuestCoordinator(Coordinator):
         # The notebook has created the folder. Check before `_open` creates it on another disk.
         without_folder = [] if isdir(folder) else ["the scheduler"]
         workers = [facts.address for facts in self._workers]
-        # An RPC of Dask, as `Client.run` makes it; a worker that just went does not answer.
+        # The Dask RPC behind `Client.run`; a worker that has just left does not respond.
         request_to_run = {
             "op": "run",
             "function": cloudpickle.dumps(isdir),
@@ -215,7 +215,7 @@ class GuestCoordinator(Coordinator):
         }
         answers: dict[str, Any] = {}
         with contextlib.suppress(TimeoutError):
-            # Workers that do not answer in time are not refused: they may just be busy.
+            # Workers that do not respond in time are not refused: they may just be busy.
             async with asyncio.timeout(ANSWER_S):
                 answers = await self._scheduler.broadcast(
                     msg=request_to_run, workers=workers, on_error="ignore"
@@ -270,13 +270,12 @@ class GuestCoordinator(Coordinator):
         facts = self._workers.get(worker)
         jobs = [job for job in self._active() if job.state.of_worker(worker) is not None]
         if jobs:
-            # Its job leaves it at a step boundary first.
             # The same path as EC2's notice, so the ranks leave at a step boundary and the state is
             # copied.
             self._injector.give_notice(worker, drain_s)
             return q.Done()
         if facts is not None:
-            facts.leaves_at = clock.now() + drain_s  # no job gets it any more
+            facts.leaves_at = clock.now() + drain_s  # no longer assigned to jobs
         self._guests.release(worker, drain_s=drain_s)
         return q.Done()
 
@@ -306,7 +305,7 @@ class GuestCoordinator(Coordinator):
         await self.close()
         for handled in self._handlers():
             scheduler.handlers.pop(handled.op, None)
-        # Without a handler, Dask would close the connection on a message that is still on the way.
+        # Without a handler, Dask would close the connection on a message that is still in flight.
         scheduler.stream_handlers["etrain_report"] = _ignore
         scheduler.remove_plugin(self.name)
         return q.Done()
@@ -321,4 +320,4 @@ def _log_unfit(job: HostedJob, name: str, why: str) -> None:
 
 
 def _ignore(**_: Any) -> None:
-    """Drop a late message of a supervisor that has ended."""
+    """Drop a late message from a supervisor that has ended."""

@@ -57,14 +57,14 @@ class GuestSupervisor(WorkerPlugin):
 _sending = threading.Lock()
 """Guards ``_num_sending``."""
 _num_sending = 0
-"""Number of threads inside ``sent_as_code``; two kernels' threads may be."""
+"""Number of threads inside ``sent_as_code``; there may be several."""
 
 
 @contextlib.contextmanager
 def sent_as_code() -> Iterator[None]:
     """Make Dask pickle this module's definitions by value while the context is active."""
-    # cloudpickle's registry is global to the process and does not count: the first kernel that is
-    # done would switch it off for the other one.
+    # cloudpickle's registry is global to the process and keeps no count: the first thread to finish
+    # would switch it off for the others.
     global _num_sending
     import cloudpickle
 

@@ -17,7 +17,7 @@ DEVICES = Path("/dev")
 
 
 def look_here(dask_scheduler: Any = None) -> dict[str, str]:
-    """Return the versions that are installed in this process's environment, and its location.
+    """Return the versions installed in this process's environment, and where this process runs.
 
     Dask pickles this function by name. Where the import fails, Dask returns the import error. On
     the scheduler, Dask passes ``dask_scheduler``.
@@ -53,8 +53,7 @@ def make_supervisor(wanted: str) -> Supervisor:
         raise RuntimeError(f"etrain-jupyter {__version__} is installed there, not {wanted}")
     if not _version_of("torch"):
         raise RuntimeError("torch is not installed there")
-    # `rests`: the workers are shared with others, so no spare trainer and no heartbeats without
-    # jobs.
+    # `rests`: the workers are shared, so keep no spare trainer and send no heartbeats without jobs.
     return Supervisor(device=find_device(), rests=True)
 
 
@@ -70,5 +69,5 @@ def find_device() -> str:
         has_gpu = visible.strip() not in ("", "-1", "NoDevFiles")
     else:
         has_gpu = any(DEVICES.glob("nvidia[0-9]*"))
-    # Within the visible devices, numbers start at 0.
+    # Visible devices are renumbered from 0.
     return "cuda:0" if has_gpu and torch_has_cuda() else "cpu"

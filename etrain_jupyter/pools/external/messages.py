@@ -27,7 +27,7 @@ MAX_NAMED = 6
 
 
 class NotListeningError(PoolError):
-    """The scheduler's machine refuses connections: no process listens at the port."""
+    """The scheduler's machine refuses connections: no process listens on the port."""
 
 
 def installed_here() -> dict[str, str]:
@@ -50,7 +50,7 @@ def plain_tcp(address: str) -> str:
 async def unreachable(address: str, exc: BaseException) -> PoolError:
     """Return an error that explains why a scheduler could not be reached.
 
-    Opens a plain connection to separate the cases:
+    Opens a plain connection to distinguish the cases:
 
     =========================  ==================================================
     the connection ...         likely cause
@@ -62,13 +62,13 @@ async def unreachable(address: str, exc: BaseException) -> PoolError:
     =========================  ==================================================
     """
     cause = exc
-    # Dask wraps the error of the operating system or of OpenSSL several times.
+    # Dask wraps the error from the operating system or OpenSSL several times.
     while cause.__cause__ is not None:
         cause = cause.__cause__
     is_tls = address.startswith("tls://")
     text = f"{exc} {cause}"
     try:
-        # Without TLS: this separates "cannot connect" from "connects, but the handshake fails".
+        # Without TLS: this distinguishes "cannot connect" from "connects, but the handshake fails".
         await _probe(address)
     except ConnectionRefusedError:
         return NotListeningError(
@@ -80,15 +80,15 @@ async def unreachable(address: str, exc: BaseException) -> PoolError:
             f"{address} cannot be reached from this machine ({_short(failure)}). Nothing was done. "
             "Correct the address, or check with its administrator whether the port is open to you."
         )
-    # The text, too, because some of Dask's wrappers keep only that.
+    # Check the text, too, because some of Dask's wrappers keep only that.
     if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY" in text:
         return PoolError(
             f"the certificate of {address} was not signed by the authority in tls.ca "
             f"({_short(cause)}). Nothing was sent there. Set tls.ca in pools.yaml to the ca.pem of "
             "that cluster. If it is the right file, another machine may answer at that address."
         )
-    # A scheduler without TLS may send its first bytes before ours arrive. Depending on who is
-    # faster, OpenSSL reports a wrong version or tornado a connection that it cannot convert.
+    # A scheduler without TLS may send its first bytes before ours arrive. Depending on which side
+    # is faster, OpenSSL reports a wrong version, or tornado a connection that it cannot convert.
     plain_text_errors = ("WRONG_VERSION_NUMBER", "record layer", "cannot convert to SSL")
     if is_tls and any(error in text for error in plain_text_errors):
         return PoolError(
@@ -107,7 +107,7 @@ async def unreachable(address: str, exc: BaseException) -> PoolError:
 
 
 async def _probe(address: str) -> None:
-    """Open a connection and close it again; raise what prevents it."""
+    """Open and close a connection; raise the error that prevents this."""
     # An IPv6 host is in brackets, and contains colons itself.
     host, _, port = address.partition("://")[2].rpartition(":")
     async with asyncio.timeout(PROBE_S):
@@ -170,7 +170,7 @@ def unfit_workers(
 ) -> UnfitWorkers | None:
     """Return a message about the workers that cannot train; None if all can.
 
-    ``found`` has the installed versions by worker, or the exception of the query.
+    ``found`` has each worker's installed versions, or the exception from the query.
     """
     by_reason: dict[str, list[str]] = {}
     for worker, facts in found.items():

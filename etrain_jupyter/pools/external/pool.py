@@ -1,7 +1,7 @@
 """The ``address`` pool: an existing Dask scheduler with its own workers.
 
 ``up()`` registers the coordinator as a scheduler plugin and the supervisor as a worker plugin, also
-for workers that connect later. ``down()`` unregisters both. The pool starts no scheduler and no
+on workers that connect later. ``down()`` unregisters both. The pool starts no scheduler and no
 worker, and stops a worker only in ``release()``.
 """
 
@@ -58,7 +58,7 @@ class TlsSpec(Section):
     """Certificate files for a scheduler with TLS. They are not copied."""
 
     ca: str
-    """File of the authority that signed the cluster's certificates."""
+    """Certificate file of the authority that signed the cluster's certificates."""
     cert: str
     """File of the client certificate."""
     key: str
@@ -131,13 +131,13 @@ class AddressPool:
         spec, folder = entry.read_as(AddressSpec), entry.file.parent
         if spec.tls is None:
             return cls(spec.address)
-        # Relative paths start in the folder of pools.yaml, wherever the kernel runs.
+        # Paths are relative to the folder of pools.yaml, wherever the kernel runs.
         files = {"ca": spec.tls.ca, "cert": spec.tls.cert, "key": spec.tls.key}
         tls = {kind: str(folder / Path(path).expanduser()) for kind, path in files.items()}
         return cls(spec.address, tls=tls, min_version=spec.tls.min_version)
 
     def up(self) -> SchedulerAddress:
-        """Install the plugins on the scheduler and its workers, unless they are installed.
+        """Install the plugins on the scheduler and its workers, unless they are already installed.
 
         Raises:
             PoolError: If the scheduler cannot be reached, or a required package is missing there.
@@ -150,7 +150,7 @@ class AddressPool:
         return self._with_client(self._install)
 
     def want(self, n: int, *, reason: str) -> None:
-        """Set the number of wanted workers. This pool cannot start any: it notifies the user."""
+        """Set the number of wanted workers. This pool cannot start any, so it notifies the user."""
         present = ask(self._address, WantWorkers(count=n, reason=reason)).num_present
         if n > present:
             self._notify_once(
@@ -179,7 +179,7 @@ class AddressPool:
         ask(self._address, ReleaseWorker(worker=node_id, drain_s=drain_s))
 
     def shared_place(self) -> str:
-        """Return an empty string: the workers share the kernel's folders, which submit checks."""
+        """Return an empty string: workers share the kernel's folders, as checked on submit."""
         return ""
 
     def price(self, max_workers: int) -> str:
@@ -228,7 +228,7 @@ class AddressPool:
     # --- checks that need no network ---
 
     def _check(self) -> None:
-        """Validate the address and the certificate files, without a connection."""
+        """Validate the address and the certificate files, without connecting."""
         scheme, _, rest = self._address.address.partition("://")
         host, _, port = rest.rpartition(":")
         if scheme not in ("tcp", "tls") or not host or not port.isdigit():
@@ -263,7 +263,7 @@ class AddressPool:
     # --- requests through Dask's client ---
 
     def _with_client(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-        """Run ``work`` with a Dask client, in a thread: the kernel's thread runs a loop already."""
+        """Run ``work`` with a Dask client, in a thread: the kernel's thread already runs a loop."""
 
         async def run() -> T:
             import distributed
@@ -309,11 +309,12 @@ class AddressPool:
         coordinator = GuestCoordinator(cluster_id=str(info["id"]))
         # The coordinator first: supervisors report to it as soon as they start.
         await client.register_plugin(coordinator)
-        # Pickle the plugin by value: by name, a worker without etrain-jupyter could not start.
+        # Pickle the plugin by value: if pickled by name, it would keep workers without
+        # etrain-jupyter from starting.
         with sent_as_code():
             await client.register_plugin(GuestSupervisor(__version__))
-        # From now on the scheduler's own id: a restarted scheduler at the same address is another
-        # cluster.
+        # From now on, use the scheduler's own id: a restarted scheduler at the same address is
+        # another cluster.
         values = self._address.to_dict() | {"address": address, "cluster_id": str(info["id"])}
         return SchedulerAddress.from_dict(values)
 
@@ -337,7 +338,7 @@ class AddressPool:
             )
 
     async def _check_workers(self, client: Any, here: Mapping[str, str]) -> None:
-        """Reject a cluster without a usable worker; notify the user of unusable workers."""
+        """Reject a cluster with no usable worker; notify the user of unusable workers."""
         from etrain_jupyter.pools.external.guest_worker import look_here
 
         # "return": one broken worker must not hide the others' answers.

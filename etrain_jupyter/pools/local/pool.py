@@ -51,7 +51,7 @@ class LocalPool(DetachedPool):
 def list_cluster_ids() -> list[str]:
     """Return the ids of this user's clusters on this machine, running, starting or dead."""
     records = [(cluster.cluster_id, cluster.record()) for cluster in cluster_dirs()]
-    # Without a record it is starting or dead; several machines may share the state directory.
+    # A cluster without a record is starting or dead. Machines may share the state directory.
     return [cluster_id for cluster_id, record in records if record is None or record.is_here]
 
 

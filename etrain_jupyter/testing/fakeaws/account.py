@@ -1,4 +1,4 @@
-"""Create an account's resources, and list what a cluster has left in it."""
+"""Create an account's resources, and list what a cluster has left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_account(
 ) -> dict[str, str]:
     """Create a bucket, a role with an instance profile of the same name, and an image.
 
-    Existing ones are left unchanged.
+    Existing resources are left unchanged.
 
     Returns:
         The fields of ``cloud.Account``.
@@ -97,7 +97,7 @@ def make_user(backend: Backend, *, name: str, policies: list[dict[str, Any]]) ->
 
 
 def find_leftovers(backend: Backend, *, cluster: str, prefix: str) -> dict[str, list[str]]:
-    """Return the remaining resources of a cluster, or of all (empty), by kind.
+    """Return the remaining resources of one or all clusters, by kind.
 
     Args:
         backend: Moto's state.
@@ -109,7 +109,7 @@ def find_leftovers(backend: Backend, *, cluster: str, prefix: str) -> dict[str, 
     with backend.lock:
         for ec2 in list(ec2_backends[ACCOUNT].values()):
             instances = [one for held in ec2.reservations.values() for one in held.instances]
-            # EC2's listings still contain terminated instances, which are not left.
+            # EC2's listings still contain terminated instances, which do not count.
             alive = [one for one in instances if one.state in _LIVE]
             templates = list(ec2.launch_templates.values())
             groups = [one for held in ec2.groups.values() for one in held.values()]

@@ -1,8 +1,8 @@
 """The simulated cloud as one WSGI application, which dispatches requests.
 
-S3 goes through :class:`~etrain_jupyter.testing.s3_faults.FaultyS3` to moto, EC2 through the actions
-of ``ec2`` to moto, the Pricing API is implemented here, and everything else is moto's. Faults and
-the cloud's clock affect all of them.
+S3 requests go to moto through :class:`~etrain_jupyter.testing.s3_faults.FaultyS3`, EC2 requests
+through ``ec2``; the Pricing API is implemented in this package, and everything else is moto's.
+Faults and the cloud's clock affect all of them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MODIFIED = re.compile(rb"(?<=<LastModified>)[^<]+(?=</LastModified>)")
 
 
 class CloudApi:
-    """The application.
+    """The WSGI application.
 
     Args:
         moto: Moto's application.
-        ec2: Our own actions.
+        ec2: Our own EC2 actions.
     """
 
     def __init__(self, moto: Wsgi, ec2: Ec2) -> None:
@@ -68,7 +68,7 @@ class CloudApi:
         error = next((fault.error for fault in chosen if fault.error), None)
         error = error or self._skew_error(environ, call) or self._permission_error(call)
         if error is None and call.service == "s3":
-            # S3 streams, and has its own faults.
+            # S3 streams responses, and has its own faults.
             return self._call_s3(environ, start_response)
         result = error_response(call, error) if error is not None else self._execute(call)
         if any(fault.is_answer_lost for fault in chosen):
@@ -115,13 +115,13 @@ class CloudApi:
     # The clock ----------------------------------------------------------------------------------
 
     def _dated(self, headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Set the response's date by the cloud's clock."""
+        """Set the response's date according to the cloud's clock."""
         now = datetime.now(UTC) + timedelta(seconds=self.clock_skew_s)
         kept = [(name, value) for name, value in headers if name.lower() != "date"]
         return [*kept, ("Date", format_datetime(now, usegmt=True))]
 
     def _skew_error(self, environ: Environ, call: Call) -> ApiError | None:
-        """Refuse requests signed by a clock that is too far from the cloud's, as AWS does."""
+        """Refuse requests signed by a clock that is too far off the cloud's, as AWS does."""
         # Checked only in tests that set a skew.
         signed = environ.get("HTTP_X_AMZ_DATE", "")
         if not self.clock_skew_s or not signed:

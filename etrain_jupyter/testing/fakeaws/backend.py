@@ -1,6 +1,6 @@
 """Access to moto's state: instances, templates, roles.
 
-The other modules do not use moto's classes. Everything here is done under ``lock``.
+The other modules do not use moto's classes. Everything here runs under ``lock``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TEMPLATE_TAG = "aws:ec2launchtemplate:"
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceFacts:
-    """What EC2 knows about an instance when it starts."""
+    """EC2's facts about an instance that starts."""
 
     instance_id: str
     pool: CapacityPool
@@ -51,12 +51,12 @@ class InstanceFacts:
     launched_at: float
     user_data: str
     role: str
-    """The role of its instance profile; empty for none."""
+    """The role of its instance profile; empty if there is none."""
     tags: Mapping[str, str] = field(default_factory=dict)
     shows_tags: bool = False
-    """It may read its tags itself."""
+    """It can read its own tags."""
     stops: bool = False
-    """A shutdown from inside only stops it, so that its disk is still charged."""
+    """A shutdown from inside only stops it, so its disk is still charged."""
     disk_gb: int = 8
 
 
@@ -180,8 +180,8 @@ class Backend:
 
         The instance is pending afterwards.
         """
-        # moto starts instances as running, and of a launch template it applies only part of the
-        # settings. A template is known by the tags that EC2 adds to its instances.
+        # moto starts instances as running, and applies only some of a launch template's settings.
+        # The template is identified by the tags that EC2 adds to its instances.
         instance = self.find(instance_id)
         instance.nics[0].private_ip_address = address
         state = instance.instance_state
@@ -205,8 +205,8 @@ class Backend:
         return self._facts(instance, tags, role)
 
     def _take_profile(self, instance: Any, of_template: Mapping[str, Any]) -> str:
-        # Associate the template's profile and return its role. A profile that the request itself
-        # names has been associated by moto, and takes precedence.
+        # Associate the template's profile and return its role. If the request itself names a
+        # profile, moto has already associated it, and it takes precedence.
         iam = iam_backends[ACCOUNT]["aws"]
         held = instance.ec2_backend.iam_instance_profile_associations.get(instance.id)
         if held is not None:
@@ -246,7 +246,7 @@ class Backend:
         )
 
     def set_running(self, instance_id: str) -> None:
-        """Set its state to running, unless it has ended meanwhile."""
+        """Set its state to running, unless it has already ended."""
         instance = self.find(instance_id)
         if instance.state == "pending":
             state = instance.instance_state
@@ -265,12 +265,12 @@ class Backend:
 
     def role_credentials(self, role: str, session: str) -> str:
         """Return credentials of a role in the format of the metadata service."""
-        # EC2 renews credentials five minutes before they expire; with the short lifetimes of
-        # tests, after half of it.
+        # EC2 renews credentials five minutes before they expire; the short lifetimes in tests are
+        # renewed halfway through.
         expires_at, document = self._credentials.get(session, (0.0, ""))
         if expires_at - time.time() > min(300, self.role_ttl_s / 2):
             return document
-        # Credentials of moto's STS, so that its checks of signatures know them.
+        # Credentials from moto's STS, so that moto's signature checks accept them.
         with self.lock:
             made = sts_backends[ACCOUNT]["aws"].assume_role(
                 region_name="us-east-1",

@@ -1,7 +1,7 @@
-"""The real cost of the machines by EC2's rules. Pure.
+"""The real cost of the machines under EC2's rules. Pure.
 
-Charged per second at the spot price in force, at least for a minute; a spot machine that EC2
-reclaims in its first hour is free; disks are charged while they exist.
+Machines are charged per second at the spot price in force, for at least a minute; a spot machine
+that EC2 reclaims in its first hour is free; disks are charged while they exist.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from etrain_jupyter.testing.fakeaws.market import CapacityPool, Lifecycle, Marke
 LEAST_S = 60.0
 FIRST_HOUR_S = 3600.0
 DISK_USD_PER_GB_H = 0.08 / 730
-"""gp3: 8 cents per GB and month of 730 hours."""
+"""gp3: 8 cents per GB-month, at 730 hours a month."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,8 @@ def make_bill(usages: Iterable[Usage], market: Market, now: float) -> Bill:
 def _row(usage: Usage, market: Market, now: float) -> BillRow:
     end = now if usage.ended_at is None else usage.ended_at
     seconds = max(0.0, end - usage.launched_at)
-    # At least LEAST_S are charged. The waiver depends on the real duration, and needs an
-    # end: a running machine is charged.
+    # At least LEAST_S are charged. The waiver depends on the actual duration, and requires that the
+    # machine has ended: a running machine is charged.
     charged_until = usage.launched_at + max(seconds, LEAST_S)
     usd = market.charge_usd(usage.pool, usage.lifecycle, usage.launched_at, charged_until)
     free = usage.ended_at is not None and is_waived(usage.lifecycle, usage.reason, seconds)

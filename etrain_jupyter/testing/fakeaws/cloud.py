@@ -50,7 +50,7 @@ class Account:
     instance_profile: str
     role_arn: str
     image: str
-    """Id of an AMI. Instances always have the programs of this machine."""
+    """Id of an AMI. Instances always run this machine's programs."""
     image_parameter: str
     """SSM parameter with the image's id."""
 
@@ -104,7 +104,7 @@ class FakeAws(Closing):
                 if not name.startswith(("AWS_", "ETRAIN_"))
             },
         )
-        # Blocks until the cloud listens, or returns nothing if it has failed.
+        # Blocks until the cloud is listening, or returns nothing if it has failed.
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -115,7 +115,7 @@ class FakeAws(Closing):
         reply = json.loads(line)
         self.mode: Literal["namespaces", "loopback"] = reply["mode"]
         self.host_address: str = reply["host_address"]
-        """Address of this machine that instances can reach."""
+        """Address at which instances can reach this machine."""
         self.bridge: str = reply["bridge"]
         self.folder: str = reply["folder"]
         self.url = f"http://{self.host_address}:{reply['port']}"
@@ -129,7 +129,7 @@ class FakeAws(Closing):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that boto3 and this package need to find it."""
+        """Environment variables with which boto3 and this package find it."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "testing",
@@ -167,7 +167,7 @@ class FakeAws(Closing):
         return reply
 
     def enforce_iam(self, is_on: bool = True) -> None:
-        """Check signatures and policies from now on: only users and roles created here may act.
+        """Check signatures and policies from now on: only users and roles created here are valid.
 
         Policies are evaluated with resources and conditions, see ``testing.iam``.
         """
@@ -207,7 +207,8 @@ class FakeAws(Closing):
     def set_capacity(self, capacity: int, *, instance_type: str = "", zone: str = "") -> None:
         """Set the spot capacity, in all pools or those of a type or zone.
 
-        Machines in use count; those beyond the capacity keep running until they are preempted.
+        Machines in use count towards it; those beyond the capacity keep running until they are
+        preempted.
         """
         self._call("change_pools", instance_type=instance_type, zone=zone, capacity=capacity)
 
@@ -218,7 +219,7 @@ class FakeAws(Closing):
         capacity: int | None = None,
         price_usd: float | None = None,
     ) -> None:
-        """Set on-demand capacity or price, of all types or one."""
+        """Set on-demand capacity or price, for all types or one."""
         self._call(
             "change_on_demand",
             instance_type=instance_type,
@@ -229,7 +230,7 @@ class FakeAws(Closing):
     # Instances ----------------------------------------------------------------------------------
 
     def instances(self, *states: str) -> list[InstanceRecord]:
-        """Return all instances, oldest first, or those in some states."""
+        """Return all instances, or those in some states, oldest first."""
         records = [InstanceRecord(**reply) for reply in self._call("instances")]
         return [one for one in records if not states or one.state in states]
 
@@ -245,9 +246,10 @@ class FakeAws(Closing):
 
         Args:
             instance_id: The instance.
-            notice_s: Time of the notice before the end, in seconds.
-            rebalance_s: Time of a rebalance recommendation before the notice; None for none.
-            silent: End it now, without a notice. Also for on-demand instances: their host fails.
+            notice_s: Time from the notice to the end, in seconds.
+            rebalance_s: Time from a rebalance recommendation to the notice; None for no
+                recommendation.
+            silent: End it now, without a notice; for on-demand instances, too, as a host failure.
         """
         self._call(
             "preempt",
@@ -312,13 +314,13 @@ class FakeAws(Closing):
         return counted
 
     def set_lag(self, seconds: float) -> None:
-        """Hide younger instances from ``DescribeInstances``, as EC2 may."""
+        """Hide instances younger than this from ``DescribeInstances``, as EC2 may."""
         self._call("set_lag", seconds=seconds)
 
     def set_clock_skew(self, seconds: float) -> None:
         """Set the cloud's clock (``Date``, S3's ``LastModified``) ahead of this machine's.
 
-        As on AWS, requests with a signature time more than 15 minutes off are refused.
+        As on AWS, requests whose signature time is more than 15 minutes off are refused.
         """
         self._call("set_clock_skew", seconds=seconds)
 
@@ -337,10 +339,10 @@ class FakeAws(Closing):
         return Bill(rows=tuple(BillRow(**row) for row in self._call("bill")))
 
     def leftovers(self, cluster: str = "", *, prefix: str = CLUSTERS) -> dict[str, list[str]]:
-        """Return what is left, by kind; empty if all is gone.
+        """Return what is left over, by kind; empty if nothing is.
 
-        Instances that are not terminated, volumes, launch templates, security groups, objects below
-        the prefix; and processes and network cables of instances that have ended.
+        Includes instances that are not terminated, volumes, launch templates, security groups,
+        objects below the prefix, and processes and network cables of instances that have ended.
 
         Args:
             cluster: The value of the tag ``etrain:cluster``; empty for any, with or without it.
@@ -360,7 +362,7 @@ class FakeAws(Closing):
             json.dumps(arguments).encode(),
             {"Content-Type": "application/json"},
         )
-        # Without HTTP_PROXY of the environment: the cloud is on this machine.
+        # Ignore HTTP_PROXY: the cloud is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=RESPONSE_S) as response:
@@ -370,8 +372,8 @@ class FakeAws(Closing):
                 raise ValueError(json.loads(exc.read())) from None
 
     def close(self) -> None:
-        """End all instances and the process, and remove everything it created on this machine."""
-        # Closing its standard input makes the process shut down in order. If it does not within
+        """End all instances and the process, and remove everything created on this machine."""
+        # Closing its standard input makes the process shut down cleanly. If it has not exited after
         # 60 s, it is killed, and its janitor cleans up.
         if self._process.stdin is not None:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Control interface of the simulated cloud: each public method is a verb, with JSON both ways.
+"""Control interface of the simulated cloud: each public method is a verb that uses JSON.
 
 ``POST /_fakeaws/VERB`` with the arguments as JSON. The client is ``cloud.FakeAws``.
 """
@@ -32,10 +32,10 @@ class Control:
     Args:
         backend: Moto's state.
         hypervisor: The machines.
-        ec2: Our own actions.
+        ec2: Our own EC2 actions.
         api: The application.
         zones: Zones of the default market, which ``reset`` restores.
-        variables: Additional environment variables of the instances, also after a reset.
+        variables: Additional environment variables of the instances, kept across resets.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Control:
     # The market ---------------------------------------------------------------------------------
 
     def set_market(self, pools: list[dict[str, Any]], on_demand: list[dict[str, Any]]) -> None:
-        """Replace the market by these pools and on-demand offers."""
+        """Replace the market with these pools and on-demand offers."""
         with self._backend.lock:
             market = Market()
             for offer in pools:
@@ -93,7 +93,7 @@ class Control:
                     price_usd=offer.get("price_usd"),
                     capacity=offer.get("capacity"),
                 )
-            # Machines that run keep their capacity in the new market.
+            # Running machines keep their capacity in the new market.
             for usage in self._hypervisor.usages():
                 if usage.ended_at is None:
                     market.take(usage.instance_id, usage.pool, usage.lifecycle)
@@ -106,7 +106,7 @@ class Control:
         capacity: int | None = None,
         price_usd: float | None = None,
     ) -> None:
-        """Change the pools of a type and zone; empty matches all."""
+        """Change the pools of a type and zone; an empty value matches all."""
         with self._backend.lock:
             market = self._ec2.market
             chosen = [
@@ -114,7 +114,7 @@ class Control:
                 for pool in market.pools()
                 if instance_type in ("", pool.instance_type) and zone in ("", pool.zone)
             ]
-            # A type and a zone together name a pool, which may be new.
+            # A type and a zone together identify a pool, which may be new.
             if not chosen and instance_type and zone:
                 chosen = [CapacityPool(instance_type, zone)]
             if not chosen:
@@ -128,7 +128,7 @@ class Control:
     def change_on_demand(
         self, instance_type: str, capacity: int | None = None, price_usd: float | None = None
     ) -> None:
-        """Change the on-demand offer of a type; empty matches all."""
+        """Change the on-demand offer of a type; an empty value matches all."""
         with self._backend.lock:
             market = self._ec2.market
             for name in [instance_type] if instance_type else market.on_demand_types():
@@ -145,7 +145,7 @@ class Control:
         return self._api.faults.calls()
 
     def set_lag(self, seconds: float) -> None:
-        """Hide younger instances from listings."""
+        """Hide instances younger than this from listings."""
         self._ec2.lag_s = seconds
 
     def set_clock_skew(self, seconds: float) -> None:
@@ -230,7 +230,7 @@ class Control:
         self._backend.role_ttl_s = seconds
 
     def leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
-        """Return what is left, including processes of ended instances on this machine."""
+        """Return what is left over, including processes of ended instances on this machine."""
         # Before the lock is taken: this waits for machines that are being switched off.
         strays = self._hypervisor.find_strays()
         return {
@@ -240,7 +240,7 @@ class Control:
 
 
 def with_control(app: Wsgi, control: Control) -> Wsgi:
-    """Return an application that handles the verbs, and passes all else to another one."""
+    """Return an application that handles the verbs, and passes everything else to another one."""
 
     def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path: str = environ["PATH_INFO"]

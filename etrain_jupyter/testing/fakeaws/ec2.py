@@ -1,4 +1,4 @@
-"""EC2 actions that moto lacks or simplifies, over a market and real machines.
+"""EC2 actions that moto lacks or simplifies, backed by a market and real machines.
 
 Each method takes a call and returns a response, or None to let moto respond. ``after`` is called
 with moto's response. All run under the backend's lock.
@@ -97,7 +97,7 @@ class Ec2:
                         f"The client token '{token}' was used with other parameters.",
                     )
                 return result
-            # moto may create instances in the request. Compare before and after.
+            # moto may create instances during the request. Compare before and after.
             known = set(self._backend.states())
             result = self._act(call, query, call_moto)
             if call.action in IDEMPOTENT and result[0].startswith("200"):
@@ -220,7 +220,7 @@ class Ec2:
     # RunInstances -------------------------------------------------------------------------------
 
     def _check_launchable(self, call: Call, query: dict[str, Any]) -> None:
-        """Refuse what moto accepts: too little capacity, an image that does not exist."""
+        """Refuse what moto would accept: too little capacity, or an image that does not exist."""
         data: dict[str, Any] = {}
         if "LaunchTemplate" in query:
             data = self._backend.template(call.region, query["LaunchTemplate"]).data
@@ -276,7 +276,7 @@ class Ec2:
             for pool in self.market.pools()
             if pool.zone.startswith(call.region) and (not types or pool.instance_type in types)
         ]
-        # AWS gives low scores with fewer than three types, regardless of capacity.
+        # AWS gives low scores to fewer than three types, regardless of capacity.
         most = 10 if len(types) >= 3 else 3
         rows: list[dict[str, Any]] = []
         if query.get("SingleAvailabilityZone") == "true":
@@ -310,9 +310,9 @@ class Ec2:
         )
 
     def _lagging(self, query: dict[str, Any], result: Response) -> Response:
-        """Remove the instances that EC2's listings do not show yet."""
+        """Remove the instances that EC2's listings would not show yet."""
         # A request that names a hidden instance fails. Otherwise hidden instances are removed from
-        # moto's XML, and with them the reservations that are empty then.
+        # moto's XML, along with reservations that they leave empty.
         now = time.monotonic()
         hidden = {name for name, at in self._born.items() if now - at < self.lag_s}
         for instance_id in listed(query, "InstanceId"):
@@ -341,7 +341,7 @@ class Ec2:
 def _price_rows(
     pool: CapacityPool, history: list[tuple[float, float]], since: float | None, until: float | None
 ) -> list[dict[str, Any]]:
-    """Return the price changes in a time span, and the one in force at its start."""
+    """Return the price changes in a time span, and the price in force at its start."""
     rows = []
     ends = [at for at, _ in history[1:]] + [float("inf")]
     for (at, usd), end in zip(history, ends, strict=True):
@@ -366,7 +366,7 @@ def _instant(text: str | None) -> float | None:
 
 
 def _short(region: str) -> str:
-    """Abbreviate a region as zone ids do.
+    """Abbreviate a region as in zone ids.
 
     >>> _short("us-east-1")
     'use1'

@@ -32,7 +32,7 @@ class Enforcement:
 
     Args:
         lock: Guards moto's state.
-        world_of: Returns the resources of a region, as conditions refer to them.
+        world_of: Returns a region's resources, for evaluating conditions.
     """
 
     def __init__(self, lock: threading.RLock, world_of: Callable[[str], World]) -> None:
@@ -54,7 +54,7 @@ class Enforcement:
         ActionAuthenticatorMixin.request_count = 0
 
     def check_signed(self, call: Call) -> None:
-        """Refuse a call with an invalid signature, where moto does not check it.
+        """Refuse a call with an invalid signature, if moto does not check it.
 
         Raises:
             ApiError: If it is refused.
@@ -86,7 +86,7 @@ class Enforcement:
         with self._lock:
             policies = self._policies_of(call)
             if policies is None:
-                return  # an unknown caller: the check of the signature refuses it
+                return  # an unknown caller: the signature check refuses it
             for request in requests_of(call, self._world_of(call.region)):
                 is_permitted = is_allowed(policies, request)
                 # By text: repeated requests, such as polls, count once.
@@ -114,7 +114,7 @@ def _replace_motos_checks() -> None:
             check(self, *args, **kwargs)
 
     setattr(ActionAuthenticatorMixin, check.__name__, check_others)
-    # Moto ignores conditions and most resources; ``check_permitted`` has checked them before.
+    # Moto ignores conditions and most resources; ``check_permitted`` has already checked them.
     IAMRequestBase.check_action_permitted = _permit  # type: ignore[method-assign]
 
 

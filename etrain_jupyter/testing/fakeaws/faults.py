@@ -15,7 +15,7 @@ from etrain_jupyter.testing.fakeaws.wire import ApiError, Call
 
 @dataclass(frozen=True, kw_only=True)
 class ApiFault:
-    """A fault of requests, from now on.
+    """A fault that affects requests from now on.
 
     Usual codes: ``RequestLimitExceeded`` (throttled), ``InternalError``, ``Unavailable``,
     ``InsufficientInstanceCapacity``, ``InvalidAMIID.NotFound``, ``UnauthorizedOperation``,
@@ -23,7 +23,7 @@ class ApiFault:
     """
 
     service: str = "ec2"
-    """boto3's name of the service; empty for all."""
+    """boto3's name for the service; empty for all."""
     action: str = ""
     """Action such as ``CreateFleet``; empty for all."""
     code: str = ""
@@ -35,11 +35,11 @@ class ApiFault:
     count: int = 0
     """Maximum number of affected requests; 0 for all."""
     match: str = ""
-    """Affects requests with this text in ``METHOD PATH ACCESS_KEY_ID BODY``."""
+    """Affects only requests with this text in ``METHOD PATH ACCESS_KEY_ID BODY``."""
     seconds: float = 0.0
     """Delay of the request."""
     is_answer_lost: bool = False
-    """The request is executed, and the connection closed without a response."""
+    """The request is executed, but the connection is closed without a response."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -29,7 +29,7 @@ _REPLACED = (
 
 
 def needs_namespaces() -> pytest.MarkDecorator:
-    """Skip, with the reason, where instances cannot have their own networks."""
+    """Skip, with the reason, if instances cannot have their own networks."""
     reason = why_no_namespaces()
     return pytest.mark.skipif(bool(reason), reason=reason)
 

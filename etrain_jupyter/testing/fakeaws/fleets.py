@@ -29,7 +29,7 @@ def read_demands(query: dict[str, Any]) -> list[Demand]:
     default: Literal["spot", "on-demand"] = (
         "spot" if capacity.get("DefaultTargetCapacityType") == "spot" else "on-demand"
     )
-    # Units of the total that neither target names have the default type.
+    # Units of the total that neither target covers get the default type.
     targets[default] += max(0.0, total - sum(targets.values()))
     demands = []
     for lifecycle, name in (("on-demand", "OnDemandOptions"), ("spot", "SpotOptions")):

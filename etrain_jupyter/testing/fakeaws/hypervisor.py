@@ -44,7 +44,7 @@ ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
 #   an interruption notice (_interrupt), a host failure (preempt with silent=True), the end of the
 #   first process without a shutdown (_boot).
 #
-# EC2 responds to TerminateInstances before the processes have ended, so there are two events.
+# EC2 responds to TerminateInstances before the processes have exited, so there are two events.
 @dataclass
 class _Guest:
     machine: SimulatedMachine
@@ -134,12 +134,12 @@ class Hypervisor:
             self._end(guest, HOST_FAILED)
             return
         with self._backend.lock:
-            # Only now: a client that sees it running may use its metadata service, for example
-            # to inject a fault.
+            # Set it only now: a client that sees it running may use its metadata service, for
+            # example to inject a fault.
             if not guest.ended.is_set():
                 self._backend.set_running(facts.instance_id)
         guest.machine.on_end()
-        # If no other cause was recorded, the first process ended without a shutdown: the host has
+        # If no other cause was recorded, the first process exited without a shutdown: the host has
         # failed. Otherwise this call does nothing.
         self._end(guest, HOST_FAILED)
 
@@ -185,13 +185,13 @@ class Hypervisor:
                 guest.off.set()
 
     def _on_command(self, instance_id: str, command: PowerCommand) -> str:
-        """Execute a ``shutdown`` from inside."""
+        """Execute a ``shutdown`` command from inside the machine."""
         guest = self._guests.get(instance_id)
         if guest is None or guest.ended.is_set():
             return ""
         is_stopped = guest.machine.facts.stops
         if command.minutes == 0:
-            # Not on this thread: the requesting command is one of the processes that end.
+            # Not on this thread: the requesting command is one of the processes to be killed.
             self._run(f"off {instance_id}", self._end_from_inside, guest, is_stopped)
             return ""
         # As with shutdown(8), a new request replaces the scheduled one, and -c only cancels it.
@@ -317,7 +317,8 @@ class Hypervisor:
 
     def forget(self) -> None:
         """Switch all machines off and forget them."""
-        # Not through `_end`: EC2 and the bill are reset or end, too, so nothing is recorded.
+        # Not through `_end`: EC2 and the bill are reset or discarded, too, so there is nothing to
+        # record.
         with self._backend.lock:
             guests = list(self._guests.values())
             for guest in guests:

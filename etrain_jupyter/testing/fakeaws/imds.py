@@ -42,7 +42,7 @@ _TTL = f"{_TOKEN}-ttl-seconds"
 
 
 def timestamp(at: float) -> str:
-    """Format an instant as AWS does, in whole seconds.
+    """Format an instant as AWS does, truncated to seconds.
 
     >>> timestamp(1767225600.9)
     '2026-01-01T00:00:00Z'
@@ -113,12 +113,12 @@ class ImdsServer(Closing):
     def __init__(
         self, pages: Mapping[str, Page] | None = None, *, listener: socket.socket | None = None
     ) -> None:
-        """Start it.
+        """Start the service.
 
         Args:
             pages: Its content, by path below ``/latest/``.
             listener: A listening socket, for example in another network namespace; by default a
-                port of 127.0.0.1.
+                port on 127.0.0.1.
         """
         self._lock = threading.Lock()
         """Guards the next four attributes."""
@@ -218,7 +218,8 @@ class ImdsServer(Closing):
             self._requests.append(path)
             page = self._pages.get(path)
             known = sorted(self._pages)
-        # A function such as `Backend.role_credentials` takes other locks: call it without this one.
+        # A function such as `Backend.role_credentials` acquires other locks: call it without
+        # holding this one.
         if page is not None:
             return page if isinstance(page, str) else page()
         # Like a directory listing: one line per entry, with a slash at the end of folders.
@@ -235,7 +236,7 @@ class _Server(ThreadingHTTPServer):
         self.imds = imds
         self._open: set[socket.socket] = set()
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=listener is None)
-        # A socket of another network namespace replaces the one that the base class has created.
+        # A socket from another network namespace replaces the one created by the base class.
         if listener is not None:
             self.socket.close()
             self.socket = listener

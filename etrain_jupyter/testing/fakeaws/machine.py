@@ -44,7 +44,7 @@ class SimulatedMachine:
         self.address = address
         self.imds: ImdsServer | None = None
         self._network = network
-        self._harness_folder = folder  # of the whole cloud; the machines' folders are in it
+        self._harness_folder = folder  # the cloud's folder, with all machines' folders
         self._folder = folder / facts.instance_id
         self._folder.mkdir()
         self._process: subprocess.Popen[bytes] | None = None
@@ -113,7 +113,7 @@ class SimulatedMachine:
         script = self._folder / "user-data"
         script.write_text(text)
         script.chmod(0o755)
-        # Run it by an interpreter: executing a file that another thread's child still has open
+        # Run it through an interpreter: executing a file that another thread's child still has open
         # for writing fails with "text file busy".
         return [*shlex.split(text.splitlines()[0][2:]), str(script)]
 
@@ -191,10 +191,10 @@ class SimulatedMachine:
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         # 1. Namespaces: kill the child of `unshare`, which is process 1 of the machine.
         # 2. Close the pipe, the machine's power supply: the first process kills all others.
-        # 3. If it hangs or was killed before, find the processes by their environment.
+        # 3. If it hangs or has been killed, find the processes by their environment.
         was_alive = process.poll() is None
         if was_alive and self._network.mode == "namespaces":
-            # The kernel kills all processes of a process namespace with its first one.
+            # When the first process of a PID namespace dies, the kernel kills the others.
             with suppress(psutil.NoSuchProcess):
                 for first in psutil.Process(process.pid).children():
                     first.kill()
@@ -220,7 +220,7 @@ class SimulatedMachine:
 
 def processes_of(*instance_ids: str) -> list[psutil.Process]:
     """Return the processes of instances, found by the marker in their environment."""
-    # Not by process group or parent: programs of a machine may start sessions of their own.
+    # Not by process group or parent: programs on a machine may start sessions of their own.
     wanted = {f"{MARKER}={instance_id}".encode() for instance_id in instance_ids}
     found = []
     for process in psutil.process_iter():

@@ -1,7 +1,7 @@
-"""The market of machines: capacity and prices, and how a fleet is allocated.
+"""The market for machines: capacity and prices, and how a fleet is allocated.
 
-Pure: instants are arguments, nothing is started here. A *pool* is an instance type in a zone with a
-spot capacity and price, which the test sets. On-demand machines have a price and a capacity by
+Pure: times are arguments, and nothing is started here. A *pool* is an instance type in a zone with
+a spot capacity and price, which the test sets. On-demand machines have a price and a capacity by
 type.
 """
 
@@ -51,7 +51,7 @@ class Candidate:
     place: int = 0
     """Index of the override in the request."""
     weight: float = 1.0
-    """Units of the target per machine."""
+    """Units of the target that one machine provides."""
     max_price_usd: float | None = None
     priority: float = 0.0
     """Lower is preferred, for strategies that use it."""
@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """The part of a fleet request with one lifecycle."""
+    """The part of a fleet request for one lifecycle."""
 
     lifecycle: Lifecycle
     target: float
@@ -101,7 +101,7 @@ class MarketRefusal:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan:
-    """The allocation of a fleet request: one candidate per machine, and why not more."""
+    """The allocation of a fleet request: one candidate per machine, and why there are no more."""
 
     launches: tuple[Candidate, ...] = ()
     refusals: tuple[MarketRefusal, ...] = ()
@@ -160,7 +160,7 @@ class Market:
     def set_on_demand(
         self, instance_type: str, *, price_usd: float | None = None, capacity: int | None = None
     ) -> None:
-        """Set a type's on-demand price, and its capacity over all zones."""
+        """Set a type's on-demand price, and its capacity across all zones."""
         if price_usd is not None:
             self._on_demand_usd[instance_type] = price_usd
         if capacity is not None:
@@ -176,7 +176,7 @@ class Market:
 
     def release(self, instance_id: str, *, is_lost: bool = False) -> None:
         """Release a machine; ``is_lost`` also reduces the spot capacity: other customers use it."""
-        # Unknown for a machine that was released before, or taken in an earlier market.
+        # Unknown if the machine was already released, or taken in an earlier market.
         pool, lifecycle = self._taken.pop(instance_id, (None, None))
         if pool is not None and is_lost and lifecycle == "spot" and pool in self._offers:
             self._offers[pool].capacity = max(0, self._offers[pool].capacity - 1)
@@ -246,7 +246,7 @@ class Market:
         """Choose machines for a demand, without taking them."""
         # 1. Groups of candidates that may be combined: all, or those of one zone or type.
         # 2. Fill each group greedily, machine by machine, in the order of the strategy.
-        # 3. Take the group with the most units; of equal ones, the cheapest.
+        # 3. Choose the group with the most units; on a tie, the cheapest.
         # 4. Fewer units than MinTargetCapacity: launch nothing.
         groups = _groups(candidates, demand)
         chosen = [self._fill(group, demand, at) for group in groups]
@@ -279,7 +279,7 @@ class Market:
     ) -> int:
         if demand.lifecycle == "spot" and self._is_over_max_price(candidate, at):
             return 0
-        # `got` is chosen, but not taken yet: `free` does not count it.
+        # The machines in `got` are chosen but not taken yet: `free` still includes them.
         same = sum(
             one.pool == candidate.pool
             if demand.lifecycle == "spot"

@@ -3,8 +3,8 @@
 With ``namespaces``, each machine has its own network and process table, connected by a bridge; as
 on EC2, a machine that loses power does not close its connections. This requires root and ``ip``
 (Debian package iproute2). With ``loopback``, machines are local processes, each with an address in
-127.0.0.0/8, and their connections are closed when they end. A namespace has no name: it ends with
-its last process.
+127.0.0.0/8, and their connections are closed when they end. A namespace has no name: it disappears
+with its last process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SimulatedNetwork(Protocol):
     host_address: str
     """Address at which instances reach this machine."""
     bridge: str
-    """Name of the bridge, empty for none."""
+    """Name of the bridge; empty if there is none."""
 
     def allocate(self) -> str:
         """Return the address for a new machine."""
@@ -96,14 +96,14 @@ class _Addresses:
 
 
 class LoopbackNetwork:
-    """Addresses in 127.0.0.0/8, distinct between harnesses by process id."""
+    """Addresses in 127.0.0.0/8, made distinct between harnesses by the process id."""
 
     mode: Mode = "loopback"
     host_address = "127.0.0.1"
     bridge = ""
 
     def __init__(self) -> None:
-        # 127.64.0.0 to 127.127.255.0, by the lower 14 bits of the process id.
+        # 127.64.0.0 to 127.127.255.0, from the lower 14 bits of the process id.
         pid = os.getpid()
         self._addresses = _Addresses(f"127.{64 + (pid >> 8) % 64}.{pid % 256}", 1)
 
@@ -127,7 +127,7 @@ class LoopbackNetwork:
         """Do nothing: there is no cable."""
 
     def stray_cables(self, in_use: set[str]) -> list[str]:
-        """Return nothing."""
+        """Return an empty list: there are no cables."""
         return []
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class NamespaceNetwork:
         self._addresses = _Addresses(self._prefix, 10)
 
     def _take_prefix(self) -> str:
-        """Choose a network that no other interface of this machine uses."""
+        """Choose a network that no other interface on this machine uses."""
         for number in range(256):
             prefix = f"10.214.{(os.getpid() + number) % 256}"
             if prefix in set(_prefixes()):
@@ -172,7 +172,7 @@ class NamespaceNetwork:
     def release(self, address: str) -> None:
         """Release an address and remove its cable."""
         # The kernel removes a cable with its namespace, but unclosed TCP connections keep an empty
-        # namespace for minutes.
+        # namespace alive for minutes.
         _remove_link(self._cable(address))
         self._addresses.put_back(address)
 
@@ -190,8 +190,8 @@ class NamespaceNetwork:
         _wait_for_own_namespace(path)
         cable = self._cable(address)
         octets = [int(octet) for octet in address.split(".")]
-        # A hardware address per IP address: a reused one meets no stale entry in the neighbour
-        # tables.
+        # Derive the MAC address from the IP address: if that is reused, neighbour tables stay
+        # valid.
         hardware = ":".join(["02", "ac", *(f"{octet:02x}" for octet in octets)])
         _ip_batch(
             f"link add {cable} type veth peer name eth0 netns {pid}",
@@ -212,7 +212,7 @@ class NamespaceNetwork:
         return f"{CABLE}{os.getpid()}n{address.rpartition('.')[2]}"
 
     def pull(self, address: str) -> None:
-        """Take the cable's near end down."""
+        """Take down the near end of the cable."""
         # Packets are lost without an error, as if the machine had lost power.
         with suppress(RuntimeError):
             _ip(["link", "set", self._cable(address), "down"])
@@ -253,7 +253,7 @@ def _is_harness(pid: int) -> bool:
 
 
 def _prefixes() -> Iterator[str]:
-    """Yield the first three numbers of every address of this machine."""
+    """Yield the first three octets of every IPv4 address on this machine."""
     output = subprocess.run(["ip", "-j", "-4", "addr"], capture_output=True, check=True).stdout
     for interface in json.loads(output):
         for one in interface.get("addr_info", []):
@@ -278,7 +278,7 @@ def _ip_batch(*lines: str, inside: str = "") -> None:
 
 
 def _wait_for_own_namespace(path: str) -> None:
-    # `unshare` starts in our namespace and changes it a moment later.
+    # `unshare` starts in our namespace and moves to its own a moment later.
     ours = os.readlink("/proc/self/ns/net")
     ends_at = time.monotonic() + 60
     while os.readlink(path) == ours:
@@ -314,7 +314,7 @@ def _listen_inside(path: str, address: tuple[str, int]) -> socket.socket:
 
 
 def make_network(mode: Literal["auto", "namespaces", "loopback"]) -> SimulatedNetwork:
-    """Return the network of a mode; ``auto`` uses namespaces if possible.
+    """Return the network for a mode; ``auto`` uses namespaces if possible.
 
     Raises:
         RuntimeError: If namespaces are requested but not possible.

@@ -39,7 +39,7 @@ class World:
     tags_of: Callable[[str], Mapping[str, str]]
     """Returns a resource's tags, by id."""
     template: Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any]]]
-    """Returns id and data of the launch template in a request."""
+    """Returns the id and data of the launch template in a request."""
     role_of: Callable[[str], str]
     """Returns the role of an instance profile."""
     owner_of: Callable[[str], str]
@@ -77,7 +77,7 @@ def _parameter(call: Call, world: World) -> str:
 
 
 def json_of(call: Call) -> dict[str, Any]:
-    """Return the body of a call to a service with JSON requests."""
+    """Return the body of a call to a service that uses JSON requests."""
     parsed: dict[str, Any] = json.loads(call.body or b"{}")
     return parsed
 

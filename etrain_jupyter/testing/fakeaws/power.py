@@ -25,7 +25,7 @@ class PowerCommand:
 
 
 def parse_arguments(arguments: list[str]) -> PowerCommand:
-    """Parse the arguments of shutdown(8), as far as powering off needs them.
+    """Parse the arguments of shutdown(8), as far as needed for powering off.
 
     Raises:
         ValueError: If they are invalid, with the command's output.
@@ -35,7 +35,7 @@ def parse_arguments(arguments: list[str]) -> PowerCommand:
     >>> parse_arguments(["-c"]), parse_arguments(["-P", "now", "the", "end"])
     (PowerCommand(minutes=None), PowerCommand(minutes=0))
     """
-    # What follows the time is the message to logged-in users, which is ignored.
+    # Anything after the time is a message to logged-in users, and is ignored.
     flags = [word for word in arguments if word.startswith("-")]
     rest = [word for word in arguments if not word.startswith("-")]
     known = {"-h", "-P", "-H", "-c", "--poweroff", "--halt", "--no-wall"}

@@ -41,7 +41,7 @@ def get_products(request: dict[str, Any], market: Market) -> dict[str, Any]:
             if all(attributes.get(field) == value for field, value in wanted.items()):
                 usd = market.on_demand_usd(instance_type) or 0.0
                 products.append(json.dumps(_product(attributes, usd)))
-    # Pages as in the real API: NextToken is the index of the next product.
+    # Paginate like the real API: NextToken is the index of the next product.
     most = int(request.get("MaxResults", 100))
     start = int(request.get("NextToken") or 0)
     response: dict[str, Any] = {

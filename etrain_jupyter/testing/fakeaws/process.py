@@ -1,7 +1,7 @@
 """Process of the simulated cloud: ``python -m etrain_jupyter.testing.fakeaws.process SETTINGS``.
 
 It prints one line of JSON as soon as it listens, and serves until its standard input closes or its
-parent ends. Then it kills the cluster heads that use it, and switches all instances off. If it is
+parent exits. Then it kills the cluster heads that use it, and switches off all instances. If it is
 killed, a janitor removes its network and its folder.
 """
 
@@ -55,7 +55,7 @@ def main(word: str) -> None:
 
 
 def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
-    # moto uses boto3, which must not look for a metadata service of this machine.
+    # moto uses boto3, which must not look for a metadata service on this machine.
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
@@ -85,7 +85,7 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
         variables=settings.variables,
     )
     app = with_control(api, control)
-    # Without a date: the application sends it, by the cloud's clock.
+    # No date: the application sends it, according to the cloud's clock.
     server = make_wsgi_server(app, dated=False)
     port = server.server_port
     servers = [server]
@@ -109,7 +109,7 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
 
 def end_heads_at(endpoint: str) -> None:
     """Kill the heads on this machine that use this cloud."""
-    # With a real cloud, a head outlives its notebook on purpose. Here, its cloud ends, too.
+    # With a real cloud, a head outlives its notebook by design. Here, its cloud goes away, too.
     import psutil
 
     from etrain_jupyter.process.processes import MARKER, wait_until
@@ -134,7 +134,7 @@ def end_heads_at(endpoint: str) -> None:
 
 
 def wait_for_end(parent: int) -> None:
-    """Wait until standard input closes or the parent ends."""
+    """Wait until standard input closes or the parent exits."""
     # Standard input alone is not enough: a fork of the parent may hold the other end open.
     while os.getppid() == parent:
         if select.select([sys.stdin], [], [], 0.2)[0] and not os.read(sys.stdin.fileno(), 1024):

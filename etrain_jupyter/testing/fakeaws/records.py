@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ACCOUNT = "123456789012"
-"""The account of the fake cloud: moto's."""
+"""The fake cloud's account id: moto's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,11 @@ class InstanceRecord:
     state: str
     """EC2's instance state."""
     reason: str
-    """EC2's code for the reason of its end; empty while it runs."""
+    """EC2's code for why it ended; empty while it runs."""
     launched_at: float
     ended_at: float | None
     tags: Mapping[str, str] = field(default_factory=dict)
     pid: int | None = None
     """The first process, while it runs."""
     off_at: float | None = None
-    """When its timer (``shutdown -h +N``) turns it off; None without a timer."""
+    """When its timer (``shutdown -h +N``) turns it off; None if there is no timer."""

@@ -43,7 +43,7 @@ _STATUS_OF_CODE = {
 
 
 class ApiError(Exception):
-    """An error response of a service."""
+    """An error response from a service."""
 
     def __init__(self, code: str, message: str, status: int = 0) -> None:
         super().__init__(f"{code}: {message}")
@@ -106,8 +106,8 @@ def nested(body: bytes) -> dict[str, Any]:
     >>> nested(b"Action=X&Tag.1.Key=a&Tag.2.Key=b&Spot.Price=1")
     {'Action': 'X', 'Tag': [{'Key': 'a'}, {'Key': 'b'}], 'Spot': {'Price': '1'}}
     """
-    # First dictionaries only ("Tag.1.Key" gives {"Tag": {"1": {"Key": ...}}}), then those with
-    # numbers as keys become lists.
+    # First build dictionaries only ("Tag.1.Key" gives {"Tag": {"1": {"Key": ...}}}), then turn
+    # those with numeric keys into lists.
     root: dict[str, Any] = {}
     for name, value in parse_qsl(body.decode(), keep_blank_values=True):
         *parents, last = name.split(".")
@@ -166,7 +166,7 @@ def ec2_response(action: str, result: Mapping[str, Any]) -> Response:
 
 
 def json_response(result: Any, status: int = 200) -> Response:
-    """Format a response of a JSON service."""
+    """Format a response from a JSON service."""
     return response(status, json.dumps(result).encode(), "application/x-amz-json-1.1")
 
 

@@ -26,18 +26,18 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
     """Check that credentials, network, image and bucket are usable.
 
     Raises:
-        PoolError: For the first that is not.
+        PoolError: For the first one that is not.
     """
     try:
-        # Found here, an error reaches the user within a second and before anything is launched. A
-        # head would find the same errors only after its own start.
+        # Errors found here reach the user within a second, before anything is launched. A head
+        # would find them only after it has started.
         check_archive(clients, spec)
         find_subnets(clients.ec2, spec)
         find_image(clients, spec)
     except (ClientError, BotoCoreError) as exc:
         raise pool_error(f"EC2 in {spec.region} cannot be used", exc, NOTHING) from exc
     try:
-        # List, because reading an object fails alike for a missing object and a missing bucket.
+        # List: reading would fail in the same way for a missing object and a missing bucket.
         clients.bucket.keys("clusters/none", "the bucket cannot be listed")
     except StoreError as exc:
         raise PoolError(
@@ -51,7 +51,7 @@ def check_archive(clients: Clients, spec: AwsSpotSpec) -> None:
     """Refuse an archive without a digest: nodes unpack it at ``/`` as root.
 
     Raises:
-        PoolError: With the digest of the object, if it can be read, for comparison.
+        PoolError: With the object's actual digest for comparison, if the object can be read.
     """
     image = spec.image
     if not image.archive or image.archive_sha256:
@@ -86,7 +86,7 @@ def _digest_of(clients: Clients, archive: str) -> tuple[str, str]:
         if known is None:
             return "", "it does not exist"
         size = int(known["ContentLength"])
-        # The digest is only a help for comparison; do not download gigabytes for it.
+        # The digest is only for comparison; do not download gigabytes for it.
         if size > MOST_TO_READ:
             return "", f"it has {size >> 20} MiB"
         with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def _digest_of(clients: Clients, archive: str) -> tuple[str, str]:
 
 
 def find_head_host(clients: Clients, spec: AwsSpotSpec) -> str:
-    """Return this machine's address as nodes reach it.
+    """Return the address at which nodes can reach this machine.
 
     It is the address of the interface with the route to the nodes' subnet.
 
@@ -110,7 +110,7 @@ def find_head_host(clients: Clients, spec: AwsSpotSpec) -> str:
         return spec.head_host
     try:
         _, subnets = find_subnets(clients.ec2, spec)
-        # Any subnet: they belong to one VPC, so the route to one is the route to all.
+        # Any subnet will do: all belong to one VPC, so the route to one is the route to all.
         described = clients.ec2.describe_subnets(SubnetIds=sorted(subnets.values())[:1])["Subnets"]
         network = ipaddress.ip_network(described[0]["CidrBlock"])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -25,8 +25,8 @@ METHODS = {
 def find_credentials(spec: AwsSpotSpec) -> str:
     """Return the source of boto3's credentials as text; empty if there are none.
 
-    They may be invalid or expired, which only AWS knows. Outside of EC2 this may take two seconds,
-    while boto3 searches for the machine's role.
+    They may be invalid or expired, which only AWS can tell. Outside of EC2, this may take two
+    seconds, while boto3 looks for the machine's role.
 
     Raises:
         PoolError: If the configuration is invalid, such as a profile that does not exist.
@@ -36,5 +36,5 @@ def find_credentials(spec: AwsSpotSpec) -> str:
         found = session.get_credentials()
     except BotoCoreError as exc:
         raise PoolError(message_of_error(exc)) from exc
-    # An unknown method of a newer boto3 is shown by its own name.
+    # A method that only a newer boto3 has is shown by its own name.
     return METHODS.get(found.method, found.method) if found is not None else ""

@@ -45,7 +45,7 @@ def _default_of(field: FieldInfo) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a value as the file spells it; none for what need not be there."""
+    """Return a value as written in the file; empty for a default that needs no entry."""
     if value in (None, (), {}):
         return ""
     if isinstance(value, tuple):
@@ -56,7 +56,7 @@ def _plain(value: Any) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Return for example ``90 s`` or ``15 min``, in the largest unit that divides it.
+    """Format a duration in the largest unit that divides it: ``90 s``, ``15 min``.
 
     >>> _time(43200.0), _time(120.0), _time(90.0)
     ('12 h', '2 min', '90 s')

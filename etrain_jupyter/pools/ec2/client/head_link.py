@@ -1,4 +1,4 @@
-"""Connection to the head of a cluster that has its own machine."""
+"""Connection to a cluster's head that runs on its own machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from etrain_jupyter.process.files import write_private
 from etrain_jupyter.wire.requests import ShutDownCluster, TouchCluster
 
 HEAD_FILE = "head.json"
-"""In the cluster's folder: address and instance of the head, and the address to reach it at."""
+"""In the cluster's folder: the head's address and instance, and its address as seen from here."""
 ANSWER_S = 5.0
 
 
 def write_head(cluster: ClusterDir, head: dict[str, str], *, reached_at: str) -> SchedulerAddress:
-    """Record how a head is reached from here; return its address."""
+    """Record how to reach a head from here; return its address."""
     write_private(cluster.path / HEAD_FILE, json.dumps({**head, "reached_at": reached_at}))
     return _address(cluster, reached_at)
 
@@ -33,7 +33,7 @@ def head_address_of(cluster: ClusterDir) -> SchedulerAddress | None:
 
 
 def is_answering(address: SchedulerAddress) -> bool:
-    """Return whether a head answers within ``ANSWER_S`` seconds."""
+    """Return whether a head responds within ``ANSWER_S`` seconds."""
     try:
         ask(address, TouchCluster(), timeout_s=ANSWER_S)
         return True
@@ -44,7 +44,8 @@ def is_answering(address: SchedulerAddress) -> bool:
 
 def end_head(cluster: ClusterDir) -> None:
     """Ask a head on its own machine to shut down, if there is one, and close the port forward."""
-    # A head that does not answer is terminated by its tags afterwards, see `AwsSpotPool.down`.
+    # A head that does not respond is found by its tags and terminated later, see
+    # `AwsSpotPool.down`.
     if (address := head_address_of(cluster)) is not None and is_answering(address):
         ask(address, ShutDownCluster(), timeout_s=ANSWER_S)
     close_tunnel(cluster)

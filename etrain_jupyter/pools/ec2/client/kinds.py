@@ -1,4 +1,4 @@
-"""Choose between the two kinds of the pool ``aws-spot``: head on this machine, or on its own."""
+"""Choose between the two kinds of ``aws-spot`` pool: head on this machine, or on its own."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""IAM policies of a pool's roles, with the least permissions that work.
+"""IAM policies of a pool's roles, with the minimum permissions.
 
 There are three roles. The *launcher* runs ``%etrain`` and, with ``head: notebook``, the scheduler.
 The *head* is the role of an on-demand head: it launches nodes but creates no launch templates,
 security groups or roles. A *node* reads its own cluster's files, reports its state, and writes
 checkpoints.
 
-``policies.json`` contains the statements. ``<name>`` in it stands for a value or a list:
+``policies.json`` contains the statements. In it, ``<name>`` stands for a value or a list:
 
 - a string in a list is repeated for each element of a list value;
 - an entry, statement or condition whose value is empty is left out.
 
-A launch is many requests to IAM, one for each resource that it creates or uses, and all of them
-must be allowed: see "Actions, resources, and condition keys for Amazon EC2". A machine must come
-from one of our launch templates, have a type of the spec, carry our tags (with the expiry, so that
-``etrain reap`` knows when it may remove it) and require session tokens for its metadata service.
+A launch involves many requests to IAM, one for each resource that it creates or uses, and all of
+them must be allowed: see "Actions, resources, and condition keys for Amazon EC2". A machine must
+come from one of our launch templates, have a type in the spec, carry our tags (including the time
+from which ``etrain reap`` may remove it) and require session tokens for its metadata service.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Policy = dict[str, Any]
 Values = Mapping[str, str | Sequence[str]]
 
 _PARTS = ("checkpoints", "manifests")
-"""Folders of a job that trainers write. Launcher and head write its record, bundle and log."""
+"""Folders of a job that trainers write to. Launcher and head write its record, bundle and log."""
 _NAME = re.compile(r"<(\w+)>")
 
 
@@ -41,10 +41,11 @@ def launcher_policy(
 ) -> Policy:
     """Return the policy of the user or role that starts clusters.
 
-    ``node_role`` is the role in ``iam.instance_profile``, by default with the profile's name;
-    ``account`` is a number, or ``*`` for the caller's own.
+    ``node_role`` is the role in ``iam.instance_profile``, by default the one with the profile's
+    name; ``account`` is a number, or ``*`` for the caller's own.
     """
-    # The launcher passes these roles to machines, which needs iam:PassRole for exactly these.
+    # The launcher passes these roles to machines, which requires iam:PassRole for exactly these
+    # roles.
     roles = [node_role or spec.iam.instance_profile, *([head_role] if head_role else [])]
     values = _values(spec, account, roles, types=[spec.head_type] if head_role else [])
     groups = ["machines", "frame", "spot"]
@@ -55,9 +56,9 @@ def launcher_policy(
 def head_policy(spec: AwsSpotSpec, *, node_role: str = "", account: str = "*") -> Policy:
     """Return the policy of an on-demand head's role.
 
-    It launches and ends nodes from the launcher's template and security group. In the bucket it
-    writes its cluster's files and the logs of jobs, but not their records and bundles, which a
-    notebook executes.
+    It launches nodes, from the launcher's template and security group, and terminates them. In the
+    bucket, it writes its cluster's files and the logs of jobs, but not their records and bundles,
+    which a notebook executes.
     """
     values = _values(spec, account, [node_role or spec.iam.instance_profile])
     return _policy(["machines", "head_files", "list_prefix"], values)
@@ -74,7 +75,7 @@ def node_policy(
 
     Args:
         spec: The pool.
-        cluster_id: For a role of one cluster only; ``*`` for all clusters of the prefix.
+        cluster_id: Limits the role to one cluster; ``*`` for all clusters below the prefix.
         checkpoints: Folders of ``checkpoint.to`` as ``bucket/prefix``; by default ``runs/`` below
             the pool's prefix.
     """
@@ -95,7 +96,7 @@ def node_policy(
         own = {"number": str(number or ""), "below": f"{prefix}/" if prefix else ""}
         bucket = {"bucket": _bucket_arn(place)}
         statements += _statements("list_checkpoints", {**values, **own, **bucket})
-    # Without the condition s3:prefix, which AWS does not have for this action.
+    # Without an s3:prefix condition, which AWS does not support for this action.
     statements += _statements("list_uploads", values)
     statements += _statements("archive", values)
     return _document(statements)
@@ -167,23 +168,23 @@ def _statements(group: str, values: Values) -> Iterator[Policy]:
 
 
 def _fill(template: Any, values: Values) -> Any:
-    """Return a part of a template with its values; see the module's docstring."""
+    """Fill in the values in a part of a template; see the module's docstring."""
     if isinstance(template, dict):
         filled = {key: _fill(value, values) for key, value in template.items()}
-        # A statement without resources is recognized, and left out, by its empty list.
+        # Keep an empty Resource: it marks a statement without resources, which is left out.
         return {key: value for key, value in filled.items() if value or key == "Resource"}
     if isinstance(template, list):
         return [text for item in template for text in _expand(item, values)]
     name = _NAME.fullmatch(template)
     if name and not isinstance(values[name[1]], str):
         return list(values[name[1]])
-    # Exactly one: outside of a list there is no place for several values.
+    # Outside of a list, there must be exactly one value.
     [text] = _expand(template, values)
     return text
 
 
 def _expand(text: str, values: Values) -> Iterator[str]:
-    """Yield a text for each combination of the values of its names."""
+    """Yield one string for each combination of values of the names in ``text``."""
     name = _NAME.search(text)
     if name is None:
         yield text

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HEAD_ELSEWHERE = "elsewhere"
 """Host in the settings of a cluster whose head has its own machine."""
 UNLISTED_S = 180.0
-"""Time for which EC2 may not list a new machine yet, in seconds."""
+"""Time in seconds for which EC2's listings may lack a new machine."""
 NODES = "etrain_jupyter.pools.ec2.head.main:make_nodes"
 
 
@@ -42,7 +42,7 @@ class AwsSpotPool(DetachedPool):
     Args:
         name: The pool's name in a cell.
         spec: The pool's entry in ``pools.yaml``.
-        cluster_id: Bind the object to this cluster; by default the running one of the pool.
+        cluster_id: Bind the object to this cluster; by default, the pool's running cluster.
         change: Changes the head's settings; for tests.
     """
 
@@ -62,7 +62,7 @@ class AwsSpotPool(DetachedPool):
     def of_cluster(cls, cluster: ClusterDir) -> AwsSpotPool:
         """Return the pool of a cluster that has a folder on this machine."""
         settings = cluster.settings()
-        # The spec of the cluster's start: pools.yaml may have changed since.
+        # The spec that the cluster was started with: pools.yaml may have changed since.
         spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
         return cls(settings.pool, spec, cluster_id=cluster.cluster_id)
 
@@ -95,10 +95,10 @@ class AwsSpotPool(DetachedPool):
         print(f"etrain: pool {self.name} costs {self.price(self.spec.workers.max)}")
 
     def prepare_start(self, root: Path) -> ClusterDir | None:
-        """Return the folder of a cluster whose head died, to take it over with its machines.
+        """Return the folder of a cluster to take over, machines included, because its head died.
 
-        A cluster without machines is removed: its jobs would otherwise resume, and cost money,
-        unexpectedly. ``%etrain resume`` continues them.
+        A dead cluster without machines is removed; otherwise its jobs would unexpectedly resume and
+        cost money. ``%etrain resume`` continues them.
         """
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
@@ -109,10 +109,10 @@ class AwsSpotPool(DetachedPool):
             #   record    machines        action
             #   dead      yes, or maybe   take over: a new head finds jobs, state and machines
             #   dead      none            remove what is left
-            #   none      any             remove: its start or its end is incomplete
+            #   none      any             remove: its start or shutdown is incomplete
             #
-            # Called under the start lock, after `_find` found no running head. So a record is a
-            # dead one.
+            # Called under the start lock, after `_find` found no running head, so any record is
+            # that of a dead head.
             if record is not None and (
                 _has_just_launched(cluster)
                 or list_instances(self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING)
@@ -122,7 +122,7 @@ class AwsSpotPool(DetachedPool):
         return None
 
     def shared_place(self) -> str:
-        """Return a folder in the pool's bucket that the nodes' role may write."""
+        """Return a folder in the pool's bucket that the nodes' role may write to."""
         return f"s3://{self.spec.bucket}/{self.spec.prefix}runs"
 
     def price(self, max_workers: int) -> str:
@@ -159,7 +159,7 @@ class AwsSpotPool(DetachedPool):
         from etrain_jupyter.pools.ec2.reaping import find_tagged, remove
 
         # Order: heads on their own machines, processes here, then everything in AWS by its tags. A
-        # head that still ran would launch replacements for terminated nodes.
+        # head that is still running would replace terminated nodes.
         clients, region = self._clients(), self.spec.region
         ours = [cluster for cluster in cluster_dirs() if self._is_ours(cluster)]
         for cluster in ours:
@@ -167,7 +167,7 @@ class AwsSpotPool(DetachedPool):
         ends = [end_cluster_here(cluster, min(20.0, timeout_s)) for cluster in ours]
         tagged = {one.cluster_id for one in find_tagged(clients, region)}
         # Tags find clusters without a folder here (started from another machine); folders find
-        # clusters without tagged resources, whose objects in the bucket remain to be removed.
+        # clusters that have no tagged resources but still have objects in the bucket.
         found = {one for one in tagged if self._has_id(one)} | {one.cluster_id for one in ours}
         for one in sorted(found):
             home = self.spec.home(one)
@@ -191,7 +191,7 @@ class AwsSpotPool(DetachedPool):
 
 
 def _has_just_launched(cluster: ClusterDir) -> bool:
-    """Return whether EC2 may have machines of the cluster that it does not list yet."""
+    """Return whether the cluster may have machines that EC2 does not list yet."""
     with contextlib.suppress(FileNotFoundError):
         # The file is written before each launch, see `fleet_state`.
         return time.time() - (cluster.path / STATE_FILE).stat().st_mtime < UNLISTED_S
@@ -199,10 +199,10 @@ def _has_just_launched(cluster: ClusterDir) -> bool:
 
 
 def _prefix_of(name: str, spec: AwsSpotSpec) -> str:
-    """Return the prefix of the ids of a pool's clusters.
+    """Return the prefix of a pool's cluster ids.
 
-    Pools of the same name in two notebooks' folders are different pools, unless they share region,
-    bucket, state directory and Python environment.
+    Pools with the same name in two notebooks' folders are different pools, unless they share
+    region, bucket, state directory and Python environment.
     """
     places = (spec.region, spec.bucket, spec.prefix, state_root(), environment_key())
     text = "\n".join(map(str, (name, *places)))

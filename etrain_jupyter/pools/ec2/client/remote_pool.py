@@ -1,7 +1,7 @@
 """Pool ``aws-spot`` with ``head: on-demand``: its scheduler runs on its own EC2 machine.
 
-This machine has a folder of the cluster with the client's keys and the head's address. A machine
-without that folder can still shut the cluster down, by its tags::
+This machine has a folder for the cluster, with the client's keys and the head's address. Other
+machines can still find the cluster by its tags and shut it down::
 
     this machine                        bucket                    head's machine
     keys, config, settings  --------->  clusters/ID/...
@@ -79,7 +79,7 @@ class AwsRemotePool(AwsSpotPool):
         )
 
     def _find(self) -> SchedulerAddress | None:
-        # Only clusters that this machine started: it has their keys.
+        # Only clusters started from this machine, which has their keys.
         for cluster in filter(self._is_ours, cluster_dirs()):
             with contextlib.suppress(OSError, ValueError):
                 head = json.loads((cluster.path / HEAD_FILE).read_text())
@@ -98,7 +98,7 @@ class AwsRemotePool(AwsSpotPool):
                 address = self._find()
                 if address is not None:
                     return address
-                # A folder without a head that answers would make `_address` point to it forever.
+                # Otherwise, `_address` would point to the folder of a dead head forever.
                 self._remove_dead_clusters()
                 return self._start(ClusterDir.create(root, settings), settings)
         except TimeoutError as exc:
@@ -115,7 +115,7 @@ class AwsRemotePool(AwsSpotPool):
         return write_head(cluster, head, reached_at=reached_at)
 
     def _remove_dead_clusters(self) -> None:
-        """Remove clusters whose head has ended or never started; refuse if a head still runs."""
+        """Remove clusters whose head has ended or never started; raise if a head still runs."""
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
         for cluster in list(filter(self._is_ours, cluster_dirs())):
@@ -124,8 +124,8 @@ class AwsRemotePool(AwsSpotPool):
             )
             heads = [one for one in living if one.tags.get("etrain:role") == "head"]
             address = head_address_of(cluster)
-            # A head that runs may have jobs. Starting another one would cost twice, and terminating
-            # it would lose them.
+            # A running head may have jobs. Starting a second head would cost twice as much, and
+            # terminating the first would lose its jobs.
             if heads and address is not None:
                 raise PoolError(
                     f"the head of cluster {cluster.cluster_id} runs on {heads[0].id}, but "
@@ -142,7 +142,7 @@ class AwsRemotePool(AwsSpotPool):
         try:
             instance = self._launch(clients, cluster, settings)
             lease = self._await_lease(clients, cluster, instance)
-        # Also after an interrupt of the kernel: a launched head costs money.
+        # Also on a kernel interrupt: a launched head costs money.
         except BaseException:
             self.of_cluster(cluster).down()
             raise
@@ -150,7 +150,7 @@ class AwsRemotePool(AwsSpotPool):
         # Recorded in the cluster's folder, so that a later kernel finds the head without the
         # bucket.
         address = self._reach(cluster, head)
-        # The lease proves that the scheduler runs. Only the route from this machine is still
+        # The lease proves that the scheduler runs. Whether this machine can reach it is still
         # unknown.
         if not wait_until(lambda: is_answering(address), timeout_s=START_S):
             self.of_cluster(cluster).down()
@@ -181,8 +181,8 @@ class AwsRemotePool(AwsSpotPool):
         name, spec = cluster.cluster_id, self.spec
         config = config_of(spec, name, fingerprint=read_fingerprint())
         boot = put_node_files(clients, name, config, cluster.tls, with_head=True)
-        # For the head itself, the scheduler is on "this machine". It uses its role instead of a
-        # profile, and the bucket's owner that was determined here.
+        # From the head's point of view, the scheduler is on "this machine". The head uses its role
+        # instead of a profile, and the bucket's owner that was determined here.
         home = {"head": "notebook", "profile": None, "bucket_owner": boot.owner or ANY}
         own = spec.model_copy(update=home)
         settings = dataclasses.replace(settings, spec=json.loads(own.to_json()))

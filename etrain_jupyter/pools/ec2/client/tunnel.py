@@ -1,8 +1,8 @@
-"""Port forward by Session Manager to a head inside the VPC, from a machine outside of it.
+"""Session Manager port forward to a head inside the VPC, from a machine outside of it.
 
-It needs no port that is open to the internet, and bypasses the security group, because it ends on
-the head itself. It requires the AWS command line with the Session Manager plugin here, and the SSM
-agent and policy there. The forward is a separate process, detached from the kernel.
+It needs no port open to the internet and bypasses the security group, because it terminates on the
+head itself. It requires the AWS CLI with the Session Manager plugin here, and the SSM agent and
+policy on the head. The forward is a separate process, detached from the kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
     # Kernels and job records contain the local address, so a reopened forward uses the same port.
     local = int(known.get("port", 0)) or _free_port()
     address = f"tls://127.0.0.1:{local}"
-    # A pid alone may have been reused since, see `stamp_of`.
+    # Check more than the pid, which may have been reused, see `stamp_of`.
     if known and stamp_of(int(known["pid"])) == known["stamp"]:
         return address
     session_command = [
@@ -77,7 +77,7 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
             "ssm:StartSession. Output of `aws`:\n"
             f"{cluster.log_tail('tunnel')}"
         )
-    # The process outlives this one, which must not wait for it.
+    # The process outlives this one: keep Popen from waiting for it.
     process.returncode = 0
     return address
 
@@ -103,7 +103,8 @@ def close_tunnel(cluster: ClusterDir) -> None:
     known = _read(cluster)
     if known and stamp_of(int(known["pid"])) == known["stamp"]:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            # The group: `aws` starts the plugin as a child, which would keep the connection open.
+            # Signal the group: `aws` starts the plugin as a child, which would keep the connection
+            # open.
             os.killpg(int(known["pid"]), signal.SIGTERM)
 
 

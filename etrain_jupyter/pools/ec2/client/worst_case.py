@@ -18,7 +18,7 @@ LOOK_BACK_S = 3600.0
 
 
 def describe_price(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str:
-    """Return the maximum cost of ``num_workers`` workers as text, with its sources.
+    """Return the maximum cost of ``num_workers`` workers as text, with the sources of the prices.
 
     Raises:
         PoolError: If AWS refuses a request for types, zones or prices.
@@ -34,7 +34,7 @@ def describe_price(clients: Clients, spec: AwsSpotSpec, num_workers: int) -> str
     except AwsErrors as exc:
         raise pool_error("the prices cannot be read", exc, NOTHING) from exc
     offers = make_offers(spec, types, subnets, prices.book, {}, now)
-    # Without any spot price, EC2 sells none of the types as spot in these zones.
+    # If there is no spot price, EC2 sells none of the types as spot in these zones.
     spot = [one.spot_usd / one.workers for one in offers if one.spot_usd is not None]
     if not spot:
         return f"unknown: EC2 does not offer {', '.join(types)} as spot machines in {spec.region}"
@@ -56,7 +56,7 @@ def worst_of(
 ) -> WorstCase:
     """Return the cost of workers at the highest price for the whole lifetime."""
     smallest = min(offer.workers for offer in offers)
-    # Rounded up, with the smallest machines: the most disks.
+    # Round up and assume the smallest machines, which gives the most disks.
     num_nodes = -(-num_workers // smallest)
     highest = highest_usd(offers, Rules.of(spec, "")) * smallest
     return worst_case(

@@ -33,10 +33,10 @@ class Accounts:
         self.ledger = self._files.ledger()
 
     def refresh_prices(self, types: Iterable[str], now: float) -> None:
-        """Read new prices, also for the machines in the ledger since their launch."""
-        # The ledger of previous heads has machines that ran before this process existed, and they
-        # are priced by the spot history since their launch. A minute earlier, so that the first
-        # point is the price in force at the launch.
+        """Fetch new prices; those for machines in the ledger go back to their launch."""
+        # The ledger may contain machines from previous heads, priced by the spot history since
+        # their launch. Start a minute earlier, so that the first point is the price in force at the
+        # launch.
         launches = (row.launched_at for row in self.ledger.rows.values())
         self.prices.refresh({*types}, since=min(launches, default=now) - 60, now=now)
 
@@ -45,7 +45,7 @@ class Accounts:
     ) -> None:
         """Record machines that EC2 lists, and the end of those that it no longer lists.
 
-        ``living`` are the ids of machines that run although the listing lacks them.
+        ``living`` contains the ids of machines that run but are missing from the listing.
         """
         rows = rows_of(instances, self.ledger, now, volume_gib=self._spec.volume.gib, living=living)
         self.ledger = self.ledger.with_rows(rows)
@@ -55,7 +55,7 @@ class Accounts:
         return self.ledger.committed(self.prices.book, now)
 
     def rate_usd(self, now: float) -> float:
-        """Return US dollars an hour of the machines that run."""
+        """Return the hourly cost of the running machines, in US dollars."""
         return self.ledger.rate(self.prices.book, now)
 
     def store(self, now: float) -> None:

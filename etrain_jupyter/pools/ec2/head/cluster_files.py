@@ -31,7 +31,7 @@ class ClusterFiles:
 
     def num_lives(self) -> int:
         """Return the incarnation number of the last head; 0 for a new cluster."""
-        # A lease without a number is one of an older version: count its head as the first.
+        # A lease without a number was written by an older version: count its head as the first.
         lease = self._read(f"{self._home}/lease.json", "the lease cannot be read")
         return int(lease.get("num_lives", 1)) if lease else 0
 
@@ -58,9 +58,9 @@ class ClusterFiles:
     def store_ledger(
         self, ledger: Ledger, prices: PriceBook, now: float, facts: Mapping[str, Any]
     ) -> None:
-        """Write rows, prices and totals; the ledger stays after the cluster's end."""
-        # Totals and prices are derived from the rows. They are stored for readers of the file only:
-        # `ledger` reads nothing but the rows.
+        """Write rows, prices and totals; the ledger outlives the cluster."""
+        # Totals and prices are stored only for people who read the file: `ledger` reads nothing but
+        # the rows.
         total = ledger.total(prices, now)
         data = {
             **facts,

@@ -20,10 +20,10 @@ class NodeNotice:
 
 @dataclass(frozen=True, kw_only=True)
 class DesiredFleet:
-    """From the event loop: number of workers, and what the scheduler knows about nodes."""
+    """Sent by the event loop: number of workers wanted, and the scheduler's view of nodes."""
 
     wanted: int = 0
-    """Number of workers."""
+    """Number of workers wanted."""
     connected: frozenset[str] = frozenset()
     """Nodes with a worker that is connected to the scheduler."""
     busy: frozenset[str] = frozenset()
@@ -52,7 +52,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSnapshot:
-    """From the thread: the nodes and their costs."""
+    """Sent by the thread: the nodes and their costs."""
 
     nodes: tuple[NodeFacts, ...] = ()
     costs: tuple[NodeCost, ...] = ()
@@ -63,11 +63,11 @@ class Reports:
     """Callbacks for the thread; each one forwards its arguments to the event loop."""
 
     gone: Callable[[str, str], None]
-    """Takes a worker whose machine is gone, and the reason."""
+    """Called with a worker whose machine is gone, and the reason."""
     warning: Callable[[str], None]
     halt: Callable[[str], None]
     leaving: Callable[[str, float], None]
-    """Takes a worker, and the end of its machine in seconds since the epoch."""
+    """Called with a worker, and when its machine will end, in seconds since the epoch."""
 
 
 def worker_names(node: str, count: int) -> tuple[str, ...]:

@@ -1,15 +1,15 @@
-"""Decide which machines to launch and which to terminate: pure rules; time is an argument.
+"""Decide which machines to launch and which to terminate: pure rules, with time as an argument.
 
 ``decide`` combines EC2's listing, the launches that EC2 acknowledged but does not list yet, and the
-number of workers wanted. The first case that applies:
+number of workers wanted. The first matching case decides:
 
 ==============================  ==================================================================
 case                            decision
 ==============================  ==================================================================
 launches have stopped           launch nothing; see ``_decide_halted``
 cost per hour above the limit   release the most expensive machines; launch nothing in this tick
-workers missing                 launch in pools that have capacity, within the budget
-workers surplus                 release after ``linger_s``; immediately above the maximum
+too few workers                 launch in pools that have capacity, within the budget
+too many workers                release after ``linger_s``; immediately above the maximum
 all in place                    with ``migrate``, replace one machine outside the zone
 ==============================  ==================================================================
 
@@ -35,7 +35,7 @@ from etrain_jupyter.pools.ec2.head.view import (
 def decide(state: FleetState, rules: Rules, view: View) -> Decision:
     """Return what to do now, and the next state. ``state`` has been updated with EC2's listing."""
     now = view.now
-    # EC2's listings are eventually consistent. A machine that it acknowledged counts as running
+    # EC2's listings are eventually consistent. A machine that EC2 acknowledged counts as running
     # until it is listed, or until a query by id shows that it does not exist.
     lookups = tuple(ack.id for ack in state.acks if now - ack.at > VISIBLE_S)
     state = _forget_old_requests(state, view)
@@ -56,25 +56,25 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
     ceiling = rules.max_workers + count.num_at_risk
     target = min(view.wanted, ceiling)
     releases: list[Release] = []
-    # Usually spot prices have risen: `plan_launch` launches nothing above the limit.
+    # Usually because spot prices have risen: `plan_launch` launches nothing above the limit.
     if rules.max_hourly is not None and view.rate_usd > rules.max_hourly + 1e-9:
         releases = over_budget(count, rules, view)
         if releases:
             text = over_hourly_budget(view.rate_usd, rules.max_hourly, len(releases))
             warnings.append(FleetWarning(key="over budget", text=text))
             count = count.without({id for id, _ in releases})
-    # Two counts, because EC2 may have launched the machines of an unanswered request, or not: `num`
-    # includes them, so that they are not launched twice; `num_sure` does not, so that no running
-    # machine is released in favour of one that may not exist.
+    # Two counts, because EC2 may or may not have launched the machines of an unanswered request:
+    # `num` includes them, so that they are not launched twice; `num_sure` does not, so that no
+    # running machine is released in favour of one that may not exist.
     missing = target - count.num
     too_many = count.num_sure - target
-    # The clock of a shortage also runs while a request is unanswered. It determines when to use
-    # other zones and on-demand machines.
+    # A shortage also lasts while a request is unanswered. Its duration determines when to use other
+    # zones and on-demand machines.
     is_short = missing > 0 or count.num_unanswered > 0
     short_since = (state.short_since or now) if is_short else None
     surplus_since = (state.surplus_since or now) if too_many > 0 else None
     state = state.with_(short_since=short_since, surplus_since=surplus_since)
-    # Repeat unanswered requests each time: the same token returns the same machines.
+    # Repeat unanswered requests in each tick: the same token returns the same machines.
     launches = tuple(request for request, _ in state.unanswered if view.wanted > 0)
     # Not after a release for the budget: the released machines are still charged until they end.
     if missing > 0 and not releases:
@@ -100,7 +100,7 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
 
 
 def _forget_old_requests(state: FleetState, view: View) -> FleetState:
-    """Drop unanswered requests without demand, once EC2 would list their machines."""
+    """Without demand, drop unanswered requests once EC2 would list their machines."""
     # While there is demand, `decide` repeats an unanswered request until there is an answer.
     # Without demand, its machines (if any) are listed after VISIBLE_S, and released like all
     # others.
@@ -132,15 +132,15 @@ def _decide_halted(
     overdue: list[Release],
     lookups: tuple[str, ...],
 ) -> Decision:
-    """Launch nothing; with the budget nearly spent, terminate the machines after the drain time."""
+    """Launch nothing; if the budget is nearly spent, terminate machines after the drain time."""
     is_spent = state.halted == "budget"
     ends = overdue
     #   halted_at                        + reserve_s               max_total spent
     #       |---- jobs checkpoint, drain ----|---- terminate all -------|
     if is_spent and view.now - state.halted_at >= rules.reserve_s:
         ends = [(machine.id, "the budget is spent") for machine in view.machines]
-    # With a spent budget, machines end as soon as they are idle. After boot failures or refusals
-    # they stay while they are wanted: the coordinator saves and stops the jobs first.
+    # If the budget is spent, release machines as soon as they are idle. After boot failures or
+    # refusals, keep them while they are wanted: the coordinator saves and stops the jobs first.
     target = 0 if is_spent else min(view.wanted, count.num_sure)
     releases = [] if count.num_sure == target else surplus(count, state, rules, target)
     return Decision(

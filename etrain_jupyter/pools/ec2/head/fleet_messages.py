@@ -8,7 +8,7 @@ from etrain_jupyter.pools.ec2.ledger import TAKEN_BY_EC2
 
 
 def why_gone(reason: str) -> str:
-    """Return why a machine has ended, from EC2's code.
+    """Return why a machine has ended, based on EC2's code.
 
     >>> why_gone("Server.SpotInstanceTermination")
     'EC2 reclaimed the spot machine (Server.SpotInstanceTermination)'
@@ -87,7 +87,7 @@ def no_capacity(state: FleetState, rules: Rules, view: View, missing: int, short
     if refused:
         types = sorted({type for type, _, _ in refused})
         zones = sorted({zone for _, zone, _ in refused})
-        # The first pool whose back-off ends is the next one that is requested.
+        # The pool whose back-off ends first is requested next.
         wait_s = min(one.until for one in refused.values()) - view.now
         where = (
             f" ({', '.join(types)} in {', '.join(zones)}). The next attempt is in {wait_s:.0f} s"

@@ -47,11 +47,11 @@ def plan_launch(
 
     ===============================  ==============================================================
     fewer on demand than the base    on demand, for the base
-    else                             spot
+    otherwise                        spot
     no spot capacity for long        spot; if no pool is usable, on demand up to ``most_on_demand``
     ===============================  ==============================================================
     """
-    # `decide` has set short_since in this tick at the latest.
+    # `decide` has set short_since by now, at the latest in this tick.
     short_s = view.now - (state.short_since or view.now)
     # One request per tick, with one lifecycle. The next tick sees its machines as acknowledged, and
     # requests what is still missing.
@@ -65,14 +65,13 @@ def plan_launch(
 
 def _options(rules: Rules, count: Count, missing: int, short_s: float) -> list[_Option]:
     num_base = min(missing, rules.on_demand_base - count.num_on_demand)
-    # The base comes first and waits for nothing: it is what keeps a job going without spot
-    # capacity.
+    # The base comes first, without waiting: it keeps a job going when there is no spot capacity.
     if num_base > 0:
         return [_Option(lifecycle="on-demand", num_workers=num_base)]
     options = [_Option(lifecycle="spot", num_workers=missing)]
     num_fallback = min(missing, rules.most_on_demand - count.num_on_demand)
     if num_fallback > 0 and short_s >= rules.on_demand_after_s:
-        # After spot in the list: a spot pool whose back-off has just ended is tried first.
+        # Listed after spot, so that a spot pool whose back-off has just ended is tried first.
         options.append(_Option(lifecycle="on-demand", num_workers=num_fallback, is_fallback=True))
     return options
 
@@ -88,14 +87,14 @@ def _plan(
     short_s: float,
 ) -> LaunchPlan:
     lifecycle = option.lifecycle
-    # A machine with several GPUs may bring more workers than are missing: up to the maximum of the
-    # pool for spot machines, none at full price.
+    # A machine with several GPUs may have more workers than are missing. Spot machines may exceed
+    # the need up to the pool's maximum, on-demand machines not at all.
     most = option.num_workers if lifecycle == "on-demand" else ceiling - count.num
     same, num_nodes = best_size(candidates, lifecycle, option.num_workers, most)
     room = _room_usd(rules, view, count)
     fit, num_fit = within_budget(same, lifecycle, num_nodes, room, disk_usd=rules.disk_usd)
-    # With no machine left, the rate is that of the head at most, so `decide` would wait forever for
-    # its reserve to be reached: end the jobs instead. With machines left, they train on.
+    # With no machine left, at most the head is charged for, and `decide` would wait forever for its
+    # reserve to be reached: end the jobs instead. With machines left, training continues.
     if not num_fit and not count.num and _is_spent(rules, view, same, lifecycle):
         return LaunchPlan(state=state.halt("budget", view.now))
     warnings = []
@@ -108,8 +107,8 @@ def _plan(
         text = full_price(rules, fit[0].type, num_fit, short_s)
         warnings.append(FleetWarning(key="full price", text=text))
     request = LaunchRequest(
-        # Unique over all heads of the cluster: `life` counts the heads and `seq` the requests. EC2
-        # returns the machines of an old request for a token that is used again.
+        # Unique across all heads of the cluster: `life` counts the heads and `seq` the requests.
+        # For a reused token, EC2 would return the machines of the old request.
         token=f"{rules.cluster_id}-{state.life}-{state.seq + 1}",
         lifecycle=lifecycle,
         num_nodes=num_fit,
@@ -131,7 +130,7 @@ def _candidates(
     no offers in the zone for 60 s:
     ``spread``                              all usable offers
     ``migrate``                             the best zone; the workers follow
-    else                                    wait
+    otherwise                               wait
     ======================================  ===========================================
     """
     # Without a price, a budget cannot be checked: such a type is not launched.
@@ -161,8 +160,8 @@ def _candidates(
 def _room_usd(rules: Rules, view: View, count: Count) -> float | None:
     rooms = []
     if rules.max_hourly is not None:
-        # The rate contains machines that EC2 lists. Those that it has only acknowledged, and
-        # unanswered requests at their highest price, are in coming_usd.
+        # The rate covers machines that EC2 lists. coming_usd covers those only acknowledged so far,
+        # and unanswered requests at their highest price.
         rooms.append(rules.max_hourly - view.rate_usd - count.coming_usd)
     if rules.max_total is not None:
         rooms.append(_total_room_usd(rules.max_total, rules, view) - count.coming_usd)
@@ -170,7 +169,7 @@ def _room_usd(rules: Rules, view: View, count: Count) -> float | None:
 
 
 def _total_room_usd(max_total: float, rules: Rules, view: View) -> float:
-    #   left now  =  total - spent - (rate of present machines) * reserve
+    #   left now  =  total - spent - (rate of current machines) * reserve
     #   New machines must satisfy  rate * (LEAST_S + reserve) <= left now, or they would trigger the
     #   stop that `decide` checks in the next tick.
     left_usd = max_total - view.spent_usd - view.rate_usd * rules.reserve_s / 3600

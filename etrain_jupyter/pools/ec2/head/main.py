@@ -1,4 +1,4 @@
-"""Factory of the nodes of an ``aws-spot`` cluster, for its head."""
+"""Create the source of an ``aws-spot`` cluster's nodes, for its head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_nodes(facts: HeadFacts) -> AwsNodes:
         on_halt=facts.on_halt,
         fingerprint=read_fingerprint(),
     )
-    # Both are optional, so `AwsNodes` has them as attributes.
+    # Both are optional, so they are attributes of `AwsNodes`, not parameters.
     nodes.on_notice = facts.on_notice
     nodes.is_busy = facts.is_busy
     return nodes

@@ -52,9 +52,9 @@ class AwsNodes:
         cluster_dir: The cluster's folder on this machine.
         spec: The pool.
         is_connected: Returns whether a worker is connected to the scheduler.
-        on_gone: Called with a worker whose machine is gone, and why.
+        on_gone: Called with a worker whose machine is gone, and the reason.
         on_warning: Called with warnings for the logs of jobs.
-        on_halt: Called once when launches stop, with why.
+        on_halt: Called once when launches stop, with the reason.
         clients: AWS clients; by default those of the spec.
         fingerprint: Versions of the packages installed here; nodes must have the same.
     """
@@ -137,8 +137,8 @@ class AwsNodes:
 
     def want(self, count: int, *, reason: str) -> None:
         """Provide ``count`` workers for the jobs, within the limits of spec, EC2 and budget."""
-        # Called on every allocation. An unchanged number must not wake the thread: each tick is
-        # several requests to EC2, which limits their rate.
+        # Called on every allocation. An unchanged number must not wake the thread: each tick sends
+        # several requests to EC2, which throttles them.
         if count != self._wanted:
             logger.info("%d workers wanted instead of %d: %s", count, self._wanted, reason)
             self._wanted = count
@@ -165,17 +165,17 @@ class AwsNodes:
         self._update_desired(wake=True)
 
     def release(self, worker: str, *, drain_s: float) -> None:
-        """End a worker's machine once no job uses it, or after ``drain_s``.
+        """Terminate a worker's machine once no job uses it, or after ``drain_s``.
 
-        A machine that EC2 is about to reclaim in its first hour is left to EC2, which then charges
+        If EC2 is about to reclaim a machine in its first hour, leave it to EC2, which then charges
         nothing.
         """
-        # The first deadline stays: a repeated release must not postpone the end.
+        # Keep the first deadline: a repeated release must not postpone the termination.
         self._releasing.setdefault(node_of(worker), time.time() + drain_s)
         self._update_desired(wake=True)
 
     def kill(self, worker: str) -> None:
-        """End a worker's machine now."""
+        """Terminate a worker's machine now."""
         self._killing.add(node_of(worker))
         self._update_desired(wake=True)
 
@@ -186,7 +186,7 @@ class AwsNodes:
     # --- actual state ---
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return a record for each worker of a running machine, the oldest first."""
+        """Return a record for each worker on a running machine, oldest first."""
         records = []
         for node in self.snapshot.nodes:
             # The thread learns of a release in its next tick; show it right away.
@@ -202,8 +202,8 @@ class AwsNodes:
                         "type": node.type,
                         "zone": node.zone,
                         "lifecycle": node.lifecycle,
-                        # The price of the machine is divided among its workers, because callers add
-                        # up the workers.
+                        # The price of the machine is divided among its workers, because callers sum
+                        # over workers.
                         "price_usd_per_h": node.usd_per_h / len(node.workers),
                     }
                 )
@@ -219,10 +219,10 @@ class AwsNodes:
         return self._reconciler.snapshot if self._reconciler else FleetSnapshot()
 
     async def close(self, *, grace_s: float) -> None:
-        """End all machines and remove the cluster's resources, except the ledger.
+        """Terminate all machines and remove the cluster's resources, except the ledger.
 
-        A security group can only be removed after its machines have ended, which may take minutes.
-        Resources that are left carry the cluster's tag, so that ``etrain reap`` finds them.
+        A security group can only be removed after its machines have terminated, which may take
+        minutes. Any leftover resources carry the cluster's tag, so ``etrain reap`` finds them.
         """
         if self._reconciler is not None:
             # First stop the thread: it would replace the machines that are terminated below.
@@ -235,9 +235,9 @@ class AwsNodes:
                 self._dir.cluster_id,
                 timeout_s=max(grace_s, CLOSE_S),
                 home=self._spec.home(self._dir.cluster_id),
-                # An on-demand head cannot terminate its own machine before it has finished. Its
-                # agent turns it off, and the notebook's `down` or `etrain reap` removes what
-                # belongs to it.
+                # An on-demand head cannot terminate the machine that it still runs on. Its agent
+                # turns that machine off, and the notebook's `down` or `etrain reap` removes the
+                # rest.
                 spares_head=os.environ.get("ETRAIN_ROLE") == "head",
             )
             if left:
@@ -267,7 +267,7 @@ class AwsNodes:
             connected=frozenset(
                 node.id for node in nodes if any(map(self._is_connected, node.workers))
             ),
-            # A machine with several workers is busy while any of them is: it ends as a whole.
+            # A machine is busy while any of its workers is: it is terminated as a whole.
             busy=frozenset(node.id for node in nodes if any(map(self._may_be_busy, node.workers))),
             releasing=dict(self._releasing),
             killing=frozenset(self._killing),
@@ -277,13 +277,13 @@ class AwsNodes:
             thread.wake()
 
     def _may_be_busy(self, worker: str) -> bool:
-        # Without a coordinator to ask (tests), assume that jobs use all connected workers.
+        # Without a coordinator (in tests), assume that jobs use all connected workers.
         if self.is_busy is not None:
             return self.is_busy(worker)
         return self._wanted > 0 and self._is_connected(worker)
 
     def _gone(self, worker: str, why: str) -> None:
-        # Called once per worker of the machine; the first call cleans up.
+        # Called once per worker on the machine; the first call cleans up.
         node = node_of(worker)
         self._releasing.pop(node, None)
         self._killing.discard(node)

@@ -2,8 +2,8 @@
 
 Each tick lists the machines, calls ``fleet.decide`` and acts. The thread runs in the head's process
 and owns its state; see ``nodes`` for what it shares with the event loop. State that must survive
-the head is written to its disk before acting; the rest is recovered from EC2's tags and the bucket,
-so that the next head continues where this one was killed::
+the head is written to disk before acting; the rest is recovered from EC2's tags and the bucket, so
+that the next head continues where this one was killed::
 
     head 1                                EC2                     head 2
     fleet.json: request, token t
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 STORE_LEDGER_S = 60.0
 SCORES_S = 600.0
 OUR_ERRORS = (StoreError, PoolError)
-"""Their messages need no explanation."""
+"""Errors whose messages need no further explanation."""
 AWS_ERRORS = (*AwsErrors, ResponseParserError, *OUR_ERRORS)
 
 
@@ -94,7 +94,7 @@ class Reconciler:
         self._spec = spec
         self._id = cluster_id
         self._clients = clients
-        # On this machine's disk: a write must not fail or hang with the network before a launch.
+        # On this machine's disk: the write before a launch must not depend on the network.
         self._path = folder / STATE_FILE
         self._context = context
         self._reports = reports
@@ -127,14 +127,14 @@ class Reconciler:
         """Load the state of previous heads and acquire the lease. Blocks; call it before ``start``.
 
         Raises:
-            StoreError: If the bucket cannot be read and written.
+            StoreError: If the bucket cannot be read or written.
         """
         self._scheduler = scheduler
-        # From the bucket and not from fleet.json, which a head on another machine does not have. A
+        # From the bucket, not from fleet.json, which a head on another machine does not have. A
         # higher number shows workers that this is a new scheduler, and makes new tokens unique.
         life = self._files.num_lives() + 1
-        # The file is this disk's, so it belongs to a head that ran here and died: its unanswered
-        # requests are repeated. Everything else about machines comes from the listing.
+        # The file is on this machine's disk, so it is from a head that ran here and died: repeat
+        # its unanswered requests. Everything else about machines comes from the listing.
         if self._path.exists():
             self._state = FleetState.from_dict(json.loads(self._path.read_text()))
         self._state = self._state.with_(life=life)
@@ -154,7 +154,7 @@ class Reconciler:
         """Stop the thread and wait for it."""
         self._is_closing = True
         self._wake.set()
-        # `stop` may be called before `start`, if the start of the cluster failed in between.
+        # `stop` may be called without `start`, if the cluster failed to start.
         if self._thread.is_alive():
             self._thread.join()
 
@@ -165,7 +165,7 @@ class Reconciler:
             self._record_costs(list_instances(self._clients.ec2, cluster_id=self._id), now)
             self._publish(now)
             self._accounts.store(now)
-        # The ledger in the bucket is at most STORE_LEDGER_S old, and `reap` finds the machines.
+        # Not fatal: the stored ledger is at most STORE_LEDGER_S old, and `reap` finds the machines.
         except AWS_ERRORS as exc:
             logger.warning("the final ledger of %s was not stored: %s", self._id, exc)
 
@@ -191,8 +191,8 @@ class Reconciler:
     def _report_failure(self, exc: Exception) -> None:
         message = str(exc) if isinstance(exc, OUR_ERRORS) else message_of_error(exc)
         consequence = "Nodes keep running; the next check retries."
-        # The user renews them outside of this process, for example with `aws sso login`. Existing
-        # clients keep the credentials that they have read.
+        # The user renews credentials outside of this process, for example with `aws sso login`.
+        # Existing clients keep the credentials that they have read.
         if kind_of(exc.__cause__ or exc) == "credentials":
             self._clients.forget()
             consequence = (
@@ -215,7 +215,7 @@ class Reconciler:
         # must not turn themselves off.
         if self._timers.lease.restart_if_due(now):
             self._renew_lease(now)
-        # One read: the event loop may replace the value at any time during this tick.
+        # Read it only once: the event loop may replace the value at any time during this tick.
         desired = self.desired
         instances = list_instances(self._clients.ec2, cluster_id=self._id)
         types = {*self._context.types, *(one.type for one in instances)}
@@ -228,8 +228,8 @@ class Reconciler:
             now,
         )
         self._record_costs(instances, now)
-        # Before the reports: a callback on the event loop may call nodes(), which must no longer
-        # list the machine that it is about.
+        # Publish before reporting: a callback may call nodes(), which must no longer list the
+        # machine in question.
         self._publish(now)
         self._roster.report_gone()
         self._detail = self._roster.last_failure or self._detail
@@ -238,7 +238,7 @@ class Reconciler:
         decision = decide(self._state, self._rules, self._view(desired, now))
         self._state = decision.state
         self._act(decision, desired, now)
-        # Again, with the machines that this tick has released or terminated.
+        # Publish again, including the releases and terminations of this tick.
         self._publish(now)
         if self._timers.ledger.restart_if_due(now):
             self._accounts.store(now)
@@ -278,13 +278,13 @@ class Reconciler:
         self._look_up(decision.lookups, now)
         self._write_state()
         for request in decision.launches:
-            # `remove` lists and terminates the machines after `stop`. One that is launched now
-            # might not be listed in time.
+            # `remove` lists and terminates the machines after `stop`. A machine launched now might
+            # not be listed in time.
             if not self._is_closing:
                 self._launch(request)
         for warning in decision.warnings:
             self._warnings.warn(warning.key, warning.text)
-        # Once per head: a new head reports a halt that it finds in fleet.json to the jobs again.
+        # Once per head: a new head reports a halt that it finds in fleet.json again.
         if self._state.halted and not self._is_halt_reported:
             self._is_halt_reported = True
             self._reports.halt(
@@ -308,12 +308,12 @@ class Reconciler:
         ==================================  ====================================================
         """
         due = set()
-        # The rules' releases, and those of the coordinator, whose deadlines take precedence.
+        # Releases by the rules and by the coordinator, whose deadlines take precedence.
         leaving = {**self._roster.leaving, **desired.releasing}
         for id, member in self._roster.members.items():
             if id in self._roster.ending or id in desired.killing:
                 # Repeated until the machine is no longer listed: `terminate` may have failed or
-                # been too early.
+                # come too early.
                 due.add(id)
             elif id in leaving and (id not in desired.busy or now >= leaving[id]):
                 notice = desired.noticed.get(id)
@@ -326,12 +326,12 @@ class Reconciler:
         return due
 
     def _look_up(self, ids: Sequence[str], now: float) -> None:
-        """Query machines that EC2 acknowledged but never listed; terminate those that it denies."""
+        """Query machines that EC2 acknowledged but never listed; terminate any not found."""
         if not ids:
             return
         found = {one.id for one in list_instances(self._clients.ec2, ids=ids)}
         missing = set(ids) - found
-        # EC2 may deny a machine that runs, so terminate it to be safe.
+        # EC2 may not find a machine that is running, so terminate it to be safe.
         terminate(self._clients.ec2, sorted(missing))
         self._state = self._state.looked_up(found, missing, now)
 
@@ -373,8 +373,8 @@ class Reconciler:
                 self._detail = f"EC2 refused a launch{place}: {one.message}."
                 self._warnings.warn(f"refused {one.code}", self._detail)
         if answer.acks:
-            # Tick again immediately: there may be more to launch, and the new machines are listed
-            # soon.
+            # Tick again immediately: there may be more to launch, and the new machines will be
+            # listed soon.
             self._wake.set()
 
     def _write_state(self) -> None:
@@ -388,7 +388,7 @@ class Reconciler:
             self._renewals += 1
             self._timers.lease.last = now
         except StoreError as exc:
-            # The first renewal takes the lease, see `adopt`.
+            # The first renewal acquires the lease, see `adopt`.
             if not self._renewals:
                 raise
             # Retry in the next tick, not after a quarter of the lease.

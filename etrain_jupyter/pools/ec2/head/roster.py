@@ -1,4 +1,4 @@
-"""The nodes of a cluster as the reconcile thread knows them: ready, leaving, or gone."""
+"""The nodes of a cluster as the reconcile thread sees them: ready, leaving, or gone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from etrain_jupyter.pools.ec2.ledger import (
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 RECLAIM_LATE_S = 120.0
-"""Delay in seconds after the announced time, from which we terminate a machine ourselves."""
+"""Seconds after the announced time at which we terminate a machine ourselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ class FleetRoster:
         self.members: dict[str, FleetNode] = {}
         """Running nodes, by id."""
         self._known: set[str] | None = None
-        """Ids that were ever listed; None before the first update."""
+        """Ids of all nodes listed so far; None before the first update."""
         self.ready: set[str] = set()
         """Nodes whose workers have connected at least once."""
         self.leaving: dict[str, float] = {}
         """Deadlines of the released nodes, in seconds since the epoch."""
         self.ending: dict[str, str] = {}
-        """Reasons for the nodes whose termination we have requested."""
+        """Why we requested a node's termination, by id."""
         self._gone: list[tuple[str, str]] = []
         self.last_failure = ""
         """Message about the last node whose workers never connected."""
@@ -73,7 +73,7 @@ class FleetRoster:
         max_failures: int,
         now: float,
     ) -> FleetState:
-        """Process EC2's listing: find nodes that are ready, gone, or have failed to boot."""
+        """Process EC2's listing: find nodes that are ready or gone, or failed to boot."""
         listed = {member.instance.id: member for member in members}
         #   EC2 lists it        query by id      result
         #   as living           -                member
@@ -90,8 +90,8 @@ class FleetRoster:
             listed[one.id] = member
             if one.is_living:
                 new[one.id] = member
-        # Some end before any listing has shown them running.
-        # At the first update, ended machines belong to a previous head.
+        # Some end before any listing shows them running. At the first update, ended machines belong
+        # to a previous head.
         if self._known is not None:
             gone += [id for id in listed if id not in self._known and id not in new]
         self._known = {*(self._known or ()), *listed}
@@ -133,8 +133,7 @@ class FleetRoster:
         self, id: str, desired: DesiredFleet, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
         """Check whether a node's workers have connected, or whether it refuses to serve."""
-        # Ready once is ready forever: a worker that loses its connection later is not a boot
-        # failure.
+        # Once ready, always ready: a worker that later loses its connection is not a boot failure.
         if id in self.ready or id in self.ending:
             return state
         # Read the report in S3 only if the connection does not answer the question. A worker may
@@ -171,7 +170,7 @@ class FleetRoster:
     def _count_failure(
         self, id: str, why: str, error: str, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
-        # A refused or overdue node is counted at once, and must not count again when it is gone.
+        # A node that refused or is overdue is counted at once, not again when it is gone.
         if id in state.blamed:
             return state
         self.report_failure(id, why, error)
@@ -187,7 +186,7 @@ class FleetRoster:
         try:
             return self._files.node_state(id)
         except StoreError:
-            return None  # renewing the lease, in the same bucket, reports this
+            return None  # the lease renewal reports this: it uses the same bucket
 
     def release(
         self,
@@ -199,7 +198,7 @@ class FleetRoster:
     ) -> None:
         """Schedule nodes for termination after the drain time, and notify the jobs on them."""
         for id, _ in releases:
-            # The first release sets the deadline; the rules may repeat it in every tick.
+            # The first release sets the deadline; the rules may repeat the release in every tick.
             if id not in self.leaving and id in self.members:
                 self.leaving[id] = now + drain_s
                 if id in desired.busy:
@@ -270,9 +269,9 @@ def rows_of(
     volume_gib: int,
     living: Iterable[str] = (),
 ) -> list[Row]:
-    """Return ledger rows of the machines that EC2 lists, and of those that it no longer lists.
+    """Return ledger rows for the machines that EC2 lists, and for those that it no longer lists.
 
-    ``living`` are the ids of machines that run although the listing lacks them.
+    ``living`` contains the ids of machines that run but are missing from the listing.
     """
     listed = {one.id for one in instances} | set(living)
     rows = [
@@ -290,7 +289,7 @@ def rows_of(
         )
         for one in instances
     ]
-    # EC2 stops listing machines an hour after their end.
+    # EC2 stops listing machines an hour after they end.
     gone = [row for row in ledger.rows.values() if row.ended_at is None and row.id not in listed]
     return [*rows, *(replace(row, ended_at=now) for row in gone)]
 

@@ -34,8 +34,8 @@ def over_budget(count: Count, rules: Rules, view: View) -> list[Release]:
 def surplus(count: Count, state: FleetState, rules: Rules, target: int) -> list[Release]:
     """Release machines beyond ``target`` workers.
 
-    Busy machines stay. First go those at risk of an interruption, then those not ready, outside the
-    zone, on demand, and the newest. ``on_demand_base`` workers stay on demand.
+    Busy machines stay. Release order: at risk of an interruption, not ready, outside the zone, on
+    demand, newest. ``on_demand_base`` workers stay on demand.
     """
     releases = []
     too_many = count.num_sure - target
@@ -53,7 +53,7 @@ def surplus(count: Count, state: FleetState, rules: Rules, target: int) -> list[
         ),
     )
     for machine in candidates:
-        # Ending it would leave too few workers; a smaller machine may come later in the order.
+        # Releasing it would leave too few workers; a smaller machine may come later in the order.
         if machine.workers > too_many:
             continue
         if machine.lifecycle == "on-demand":
@@ -67,9 +67,9 @@ def surplus(count: Count, state: FleetState, rules: Rules, target: int) -> list[
 
 
 def outside_zone(state: FleetState, view: View, count: Count) -> list[Release]:
-    """Release one machine outside the zone, once all are ready; a new one is launched inside."""
+    """Release one machine outside the zone, once all are ready; replace it inside."""
     # One at a time, and only from a settled fleet: the job loses at most one machine's workers, and
-    # the next move waits until the replacement trains.
+    # the next move waits until the replacement is training.
     is_settled = not count.coming and all(m.is_ready for m in count.staying)
     outside = [m for m in count.staying if m.zone != state.zone]
     if not (state.zone and outside and is_settled):

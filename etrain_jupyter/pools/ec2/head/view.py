@@ -69,7 +69,7 @@ class Rules:
             most_on_demand=capacity.on_demand.most,
             max_hourly=spec.budget.max_hourly,
             max_total=spec.budget.max_total,
-            # The drain time of the jobs, and some ticks until all machines are seen to have ended.
+            # The jobs' drain time, plus a few ticks until all machines are seen to have terminated.
             reserve_s=spec.interruption.drain + min(STOP_S, 6 * spec.tick),
             boot_s=spec.lifetime.boot,
             linger_s=spec.lifetime.linger,
@@ -85,11 +85,11 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The present fleet."""
+    """The current fleet."""
 
     now: float
     wanted: int
-    """Number of workers."""
+    """Number of workers wanted."""
     machines: tuple[Machine, ...] = ()
     offers: tuple[Offer, ...] = ()
     spent_usd: float = 0.0
@@ -99,7 +99,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetWarning:
-    """A warning for the logs of jobs, repeated rarely."""
+    """A rate-limited warning for the jobs' logs."""
 
     key: str
     """Identifies the condition: the same key is rate-limited even if figures in the text change."""
@@ -144,7 +144,7 @@ class Count:
 
     @property
     def num_sure(self) -> int:
-        """Number of workers without unanswered requests."""
+        """Number of workers, not counting unanswered requests."""
         return self.num - self.num_unanswered
 
     @property
@@ -155,14 +155,13 @@ class Count:
     @property
     def num_on_demand(self) -> int:
         """Number of workers on demand."""
-        # Unlike `num_sure`, with unanswered requests: the limit on full price must never be
-        # exceeded.
+        # Unlike `num_sure`, count unanswered requests: the on-demand limit must never be exceeded.
         here = sum(m.workers for m in self.staying if m.lifecycle == "on-demand")
         return here + sum(n for _, life, n in self.coming if life == "on-demand")
 
     @property
     def main_zone(self) -> str:
-        """Zone of most workers."""
+        """Zone with the most workers."""
         num: dict[str, int] = {}
         for machine in self.staying:
             num[machine.zone] = num.get(machine.zone, 0) + machine.workers
@@ -190,7 +189,7 @@ def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
         count.coming.append((ack.zone, ack.lifecycle, ack.workers))
         count.coming_usd += prices.get((ack.type, ack.zone, ack.lifecycle), 0.0)
     for request, _ in state.unanswered:
-        # With several zones, the actual one is unknown until the answer: no zone counts as used.
+        # With several zones, the actual one is unknown until EC2 answers: no zone counts as used.
         zones = {zone for _, zone in request.overrides}
         zone = zones.pop() if len(zones) == 1 else ""
         count.coming.append((zone, request.lifecycle, request.num_workers))
@@ -202,7 +201,7 @@ def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
 
 
 def highest_usd(offers: Sequence[Offer], rules: Rules) -> float:
-    """Return the maximum cost of a worker in US dollars an hour, on demand if allowed."""
+    """Return the maximum hourly cost of a worker in US dollars, including on-demand if allowed."""
     # On-demand machines bound the worst case only if the pool may launch any.
     lives = ("spot", "on-demand") if rules.most_on_demand else ("spot",)
     prices = [(offer.usd(life), offer.workers) for offer in offers for life in lives]

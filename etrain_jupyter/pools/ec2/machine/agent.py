@@ -1,7 +1,7 @@
-"""Entry of an EC2 machine's agent: ``python -m etrain_jupyter.pools.ec2.machine.agent S3_URL``.
+"""Run an EC2 machine's agent: ``python -m etrain_jupyter.pools.ec2.machine.agent S3_URL``.
 
-The last line of the machine's user-data. The agent identifies the machine, reads the cluster's
-files from S3, serves, and finally turns the machine off.
+The last line of the machine's user-data runs this. The agent identifies the machine, reads the
+cluster's files from S3, serves, and finally turns the machine off.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     log_to_stderr()
     redact_logs()
-    # boto3 would request the role's credentials through a proxy.
+    # Otherwise, boto3 would request the role's credentials through a proxy.
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
     os.environ["NO_PROXY"] = ",".join(filter(None, (known, "169.254.169.254")))
     folder = os.environ.get("ETRAIN_NODE_DIR") or tempfile.mkdtemp(prefix="etrain-node-")

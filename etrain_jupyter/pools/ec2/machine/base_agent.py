@@ -1,7 +1,7 @@
 """Base of the agents: boot, mailbox, end of the lifetime, and turning the machine off.
 
-A machine must never stay on by mistake, so three time limits turn it off, and any exception of the
-agent does::
+A machine must never stay on by mistake, so three time limits turn it off, and so does any exception
+in the agent::
 
     launch          lifetime.boot            lease_ttl               lifetime.max
       |--------------------|-------- ... --------|-------- ... -----------|
@@ -42,8 +42,8 @@ logger = logging.getLogger("etrain.agent")
 T = TypeVar("T")
 
 BOOT_S = 600.0
-"""Timeout for the metadata service and S3 at boot, in seconds: a new role takes minutes to reach
-all of AWS."""
+"""Timeout for the metadata service and S3 at boot, in seconds: a new role takes minutes to
+propagate through AWS."""
 BOOT_RETRY_S = 2.0
 POLL_S = 0.25
 STOP_S = 10.0
@@ -89,18 +89,18 @@ class MachineAgent:
 
     def request_stop(self, *_: object) -> None:
         """Stop the workers gracefully, then the machine; may be called by a signal handler."""
-        # SimpleQueue.put is reentrant, so a signal handler may interrupt another put of this
+        # SimpleQueue.put is reentrant, so a signal handler may interrupt another put in this
         # thread.
         self._inbox.put(("stop", None))
 
     def run(self) -> str:
-        """Boot and serve; return why the machine is to be turned off."""
+        """Boot and serve; return why the machine must be turned off."""
         try:
             self._boot()
             self._start()
             return self._serve()
         except StopRequestedError as exc:
-            # Only an orderly stop gives the workers time. After any other reason `turn_off` kills
+            # Only an orderly stop gives the workers time. In all other cases, `turn_off` kills
             # them, at the latest when the system goes down.
             self._children.end(STOP_S)
             return str(exc)
@@ -159,9 +159,9 @@ class MachineAgent:
         while True:
             try:
                 return read()
-            # Normal at boot: the network comes up late, a new role is not known everywhere yet, and
-            # the head may still be writing the objects. ValueError and KeyError are truncated or
-            # older objects.
+            # Normal at boot: the network comes up late, a new role has not propagated yet, and
+            # the head may still be writing the objects. ValueError and KeyError come from truncated
+            # or outdated objects.
             except (OSError, ValueError, KeyError, StoreError) as exc:
                 error = f"{type(exc).__name__}: {exc}"
             # Log changes only: the log is the machine's console, which EC2 limits to 64 KiB.
@@ -189,7 +189,7 @@ class MachineAgent:
         return data
 
     def _check_versions(self, fingerprint: dict[str, str]) -> None:
-        """Refuse to serve if objects that the notebook pickled could not be unpickled here."""
+        """Refuse to serve if objects pickled by the notebook could not be unpickled here."""
         name = self._identity.instance_id
         found = compare(fingerprint, self._config.fingerprint, at=name, here="the notebook")
         for note in found.notes:
@@ -216,7 +216,7 @@ class MachineAgent:
     def _serve(self) -> str:
         while True:
             self._take_messages(POLL_S)
-            # A lost lease or the end of the lifetime counts before a stop request and before
+            # A lost lease or the end of the lifetime takes precedence over a stop request and
             # `_poll`: no state of the workers may keep the machine on.
             if why := self._reason_to_end():
                 return why
@@ -226,7 +226,7 @@ class MachineAgent:
                 return why
 
     def _take_messages(self, timeout_s: float) -> None:
-        """Process the messages of threads and signal handlers; wait for the first one."""
+        """Process messages from threads and signal handlers; wait for the first one."""
         with contextlib.suppress(queue.Empty):
             while True:
                 kind, value = self._inbox.get(timeout=timeout_s)
@@ -244,8 +244,8 @@ class MachineAgent:
     def _reason_to_end(self) -> str:
         if self._lost:
             return self._lost
-        # The watch runs on its own thread, which a request may block despite its timeouts. A watch
-        # that no longer checks would otherwise keep the machine on after its head is gone.
+        # The watch runs on its own thread, which a request may block despite its timeouts. A stuck
+        # watch would otherwise keep the machine on after its head is gone.
         if self._lease is not None and self._lease.stuck_s():
             return "the watch of the lease is stuck"
         if time.monotonic() >= self._ends_at:

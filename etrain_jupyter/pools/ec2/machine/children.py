@@ -18,7 +18,7 @@ from etrain_jupyter.process.gpus import finish_gpu_query, start_gpu_query
 logger = logging.getLogger("etrain.agent")
 
 GPU_QUERY_S = 60.0
-"""A driver that has just been loaded is slow to answer."""
+"""Timeout in seconds: a driver that has just been loaded is slow to respond."""
 
 
 def names_of(instance_id: str, count: int) -> list[str]:
@@ -31,11 +31,11 @@ def names_of(instance_id: str, count: int) -> list[str]:
 
 
 def slots_of_machine(workers_per_node: int) -> list[Slot]:
-    """Return the slots for this machine's workers: one per GPU, or one without GPUs."""
+    """Return the slots for this machine's workers: one per GPU, or one if there are no GPUs."""
     gpus = finish_gpu_query(start_gpu_query(), timeout_s=GPU_QUERY_S)
     if gpus:
         slots = make_slots(gpus, max_cpu_slots=0)
-        # With more workers than GPUs, workers share GPUs in turn.
+        # If there are more workers than GPUs, they share the GPUs round-robin.
         count = workers_per_node or len(slots)
         return [slots[k % len(slots)] for k in range(count)]
     count = workers_per_node or 1
@@ -47,10 +47,10 @@ def slots_of_machine(workers_per_node: int) -> list[Slot]:
 
 
 class Children:
-    """Processes that end with this one: they read from a pipe that only this process can write."""
+    """Processes that exit with this one: they read from a pipe that only this one can write to."""
 
     def __init__(self) -> None:
-        # Children inherit the read end only; the system closes the write end when we exit.
+        # Children inherit only the read end; the kernel closes the write end when we exit.
         self._pipes: tuple[int, ...] = os.pipe()
         self._by_name: dict[str, subprocess.Popen[bytes]] = {}
         self._codes: dict[str, int] = {}
@@ -65,15 +65,14 @@ class Children:
             [sys.executable, *flags, "-m", module, *arguments],
             stdin=self._pipes[0],
             env={**os.environ, **env},
-            # In its own process group, killpg reaches processes that user code started in the
-            # worker.
+            # A process group of its own, so that killpg reaches processes started by user code.
             process_group=0,
         )
         self._by_name[name] = process
         logger.info("worker %s started as process %d", name, process.pid)
 
     def codes(self) -> dict[str, int]:
-        """Return the exit codes of processes that have ended, and log new ones."""
+        """Return the exit codes of processes that have exited, and log new ones."""
         for name, process in self._by_name.items():
             code = process.poll()
             if code is not None and name not in self._codes:
@@ -85,14 +84,14 @@ class Children:
 
     @property
     def have_ended(self) -> bool:
-        """True if processes were started and all have ended."""
+        """True if processes were started and all have exited."""
         return bool(self._by_name) and len(self.codes()) == len(self._by_name)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all running processes."""
         for process in self._by_name.values():
             with contextlib.suppress(ProcessLookupError):
-                # Popen checks first whether the process has ended, so a reused pid is never
+                # Popen checks first whether the process has exited, so a reused pid is never
                 # signalled.
                 process.send_signal(number)
 
@@ -115,7 +114,7 @@ class Children:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create the folder of a node, which only this user can enter."""
+    """Create a node's folder, accessible to this user only."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # mkdir's mode is subject to the umask and has no effect on an existing folder.
     os.chmod(folder, 0o700)

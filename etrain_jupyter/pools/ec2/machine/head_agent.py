@@ -25,13 +25,13 @@ from etrain_jupyter.process.tls import write_certificates
 from etrain_jupyter.storage.objects.bucket_owners import VARIABLE as OWNERS
 
 KEEPER_GONE_S = 60.0
-"""Time without a keeper after which the machine is turned off: nothing restarts it here."""
+"""Time without a keeper after which the machine is turned off: nothing restarts a keeper here."""
 
 
 class HeadAgent(MachineAgent):
     """Keeps the machine of a scheduler on while the scheduler runs.
 
-    It watches no lease: the scheduler of this very machine is the one that renews it.
+    It watches no lease: the scheduler on this machine is what renews it.
     """
 
     def __init__(self, url: str, folder: Path, *, keys: str, owner: str = "") -> None:
@@ -40,7 +40,7 @@ class HeadAgent(MachineAgent):
         self._keeper_seen_at = time.monotonic()
 
     def _start(self) -> None:
-        # Set before the first call of `open_state_root`. `turn_off` removes the folder.
+        # Set before the first call to `open_state_root`. `turn_off` removes the folder.
         os.environ["ETRAIN_STATE"] = str(self._folder / "state")
         os.environ.setdefault("AWS_DEFAULT_REGION", self._identity.region)
         os.environ[OWNERS] = self._bucket_owners()
@@ -55,8 +55,8 @@ class HeadAgent(MachineAgent):
                 raise AgentError(f"the scheduler did not start: {exc}") from exc
         assert self._reports is not None
         self._reports.report("ready")
-        # Until here the user-data's timer (lifetime.boot) was armed; the scheduler serves, so now
-        # the lifetime counts.
+        # Until now, the user-data's timer (lifetime.boot) was armed. The scheduler serves, so the
+        # lifetime applies from here on.
         arm_timer(self._ends_at - time.monotonic())
         self._keeper_seen_at = time.monotonic()
 
@@ -66,7 +66,7 @@ class HeadAgent(MachineAgent):
         # The notebook's version may have settings that this one lacks.
         known = {field.name for field in dataclasses.fields(ClusterSettings)}
         settings = ClusterSettings(**{key: value for key, value in given.items() if key in known})
-        # The launcher did not know the address of a machine that did not exist.
+        # The launcher did not know the address, because the machine did not exist yet.
         settings = dataclasses.replace(settings, host=self._identity.private_ip)
         cluster = ClusterDir.make(open_state_root() / self._config.cluster_id, settings)
         write_certificates(cluster.tls, self._wait_for("the certificates", self._read_keys))
@@ -81,8 +81,8 @@ class HeadAgent(MachineAgent):
         record = self._cluster.record()
         #   record   folder   state of the cluster
         #   alive    yes      running
-        #   none     no       shut down in order: turn off
-        #   none     yes      the keeper is about to remove the folder: as if dead
+        #   none     no       shut down cleanly: turn off
+        #   none     yes      the keeper is about to remove the folder: treat as dead
         #   dead     yes      the keeper was killed, and nothing restarts it: allow KEEPER_GONE_S
         if record is not None and record.is_alive:
             self._keeper_seen_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The lease: an object that the cluster's head renews, and without which its nodes turn off.
+"""The lease: an object that the cluster's head renews; without it, nodes turn themselves off.
 
 Its age is computed from S3's clock alone (``Date`` minus ``Last-Modified``), so that no machine's
 clock matters. One stale check is not enough, because a renewal may just be late::
@@ -32,7 +32,7 @@ STUCK_S = 60.0
 class LeaseRule:
     """Decide when a lease is lost: after two stale checks, at least ``grace_s`` apart.
 
-    Time is an argument, by a monotonic clock.
+    Time is an argument, taken from a monotonic clock.
 
     >>> rule = LeaseRule(ttl_s=60, grace_s=10, now=0)
     >>> [rule.take(age_s, now) for age_s, now in [(5, 1), (61, 60), (71, 65), (81, 71)]]
@@ -56,7 +56,8 @@ class LeaseRule:
             self._answered_at = now
         if age_s is None:
             # A missing answer does not make the lease stale. The head may be renewing it while only
-            # this node has lost S3, so the node gets as much time without S3 as without a renewal.
+            # this node has lost access to S3, so the node gets as much time without S3 as without a
+            # renewal.
             silent_s = now - self._answered_at
             is_stale = silent_s > self._ttl_s
             reason = f"the lease could not be read for {silent_s:.0f} s ({error})"
@@ -67,13 +68,13 @@ class LeaseRule:
             if age_s == float("inf"):
                 reason = "there is no lease"
         if not is_stale:
-            # One valid check starts the count again: the stale checks must be consecutive.
+            # A valid check resets the count: the stale checks must be consecutive.
             self._stale_since, self._num_stale = None, 0
             return ""
         self._num_stale += 1
         if self._stale_since is None:
             self._stale_since = now
-        # Two checks in quick succession would see the same late renewal.
+        # Two checks in quick succession could fail because of the same late renewal.
         if self._num_stale < 2 or now - self._stale_since < self._grace_s:
             return ""
         return f"{reason}; it is valid for {self._ttl_s:g} s"
@@ -82,8 +83,8 @@ class LeaseRule:
 class LeaseWatch:
     """Polls the lease, on its own thread, every ``check_s`` seconds.
 
-    ``on_change`` and ``on_lost`` are called on the thread: with the scheduler in the lease when it
-    changes, and once with why the lease is lost.
+    Both callbacks run on that thread: ``on_change`` gets the scheduler in the lease whenever it
+    changes; ``on_lost`` is called once, with the reason.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class LeaseWatch:
         self._end.set()
 
     def stuck_s(self) -> float:
-        """Return by how much the check in progress is overdue, beyond ``STUCK_S``; 0.0 if not."""
+        """Return how many seconds beyond ``STUCK_S`` the current check is overdue, or 0.0."""
         # Wait as long as `LeaseRule` would for an S3 that does not answer, plus a margin, so that a
         # slow S3 is reported as such and only a blocked thread as stuck.
         late_s = time.monotonic() - self._checked_at - self._ttl_s - self._check_s - STUCK_S
@@ -125,7 +126,7 @@ class LeaseWatch:
             lost = self._check()
             self._checked_at = time.monotonic()
             if lost:
-                # Once is enough: the agent never returns from a lost lease.
+                # Once is enough: the agent never recovers from a lost lease.
                 self._on_lost(lost)
                 return
             self._end.wait(self._check_s)
@@ -136,7 +137,7 @@ class LeaseWatch:
             found = self._bucket.get_aged(LEASE, f"{LEASE} cannot be read")
             age_s = float("inf") if found is None else found.age_s
             # The age counts even if this raises because the content is malformed: a head did write
-            # the object, and may be of another version.
+            # the object, perhaps one of another version.
             if found is not None:
                 self._note_scheduler(json.loads(found.data))
         except StoreError as exc:

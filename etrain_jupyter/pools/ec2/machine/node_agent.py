@@ -51,11 +51,11 @@ class NodeAgent(MachineAgent):
         self._notices = NoticeWatch(self._imds, self._on_notice, poll_s=poll_s)
         self._watches.append(self._notices)
         self._notices.start()
-        # The notices are watched from here on: EC2 may reclaim a machine while it still boots.
+        # Watch for notices from here on: EC2 may reclaim a machine that is still booting.
         prepare_folder(self._folder)
         write_certificates(self._folder / TLS, self._wait_for("the certificates", self._read_tls))
-        # Workers need the scheduler's address at their start. Without any lease the head is gone
-        # already, and the boot timeout turns the machine off.
+        # Workers need the scheduler's address when they start. If there is no lease, the head is
+        # already gone, and the boot timeout turns the machine off.
         self._wait_for("the lease", self._read_lease)
         self._watch_lease()
         self._start_workers()
@@ -92,9 +92,9 @@ class NodeAgent(MachineAgent):
 
     def _start_workers(self) -> None:
         config, me = self._config, self._identity
-        # The head derives the same names from EC2's description of the type. If the driver shows
-        # another number of GPUs, the missing workers are never connected, but one connected worker
-        # is enough for the node to count as ready.
+        # The head derives the same names from EC2's description of the type. If the driver reports
+        # a different number of GPUs, the missing workers never connect, but one connected worker is
+        # enough for the node to count as ready.
         slots = slots_of_machine(config.workers_per_node)
         for name, slot in zip(names_of(me.instance_id, len(slots)), slots, strict=True):
             options = {
@@ -102,13 +102,13 @@ class NodeAgent(MachineAgent):
                 "device": slot.device,
                 "supervisor": config.supervisor,
                 "host": me.private_ip,
-                # The lease decides how long the head may be away, and the agent enforces it.
+                # The lease decides how long the head may be away, and the agent enforces this.
                 "away-s": str(2 * config.lease_ttl_s + BOOT_S),
             }
             arguments = [arg for key, value in options.items() for arg in (f"--{key}", value)]
             environment = {
                 "AWS_DEFAULT_REGION": me.region,
-                # The user's variables come after the region, which they may change, and before
+                # The user's variables come after the region, which they may override, and before
                 # everything that identifies the cluster, which they may not.
                 **config.role_env,
                 OWNERS: self._bucket_owners(),
@@ -127,8 +127,8 @@ class NodeAgent(MachineAgent):
 
     def _poll(self) -> str:
         self._drain_if_due()
-        # A worker touches this file each time it connects to a scheduler. One is enough: the
-        # machine is in use. From now on the lifetime counts instead of the boot timeout.
+        # A worker touches this file each time it connects to a scheduler. One such file is enough:
+        # the machine is in use. From now on, the lifetime applies instead of the boot timeout.
         if not self._is_ready and any(self._folder.glob(f"{SERVING_FILE}-*")):
             self._is_ready = True
             arm_timer(self._ends_at - time.monotonic())
@@ -139,14 +139,14 @@ class NodeAgent(MachineAgent):
     def _drain_if_due(self) -> None:
         left_s = self._ends_at - time.monotonic()
         if self._is_ready and not self._is_drain_requested and left_s <= self._config.drain_s:
-            # SIGUSR1 once: for a supervisor it is an interruption notice of ETRAIN_NOTICE_S
-            # seconds.
+            # Send SIGUSR1 only once: a supervisor treats it as an interruption notice of
+            # ETRAIN_NOTICE_S seconds.
             self._is_drain_requested = True
             logger.warning("the lifetime is over in %.0f s: notifying the workers", left_s)
             self._children.signal(signal.SIGUSR1)
 
     def _after_workers(self) -> str:
-        """Return why to turn off.
+        """Return why the machine must be turned off.
 
         First wait for EC2 if it will reclaim the machine for free::
 
@@ -159,14 +159,14 @@ class NodeAgent(MachineAgent):
         exits = ", ".join(f"{name}: exit code {code}" for name, code in codes.items())
         why = f"all workers have ended ({exits})"
         if self._notice is None:
-            # The workers poll for notices, too, and may have exited before our watch has seen it.
-            # This puts a notice into the mailbox, so take the messages next.
+            # The workers poll for notices, too, and may have exited before our watch has seen the
+            # notice. Put it into the mailbox now, and process the messages next.
             self._notices.look_now()
         self._take_messages(0.0)
         if self._notice is None or not self._is_free(self._notice):
             return why
-        # EC2 gives two minutes. A deadline far in the future is an error of the service or the
-        # clock.
+        # EC2 gives two minutes' notice. A deadline far in the future is an error in the service or
+        # the clock.
         left_s = min(self._notice.left_s(), MAX_NOTICE_S)
         logger.warning("%s; EC2 reclaims this machine in %.0f s, at no charge", why, left_s)
         until = time.monotonic() + left_s + RECLAIM_MARGIN_S
@@ -176,8 +176,8 @@ class NodeAgent(MachineAgent):
 
     def _is_free(self, notice: Notice) -> bool:
         """Return whether EC2 charges nothing if it reclaims the machine at the deadline."""
-        # Age of the machine at the deadline, from AWS's clock at boot and the monotonic clock
-        # since.
+        # Age of the machine at the deadline, from AWS's clock at boot and the monotonic clock since
+        # then.
         age_s = self._identity.age_s + time.monotonic() - self._known_at + notice.left_s()
         is_spot = self._identity.lifecycle == "spot"
         return is_spot and self._config.first_hour == "wait-for-ec2" and age_s < FIRST_HOUR_S

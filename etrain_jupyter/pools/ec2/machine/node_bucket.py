@@ -1,4 +1,4 @@
-"""The cluster's objects in S3, as a node reads them with the role of its machine."""
+"""The cluster's objects in S3, as a node reads them with its machine's role."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LIMITS = S3Limits(
     patience_s=5.0,
     deadline_s=20.0,
 )
-"""Every call ends within half a minute whatever the network does: a machine that cannot reach S3
-must be able to turn itself off."""
+"""Every call returns within half a minute, whatever the network does: a machine that cannot reach
+S3 must be able to turn itself off."""
 
 
 def open_node_bucket(url: str, *, region: str, owner: str = "") -> Bucket:

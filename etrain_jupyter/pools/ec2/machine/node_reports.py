@@ -39,16 +39,17 @@ class NodeReports:
         self._inbox.put(record)
 
     def refuse(self, error: str) -> None:
-        """Write that the machine cannot be used, and wait until that is written."""
+        """Report that the machine cannot be used, and wait until the report is written."""
         self._is_refused = True
         self.report("refused", error)
         # None ends the thread: a later `end` must not overwrite the refusal.
         self._inbox.put(None)
-        # The machine powers off next. Without the report, the head would see only that it ended.
+        # The machine powers off next. Without the report, the head would only see that the machine
+        # has terminated.
         self._thread.join(REFUSE_S)
 
     def end(self, why: str) -> None:
-        """Write that the machine turns off, asynchronously."""
+        """Report that the machine is turning off, asynchronously."""
         if not self._is_refused:  # keep the refusal, which says why
             self.report("ended", why)
             self._inbox.put(None)

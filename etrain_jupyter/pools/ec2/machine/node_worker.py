@@ -1,6 +1,6 @@
 """A worker process of an EC2 node: ``python -m etrain_jupyter.pools.ec2.machine.node_worker``.
 
-Only the node's agent starts it, and it ends with the agent. The agent writes the scheduler's
+Only the node's agent starts it, and it exits with the agent. The agent writes the scheduler's
 address, which the cluster's lease contains, to the node's folder.
 """
 
@@ -18,9 +18,9 @@ from etrain_jupyter.worker.entry import make_parser, run_worker
 TLS = "tls"
 SCRATCH = "scratch"
 SCHEDULER_FILE = "scheduler.json"
-"""The scheduler in the lease; a file in the node's folder."""
+"""File in the node's folder with the scheduler in the lease."""
 SERVING_FILE = "serving"
-"""Prefix of a file in the node's folder, one for each worker that has connected."""
+"""Prefix of files in the node's folder: one for each worker that has connected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +30,18 @@ class LeaseRecord:
     address: str
     num_lives: int
     is_serving: bool = True
-    """Unknown: this machine cannot see the scheduler's process. Assume so, and try to connect."""
+    """This machine cannot see the scheduler's process: assume True, and try to connect."""
 
 
 class FileFinder:
-    """Finds the scheduler in the file that the agent writes, which reads S3 for all workers."""
+    """Finds the scheduler in a file written by the agent, which reads S3 for all workers."""
 
     is_remote = True
 
     def __init__(self, folder: Path, *, away_s: float) -> None:
         self._path = folder / SCHEDULER_FILE
         # Longer than the lease is valid: the agent turns the machine off before the worker gives
-        # up, so that the reason which is reported is the lost lease.
+        # up, so that the lost lease is the reported reason.
         self.away_s = away_s
 
     def look(self) -> LeaseRecord:
@@ -51,7 +51,7 @@ class FileFinder:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse what the agent passed."""
+    """Parse the arguments from the agent."""
     parser = make_parser("etrain-node-worker")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--host", required=True)
@@ -60,11 +60,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run until the end."""
+    """Run the worker until it exits."""
     arguments = parse_arguments()
     folder: Path = arguments.folder
     finder = FileFinder(folder, away_s=arguments.away_s)
-    # The agent has written the file before it started this process.
+    # The agent wrote the file before it started this process.
     first = finder.look()
     log_to_stderr()
     # After `log_to_stderr`, which creates the handlers. The output is the machine's console.

@@ -1,4 +1,4 @@
-"""Turn the machine off. Its launch template makes EC2 terminate it then."""
+"""Turn the machine off; because of its launch template, EC2 then terminates it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAST_RESORTS = (["systemctl", "poweroff", "--force"], ["poweroff", "-f"])
 
 
 def arm_timer(left_s: float) -> None:
-    """Schedule a shutdown of the system, in place of any previous one."""
-    # `shutdown` takes whole minutes. Round up: the agent itself ends the lifetime to the second,
-    # and this timer is for an agent that hangs.
+    """Schedule a system shutdown, replacing any previous one."""
+    # `shutdown` accepts whole minutes only. Round up: the agent itself ends the lifetime to the
+    # second, and this timer is for an agent that hangs.
     minutes = max(1, math.ceil(left_s / 60))
-    # Without a scheduled shutdown, this at worst logs a warning.
+    # If none is scheduled, this at worst logs a warning.
     _run(["shutdown", "-c"])
     _run(["shutdown", "-h", f"+{minutes}"])
     logger.info("this machine turns off in %d min at the latest", minutes)
@@ -38,7 +38,7 @@ def power_off(num_tries: int = 12) -> bool:
         if number:
             time.sleep(RETRY_S)
         # The launch template has InstanceInitiatedShutdownBehavior "terminate", so a halt from
-        # inside terminates the machine, without credentials and without a network.
+        # inside terminates the machine, and needs neither credentials nor a network.
         commands = [["shutdown", "-h", "now"], *(LAST_RESORTS if _is_ec2_machine() else ())]
         if any(_run(command) for command in commands):
             return True

@@ -1,6 +1,6 @@
 """Remove credentials from a node's output.
 
-Its log is the machine's console, which anyone who may describe instances can read.
+Nodes log to the machine's console, which anyone allowed to describe instances can read.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 
 HIDDEN = "[hidden]"
 
-# Each alternative matches to the end of the secret, or of the text: output may be truncated in the
-# middle of a key. Too much is hidden rather than too little.
+# Each alternative matches up to the end of the secret or of the text: output may be truncated in
+# the middle of a key. Better to hide too much than too little.
 _SECRETS = re.compile(
     r"""
     -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
@@ -25,7 +25,7 @@ _SECRETS = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return a text without anything that may be a credential.
+    """Hide everything in a text that may be a credential.
 
     >>> redact("GET /k?X-Amz-Signature=0f3a9c of AKIAIOSFODNN7EXAMPLE")
     'GET /k?[hidden] of [hidden]'
@@ -47,6 +47,6 @@ class _Redacting(logging.Formatter):
 def redact_logs() -> None:
     """Redact the output of all log handlers of this process; call it after creating them."""
     for handler in logging.getLogger().handlers:
-        # A filter would see only the message and its arguments, but not the traceback, which the
+        # A filter would see only the message and its arguments, not the traceback, which the
         # formatter appends.
         handler.setFormatter(_Redacting(handler.formatter or logging.Formatter()))

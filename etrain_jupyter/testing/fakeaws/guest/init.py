@@ -1,10 +1,10 @@
-"""The first process of a simulated instance: runs the user-data, adopts orphans, and ends all.
+"""The first process of a simulated instance: runs the user-data, adopts orphans, and ends them all.
 
 It reads one line of JSON, ``{"command": [...], "environment": {...}, "folder": "...",
 "console": "..."}``, and runs the command with its output in the file ``console``. Its standard
 input represents the power supply: when that closes, because the harness closed it or died, the
 process kills all processes of the machine and itself. As on EC2, the machine keeps running after
-the user-data has ended.
+the user-data has finished.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_all() -> None:
-    """Kill all descendants of this process, including those created meanwhile."""
-    # Repeat until none is left: a process may fork between the scan and its kill. Reaping is part
-    # of it, because orphans become our children.
+    """Kill all descendants of this process, including those created in the meantime."""
+    # Repeat until none is left: a process may fork between the scan and its kill. Reap as well,
+    # because orphans become our children.
     ends_at = time.monotonic() + MAX_KILL_S
     while (alive := descendants(os.getpid())) and time.monotonic() < ends_at:
         for pid in alive:
@@ -60,7 +60,7 @@ def kill_all() -> None:
 
 
 def reap() -> None:
-    """Reap ended child processes."""
+    """Reap child processes that have exited."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -70,7 +70,7 @@ def main() -> None:
     """Run the machine."""
     # Adopt orphans, so that no process survives the machine.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # Only the end of standard input, or SIGKILL, ends the machine.
+    # Only EOF on standard input, or SIGKILL, ends the machine.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def restore_signals() -> None:
-    """Restore the default signal handlers: a child inherits signals that are ignored."""
+    """Restore the default signal handlers: children inherit ignored signals."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 

@@ -1,8 +1,9 @@
-"""Remove what a harness created on this machine, after any kind of end.
+"""Remove what a harness created on this machine, however the harness ended.
 
 ``python janitor.py FOLDER [BRIDGE CABLES]``: waits until standard input closes, gives the instances
 a moment to end by themselves (each has its own pipe to the harness), then removes the bridge, the
-cables (all names with that prefix) and the folder. Instances' namespaces end with their processes.
+cables (all names with that prefix) and the folder. The instances' namespaces disappear with their
+processes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def has_processes(folder: str) -> bool:
 def main() -> None:
     """Wait, then remove everything."""
     folder, *names = sys.argv[1:]
-    sys.stdin.buffer.read()  # blocks until the harness closes the pipe or ends
+    sys.stdin.buffer.read()  # blocks until the harness closes the pipe or exits
     ends_at = time.monotonic() + MAX_WAIT_S
     while has_processes(folder) and time.monotonic() < ends_at:
         time.sleep(0.05)
