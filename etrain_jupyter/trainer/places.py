@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from etrain_jupyter.trainer.control.faults import NO_FAULTS, PlannedFaults
+from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 
 class Places:
     """Report where the main thread is."""
 
-    def __init__(self, faults: PlannedFaults = NO_FAULTS, page: ProgressPage | None = None) -> None:
+    def __init__(self, faults: FaultInjector = NO_FAULTS, page: ProgressPage | None = None) -> None:
         self.faults = faults
         self.page = page
 
@@ -17,7 +17,7 @@ class Places:
         """Report that ``rank`` has reached a place, and inject the faults planned for it.
 
         Args:
-            place: One of the places that ``PlannedFaults.at`` lists.
+            place: One of the places that ``FaultInjector.at`` lists.
             rank: This rank.
             step: The step in progress; between steps, the last committed one.
             phase: One of ``progress_page.PHASES``.

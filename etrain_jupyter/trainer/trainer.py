@@ -26,7 +26,7 @@ from etrain_jupyter.trainer.control.device_errors import (
     is_of_machine,
 )
 from etrain_jupyter.trainer.control.error_origin import is_broken_exchange, is_our_defect
-from etrain_jupyter.trainer.control.faults import PlannedFaults
+from etrain_jupyter.trainer.control.faults import FaultInjector
 from etrain_jupyter.trainer.control.reporter import Reporter
 from etrain_jupyter.trainer.devices import choose_device, facts_of
 from etrain_jupyter.trainer.group.backends import GLOO, NCCL
@@ -123,7 +123,7 @@ class Trainer:
         self._loop: TrainLoop | None = None
         self._checkpointer: Checkpointer | None = None
         self._config: TrainConfig
-        self._faults = PlannedFaults(launch.faults, self._send)
+        self._faults = FaultInjector(launch.faults, self._send)
         self._has_state = False
         self._is_fresh = True
         """True while the model has the initial weights from the notebook's code."""

@@ -89,7 +89,8 @@ class Trend:
 def describe_early_stop(trend: Trend, *, metric: str) -> str:
     """Explain why a job ends early.
 
-    >>> describe_early_stop(Trend(best=0.912, best_step=1200, step=1800, num_stale=3), metric="accuracy")
+    >>> trend = Trend(best=0.912, best_step=1200, step=1800, num_stale=3)
+    >>> describe_early_stop(trend, metric="accuracy")
     'early stopping: accuracy has not improved in 3 evaluations since its best, 0.912 at step 1200'
     """
     since = "1 evaluation" if trend.num_stale == 1 else f"{trend.num_stale} evaluations"

@@ -61,7 +61,7 @@ class InstanceFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
+class InstanceRequest:
     """One machine to start for a fleet."""
 
     region: str
@@ -147,7 +147,7 @@ class Backend:
         if image not in ec2_backends[ACCOUNT][region].amis:
             raise ApiError("InvalidAMIID.NotFound", f"The image id '[{image}]' does not exist")
 
-    def launch(self, request: LaunchRequest) -> str:
+    def launch(self, request: InstanceRequest) -> str:
         """Create an instance from a launch template; return its id."""
         ec2 = ec2_backends[ACCOUNT][request.region]
         reference = {"LaunchTemplateId": request.template_id, "Version": request.version}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, Protocol
 
-from etrain_jupyter.testing.fakeaws.backend import Backend, LaunchRequest
+from etrain_jupyter.testing.fakeaws.backend import Backend, InstanceRequest
 from etrain_jupyter.testing.fakeaws.fleets import (
     Override,
     describe,
@@ -199,7 +199,7 @@ class Ec2:
         self, region: str, chosen: Override, lifecycle: Lifecycle, tags: dict[str, dict[str, str]]
     ) -> dict[str, Any]:
         version = chosen.template
-        request = LaunchRequest(
+        request = InstanceRequest(
             region=region,
             template_id=version.template.id,
             version=str(version.number),

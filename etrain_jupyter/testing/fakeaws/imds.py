@@ -128,7 +128,7 @@ class ImdsServer(Closing):
         self._broken: Broken = ""
         self._is_responsive = threading.Event()  # cleared while the service hangs
         self._is_responsive.set()
-        self._server = _Server(listener, self)
+        self._server = _ImdsServer(listener, self)
         self._thread = serve_in_thread(self._server, "imds")
 
     @property
@@ -229,13 +229,13 @@ class ImdsServer(Closing):
         return "\n".join(sorted(names)) if names else None
 
 
-class _Server(ThreadingHTTPServer):
+class _ImdsServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, listener: socket.socket | None, imds: ImdsServer) -> None:
         self.imds = imds
         self._open: set[socket.socket] = set()
-        super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=listener is None)
+        super().__init__(("127.0.0.1", 0), _ImdsHandler, bind_and_activate=listener is None)
         # A socket from another network namespace replaces the one created by the base class.
         if listener is not None:
             self.socket.close()
@@ -265,12 +265,12 @@ class _Server(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ImdsHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 60
 
     def do_PUT(self) -> None:
-        imds = cast(_Server, self.server).imds
+        imds = cast(_ImdsServer, self.server).imds
         if imds.fails_now():
             return self._respond(500)
         if self.path != "/latest/api/token":
@@ -283,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._respond(200, imds.issue_token(int(ttl)), {_TTL: ttl})
 
     def do_GET(self) -> None:
-        imds = cast(_Server, self.server).imds
+        imds = cast(_ImdsServer, self.server).imds
         if imds.fails_now():
             return self._respond(500)
         if not imds.is_valid(self.headers.get(_TOKEN)):

@@ -62,7 +62,7 @@ class PowerSwitch:
             folder: Folder for the socket.
             on_command: Executes an instance's command; returns the output.
         """
-        self._server = _Server(folder, on_command)
+        self._server = _PowerServer(folder, on_command)
         self._thread = serve_in_thread(self._server, "power")
 
     def close(self) -> None:
@@ -72,19 +72,19 @@ class PowerSwitch:
         self._thread.join()
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+class _PowerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     request_queue_size = 64  # all machines of a cluster may shut down at once; the default is 5
 
     def __init__(self, folder: Path, on_command: Callable[[str, PowerCommand], str]) -> None:
         self.on_command = on_command
-        super().__init__(str(folder / SOCKET), _Handler)
+        super().__init__(str(folder / SOCKET), _PowerHandler)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing if the machine went off during the request."""
 
 
-class _Handler(socketserver.StreamRequestHandler):
+class _PowerHandler(socketserver.StreamRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
@@ -92,7 +92,7 @@ class _Handler(socketserver.StreamRequestHandler):
         status = 0
         try:
             command = parse_arguments(message["arguments"])
-            text = cast(_Server, self.server).on_command(message["instance"], command)
+            text = cast(_PowerServer, self.server).on_command(message["instance"], command)
         except ValueError as exc:
             text, status = str(exc), 1
         # The command may be gone: after `shutdown now`, its process is killed, too.

@@ -31,7 +31,7 @@ class InjectedError(RuntimeError):
     """An injected exception that counts as a bug in this package, not in the notebook."""
 
 
-class PlannedFaults:
+class FaultInjector:
     """The faults that may fire in this trainer.
 
     Args:
@@ -190,5 +190,5 @@ _INJECT: dict[str, Callable[[], None]] = {
 }
 _AT_A_PLACE = frozenset({*_INJECT, "disconnect"})
 _CORRUPTIONS = frozenset({"lose_sample", "repeat_sample", "diverge", "nan_loss"})
-NO_FAULTS = PlannedFaults([], lambda _: None)
+NO_FAULTS = FaultInjector([], lambda _: None)
 """No planned faults."""

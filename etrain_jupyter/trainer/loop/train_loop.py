@@ -20,7 +20,7 @@ import torch
 from etrain_jupyter.rules.membership.stimuli import Progress
 from etrain_jupyter.trainer.boundary import NO_HOOKS, Boundary, BoundaryHooks
 from etrain_jupyter.trainer.control.device_errors import device_error_in
-from etrain_jupyter.trainer.control.faults import NO_FAULTS, PlannedFaults
+from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Delivered
 from etrain_jupyter.trainer.gradients.step import Gradients, Step
@@ -74,7 +74,7 @@ class TrainLoop:
         state: TrainState,
         send: Send,
         *,
-        faults: PlannedFaults = NO_FAULTS,
+        faults: FaultInjector = NO_FAULTS,
         page: ProgressPage | None = None,
         change_pending: threading.Event | None = None,
     ) -> None:

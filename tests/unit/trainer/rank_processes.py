@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.boundary import Boundary, NoHooks
-from etrain_jupyter.trainer.control.faults import PlannedFaults
+from etrain_jupyter.trainer.control.faults import FaultInjector
 from etrain_jupyter.trainer.control.reporter import Report
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
@@ -171,7 +171,7 @@ class _Rendezvous(dist.PrefixStore):
         """Do nothing: no thread waits in it after the group has formed."""
 
 
-class _Lost(PlannedFaults):
+class _Lost(FaultInjector):
     """Fails the generation in the middle of a step."""
 
     def __init__(self, group: RankGroup, step: int) -> None:
@@ -184,7 +184,7 @@ class _Lost(PlannedFaults):
             raise CommunicationError("lost by fault injection")
 
 
-class _ToldInEval(PlannedFaults):
+class _ToldInEval(FaultInjector):
     """Reports a planned change during an evaluation."""
 
     def __init__(self, pending: threading.Event) -> None:
@@ -273,12 +273,12 @@ class _Member:
             time.sleep(0.01)
         group.abort()
 
-    def _faults(self, generation: Generation, group: RankGroup) -> PlannedFaults:
+    def _faults(self, generation: Generation, group: RankGroup) -> FaultInjector:
         if generation.lost == group.rank and generation.until is not None:
             return _Lost(group, generation.until + 1)
         if generation.told_in_eval == group.rank:
             return _ToldInEval(self._loop.change_pending)
-        return PlannedFaults(self._job.faults, lambda _: None)
+        return FaultInjector(self._job.faults, lambda _: None)
 
     def _notice(self, generation: Generation) -> None:
         if generation.lost is None and self._loop.step + 1 == generation.until:

@@ -17,12 +17,12 @@ import psutil
 import pytest
 from torch import nn
 
-from etrain_jupyter.trainer.control.faults import EXIT_CODE, NO_FAULTS, InjectedError, PlannedFaults
+from etrain_jupyter.trainer.control.faults import EXIT_CODE, NO_FAULTS, FaultInjector, InjectedError
 from etrain_jupyter.wire.messages import FaultFired
 
 SCRIPT = """
 import sys, threading, time
-from etrain_jupyter.trainer.control.faults import PlannedFaults
+from etrain_jupyter.trainer.control.faults import FaultInjector
 assert "torch" not in sys.modules
 
 def beat():
@@ -33,7 +33,7 @@ def beat():
 threading.Thread(target=beat, daemon=True).start()
 time.sleep(0.1)
 plan = [{"id": 5, "kind": sys.argv[1], "rank": 1, "step": 3, "at": "commit"}]
-faults = PlannedFaults(plan, lambda message: print(message, flush=True))
+faults = FaultInjector(plan, lambda message: print(message, flush=True))
 faults.at("commit", rank=1, step=2)
 faults.at("commit", rank=0, step=3)
 faults.at("forward", rank=1, step=3)
@@ -142,7 +142,7 @@ def planned(kind: str, **values: Any) -> dict[str, Any]:
 
 def test_fault_fires_once_at_its_step_or_a_later_one() -> None:
     told: list[Any] = []
-    faults = PlannedFaults([planned("error")], told.append)
+    faults = FaultInjector([planned("error")], told.append)
 
     faults.at("forward", rank=0, step=1)
     with pytest.raises(InjectedError):
@@ -154,7 +154,7 @@ def test_fault_fires_once_at_its_step_or_a_later_one() -> None:
 
 def test_plan_is_renewed_and_kinds_of_the_coordinator_are_left_to_it() -> None:
     told: list[Any] = []
-    faults = PlannedFaults([planned("error")], told.append)
+    faults = FaultInjector([planned("error")], told.append)
 
     faults.renew([planned("notice"), planned("kill_worker")])
 
@@ -164,7 +164,7 @@ def test_plan_is_renewed_and_kinds_of_the_coordinator_are_left_to_it() -> None:
 
 def test_hang_that_is_ordered_by_hand_waits_for_the_main_thread() -> None:
     told: list[Any] = []
-    faults = PlannedFaults([], told.append)
+    faults = FaultInjector([], told.append)
     orders = threading.Thread(target=faults.inject, args=("error",))
 
     orders.start()
@@ -178,7 +178,7 @@ def test_hang_that_is_ordered_by_hand_waits_for_the_main_thread() -> None:
 
 def test_disconnect_breaks_the_connections_of_the_generation() -> None:
     broken: list[int] = []
-    faults = PlannedFaults([planned("disconnect")], lambda _: None)
+    faults = FaultInjector([planned("disconnect")], lambda _: None)
     faults.disconnect = lambda: broken.append(1)
 
     faults.at("forward", rank=0, step=2)
@@ -189,8 +189,8 @@ def test_disconnect_breaks_the_connections_of_the_generation() -> None:
 
 def test_lost_sample_is_missing_and_repeated_one_takes_the_place_of_another() -> None:
     share = np.array([7, 8, 9])
-    lost = PlannedFaults([planned("lose_sample")], lambda _: None)
-    repeated = PlannedFaults([planned("repeat_sample")], lambda _: None)
+    lost = FaultInjector([planned("lose_sample")], lambda _: None)
+    repeated = FaultInjector([planned("repeat_sample")], lambda _: None)
 
     assert lost.corrupt_indices(share, rank=0, step=2).tolist() == [8, 9]
     assert repeated.corrupt_indices(share, rank=0, step=2).tolist() == [8, 8, 9]
@@ -199,7 +199,7 @@ def test_lost_sample_is_missing_and_repeated_one_takes_the_place_of_another() ->
 
 
 def test_share_of_one_sample_is_left_alone_and_a_later_one_is_spoilt() -> None:
-    faults = PlannedFaults([planned("lose_sample")], lambda _: None)
+    faults = FaultInjector([planned("lose_sample")], lambda _: None)
 
     assert faults.corrupt_indices(np.array([7]), rank=0, step=2).tolist() == [7]
     assert faults.corrupt_indices(np.array([7, 8]), rank=0, step=3).tolist() == [8]
@@ -208,7 +208,7 @@ def test_share_of_one_sample_is_left_alone_and_a_later_one_is_spoilt() -> None:
 def test_diverged_rank_has_one_other_weight() -> None:
     model = nn.Linear(3, 2)
     before = [p.detach().clone() for p in model.parameters()]
-    faults = PlannedFaults([planned("diverge")], lambda _: None)
+    faults = FaultInjector([planned("diverge")], lambda _: None)
 
     faults.corrupt_weights(model, rank=1, step=2)
     assert [bool((p == b).all()) for p, b in zip(model.parameters(), before, strict=True)] == [
@@ -221,7 +221,7 @@ def test_diverged_rank_has_one_other_weight() -> None:
 
 
 def test_loss_of_one_rank_is_spoilt_once() -> None:
-    faults = PlannedFaults([planned("nan_loss")], lambda _: None)
+    faults = FaultInjector([planned("nan_loss")], lambda _: None)
 
     spoilt = [faults.corrupts_loss(rank=rank, step=step) for rank, step in ((0, 1), (1, 2), (0, 2))]
 

@@ -16,7 +16,7 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.rules.samples.ledger import checksum_of, epoch_order
 from etrain_jupyter.trainer.boundary import NoHooks
-from etrain_jupyter.trainer.control.faults import NO_FAULTS, InjectedError, PlannedFaults
+from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector, InjectedError
 from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
@@ -196,7 +196,7 @@ def test_pending_change_ends_the_run_after_the_step():
     assert loop.progress == (1, 0)
 
 
-class AtPlaces(PlannedFaults):
+class AtPlaces(FaultInjector):
     """Records the places that the loop reaches, and calls a function at one of them."""
 
     def __init__(self, place: str = "", act=lambda: None) -> None:
@@ -251,7 +251,7 @@ def test_each_place_sends_a_heartbeat():
 def test_planted_defect_of_the_ledger_shows_in_the_record(kind, samples):
     loop, sent = make_loop(steps=3)
     fault = {"id": 1, "kind": kind, "rank": 0, "step": 2, "at": "forward"}
-    loop.places.faults = PlannedFaults([fault], lambda _: None)
+    loop.places.faults = FaultInjector([fault], lambda _: None)
     run(loop)
     records = [m for m in sent if isinstance(m, dict)]
     assert [r["samples"] for r in records] == samples
