@@ -117,7 +117,7 @@ def test_error_points_at_its_line_of_the_file(text: str, drawing: str) -> None:
         ("a: 3\n", "pool 'a' must be a group of keys, but it is the number 3"),
         ("a: {region: eu}\n", "pool 'a' has no kind"),
         ("local: {kind: x}\n", "a pool cannot be called 'local'"),
-        ("a: {kind: x, kind: y}\n", "twice"),
+        ("a: {kind: x, kind: y}\n", "duplicate key"),
         ("a: {kind: x\n", "expected"),
     ],
 )

@@ -251,7 +251,7 @@ def test_record_in_a_bucket_that_is_none_is_named_with_the_reason(runs: str) -> 
 
     assert listing.jobs == [good]
     assert list(listing.problems) == ["digits-2", "digits-3", "digits-4"]
-    assert "more than 16,000,000 bytes" in listing.problems["digits-4"]
+    assert "the limit is 16,000,000" in listing.problems["digits-4"]
 
 
 def test_job_that_no_coordinator_took_up_is_told(here: TrainingJob) -> None:
