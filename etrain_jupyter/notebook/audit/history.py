@@ -123,8 +123,8 @@ class _AttemptFollower:
         # The generation is ready or has committed a step, so each member has received the state.
         if formed is self._current:
             self._receiving -= set(_trainers_of(formed))
-        # A late record of an earlier generation proves nothing about a trainer whose state the
-        # current generation overwrites.
+        # Ignore a late record from an earlier generation about a trainer whose state the current
+        # generation overwrites.
         for trainer in _trainers_of(formed):
             if trainer not in self._receiving:
                 self._held[trainer] = max(self._held[trainer], step)

@@ -120,7 +120,7 @@ class SidePanel:
         self._is_due.set()
 
     def wake(self) -> None:
-        """Send changed rows soon. Never blocks."""
+        """Schedule changed rows to be sent shortly. Never blocks."""
         self._is_due.set()
 
     def receive(self, content: Mapping[str, Any]) -> None:

@@ -160,7 +160,7 @@ class ShellFacts:
 
     def _keywords(self, code: str) -> Offers:
         """Return keywords such as ``hidden=`` inside ``Net(``, from the function's signature."""
-        # Find the innermost open call; a call within its arguments would need a parser.
+        # Find the innermost unclosed call. Nested calls in its arguments would require a parser.
         match = _OPEN_CALL.search(code)
         begun = re.search(r"(?:^|[(,])\s*([^\W\d]\w*)?$", code)
         if match is None or begun is None:

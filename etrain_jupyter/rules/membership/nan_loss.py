@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class NanLoss:
-    """A step that all ranks undid before its update because the loss was not finite."""
+    """A step that all ranks discarded before its update because the loss was not finite."""
 
     step: int
     loss: float

@@ -248,7 +248,7 @@ def newest_step(state: JobState) -> int:
 
 
 def publish_undone(turn: Turn) -> None:
-    """Log the undone step once, with all survivors that had begun it."""
+    """Log the undone step once, listing all survivors that had started it."""
     # w1 commits step 7 and dies; w2, w3 undo it       lost: StepUndone 7, by w2 and w3
     # w1 commits step 7 and survives; w2 undoes it     not lost: w1 will hand its state over to w2
     # ... but w1 dies before it does                   lost after all: keep the entry until then

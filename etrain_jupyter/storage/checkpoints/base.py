@@ -45,7 +45,7 @@ class CheckpointStore(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """True if each machine has its own connection to the store, so several write faster."""
+        """True if each machine has its own connection to the store: several write faster than one."""
         ...
 
     @property

@@ -83,7 +83,8 @@ class GlooDevice:
     @contextlib.contextmanager
     def socket_at(self, fd: int, pair: Pair) -> Iterator[socket.socket]:
         """Yield the socket of a connection. Raises ``OSError`` if the descriptor was reused."""
-        # gloo may have closed the connection since it was listed, and its descriptor may be reused.
+        # gloo may have closed the connection since we listed it, and the descriptor may already
+        # have been reused.
         with _socket_of(fd) as connection:
             if pair_of(connection) != pair:
                 raise OSError(f"descriptor {fd} belongs to another connection now")
