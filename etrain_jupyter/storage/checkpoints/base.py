@@ -45,7 +45,7 @@ class CheckpointStore(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """True if each machine has its own connection to the store: several write faster than one."""
+        """True if each machine has its own connection to the store, so several machines are faster."""
         ...
 
     @property
