@@ -45,7 +45,7 @@ class CheckpointStore(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """True if each machine has its own connection to the store, so several machines are faster."""
+        """True if each machine has its own connection to the store, which makes several faster."""
         ...
 
     @property
