@@ -78,7 +78,7 @@ async def play(rig: Rig, job: RigJob, schedule: Schedule) -> None:
         if job.is_ended:
             return
         try:
-            await job.request(act.request, **act.args)
+            await job.request(act.request, **dict(act.args))
         except RefusedRequestError as exc:
             # No rank may be training just then; a user would get the same reply.
             if exc.kind != "request":

@@ -231,6 +231,6 @@ async def test_resume_with_another_optimizer_resets_its_state_and_logs_it(rig: R
     log = await job.end()
 
     assert job.status == "finished"
-    assert any("was AdamW and is SGD" in event.text for event in job.found(LogLine))
+    assert any("from AdamW to SGD" in event.text for event in job.found(LogLine))
     assert job.found(StepCompleted)[-1].lr == 0.05
     assert_invariants(log)
