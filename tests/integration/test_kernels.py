@@ -24,6 +24,7 @@ from pathlib import Path
 from threading import Event
 %load_ext etrain_jupyter
 from etrain_jupyter import launch
+from etrain_jupyter.wire.requests import ControlJob, Outcome
 from tests.unit.notebook.dashboard.scripted_job import Script
 from tests.unit.notebook.job.fakes import FakeLink, new_job, status
 
@@ -35,10 +36,10 @@ class Loud(Event):
         print("a slice of the wait")
         return super().is_set()
 
-def answer(arguments):
-    if arguments.get("args", {}).get("now"):
+def answer(request):
+    if isinstance(request, ControlJob) and (request.args or {}).get("now"):
         link.tell(status("stopped", seq=3))
-    return {"message": "done"}
+    return Outcome(message="done")
 
 def make(name):
     global link
