@@ -11,6 +11,7 @@ import pytest
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
+from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
 from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
 from tests.capabilities import LONG
 from tests.integration.aws_head import *  # noqa: F403
@@ -161,6 +162,28 @@ async def test_long_throttled_launch_warns_and_launches_once(
     cloud.set_faults()
     await head.until(lambda: len(head.running()) == 2)
     assert len(head.launched()) == 2
+
+
+async def test_wake_up_does_not_shorten_the_pauses_between_attempts(
+    open_head: Any, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = await open_head()
+    ended_early = []
+
+    def launch_awake(*args: Any, pause: Any, **kwargs: Any) -> Any:
+        def pause_awake(seconds: float) -> None:
+            head.nodes._reconciler.wake()
+            ended_early.append(pause(min(seconds, 0.1)))
+
+        return create_fleet(*args, pause=pause_awake, **kwargs)
+
+    monkeypatch.setattr("etrain_jupyter.pools.ec2.head.reconciler.create_fleet", launch_awake)
+    cloud.set_faults(ApiFault(action="CreateFleet", code="RequestLimitExceeded"))
+    head.nodes.want(1, reason="test")
+    await head.until(lambda: head.warnings)
+
+    assert ended_early
+    assert not any(ended_early)
 
 
 async def test_new_capacity_is_used(

@@ -92,8 +92,9 @@ class AuditReport:
         # Only the last epoch, or one in which a resume changed the rules, may be incomplete.
         num_complete = sum(epoch.is_complete for epoch in self.epochs)
         parts = [f"{_count(num_complete, 'epoch')} complete"] if num_complete else []
-        is_over = self.status != "finished" or "EarlyStopped" in self.num_kinds
-        cut_short = _CUT_SHORT.get(self.status if is_over else "", "one in progress")
+        cut_short = _CUT_SHORT.get(self.status, "one in progress")
+        if self.status == "finished" and "EarlyStopped" not in self.num_kinds:
+            cut_short = "the last one in part, as configured"
         parts += [cut_short] if num_complete < len(self.epochs) else []
         return f"audit ok: every sample exactly once ({', '.join(parts)})"
 

@@ -118,7 +118,7 @@ class Reconciler:
             tags=Timer(every_s=spec.lifetime.max / 4, last=time.time()),
         )
         self._wake = threading.Event()
-        self._is_closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etrain-aws", daemon=True)
 
     # --- from other threads ---
@@ -152,7 +152,7 @@ class Reconciler:
 
     def stop(self) -> None:
         """Stop the thread and wait for it."""
-        self._is_closing = True
+        self._closing.set()
         self._wake.set()
         # `stop` may be called without `start`, if the cluster failed to start.
         if self._thread.is_alive():
@@ -172,7 +172,7 @@ class Reconciler:
     # --- the thread ---
 
     def _run(self) -> None:
-        while not self._is_closing:
+        while not self._closing.is_set():
             try:
                 self._tick()
                 self._report_recovery()
@@ -280,7 +280,7 @@ class Reconciler:
         for request in decision.launches:
             # `remove` lists and terminates the machines after `stop`. A machine launched now might
             # not be listed in time.
-            if not self._is_closing:
+            if not self._closing.is_set():
                 self._launch(request)
         for warning in decision.warnings:
             self._warnings.warn(warning.key, warning.text)
@@ -346,7 +346,8 @@ class Reconciler:
             subnets=self._context.subnets,
             allocation=self._spec.capacity.allocation,
             tags=self._context.tags,
-            pause=self._wake.wait,
+            # Only `stop` ends a pause early: a wake-up must not turn the back-off into a busy loop.
+            pause=self._closing.wait,
         )
         # The request stays in `unanswered`, and `decide` repeats it in the next tick.
         if answer is None:
@@ -403,7 +404,7 @@ class Reconciler:
     def _record_costs(self, instances: Sequence[Instance], now: float) -> None:
         # A listing may lack a running machine; the roster has checked each by id. At the end the
         # roster is stale: `settle` runs after `remove`, which waits for listings without machines.
-        living = () if self._is_closing else self._roster.members
+        living = () if self._closing.is_set() else self._roster.members
         self._accounts.record(instances, now, living=living)
 
     def _publish(self, now: float) -> None:

@@ -245,6 +245,14 @@ def test_last_epoch_of_an_ended_job_is_not_in_progress(status: str, words: str) 
     assert report.verdict == f"audit ok: every sample exactly once (1 epoch complete, {words})"
 
 
+def test_last_epoch_is_planned_in_part() -> None:
+    log = undisturbed()[:11]
+    log[1] = replace(planned(), total_steps=5)  # epochs: 1.25
+    report = audit_log(number([*log, ended()]))
+
+    assert report.verdict.endswith("(1 epoch complete, the last one in part, as configured)")
+
+
 def test_digest_of_an_earlier_step_is_not_given_for_the_last_one() -> None:
     saved = CheckpointCommitted(
         **COMMON, step=6, manifest="m", size_bytes=1, stall_s=0.0, duration_s=0.1
