@@ -12,8 +12,9 @@ FRONT_END := $(wildcard labextension/src/* labextension/style/* labextension/sch
   labextension/package.json labextension/yarn.lock labextension/tsconfig.json)
 TYPED := etrain_jupyter benchmarks notebooks
 
-# Run two test files in parallel: most tests spend more time waiting than computing.
-ALL_TESTS = $(BIN)/python -m pytest -n 2 --dist loadfile
+# Run three test files in parallel: most tests spend more time waiting than computing. pytest-xdist
+# would start with the files that have the most tests; tests/conftest.py starts with the longest ones.
+ALL_TESTS = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo lab test endurance lint docs snapshot screenshots bench peers constraints clean

@@ -24,8 +24,9 @@ pytest_plugins = ("pytester", "tests.plugins.run_report")
 
 _numbers = itertools.count(1)
 
-PROCESSES = ("browser", "chaos", "contract", "integration", "notebooks")
-"""Folders with tests that wait for real processes, on a machine that may be busy."""
+PROCESSES = ("notebooks", "browser", "chaos", "integration", "contract")
+"""Folders with tests that wait for real processes, on a machine that may be busy. The folder with
+the longest files is the first."""
 TIMEOUT_S = 300
 """Default timeout of such a test: a minute of work can take several minutes on a busy machine."""
 
@@ -35,12 +36,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     About 400 tests depend on how the operating system schedules processes. Tests of pure logic are
     never rerun. ``make endurance``, which looks for rare failures, disables reruns.
+
+    The slowest folders run first, so that no process of the run is left alone with a long file at
+    the end.
     """
+    last = len(PROCESSES)
+    items.sort(
+        key=lambda item: (
+            PROCESSES.index(folder) if (folder := _folder_of(item)) in PROCESSES else last
+        )
+    )
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in PROCESSES:
+        if _folder_of(item) in PROCESSES:
             item.add_marker(pytest.mark.flaky(reruns=1))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+def _folder_of(node: pytest.Item | pytest.Collector) -> str:
+    return node.path.relative_to(Path(__file__).parent).parts[0]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,7 +74,7 @@ def _forgotten_sockets(request: pytest.FixtureRequest) -> Iterator[None]:
     test that happens to run then. The tests themselves assert that our processes leak nothing.
     """
     yield
-    if request.path.relative_to(Path(__file__).parent).parts[0] in PROCESSES:
+    if _folder_of(request.node) in PROCESSES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
