@@ -51,7 +51,7 @@ class HeadCoordinator(Protocol):
         return
 
     def take_notice(self, worker: str, leaves_at: float) -> None:
-        """Handle an interruption notice: the machine goes away at ``leaves_at`` (epoch)."""
+        """Handle an interruption notice: the machine disappears at ``leaves_at`` (epoch)."""
         return
 
     def warn(self, text: str) -> None:

@@ -104,8 +104,8 @@ class ChildWatch:
             self._wait_for_signal(left)
 
     def _wait_for_signal(self, timeout_s: float | None) -> None:
-        # A signal that arrived after the caller's check has already written its byte, so select
-        # returns immediately: no wake-up is lost.
+        # A signal that arrived after the caller's check has already written its byte. Then select
+        # returns immediately, so no wake-up is lost.
         select.select([self._wake_read], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
@@ -126,7 +126,7 @@ class Keeper:
     Args:
         cluster: The cluster's folder.
         start: Starts a scheduler process and returns its id. Its arguments are the incarnation
-            number and when the previous scheduler died, in seconds since the epoch.
+            number and the time of the previous scheduler's death, in seconds since the epoch.
         children: Waits for child processes.
         restarts: Computes the back-off.
     """
@@ -179,7 +179,7 @@ class Keeper:
             if code == 0:
                 return True
             if code == START_FAILED and incarnation == first:
-                return False  # it has notified the launcher, which cleans up
+                return False  # the scheduler has notified the launcher, which cleans up
             if not self._cluster.is_published():
                 return True  # it was already shutting down; now we must stop the workers
             died_at = time.time()
@@ -263,7 +263,8 @@ class SchedulerStarter:
         self._cluster = cluster
         self._for_first = [lock_fd, ready_fd]
         # Only this process has the write end, so the OS closes the pipe when the keeper dies, even
-        # from SIGKILL. The scheduler and the workers read from it and exit at end-of-file.
+        # if it is killed with SIGKILL. The scheduler and the workers read from it and exit at
+        # end-of-file.
         self._parent_pipe, self._kept_open = os.pipe()
 
     def __call__(self, incarnation: int, died_at: float) -> int:
@@ -287,8 +288,8 @@ class SchedulerStarter:
         )
         for fd in fds:
             os.close(fd)
-        # ``ChildWatch`` reaps the process. With a return code set, Popen's destructor does not reap
-        # it first, losing the exit code, or warn that it is still running.
+        # ``ChildWatch`` reaps the process. Once a return code is set, Popen's destructor neither
+        # reaps the process, which would lose the exit code, nor warns that it is still running.
         process.returncode = 0
         return process.pid
 

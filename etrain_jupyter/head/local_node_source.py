@@ -35,7 +35,7 @@ class LocalHeadNodes(LocalNodes):
             on_end=self._records.remove,
         )
         # The processes belong to the keeper, and their records on disk outlive the scheduler. Adopt
-        # them before anything is started: a survivor's slot must not get a second worker.
+        # them before anything is started: a survivor's slot must not receive a second worker.
         self.adopt(
             self._records.survivors(),
             num_named=self._records.num_named(),
@@ -47,7 +47,7 @@ class LocalHeadNodes(LocalNodes):
         self._scheduler_address = scheduler_address
 
     def hold(self, count: int, *, reason: str) -> None:
-        """Keep at least ``count`` workers even if the jobs want fewer, and across restarts."""
+        """Keep at least ``count`` workers, even if jobs want fewer or the scheduler restarts."""
         self._records.note_held(count)
         super().hold(count, reason=reason)
 
@@ -57,7 +57,7 @@ class LocalHeadNodes(LocalNodes):
 
     def _spawn_worker(self, name: str, slot: Slot) -> subprocess.Popen[bytes]:
         cluster = self._facts.cluster
-        # As in this process, files in the notebook's folder must not shadow modules.
+        # Files in the notebook's folder must not shadow modules, in workers as in this process.
         flags = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *flags, "-m", "etrain_jupyter.worker.main"]
         options = {

@@ -53,7 +53,7 @@ class LocalNodes:
         spawn: Starts a worker with a given name in a slot.
         is_connected: Returns True if the scheduler is connected to a worker.
         is_busy: Returns True if a job may be using a worker.
-        linger_s: How many seconds surplus workers are kept.
+        linger_s: Seconds for which surplus workers are kept.
         on_end: Called with the name of a worker that has exited.
     """
 
@@ -77,7 +77,7 @@ class LocalNodes:
         self._linger_s = linger_s
         self._processes: dict[str, WorkerProcess] = {}
         self._num_named = 0
-        # The target is the larger of the jobs' demand and the number held by the user.
+        # The target is the larger of the jobs' demand and the number that the user holds.
         self._wanted = 0
         self._held = 0
         self._num_failures = 0
@@ -142,7 +142,7 @@ class LocalNodes:
     def release(self, worker: str, *, drain_s: float) -> None:
         """Send SIGTERM to a worker, and SIGKILL after ``drain_s`` seconds if it is still running.
 
-        Unknown names are ignored. So is a second call: the first deadline stands.
+        Unknown names are ignored. A second call is ignored too: the first deadline applies.
         """
         process = self._processes.get(worker)
         if process is None or process.is_draining:
@@ -221,7 +221,7 @@ class LocalNodes:
 
     def _start(self, count: int) -> None:
         wait_s = self._retry_at - time.monotonic()
-        if wait_s > 0:  # workers died early: see back_off_s
+        if wait_s > 0:  # workers died early, see back_off_s
             self._call_later("retry", wait_s, self._reconcile)
             return
         # A draining worker's slot stays occupied until its process has exited.
@@ -283,8 +283,8 @@ class LocalNodes:
         )
 
     def _back_off(self, lived_s: float) -> float:
-        # A worker that ran for a while proves that workers can start: its death counts as the
-        # first failure, which is retried immediately, see back_off_s.
+        # If a worker ran for a while, workers can start: its death counts as the first failure,
+        # which is retried immediately, see back_off_s.
         self._num_failures = 1 if lived_s >= HEALTHY_S else self._num_failures + 1
         delay_s = back_off_s(self._num_failures)
         self._retry_at = time.monotonic() + delay_s

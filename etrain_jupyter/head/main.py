@@ -46,7 +46,8 @@ from etrain_jupyter.wire import requests as q
 logger = logging.getLogger(__name__)
 
 SAME_S = 2.0
-"""Idle times that differ by less count as equal: the offset between the two clocks jitters."""
+"""Idle times that differ by less than this many seconds count as equal: the offset between the two
+clocks jitters."""
 WORKERS_END_S = 4.0
 """Seconds between SIGTERM and SIGKILL for workers when the cluster shuts down."""
 
@@ -216,7 +217,7 @@ class Head:
         if not port:
             return 0
         with socket.socket() as probe:
-            # As Dask's server does: the dead scheduler's connections may be in TIME_WAIT.
+            # Like Dask's own server: the dead scheduler's connections may be in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((self._settings.host, port))
@@ -339,7 +340,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def ensure_certificates(cluster: ClusterDir) -> None:
     """Create the cluster's certificates unless a previous scheduler already did."""
-    # A new authority would lock out the surviving workers, which have the old certificates.
+    # A new certificate authority would lock out the surviving workers, which have the old
+    # certificates.
     if not cluster.tls.exists():
         write_certificates(cluster.tls, mint_certificates(cluster.cluster_id))
 

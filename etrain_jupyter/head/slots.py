@@ -41,15 +41,15 @@ def make_slots(
                 type=name if workers_per_gpu == 1 else f"{name}, shared",
                 environment={
                     "CUDA_VISIBLE_DEVICES": uuid,
-                    # By default torch starts one thread per core in every process: eight trainers
-                    # on one machine would run eight threads per core.
+                    # By default torch starts one thread per core in every process: with eight
+                    # trainers on one machine, that is eight threads per core.
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
                 },
             )
             # Cycle through the GPUs: A B A B, not A A B B.
             for index, (uuid, name) in enumerate(list(gpus) * workers_per_gpu)
         ]
-    # CPU slots share the cores. With torch's default of one thread per core they would compete.
+    # CPU slots share the cores. By default, torch uses one thread per core, so they would compete.
     single_threaded = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return [Slot(index=i, environment=single_threaded) for i in range(max_cpu_slots)]
 

@@ -57,7 +57,7 @@ class Channel:
         # would make the rest of the stream unreadable.
         self._lock = threading.Lock()
         self._decoder = FrameDecoder()
-        # Persists between calls of ``messages``: the start-up code reads until LaunchTrainer, the
+        # Persists between calls to ``messages``: the start-up code reads until LaunchTrainer, the
         # trainer's control thread reads the rest, and a single ``recv`` may have returned both.
         self._ready: deque[Any] = deque()
 

@@ -95,7 +95,7 @@ def is_current(message: TrainerMessage, *, generation: int, is_member: bool = Tr
     Args:
         message: The message.
         generation: The receiver's current generation.
-        is_member: Whether the trainer is still a member of its job.
+        is_member: True if the trainer is still a member of its job.
     """
     # Both ends use this: the coordinator for trainers' reports, a trainer for messages to it.
     match message.fence:
@@ -540,7 +540,7 @@ class Heartbeat(Message):
     trainers: dict[str, PageCopy]
     """By trainer name."""
     is_stuck: bool = False
-    """True if its outbox is full, so its trainers wait."""
+    """True if its outbox is full; its trainers then wait."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """The job was submitted, unless the bundle must come first."""
+    """The job was submitted, unless its bundle must be sent first."""
 
     job_id: str = ""
     wants_bundle: bool = False
@@ -357,7 +357,7 @@ def decode_reply(request: Request[R], reply: Any) -> R:
     if not isinstance(reply, dict):
         raise NotOursError(
             f"the scheduler replied to {request.op} with {type(reply).__name__}: it runs no etrain "
-            "coordinator, or no longer"
+            "coordinator, or no longer runs one"
         )
     values = dict(reply)
     # Check the version before the error: a refusal by another version may have other keys.

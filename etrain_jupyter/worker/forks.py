@@ -2,7 +2,7 @@
 
 Four descriptors go to the spare with each request: the trainer's channel, its progress page, its
 stdout and its stderr. The spare answers with the process's id and pidfd, and later reports its
-exit status, because only a parent gets that::
+exit status, because only a parent process receives it::
 
     supervisor   fork, 4 descriptors ──▶                                 (process is registered)
     spare                             forks    forked, pid, pidfd ──▶       exited, pid, status ──▶
@@ -28,7 +28,7 @@ FORK_S = 10.0
 
 
 class ForkedProcess:
-    """The part of ``asyncio.subprocess.Process`` that is used, for a child of the spare."""
+    """The needed subset of ``asyncio.subprocess.Process``, for a child of the spare."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -79,7 +79,7 @@ class Forks:
         self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self.is_ready = False
-        """Whether the spare has imported torch and is able to fork; it reports this once."""
+        """True if the spare has imported torch and is able to fork; it reports this once."""
         self._requests: deque[asyncio.Future[ForkedProcess]] = deque()
         self._running: dict[int, ForkedProcess] = {}
 
@@ -90,7 +90,7 @@ class Forks:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a forked process runs or a request is open: they end with the spare."""
+        """True if a forked process is running or a request is open: both end with the spare."""
         return bool(self._running or self._requests)
 
     def begin(self) -> None:

@@ -22,7 +22,7 @@ DEFAULT_ENDPOINT = "http://169.254.169.254"
 TOKEN_S = 21_600
 """Lifetime of a token in seconds: the maximum allowed by the service."""
 RENEW_S = 60.0
-"""How many seconds before its expiry a token is renewed."""
+"""Tokens are renewed this many seconds before they expire."""
 MOST_BYTES = 65_536
 """Maximum size of a response: whatever responds at the endpoint must not exhaust memory."""
 VENDOR_FILE = Path("/sys/class/dmi/id/sys_vendor")
@@ -38,7 +38,7 @@ class ImdsResponse:
 
     text: str
     at: float
-    """Time of the response in seconds since the epoch, by the service's clock, or by the local
+    """Time of the response in seconds since the epoch, on the service's clock, or on the local
     clock if the response has no date."""
 
 

@@ -1,4 +1,4 @@
-"""Notice that packages were installed since a process has imported them."""
+"""Detect that packages were installed after a process imported them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Notice:
     kind: str
     """``interruption`` (EC2 reclaims it at ``deadline``) or ``rebalance`` (likely to happen)."""
     deadline: float = 0.0
-    """In seconds since the epoch, by this machine's clock; 0.0 if unknown."""
+    """In seconds since the epoch, on this machine's clock; 0.0 if unknown."""
 
     def left_s(self) -> float:
         """Return the seconds until the deadline; 0.0 if it has passed."""

@@ -80,13 +80,13 @@ def _num_records(report: AnyReport) -> int:
 
 @dataclass
 class TrainerStatus:
-    """A trainer's state for a restarted coordinator, tracked from messages in both directions."""
+    """State of a trainer for a restarted coordinator, derived from messages both ways."""
 
     started_at: float
     """In seconds since the epoch: another process reads it."""
     pid: int = 0
     generation: int = 0
-    """The newest generation it was told to join; 0 if none."""
+    """The newest generation that it was instructed to join; 0 if none."""
     hello: TrainerHello | None = None
     left: GenerationLeft | UserCodeFailed | None = None
     """How it left that generation, or why the notebook's code failed in it."""

@@ -28,13 +28,13 @@ logger = logging.getLogger("etrain.supervisor")
 
 SPARE_DELAY_S = 4.0
 """Delay in seconds before another spare is started: its imports must not compete with a job's first
-steps. Not needed while the spare forks the trainers, since it remains."""
+steps. Not needed if the spare forks the trainers, because it then remains available."""
 
 RELEASE_TIMEOUT_S = 60.0
 """Heartbeat timeout in seconds for a released trainer, which may be writing a checkpoint."""
 
 RELEASE_LIMIT_S = 900.0
-"""Maximum seconds for a released trainer to exit, even if it sends heartbeats."""
+"""Maximum time in seconds for a released trainer to exit, even if it sends heartbeats."""
 
 BEAT_S = 1.0
 """Heartbeat interval in seconds."""
@@ -46,7 +46,7 @@ FETCH_S = 30.0
 """Timeout in seconds for one piece of a bundle."""
 
 FETCH_PATIENCE_S = 90.0
-"""How many seconds to retry a piece; longer than a scheduler restart takes."""
+"""Seconds for which a piece is retried; longer than a scheduler restart takes."""
 
 BY_SIGNAL = {"stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 """Faults injected with a signal; the trainer injects the others itself."""
@@ -287,13 +287,13 @@ class Supervisor(WorkerPlugin):
     async def _launch(self, message: m.LaunchTrainer) -> None:
         """Give a job to a fork of the spare, to the spare itself, or to a new trainer.
 
-        A spare that still imports, or that cannot fork, becomes the trainer itself: no job waits
-        longer than for its own imports.
+        A spare that is still importing, or that cannot fork, becomes the trainer itself, so no job
+        waits longer than its own imports would take.
         """
         # LaunchTrainer -- process starts -- bundle is fetched --> sent to the trainer
         #       ShutDownTrainer or TerminateTrainer meanwhile --> not sent: the trainer is killed
         if self._spare is not None and self._spare.is_outdated:
-            self._retire_spare()  # its modules may not fit the files that a job imports later
+            self._retire_spare()  # its modules may not match the files that a job imports later
         spare = self._spare
         if spare is not None and not spare.can_fork:
             trainer, self._spare = spare, None
@@ -301,7 +301,7 @@ class Supervisor(WorkerPlugin):
             trainer = self._new_trainer()
         trainer.name = message.trainer
         self._statuses[trainer.name] = status = TrainerStatus(started_at=time.time())
-        # Registered before the first await, so that messages that arrive meanwhile find it.
+        # Registered before the first await, so that messages that arrive in the meantime find it.
         self._trainers[trainer.name] = trainer
         if trainer is not spare:
             try:

@@ -63,17 +63,17 @@ class TrainerProcess:
 
     @property
     def can_fork(self) -> bool:
-        """Whether it is a warm spare that can fork trainers."""
+        """True if it is a warm spare that can fork trainers."""
         return self._forks is not None and self._forks.is_ready
 
     @property
     def has_forks(self) -> bool:
-        """Whether trainers run that it has forked. They end with it."""
+        """True if trainers that it has forked are running. They end with it."""
         return self._forks is not None and self._forks.is_in_use
 
     @property
     def is_outdated(self) -> bool:
-        """Whether packages were installed or removed since it has begun to import."""
+        """True if packages were installed or removed since it began to import."""
         return self._installed != read_installed()
 
     async def start(self, spare: TrainerProcess | None = None) -> None:
@@ -83,7 +83,7 @@ class TrainerProcess:
             spare: Fork it from this warm spare. If None, spawn it; then it imports torch first.
 
         Raises:
-            OSError: If it could not be started. It may be tried again.
+            OSError: If it could not be started. The call may be retried.
         """
         # If the process cannot be started, close what was opened for it.
         with contextlib.ExitStack() as undo:

@@ -1,7 +1,7 @@
 """Track which supervisor reports have been handled, and which may be acknowledged.
 
 Once a report's events are in its job's log, its number is recorded, so that the next scheduler does
-not handle the report again; then it is acknowledged. See ``worker.outbox`` for a timeline.
+not handle the report again; only then is it acknowledged. See ``worker.outbox`` for a timeline.
 """
 
 from __future__ import annotations

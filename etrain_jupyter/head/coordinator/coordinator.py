@@ -43,7 +43,7 @@ logger = logging.getLogger("etrain.coordinator")
 
 TICK_S = 0.25
 COALESCE_S = 0.05
-"""Minimum seconds between replies with a job's new events, so that each carries several."""
+"""Minimum interval in seconds between replies with new events, so that each carries several."""
 
 HANG_S = 30.0
 """Seconds without progress after which ranks count as hung, unless ``ETRAIN_HANG_S`` is set."""
@@ -90,7 +90,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
         )
         self._money = Money()
-        self._halted = ""  # why the pool starts no more workers; empty if it does
+        self._halted = ""  # why the pool starts no more workers; empty if it may start some
         self._defects = Defects()
         self._bundles = HeadBundles(lambda: (job.order for job in self._active()))
         self._serve(JobRecords(None))
@@ -259,7 +259,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._halted = why
         what = "The job saves a checkpoint and stops. To continue from it, use %etrain resume"
         self.warn(f"{why.rstrip('.')}. {what}.")
-        # In recovery the jobs do not know their trainers yet: a stop would end them at once,
+        # In recovery the jobs do not know their trainers yet: a stop would end them immediately,
         # without a checkpoint, while the trainers keep training. `_end_recovery` stops them.
         if self._mode is self._serving:
             self._stop_all()
@@ -352,7 +352,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._reset(worker)
         elif isinstance(message, m.Heartbeat):
             known.is_stuck = message.is_stuck
-            # During a recovery no job has trainers yet, so progress has no effect there.
+            # During a recovery no job has trainers yet, so a progress message would have no effect.
             for trainer, page in message.trainers.items():
                 job = self._serving.job_of(trainer, known)
                 if job is not None:
@@ -360,7 +360,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         else:
             self._mode.take(message, known)
             if isinstance(self._mode, Recovering):
-                return  # the message is only held
+                return  # the message is held until then
         self._after_change()
 
     def _greet(self, hello: m.SupervisorHello, worker: str, now: float) -> None:
@@ -391,7 +391,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         if self._nodes.capacity() is not None:
             alive = {node["worker"] for node in self._nodes.nodes()}
         if recovery.is_over(alive):
-            # Set the mode first: handing over handles reports, which may allocate workers.
+            # Set the mode first: the handover processes reports, which may allocate workers.
             self._mode = self._serving
             recovery.hand_over(self._serving)
             if self._halted:

@@ -18,7 +18,7 @@ class NodeCost:
     spent_usd: float
     """May decrease: EC2 waives the first hour of a spot machine that it interrupts."""
     on_demand_usd: float
-    """Cost of the same hours at on-demand prices."""
+    """Cost of the same machine hours at on-demand prices."""
     is_alive: bool
     hours: float = 0.0
     """Hours since it was started."""

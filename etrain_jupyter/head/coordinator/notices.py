@@ -15,7 +15,7 @@ from etrain_jupyter.wire.messages import MachineNotice, RequestCheckpoint
 from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
 
 SAME_S = 1.0
-"""Deadlines closer than this are treated as equal: those of repeated notices differ slightly."""
+"""Deadlines that differ by less than this are treated as equal: repeated notices vary slightly."""
 
 
 class Notices:

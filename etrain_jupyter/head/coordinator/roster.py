@@ -1,4 +1,4 @@
-"""Roster of a cluster's workers, both active and fenced."""
+"""Roster of a cluster's active and fenced workers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class WorkerFacts:
     incarnation: int = 0
     """Number of times its supervisor has been reset."""
     leaves_at: float = 0.0
-    """When its machine will be interrupted, by the coordinator's clock; 0 if not announced."""
+    """When its machine will be interrupted, on the coordinator's clock; 0 if not announced."""
     at_risk: bool = False
     """True if its machine is likely to be interrupted."""
     is_stuck: bool = False
     """True if its supervisor's outbox is full. The supervisor then stops reading its trainers'
-    messages, and they wait."""
+    messages, and the trainers wait."""
     is_released: bool = False
     """True if it was released to the pool."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """Versions installed there (see ``wire.versions``); empty if unknown."""
+    """Versions installed on its machine (see ``wire.versions``); empty if unknown."""
 
 
 class WorkerRoster:
@@ -42,7 +42,7 @@ class WorkerRoster:
 
     Args:
         silence_s: Seconds without a message after which a supervisor has timed out.
-        tick_s: Interval between calls of ``tick``, in seconds.
+        tick_s: Interval between calls to ``tick``, in seconds.
     """
 
     def __init__(self, *, silence_s: float, tick_s: float) -> None:
@@ -66,7 +66,7 @@ class WorkerRoster:
     def greet(self, facts: WorkerFacts, now: float) -> bool:
         """Process a hello; return False if this incarnation is fenced."""
         # A fenced supervisor may reconnect before it has received the reset. Its trainers are still
-        # in an old generation; only its next incarnation will have stopped them.
+        # in an old generation; they are gone only in its next incarnation.
         if facts.incarnation <= self._evicted.get(facts.address, -1):
             return False
         self._evicted.pop(facts.address, None)
@@ -101,7 +101,7 @@ class WorkerRoster:
     def evict_silent(self, now: float) -> list[tuple[WorkerFacts, float]]:
         """Evict the workers that have timed out.
 
-        Return each with the seconds since its last message.
+        Return each of them with the seconds since its last message.
         """
         evicted_incarnation = []
         for name, silence_s in self._hearing.silent(now).items():

@@ -17,7 +17,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import messages as m
 
 Held = m.AnyReport | m.MachineNotice
-"""Messages that are held during a recovery; heartbeats and hellos are handled immediately."""
+"""Messages held during a recovery; heartbeats and hellos are handled immediately."""
 
 
 class Serving:

@@ -39,9 +39,9 @@ class Sharing:
 
     def allocate(self) -> None:
         """Redistribute the workers, and request as many as all jobs together can use."""
-        # A job that is about to end claims nothing, but its workers become free only once its
-        # trainers have left, because they may be writing the last checkpoint. Workers at risk come
-        # last.
+        # A job that is about to end claims no workers, but its workers become free only once its
+        # trainers have left, because they may be writing the last checkpoint. Workers at risk are
+        # assigned last.
         jobs = {job.state.job_id: job for job in self._active()}
         ending = [job for job in jobs.values() if job.state.outcome]
         busy = {m.worker for job in ending for m in job.state.members.values()}
@@ -101,13 +101,13 @@ class Sharing:
     def _hand_back(self, facts: WorkerFacts, left_s: float) -> None:
         facts.is_released = True
         if self._nodes.replaces_early:
-            # The pool counts it until its release. If demand dropped before that, the replacement
-            # would look like surplus.
+            # The pool counts a worker until its release. If demand dropped before that, the
+            # replacement would look like surplus.
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
             self._want_workers()
         else:
-            # Lower the demand first: its exit frees a slot, in which the pool would otherwise start
-            # a worker that no job needs.
+            # Lower the demand first: the worker's exit frees a slot, where the pool would otherwise
+            # start another one.
             self._want_workers()
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
 
@@ -127,7 +127,7 @@ class Sharing:
 
 
 def _is_short(job: HostedJob) -> bool:
-    # True if the workers that are staying are too few for the job to continue.
+    # True if too few workers are staying for the job to continue.
     members = job.state.members.values()
     stays = [m for m in members if not m.leaving and m.phase != "starting"]
     return len(stays) < max(1, job.state.min_workers)

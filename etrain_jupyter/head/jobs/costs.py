@@ -13,9 +13,9 @@ from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.policy.job_costs import JobCosts, RunningCost
 
 LOG_INTERVAL_S = 10.0
-"""Minimum seconds between two cost entries in a job's log; the final cost is always logged."""
+"""Minimum interval in seconds between cost entries in a job's log, except for the final one."""
 MIN_CHANGE = 0.01
-"""Relative change below which a cost is not logged, except at the job's end."""
+"""A smaller relative change in cost is not logged, except at the job's end."""
 
 
 class Money:

@@ -60,7 +60,7 @@ class HostedJob:
     defects: Defects = field(default_factory=Defects)
     """Logs exceptions in our own code."""
     hang_s: float = 30.0
-    """Minimum seconds without progress after which ranks count as stalled."""
+    """Minimum time in seconds without progress after which ranks count as stalled."""
     opened: OpenedRun | None = None
     """The log of a job in a bucket, opened for writing by this process; None for other jobs."""
     recalls: PendingRequests | None = None
@@ -71,7 +71,7 @@ class HostedJob:
     record: JobRecord = field(default_factory=JobRecord, init=False)
     """Fold of the job's log, including the events that this object appends."""
     messages: TrainerMessages = field(init=False)
-    """Reports of its trainers, and their consequences."""
+    """Reports from its trainers, and their consequences."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
     """Input to ``checkpoint.every: auto``: the same events, timed by this process's clock."""
     is_let_go: bool = field(default=False, init=False)
@@ -154,7 +154,7 @@ class HostedJob:
             left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
             self.messages.planned = PlannedFaults(left)
         if self.state.is_ended:
-            # The scheduler died after logging the end, but before removing the record.
+            # The scheduler died after it logged the end, but before it removed the record.
             self._log.close()
             return
         self._follow_with_tensorboard()
@@ -164,7 +164,7 @@ class HostedJob:
 
         Args:
             summaries: The supervisors' summaries of their trainers, by name.
-            away_s: How many seconds there was no scheduler.
+            away_s: Seconds without a scheduler.
         """
         recalled, self.recalled = self.recalled, None
         assert recalled is not None
@@ -191,7 +191,7 @@ class HostedJob:
                 backend=recalled.backend,
             )
         )
-        # If the previous scheduler handled the report that a rank had left, the outbox does not
+        # If the previous scheduler handled the report of a rank's departure, the outbox does not
         # resend it. Its effects on the state were lost: repeat them.
         for found, _ in pairs:
             left = summaries[found.trainer].left
@@ -231,7 +231,7 @@ class HostedJob:
     def _write_tensorboard(self, log_path: Path, folder: Path) -> None:
         loop = asyncio.get_running_loop()
 
-        def warn(why: str) -> None:  # called in the thread waiting for the writer's process
+        def warn(why: str) -> None:  # called in the thread that waits for the writer process
             loop.call_soon_threadsafe(self._warn, f"TensorBoard files are not written: {why}")
 
         follow_elsewhere(log_path, folder, warn)
@@ -270,7 +270,7 @@ class HostedJob:
             return
         values = dataclasses.asdict(choice)
         self.log(events.CheckpointIntervalChosen, **values, reason=describe_choice(choice))
-        # Ranks in later generations get it with JoinGeneration, see _pace.
+        # Ranks in later generations receive it in JoinGeneration, see _pace.
         for member in self.state.in_phase("ranked"):
             pace = m.PaceUpdate(interval_s=choice.interval_s)
             self.send(m.SetPace(trainer=member.trainer, pace=pace))
@@ -280,7 +280,7 @@ class HostedJob:
         choice = self.evidence.choice
         if choice is None:
             return None
-        # A restored state is that of the newest checkpoint: nothing has been trained since.
+        # A restored state equals the newest checkpoint: nothing has been trained since.
         age_s = 0.0 if restore else self.evidence.age_s(clock.now())
         return m.PaceUpdate(interval_s=choice.interval_s, age_s=age_s)
 
@@ -318,7 +318,7 @@ class HostedJob:
         self._log.retry()
 
     def abandon_log(self) -> None:
-        """Close the log without these events, because the process is exiting."""
+        """Close the log and lose these events, because the process is exiting."""
         self._log.abandon()
 
     def let_go(self) -> None:
@@ -337,7 +337,7 @@ class HostedJob:
         """Pass a stimulus to the state machine and carry out its commands."""
         # The new state is set before the first command, since events and messages read the
         # generation from it. Each command is carried out even if an earlier one raises, because the
-        # state already assumes all of them.
+        # state already reflects all of them.
         was_ended = self.state.is_ended
         with self.defects.watch(self, f"deciding on {type(stimulus).__name__}"):
             self.state, commands = handle(self.state, stimulus, clock.now(), wall=time.time())
@@ -406,7 +406,7 @@ class HostedJob:
 
     def _form(self, command: c.FormGeneration) -> None:
         # Rank 0 sends the records of steps after ``logged_step``. With ``restore``, steps after the
-        # checkpoint are trained again, so it must not count log entries beyond the start:
+        # checkpoint are repeated, so it must not count log entries beyond the start:
         #
         #     log    ... 38 39 40    generation begins at 35    logged_step = 35, log_end = 40
         self.step_clock.ranks = command.trainers
@@ -459,7 +459,7 @@ class HostedJob:
 
     def _publish(self, command: c.Publish) -> None:
         event = command.event
-        # Add what the state machine does not have: the process ids, and the totals before the end.
+        # Add data that the state machine lacks: the process ids and, before the end, the totals.
         if isinstance(event, events.GenerationFormed):
             by_worker = {facts.worker: facts.pid for facts in self.trainers.values()}
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
@@ -517,7 +517,7 @@ class HostedJob:
                     self.handle(item)
 
     def log_restored(self, step: int) -> None:
-        """Log that the steps after ``step`` will be trained again."""
+        """Log that the steps after ``step`` will be repeated."""
         self._follow_up([self.messages.restored_to(step)])
 
     # --- queries ---

@@ -33,15 +33,15 @@ RECENT_EVENTS = 20_000
 """Events kept in memory for listeners; older ones are read from the log."""
 
 MAX_READERS = 8
-"""Maximum number of listeners whose read position is remembered. Any other listener reads the log
-from its start for each batch."""
+"""Maximum number of listeners whose read position is cached. Any other listener reads the log from
+the start for each batch."""
 
 
 WRITE_AT_ONCE = 1000
 """Number of waiting events that are written in one call."""
 
 CATCH_UP_S = 0.1
-"""Maximum seconds for one call of ``retry``, which blocks the scheduler's event loop."""
+"""Maximum time in seconds for one call to ``retry``, which blocks the scheduler's event loop."""
 
 
 class JobLog:
@@ -54,8 +54,8 @@ class JobLog:
         # Readers for old events, by the ``seq`` where their next batch starts.
         self._readers: dict[int, LogReader] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_EVENTS)
-        # Events not yet written to disk, in order; the newest disk error; and the start of the
-        # failure, by the monotonic clock.
+        # Events not yet written to disk, in order; the newest disk error; and when the failure
+        # started, on the monotonic clock.
         self._waiting: deque[events.Event] = deque()
         self._refusal: OSError | None = None
         self._refused_at = 0.0
@@ -76,7 +76,7 @@ class JobLog:
 
     @property
     def is_behind(self) -> bool:
-        """True if events are kept in memory because writing to disk fails."""
+        """True if events are kept in memory because disk writes fail."""
         return bool(self._waiting)
 
     @property
@@ -204,7 +204,8 @@ class JobLog:
 
     def since(self, seq: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` events after ``seq``, in order."""
-        # ``seq`` counts from 1 without gaps, so the first event determines positions in the deque.
+        # ``seq`` counts from 1 without gaps, so the first event's number determines each event's
+        # index in the deque.
         if self._recent and seq >= self._recent[0]["seq"] - 1:
             skip = seq - self._recent[0]["seq"] + 1
             return list(itertools.islice(self._recent, skip, skip + limit))
@@ -215,7 +216,7 @@ class JobLog:
 
     def _read(self, seq: int, limit: int) -> list[events.Event]:
         # A listener fetches batch after batch, so the reader of its previous batch is at the right
-        # line. If there is none (a new listener), skip ahead from the start of the log.
+        # line. If it has no reader (a new listener), skip ahead from the start of the log.
         reader = self._readers.pop(seq, None)
         if reader is None:
             reader = LogReader(self._path)

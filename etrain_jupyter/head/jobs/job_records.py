@@ -49,7 +49,7 @@ class JobRecords:
     """Records of a cluster's jobs.
 
     Args:
-        folder: Folder for the records; None disables them, for when no scheduler would read them.
+        folder: Folder for the records; None to keep none, if no scheduler would read them.
     """
 
     def __init__(self, folder: Path | None) -> None:

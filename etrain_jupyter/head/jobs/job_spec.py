@@ -37,7 +37,7 @@ class JobSpec:
     min_workers: int = 1
     max_workers: int = 1
     resumes: bool = False
-    """True if the run folder belongs to a job that has trained before."""
+    """True if the job was trained before, so the run folder already exists."""
     differs: list[str] = field(default_factory=list)
     """Differences from the previous attempt, as text for the log."""
     is_forced: bool = False
@@ -45,8 +45,8 @@ class JobSpec:
     place: str = ""
     """URL of the job in a bucket; empty for a job in a folder."""
     log_end: int | None = None
-    """For a resumed job in a bucket: ``seq`` of the newest event when the kernel found that the job
-    had no writer. None resumes it regardless of other writers."""
+    """For a resumed job in a bucket: ``seq`` of the newest event at the time when the kernel saw
+    that the job had no writer. None resumes the job regardless of other writers."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions installed where the notebook runs (see ``wire.versions``); empty if unknown."""
     faults: list[dict[str, Any]] = field(default_factory=list)
@@ -104,12 +104,12 @@ class TrainerFacts:
 
     worker: str
     started_at: float
-    """By the coordinator's clock."""
+    """On the coordinator's clock."""
     pid: int = 0
     device: str = ""
     gpu: str = ""
     """Its GPU's identifier; empty if it has none."""
     is_injected: bool = False
-    """True if an injected fault will end or has ended it."""
+    """True if an injected fault has ended it or will end it."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    """The last lines that it printed."""
+    """The last lines of its output."""

@@ -1,4 +1,4 @@
-"""Log of a job whose run store is a bucket: written locally, then uploaded seconds later."""
+"""Log of a job whose run store is a bucket: written locally, and uploaded seconds later."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from etrain_jupyter.storage.bucket_log.uploads import Uploads, claim, new_writer
 logger = logging.getLogger("etrain.coordinator")
 
 LAST_UPLOAD_S = 15.0
-"""Maximum seconds to hold back the end of a job until the bucket has it."""
+"""Maximum delay of a job's end, in seconds, while its upload to the bucket is pending."""
 LOOK_S = 0.05
 LOCK_S = 20.0
-"""Timeout in seconds to lock the local copy: a reader may hold the lock while filling the copy."""
+"""Timeout in seconds for locking the local copy: a reader may hold the lock while filling the
+copy."""
 UPLOAD_PATIENCE_S = 5.0
 
 
 @dataclass(kw_only=True)
 class OpenedRun:
-    """A job in a bucket for which this process is the only writer."""
+    """A job in a bucket. This process is its only writer."""
 
     lock: int
     """Descriptor of the lock file, held while this machine's copy is written or uploaded."""
@@ -71,8 +72,8 @@ def open_run(order: JobSpec) -> OpenedRun:
 
 
 def _reopen_run(order: JobSpec) -> OpenedRun:
-    # Continue as the previous writer, whose name is in this folder. Its lock was released when its
-    # process died, so a reader may hold it now, to fill the copy from the bucket.
+    # Continue under the previous writer's name, which is in this folder. Its lock was released when
+    # its process died, so a reader may hold it now, to fill the copy from the bucket.
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
     if lock is None:
         raise FencedError(f"another process of this machine writes the log of {order.job_id}")

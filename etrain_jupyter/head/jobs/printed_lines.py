@@ -1,4 +1,4 @@
-"""Limit the number of printed lines in a job's log, so that they do not fill the disk.
+"""Limit the number of printed lines in a job's log to keep them from filling the disk.
 
 A job's first lines are all logged. After that, a fixed number per second is logged on average,
 regardless of the number of trainers. The number of dropped lines is logged, too. Errors in the
@@ -14,7 +14,7 @@ PER_S = 5.0
 """Average number of lines logged per second after the burst: about 100 MB of log a day."""
 
 REPORT_S = 60.0
-"""Minimum seconds between two reports of dropped lines."""
+"""Minimum interval in seconds between reports of dropped lines."""
 
 
 class PrintedLines:

@@ -29,7 +29,7 @@ from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.wire import messages as m
 
 MAX_DELAY_S = 1.0
-"""Maximum age of a report in seconds. If it seems older, the machines' clocks differ."""
+"""Maximum age of a report in seconds. If it appears to be older, the machines' clocks differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class TrainerMessages:
     ) -> Iterator[Consequence]:
         match report:
             case m.TrainerStarted():
-                facts.pid = report.pid or facts.pid  # for messages; the hello repeats it
+                facts.pid = report.pid or facts.pid  # needed for messages; repeated in the hello
             case m.TrainerHello():
                 yield from self._on_hello(report, facts)
             case m.StoreEntry():
@@ -267,8 +267,8 @@ class TrainerMessages:
         #     by a member                                   accepted
         #     by a former member, up to the job's step      accepted: it may have been released
         #                                                   while it was writing
-        #     by a former member, after the job's step      rejected: evicted, it has trained on
-        #                                                   alone, behind a network partition
+        #     by a former member, after the job's step      rejected: it was evicted, and trained on
+        #     alone behind a network partition
         step = report.record["step"]
         is_ahead = report.trainer not in state.members and step > state.step
         starts = self._record.starts
@@ -298,7 +298,7 @@ class TrainerMessages:
         yield self._event(events.FaultInjected, worker=facts.worker, **values)
 
     def _cells(self) -> dict[str, CellSource]:
-        # For the labels in a crash report, which is useful even without them.
+        # For the labels in a crash report. The report is useful even without them.
         try:
             return read_cells(self._order.bundle_path)
         except (OSError, BundleError):
@@ -307,7 +307,7 @@ class TrainerMessages:
     # --- events for the job itself ---
 
     def restored_to(self, step: int) -> events.Event:
-        """Return the event saying that the steps after ``step`` will be trained again."""
+        """Return the event that announces that the steps after ``step`` will be repeated."""
         # A checkpoint may also be ahead of the log; it then contains the missing step records.
         num_undone = max(0, self._record.logged_step - step)
         return self._event(events.JobRestored, step=step, num_undone=num_undone)
@@ -338,6 +338,7 @@ def _user_error(trainer: str, text: str) -> s.UserErrorSeen:
 
 
 def _local_instant(reported_at: float) -> float:
-    # Converted to the coordinator's clock; now, if the other machine's clock seems to differ.
+    # Converted to the coordinator's clock; the current time if the other machine's clock seems to
+    # be off.
     age_s = time.time() - reported_at
     return clock.now() - (age_s if 0 <= age_s < MAX_DELAY_S else 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class StepClock:
-    """Accept each step record once and in order, even if a new rank 0 repeats some."""
+    """Accept each step record once and in order, even if a new rank 0 resends some."""
 
     step_s: float = 0.0
     """Duration of a step in seconds, smoothed over about ten steps; 0 before the first."""

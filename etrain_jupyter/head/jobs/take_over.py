@@ -67,7 +67,7 @@ def resumed_state(record: JobRecord, fresh: JobState) -> JobState:
 
 
 def recovered_state(record: JobRecord, fresh: JobState, wishes: PendingRequests) -> JobState:
-    """Return the state of a job whose trainers may be alive, based on a new job's state."""
+    """Return the state of a job whose trainers may still be alive, based on a new job's state."""
     low, high = record.workers
     last_step_at = clock.from_wall(record.last_step.time) if record.last_step else 0.0
     return replace(
@@ -105,8 +105,8 @@ def find_trainers(
             trainer=name,
             worker=worker,
             generation=known.generation,
-            # A rank that has left the newest generation counts as inside: ``HostedJob.adopt``
-            # handles its report again, which may be what ends the job.
+            # A rank that has left the newest generation still counts as a member:
+            # ``HostedJob.adopt`` handles its report again, and that report may end the job.
             is_inside=bool(known.generation)
             and (known.left is None or known.generation == state.generation),
             is_warm=hello is not None,
