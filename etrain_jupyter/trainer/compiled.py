@@ -31,7 +31,7 @@ MAX_REASON = 300
 
 
 def compile_in_place(model: nn.Module) -> None:
-    """Route every call of ``model`` through torch.compile, which compiles on the first calls."""
+    """Route every call to ``model`` through torch.compile, which compiles on first use."""
     # Compile in this process: a pool of compiler processes would outlive a killed trainer.
     inductor_config.compile_threads = 1
     torch.compiler.set_stance("default")

@@ -51,7 +51,7 @@ class WorkPlan:
         """Return the samples of the next step: a full batch, or the rest of its epoch or the job.
 
         Args:
-            position: Samples trained before the step, over all epochs.
+            position: Samples trained on before the step, over all epochs.
             batch_size: Samples of a full step.
         """
         return ledger.range_at(
@@ -69,7 +69,7 @@ class Mark(NamedTuple):
     step: int
     """Number of committed steps."""
     position: int
-    """Number of samples trained, over all epochs."""
+    """Number of samples trained on, over all epochs."""
 
 
 def lr_schedule_of(config: TrainConfig, plan: WorkPlan) -> LrSchedule | None:

@@ -36,8 +36,8 @@ def can_fork() -> bool:
     """Return True if a fork of this process is usable as a trainer.
 
     A trial fork reveals two problems. OpenBLAS stops its threads before a fork and restarts them
-    when needed; a thread that still runs afterwards belongs to a library that does not support
-    forks. And in the child, torch can report whether the parent has initialized CUDA.
+    when needed; a thread that is still running afterwards belongs to a library that does not
+    support forks. And in the child, torch can report whether the parent has initialized CUDA.
     """
     if sys.platform != "linux":
         return False

@@ -128,7 +128,7 @@ class Trainer:
         self._is_fresh = True
         """True while the model has the initial weights from the notebook's code."""
         self._is_forming = False
-        """True while this rank connects, receives or restores; no step runs meanwhile."""
+        """True while this rank connects, receives or restores; no step runs during that time."""
         self._num_out_of_memory = 0
         """Number of consecutive out-of-memory errors while forming."""
         self._is_busy = True
@@ -237,7 +237,7 @@ class Trainer:
             if is_our_defect(exc):
                 raise
             self._report_user_error(exc, generation=0)
-            # This trainer is never ready, but alive: the coordinator will release it.
+            # This trainer never becomes ready, but it is alive: the coordinator will release it.
         while True:
             todo = self._inbox.get()
             match todo:
@@ -402,8 +402,9 @@ class Trainer:
         """Report a CUDA error and raise, so that the process ends.
 
         Raises:
-            BrokenDeviceError: The notebook's code caused it. The job fails with that error.
-            BaseException: The machine caused it: ``exc``. The others continue without this trainer.
+            BrokenDeviceError: If the notebook's code caused it. The job fails with that error.
+            BaseException: ``exc``, if the machine caused it. The others continue without this
+                trainer.
         """
         error = device_error_in(exc)
         if error is None:

@@ -168,7 +168,7 @@ class WarmUp:
         for name, parameter in self._workload.model.named_parameters():
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise WorkloadError(
-                    f"parameter {name!r} has a sparse gradient, which reproducible cannot add up. "
+                    f"parameter {name!r} has a sparse gradient, which has no reproducible sum. "
                     "Build its layer with sparse=False, or write reproducible: false."
                 )
 

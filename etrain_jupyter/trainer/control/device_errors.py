@@ -136,7 +136,7 @@ def _is_device_error(exc: BaseException) -> bool:
         return False
     kind = getattr(torch, "AcceleratorError", None)  # since torch 2.8
     is_raised_by_cuda = kind is not None and isinstance(exc, kind)
-    # NCCL raises its own error class, and quotes the error of the kernel that failed earlier.
+    # NCCL raises its own error class, and quotes the earlier error from the failed kernel.
     is_seen = _CUDA in text or f"{_ASSERT} triggered" in text
     return is_raised_by_cuda or is_seen or "No CUDA GPUs are available" in text
 

@@ -40,7 +40,7 @@ class AveragedGradients:
         micro_batch_size: Maximum number of samples per pass; None for no limit.
         num_passes: Minimum number of passes per share, with one exchange after the last pass.
         compression: Compression of the gradients, see ``compression.compressed``.
-        measures_noise: Set ``mean_of_squares`` of each full step.
+        measures_noise: Set ``mean_of_squares`` in each full step.
     """
 
     num_slots = 1
@@ -117,7 +117,8 @@ class AveragedGradients:
             with self._no_sync():
                 _differentiate(step.run_part(self._module, slot))
         loss = step.run_part(self._module, slot)
-        # After the last forward pass: the header contains its loss, and the backward pass hides it.
+        # After the last forward pass: the header contains its loss, and the backward pass hides the
+        # communication.
         step.start_header()
         moves = self._start_moves(step.buffers_before, count / step.span.samples)
         _differentiate(loss)

@@ -105,7 +105,7 @@ class BucketSums:
         if index < self._num_started:
             raise WorkloadError(
                 f"a parameter of shape {tuple(parameter.shape)} gets gradients twice in one "
-                "backward pass, which reproducible cannot add up. If the model recomputes "
+                "backward pass, which cannot be summed reproducibly. If the model recomputes "
                 "activations, write checkpoint(..., use_reentrant=False)."
             )
         self._missing[index].discard(parameter)

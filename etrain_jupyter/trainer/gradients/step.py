@@ -33,7 +33,7 @@ class PassSamples(NamedTuple):
 
 
 class Gradients(Protocol):
-    """How the ranks of one generation compute gradients."""
+    """Strategy by which the ranks of one generation compute gradients."""
 
     num_slots: int
     """Number of slots in the step header."""

@@ -42,7 +42,7 @@ class StepHeader:
     """A vector of integers, and of shares of means in slots, that is summed over the ranks.
 
     Integer sums below 2**53 are exact in float64, so their order does not matter. Sums of shares
-    are not exact: either all ranks add to a single slot, or each shard has its own slot, which the
+    are not exact. Either all ranks add to a single slot, or each shard has its own slot, which the
     other ranks leave at zero. Adding zeros is exact, and the slots are added up afterwards in a
     fixed order.
     """

@@ -1,8 +1,8 @@
 """Measure the parts of a step on one rank.
 
-The parts are consecutive: waiting for samples, forward and backward passes, the communication that
-no backward pass hides, and the update. On a GPU the host runs ahead, so the exposed communication
-is measured on the device, from the last gradient to the last sum.
+The parts are consecutive: waiting for samples, forward and backward passes, the communication not
+hidden by a backward pass, and the update. On a GPU the host runs ahead, so the exposed
+communication is measured on the device, from the last gradient to the last sum.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Stopwatch:
         self._data_s += time.perf_counter() - started
 
     def bucket_is_ready(self) -> None:
-        """Record that a bucket of gradients has been computed; the last call counts."""
+        """Record that a bucket of gradients has been computed; only the last call matters."""
         self._ready_at = time.perf_counter()
         if self._is_cuda:
             self._ready = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

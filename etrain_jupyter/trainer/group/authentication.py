@@ -1,4 +1,4 @@
-"""Authenticate the ranks' connections before the first tensor, to reject strangers and relays.
+"""Authenticate the ranks' connections before any tensor is sent, to reject strangers and relays.
 
 gloo has no authentication: its listener gives a rank's place to the first connection that sends the
 8-byte number of a pair (0, 1, 2 ...). So after gloo has connected, each rank publishes both ends of

@@ -1,4 +1,4 @@
-"""Gloo device whose sockets can be listed, held back, sealed and shut down.
+"""Gloo device whose sockets can be listed and shut down, and whose listener can be sealed.
 
 Shutting the sockets down is the only way to break a stuck collective. Listing them is the only way
 to verify the peers, because gloo gives a rank's place to the first connection that sends the rank's
@@ -125,7 +125,8 @@ class GlooDevice:
         for fd, _ in _watched(self._epoll):
             with contextlib.suppress(OSError), _socket_of(fd) as connection:
                 if _is_listening(connection):
-                    # A thread stuck inside gloo keeps the listener open: no flood may reach it.
+                    # A thread stuck inside gloo keeps the listener open: seal it, so that no flood
+                    # of connections reaches it.
                     drop_everything(connection)
                 else:
                     connection.shutdown(socket.SHUT_RD)

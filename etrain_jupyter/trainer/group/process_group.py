@@ -141,7 +141,7 @@ class RankGroup:
             waiters=self._waiters,
             connect_nccl=self._connect_nccl,
         )
-        # Set before connecting, so that an abort can shut the device down meanwhile.
+        # Set before connecting, so that an abort can shut the device down in the meantime.
         self._device = forming.make_device(self._host)
         self._gloo = forming.connect(self._device)
         self.raise_if_failed()

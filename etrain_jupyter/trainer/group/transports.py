@@ -151,11 +151,11 @@ class NcclTransport:
         self.backend: Any = None
 
     def keep(self, backend: Any) -> None:
-        """Take over the backend before it connects, in the builder thread.
+        """Take over the backend before it connects. Called in the builder thread.
 
         Raises:
-            CommunicationError: If the generation has been aborted meanwhile. ``end`` may already
-                have been called, and would not be called again.
+            CommunicationError: If the generation has been aborted in the meantime. ``end`` may
+                already have been called, and would not be called again.
         """
         # ``abort`` sets the failure before it calls ``end``. So either this sees the failure, or
         # ``end`` sees the backend; without an abort, the backend would block in NCCL forever.

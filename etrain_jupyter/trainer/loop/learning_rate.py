@@ -1,7 +1,7 @@
 """Learning rates of the optimizer, from the schedule and the batch size.
 
 The rate of a parameter group is its base rate, times the factor of the schedule (a function of the
-number of samples trained), times the factor for the batch size.
+number of samples trained on), times the factor for the batch size.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class StepRequests:
 
     state: TrainState
     change_pending: threading.Event
-    """Set when this rank knows of a planned change."""
+    """Set when this rank has learned of a planned change."""
     evaluations: Evaluations
     hooks: BoundaryHooks
 

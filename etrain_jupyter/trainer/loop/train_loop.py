@@ -55,8 +55,8 @@ OUT_OF_MEMORY = "out of memory"
 """Failure of a generation in which a rank ran out of device memory."""
 
 GenerationEnd = Literal["planned", "done", "nan"]
-"""How a generation ended without failing: ``planned`` for a planned change, ``done`` if nothing is
-left to train, ``nan`` if the loss of a step was not finite."""
+"""Ways in which a generation can end without failing: ``planned`` for a planned change, ``done`` if
+nothing is left to train, ``nan`` if the loss of a step was not finite."""
 
 
 class TrainLoop:
@@ -125,7 +125,7 @@ class TrainLoop:
     # --- before the first generation ---
 
     def warm_up(self) -> None:
-        """Make trial passes and undo them, to find errors and what a pass changes.
+        """Make trial passes and undo them, to find errors and to determine what a pass changes.
 
         Raises:
             Exception: Any error that the notebook's code raises on its own data.
@@ -144,7 +144,7 @@ class TrainLoop:
     # --- one generation ---
 
     def wrap(self, group: RankGroup) -> Gradients:
-        """Return how this generation's ranks compute gradients.
+        """Return the strategy by which this generation's ranks compute gradients.
 
         Raises:
             ConfigError: If some rank would have nothing to do.

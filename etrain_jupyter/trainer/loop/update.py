@@ -35,8 +35,8 @@ class Update:
 
         Args:
             step: The step, whose gradients are sums over all ranks.
-            position: Samples trained before it.
-            weight: Mean weight of a sample, see ``Means``.
+            position: Samples trained on before it.
+            weight: Mean weight of a sample; see ``Means``.
         """
         # The order matters:
         #

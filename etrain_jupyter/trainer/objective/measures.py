@@ -92,8 +92,8 @@ class Measures:
         return found
 
     def _compare(self, is_mean: dict[str, bool]) -> None:
-        # The means are columns of the step header. If a batch had other names, ranks would add up
-        # different metrics in one column.
+        # The means are columns of the step header. If batches had different names, ranks would add
+        # up different metrics in one column.
         if self._is_mean is None:
             self._is_mean = is_mean
         if is_mean.keys() != self._is_mean.keys():

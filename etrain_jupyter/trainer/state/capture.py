@@ -122,7 +122,8 @@ def _has_standard_state(optimizer: torch.optim.Optimizer) -> bool:
 
 def _names_in_host_memory(tensors: Tensors, optimizer: torch.optim.Optimizer) -> list[str]:
     # Returns the tensors that stay in host memory even if the model is on a GPU. The receiver's
-    # device may be of another kind than the sender's, so the tensor's own device is not decisive:
+    # device may be of a different kind from the sender's, so the tensor's own device is not
+    # decisive:
     #
     #     sender's model   tensor in host memory          stays in host memory on the receiver
     #     on a GPU         any                            yes: its owner keeps it there

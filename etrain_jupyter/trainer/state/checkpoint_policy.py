@@ -85,7 +85,7 @@ class CheckpointPolicy:
     def take_step(
         self, before: Mark, after: Mark, *, is_rank_0: bool, is_agreed: bool, now: float
     ) -> None:
-        """Record a committed step; if it makes a checkpoint due, that is owed until ``take_start``.
+        """Record a committed step. A checkpoint that it makes due is owed until ``take_start``.
 
         Args:
             before: Progress before the step.

@@ -188,7 +188,8 @@ class CheckpointWriter:
                 yield result
 
     def _forget(self, copy: StateCopy) -> None:
-        # Compare the files: a copy's generation and number of failures may have changed meanwhile.
+        # Compare the files: a copy's generation and number of failures may have changed in the
+        # meantime.
         self._under_way = [known for known in self._under_way if known.files is not copy.files]
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -26,7 +26,7 @@ class TrainState:
         self.step = 0
         """Number of committed steps."""
         self.position = 0
-        """Number of samples trained, over all epochs."""
+        """Number of samples trained on, over all epochs."""
         self.position_before = 0
         """``position`` before the last step."""
         self.num_evals = 0

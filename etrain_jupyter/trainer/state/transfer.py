@@ -297,7 +297,7 @@ class _Slots:
     def finish(self) -> Tensors:
         """Return all tensors, copied into this rank's own tensors where they exist."""
         # Most tensors were received in place. The others are copied now: staged tensors, and those
-        # with another layout than rank 0's.
+        # whose layout differs from rank 0's.
         tensors: Tensors = {}
         for entry in self._entries:
             value = self._received[entry.same_as or entry.name]
