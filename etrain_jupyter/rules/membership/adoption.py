@@ -34,7 +34,7 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
     #   trainers      ------ step 40 ------------ 41 -- 42 -- 43 -----------
     #   scheduler 2                               starts   hellos   TrainersFound, here
     #
-    # A rank that has left generation 4 by then is still listed as inside: its report follows.
+    # A rank that has left generation 4 by then is still listed as a member: its report follows.
     for found in stimulus.found:
         turn.put(_member_of(turn, found, stimulus.is_ready))
     turn.assign(found.worker for found in stimulus.found)

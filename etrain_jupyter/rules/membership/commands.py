@@ -9,7 +9,7 @@ from etrain_jupyter.log.events import Event
 
 @dataclass(frozen=True, kw_only=True)
 class StartTrainer:
-    """Start a trainer process of this name on a worker."""
+    """Start a trainer process with this name on a worker."""
 
     trainer: str
     worker: str
@@ -40,18 +40,18 @@ class FormGeneration:
     is_guarded: bool = False
     """True if the ranks accept only announced connections, which takes longer."""
     behind: tuple[int, ...]
-    """Ranks whose state is older than rank 0's: they receive it before the first step."""
+    """Ranks whose state is older than rank 0's: they receive rank 0's before the first step."""
     step: int
     """The last step committed by rank 0."""
     restore: bool
-    """True if no trainer holds the state: then rank 0 loads the newest checkpoint first."""
+    """True if no trainer holds the state, so that rank 0 must first load the newest checkpoint."""
     backend: str
     """The backend that sums its gradients, ``nccl`` or ``gloo``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveCheckpoint:
-    """Order one trainer that holds the newest state to save it and report."""
+    """Instruct a trainer that holds the newest state to save it and to report."""
 
     trainer: str
 

@@ -1,6 +1,6 @@
 """Count generations that break although no worker was lost, and decide when to retry.
 
-A lost worker explains a broken generation, which then counts against nothing. Otherwise, the
+A lost worker explains a broken generation, which then does not count as a failure. Otherwise, the
 connections between the ranks are the cause: retry, at most twice with NCCL, and fail the job when
 retrying is useless.
 
@@ -49,11 +49,11 @@ class FailedForms:
     """Consecutive generations that broke although no worker was lost."""
 
     num: int = 0
-    """Number of them, with the same workers and no committed step in between."""
+    """Number of such generations, with the same workers and no committed step in between."""
     workers: frozenset[str] = frozenset()
-    """The workers of the last one."""
+    """The workers of the last such generation."""
     error: str = ""
-    """Why the last one broke, according to its ranks; empty if none reported an error."""
+    """Why the last one broke, according to its ranks; empty if no rank reported an error."""
     num_nccl: int = 0
     """Consecutive NCCL failures, even if steps were committed between them."""
     nccl_workers: frozenset[str] = frozenset()

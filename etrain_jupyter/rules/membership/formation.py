@@ -40,7 +40,8 @@ from etrain_jupyter.rules.membership.turn import (
 )
 
 ADMISSION_GRACE_S = 1.0
-"""Seconds that warm newcomers wait for others still warming up, so one change admits them all."""
+"""Seconds that warm newcomers wait for others still warming up, so that one change admits them
+all."""
 
 MAX_FAULTS = 3
 """Consecutive faults in the same place (before the first step, or in one step) after which the job
@@ -111,11 +112,12 @@ def _announce_if_due(turn: Turn) -> None:
     #   notice -> background checkpoint -> ... trains on ... -> save_at -> change -> report
     #          -> last checkpoint (``_save_before_it_is_gone``) -> release -> interruption
     if not (stays or newcomers):
-        # None would remain: all train on as long as possible, and the state is backed up.
+        # None would remain: all continue training as long as possible, and the state is backed up.
         _back_up(turn, ranked)
         leaves = [m for m in leaves if m.save_at <= turn.now]
     elif len(stays) + len(newcomers) < state.min_workers:
-        # Too few would remain, and the job would wait: ranks that still have time train on.
+        # Too few would remain, and the job would wait: ranks that still have time continue
+        # training.
         leaves = [m for m in leaves if not _has_time(m, turn.now)]
     # Newcomers that are waiting for others count too: they will join soon.
     is_short = len(ranked) + len(_newcomers(turn.state)) < state.min_workers
@@ -189,7 +191,7 @@ def _settle(turn: Turn) -> None:
     elif turn.now < state.faults.form_at:
         turn.enter_phase("gathering")
         turn.set_status("waiting", why_retrying(state))
-    # After a change or an abort the ranks are idle: form at once.
+    # After a change or an abort the ranks are idle: form the next generation immediately.
     elif state.phase != "gathering" or _is_worth_forming(turn):
         _form(turn, members)
 
@@ -239,13 +241,13 @@ def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
         return True  # the order to form would queue behind the checkpoint
     holders = newest_holders(turn.state)
     if not holders or not all(m.leaving for m in holders):
-        return False  # one stays, or there is no state
+        return False  # one holder stays, or there is no state
     if _has_successor(turn.state) or is_newest_durable(turn.state):
         return False  # a member that stays will receive it, or a checkpoint has it
     is_due = all(m.save_at <= turn.now for m in holders)
     is_known = any(m.save_at < math.inf for m in holders)
-    # Before the deadline: train on if there are enough ranks, otherwise use the time to save.
-    # Without a deadline there is no hurry.
+    # Before the deadline: continue training if there are enough ranks, otherwise use the time to
+    # save. Without a deadline there is no hurry.
     if not is_due and (has_enough or not is_known):
         return False
     save_newest(turn)

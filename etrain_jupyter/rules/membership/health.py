@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEALTHY_S = 10.0
-"""A trainer that stepped for this many seconds exited for another reason than the one before it."""
+"""If a trainer stepped for this many seconds, its exit is unrelated to the previous one."""
 
 FORGET_S = 180.0
-"""Faults this many seconds apart are unrelated; longer than any wait."""
+"""Faults at least this many seconds apart are unrelated; longer than any back-off."""
 
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 60.0

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 
 def is_of_job(*, generation: int, step: int, starts: Sequence[int]) -> bool:
-    """Return whether a generation's state after ``step`` is a state of the job.
+    """Return whether a generation's state after ``step`` belongs to the job's history.
 
     Args:
         generation: The generation that produced the state, counted from 1.

@@ -17,7 +17,8 @@ MemberPhase = Literal["starting", "warm", "ranked", "reported"]
 JobPhase = Literal["gathering", "running", "changing", "collecting", "closing"]
 Outcome = Literal["finished", "stopped", "failed"]
 FormReason = Literal["start", "join", "leave", "lost", "stalled", "restart", "resume"]
-"""Why the next generation forms. If no worker was lost, the log has ``broken`` for ``lost``."""
+"""Why the next generation forms. If no worker was lost, the log has ``broken`` instead of
+``lost``."""
 
 KEEP_LOST = 8
 """Maximum number of lost workers that the status of a waiting job lists."""
@@ -48,7 +49,7 @@ class Member:
     """Identifier of the GPU; empty if there is none."""
     phase: MemberPhase = "starting"
     """``starting`` until it is warm, ``warm`` until it is admitted, ``ranked`` in the current
-    generation, ``reported`` after it has left one and waits for the next."""
+    generation, ``reported`` after it has left a generation, while it waits for the next."""
     since: float = 0.0
     """When it entered this phase."""
     progress: Progress = NO_PROGRESS
@@ -91,7 +92,7 @@ class Saving:
     trainer: str = ""
     """The trainer that was ordered to write it and has not answered; empty if there is none."""
     since: float = 0.0
-    """When it was ordered; 0.0 if no checkpoint was."""
+    """Time of the order; 0.0 if no checkpoint was ordered."""
     failed: tuple[str, ...] = ()
     """Trainers that could not write it in the current round."""
     num_rounds: int = 0
@@ -121,7 +122,7 @@ class GenerationState:
     has_lost: bool = False
     """True if one of its ranks was lost."""
     has_backup: bool = False
-    """True if its ranks were asked for a checkpoint because all of them will leave."""
+    """True if a checkpoint was requested from its ranks because all of them will leave."""
     breaks: tuple[Break, ...] = ()
     """Reports from its ranks that it broke."""
     undone: tuple[tuple[int, str], ...] = ()
@@ -272,7 +273,7 @@ class JobState:
     saved_steps: tuple[int, ...] = ()
     """Steps of the newest durable checkpoints, oldest first."""
     saving: Saving = Saving()
-    """The checkpoint to finish before the last holder of the newest state may leave."""
+    """Checkpoint that must finish before the last holder of the newest state may leave."""
     timings: Timings = Timings()
 
     def with_member(self, member: Member) -> JobState:

@@ -19,7 +19,7 @@ SAVE_WAITS_S = (5.0, 10.0, 20.0)
 checkpoint. A job that is ending retries once per entry, then ends without the checkpoint."""
 
 SAVE_TIME_DECAY = 0.8
-"""A faster checkpoint lowers the estimated duration of a checkpoint at most to this fraction."""
+"""A faster checkpoint lowers the estimated duration to no less than this fraction of it."""
 
 
 def newest_holders(state: JobState) -> list[Member]:
@@ -30,7 +30,7 @@ def newest_holders(state: JobState) -> list[Member]:
 
 
 def is_newest_durable(state: JobState) -> bool:
-    """Return whether losing all holders of the newest state would lose no steps.
+    """Return whether no steps would be lost along with all holders of the newest state.
 
     True before the first step.
     """
@@ -105,7 +105,7 @@ def close_job(turn: Turn) -> None:
     #
     #   durable                                     end_job
     #   all retries fail                            end_job, without the last checkpoint
-    #   a finished job loses its last holder        gathering: train the last steps again
+    #   a finished job loses its last holder        gathering: repeat the last steps
     state = turn.state
     has_finished = isinstance(state.ending, Finishing)
     if has_finished and max(newest_step(state), state.saved_step) < state.step:

@@ -55,7 +55,7 @@ def take_progress(turn: Turn, seen: s.ProgressSeen) -> None:
     member = turn.state.members.get(seen.trainer)
     if member is None:
         return
-    # Both times are by the coordinator's clock, which is never compared with the trainer's.
+    # Both times are on the coordinator's clock, which is never compared with the trainer's.
     old = member.signs
     has_moved = old is None or _position(old.seen) != _position(seen)
     moved_at = turn.now if old is None or has_moved else old.moved_at
@@ -82,7 +82,7 @@ def check_stalls(turn: Turn) -> None:
 
 
 def excuse_sleep(turn: Turn, asleep_s: float) -> None:
-    """Do not count the time in which the coordinator itself was suspended."""
+    """Do not count the time during which the coordinator itself was suspended."""
     # Shift every time that a timeout is measured from.
     for member in list(turn.state.members.values()):
         signs = member.signs
@@ -126,7 +126,7 @@ def _check_generation(turn: Turn) -> None:
 
 
 def patience_s(state: JobState) -> float:
-    """Return for how many seconds a generation may make no progress."""
+    """Return the maximum number of seconds that a generation may go without progress."""
     # Before the first step the duration of a step is unknown (0.0): a warm-up includes one.
     slow_s = STEPS_PER_LIMIT * state.timings.step_s or WARM_UPS_PER_LIMIT * state.timings.warm_s
     limit_s = max(state.hang_s, slow_s)
@@ -144,7 +144,7 @@ def find_suspects(state: JobState, *, now: float, quiet_s: float) -> list[Member
     it is frozen.
 
     Args:
-        state: The job, with the life signs of its ranks.
+        state: The job, with the newest progress of its ranks.
         now: The current time.
         quiet_s: Seconds for which no rank has made progress.
     """

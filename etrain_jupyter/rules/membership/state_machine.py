@@ -183,7 +183,7 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
     if turn.state.current.is_restoring and not any(m.formed for m in turn.state.in_phase("ranked")):
         turn.restored_at(stimulus.step)
     times = (stimulus.connect_s, stimulus.sync_s, stimulus.wrap_s)
-    since = member.steps_since or turn.now  # kept across generations: the age of the trainer counts
+    since = member.steps_since or turn.now  # kept across generations
     turn.put(replace(member, formed=True, steps_since=since, form_times=times))
     # A fast rank may already have left the generation when the slowest one has formed.
     ranks = [m for m in turn.state.in_phase("ranked", "reported") if m.formed]

@@ -27,7 +27,7 @@ class WorkerNoticed:
 
     worker: str
     deadline: float = math.inf
-    """Time of the interruption, by the state machine's clock; infinite if unknown."""
+    """Time of the interruption, on the state machine's clock; infinite if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class TrainerLost:
     last_words: str = ""
     """The end of its output, formatted for users."""
     injected: bool = False
-    """True if fault injection caused it: then neither the notebook nor the machine is at fault."""
+    """True if fault injection caused it, so neither the notebook nor the machine is at fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class ProgressSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class UserErrorSeen:
-    """The notebook's code raised an exception in a trainer; its state is of the last good step."""
+    """The notebook's code raised in a trainer, whose state is that of the last good step."""
 
     trainer: str
     generation: int
@@ -154,7 +154,7 @@ class StepsCommitted:
     step: int
     step_s: float
     committed_at: float = 0.0
-    """When rank 0 committed it, by the coordinator's clock; 0.0 if unknown."""
+    """When rank 0 committed it, on the coordinator's clock; 0.0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,7 @@ class Turn:
 
     def restored_at(self, step: int) -> None:
         """Start the newest generation from the checkpoint that its ranks could read."""
-        # Newer checkpoints could not be read, and their steps are trained again.
+        # Newer checkpoints could not be read, and their steps are repeated.
         known = tuple(saved for saved in self.state.saved_steps if saved <= step)
         current = replace(self.state.current, first_step=step)
         self.state = replace(self.state, step=step, saved_steps=known, current=current)
@@ -211,7 +211,7 @@ def start_missing(turn: Turn) -> None:
 
 
 def request_leave(turn: Turn, member: Member, reason: events.LeaveReason) -> None:
-    """Mark a member as leaving; one that holds no state yet leaves at once."""
+    """Mark a member as leaving; one that holds no state yet leaves immediately."""
     if member.phase in ("starting", "warm"):
         release(turn, member, reason)
     else:

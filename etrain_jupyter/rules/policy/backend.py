@@ -44,7 +44,7 @@ _REMEDIES = (
         "connects the machines (ip addr lists them), and open its ports between them",
     ),
 )
-"""Substrings of NCCL's messages, in lower case, and the remedy; the first match counts."""
+"""Substrings of NCCL's messages, in lower case, and the remedy; the first match applies."""
 
 
 def choose_backend(devices: Sequence[tuple[str, str]]) -> str:

@@ -55,7 +55,7 @@ class Interruptions:
     worker_s: float = 0.0
     """Worker-seconds over which that happened."""
     num_all_lost: int = 0
-    """How often no trainer held the state any more."""
+    """Number of times that no trainer held the state any more."""
     job_s: float = 0.0
     """Seconds for which the job trained."""
 

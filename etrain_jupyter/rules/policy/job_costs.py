@@ -30,7 +30,7 @@ class Spent(Protocol):
 
     @property
     def on_demand_usd(self) -> float:
-        """Cost of the same hours at on-demand prices."""
+        """Cost of the same machine hours at on-demand prices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class RunningCost:
 
     spent_usd: float = 0.0
     on_demand_usd: float = 0.0
-    """Cost of the same hours at on-demand prices."""
+    """Cost of the same machine hours at on-demand prices."""
     wasted_usd: float = 0.0
-    """Part of ``spent_usd`` for time after its first step when a node did not train."""
+    """Part of ``spent_usd`` for time, after the job's first step, in which nodes did not train."""
 
     def plus(self, other: RunningCost) -> RunningCost:
         """Return the sum."""
@@ -73,7 +73,7 @@ class JobCosts:
 
     def begin(self, job_id: str, cost: RunningCost, *, has_trained: bool) -> None:
         """Start with the cost of a job so far, from another scheduler or cluster."""
-        self._paid[""][job_id] = cost  # under no node, so that no refund touches it
+        self._paid[""][job_id] = cost  # attributed to no node, so that no refund affects it
         if has_trained:
             self._has_trained.add(job_id)
 

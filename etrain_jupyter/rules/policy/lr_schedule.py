@@ -21,7 +21,7 @@ class LrSchedule:
     decay: Decay = "none"
     """``linear`` and ``cosine`` decrease to 0 at the end; ``none`` stays constant."""
     end: int
-    """Samples that the whole job trains; later steps have the final rate."""
+    """Samples that the whole job trains on; later steps have the final rate."""
 
     def factor(self, position: int, count: int) -> float:
         """Return the learning rate factor for one step.
@@ -31,7 +31,7 @@ class LrSchedule:
         step trains too; then ``(T - t) / (T - W)`` or ``(1 + cos(pi (t - W) / (T - W))) / 2``.
 
         Args:
-            position: Samples trained before the step.
+            position: Samples trained on before the step.
             count: Samples in the step.
 
         >>> schedule = LrSchedule(warmup=200, decay="linear", end=1000)

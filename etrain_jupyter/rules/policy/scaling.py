@@ -43,7 +43,7 @@ def ramp_length(growth: float, momentum: float) -> int:
     Args:
         growth: Ratio of the new factor to the current one.
         momentum: Weight of past gradients in the optimizer's mean: ``momentum`` for SGD, beta1 for
-            Adam-family optimizers; 0 without momentum.
+            Adam-family optimizers; 0 for an optimizer without momentum.
 
     >>> ramp_length(12.0, 0.9), ramp_length(0.5, 0.9), ramp_length(12.0, 0.0)
     (105, 0, 0)

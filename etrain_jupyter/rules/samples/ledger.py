@@ -1,8 +1,8 @@
-"""Ledger: the samples that each step trains.
+"""Ledger: the samples that each step trains on.
 
 The order of an epoch is a pure function of ``(seed, epoch, num_samples)``, and a committed step
 advances one cursor over it. Neither depends on the world size, so no history of joins and losses
-can lose or repeat a sample, and the durable log alone proves which samples were trained.
+can lose or repeat a sample, and the durable log alone proves which samples were trained on.
 
 The numbers that this module computes must never change: a job resumed by a later version continues
 in the same order. So it has its own hash instead of ``numpy.random``, whose shuffles may change
@@ -96,7 +96,7 @@ def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]
 
 
 def checksum_of(indices: NDArray[np.int64]) -> int:
-    """Return the sum over ``indices`` of a 32-bit mix of each: proof of which samples were trained.
+    """Return the sum of a 32-bit hash of each index: proof of which samples were trained on.
 
     The sum is additive over disjoint parts, so ranks sum their own shares. Each term is below
     2**32, so a float64 all-reduce over up to 2**20 samples is exact.
@@ -135,7 +135,7 @@ def cursor_at(step: int, num_samples: int, global_batch_size: int) -> StepRange:
 
 
 def position_after(step: int, num_samples: int, global_batch_size: int) -> int:
-    """Return the number of samples that ``step`` updates train, at a constant batch size.
+    """Return the number of samples in the first ``step`` updates, at a constant batch size.
 
     >>> [position_after(step, 100, 32) for step in (0, 3, 4, 5)]
     [0, 96, 100, 132]
@@ -149,10 +149,10 @@ def range_at(
     """Return the samples of an update: a batch, or the rest of its epoch or of the job.
 
     Args:
-        position: Samples trained before it, over all epochs.
+        position: Samples trained on before it, over all epochs.
         num_samples: Length of the training set.
         global_batch_size: Samples of a full step, which may change from step to step.
-        end: Samples that the job trains, over all epochs; None for no bound.
+        end: Samples that the job trains on, over all epochs; None for no bound.
 
     >>> range_at(130, num_samples=100, global_batch_size=32)
     StepRange(epoch=1, first=30, samples=32)
@@ -183,7 +183,7 @@ def total_steps(
     if epochs is None:
         raise ValueError("either epochs or steps must be given")
     whole = math.floor(epochs)
-    # Rounded, because 2.1 - 2 is a little more than 0.1 and must not cost a step.
+    # Rounded, because 2.1 - 2 is a little more than 0.1 and must not cause an extra step.
     samples_over = round((epochs - whole) * num_samples, 6)
     return whole * steps_per_epoch(num_samples, global_batch_size) + math.ceil(
         samples_over / global_batch_size

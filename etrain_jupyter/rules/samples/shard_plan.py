@@ -96,7 +96,7 @@ def plan_shards(*, num_shards: int, world_size: int) -> ShardPlan:
 
 
 def subtrees_within(shards: range, num_shards: int) -> tuple[Subtree, ...]:
-    """Return the largest subtrees of the tree over ``range(num_shards)`` within ``shards``.
+    """Return the largest subtrees within ``shards``, in the tree over ``range(num_shards)``.
 
     >>> [tuple(tree) for tree in subtrees_within(range(1, 8), 8)]
     [(1, 2), (2, 4), (4, 8)]

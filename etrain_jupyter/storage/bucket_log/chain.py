@@ -46,7 +46,7 @@ class LogObject:
     first: int
     """``seq`` of its first event."""
     lines: tuple[bytes, ...]
-    """Events as in ``events.jsonl``, without line ends."""
+    """Events as in ``events.jsonl``, without line endings."""
     writer: str
     """Name of the writer."""
 
@@ -122,7 +122,7 @@ class Chain:
             if self.objects.put_if_absent(piece_key(piece.first), piece.to_bytes()):
                 return piece
             # The object may be our own, if the response to the first attempt was lost: the caller
-            # checks that. It may also have been deleted in between: then try again.
+            # checks that. It may also have been deleted in between: retry in that case.
             found = self.read_piece(piece.first)
             if found is not None:
                 return found

@@ -25,7 +25,7 @@ class RunObjects:
     """Reads and writes whole objects. The first method call connects to S3.
 
     Args:
-        url: ``s3://bucket/prefix``, of a run store or of one job in it.
+        url: ``s3://bucket/prefix``, for a run store or for one of its jobs.
         patience_s: Seconds after which a request is no longer retried.
     """
 

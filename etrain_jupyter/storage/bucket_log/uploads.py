@@ -95,7 +95,7 @@ class Uploads:
         """Append a line to a log that is fully uploaded: to the chain, then to the copy.
 
         Raises:
-            FencedError: If another writer has taken over this log; then nothing was written.
+            FencedError: If another writer has taken over this log; nothing was written.
         """
         # The chain first: if the key is taken, the copy must not change. After a crash between the
         # two writes, the copy lacks the line, and the next `LogCopy.fill` adds it.
@@ -217,7 +217,7 @@ def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -
 
     Raises:
         FencedError: If another process writes the log.
-        RunStoreError: If the bucket cannot be read and written.
+        RunStoreError: If the bucket cannot be read or written.
     """
     # Taking a log over, with --force, from a writer A that may still be running:
     #

@@ -45,12 +45,12 @@ class CheckpointStore(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """True if each machine has its own connection to the store, which makes several faster."""
+        """True if each machine has its own connection, so that several write faster than one."""
         ...
 
     @property
     def notice(self) -> str:
-        """What the last ``prune`` could not delete and why, for the job's log; empty if nothing."""
+        """Report on keys that the last ``prune`` could not delete; empty if there are none."""
         ...
 
     def begin(self, step: int) -> str:
@@ -75,7 +75,7 @@ class CheckpointStore(Protocol):
         """Write the manifest if the step has none.
 
         Returns:
-            Whether the step's manifest is now this one. True for only one of several writers, and
+            True if this manifest is now the step's manifest: for only one of several writers, and
             for a repeated call with the same manifest.
         """
         ...
@@ -183,8 +183,8 @@ def used_folders(
         try:
             parts = store.read_manifest(step).parts.values()
         except CheckpointError:
-            # Possibly a network error, and the manifest is readable later: keep all folders that
-            # may contain its data.
+            # This may be a network error, and the manifest may be readable later: keep all folders
+            # that may contain its data.
             used |= {name for name in names if step_of_folder(name) == step}
         else:
             # One manifest may use two folders: if a rank is late with its part, rank 0 writes that

@@ -35,7 +35,7 @@ class Part:
     key: str
     """Relative path from the store's root, with ``/``."""
     sha256: str
-    """Of the bytes, as 64 hexadecimal digits."""
+    """SHA-256 of the bytes, as 64 hexadecimal digits."""
     size: int
     """In bytes."""
 
@@ -54,7 +54,7 @@ class Manifest:
     created: float
     """Seconds since the epoch."""
     parts: dict[str, Part]
-    """By file name, for example ``model.safetensors``."""
+    """Parts by file name, for example ``model.safetensors``."""
 
     @property
     def size_bytes(self) -> int:

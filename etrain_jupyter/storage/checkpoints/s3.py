@@ -136,7 +136,8 @@ class S3Store:
         if known is None:
             raise CheckpointError(f"{part.key} is missing after it was written to {self}")
         # S3 computed the checksum from the bytes that it stored. Some compatible services have
-        # none: then only a download, which verifies SHA-256, shows that the object is correct.
+        # none. For these, only a download, which verifies SHA-256, shows that the object is
+        # correct.
         if not stored.is_confirmed_by(known) or known["ContentLength"] != part.size:
             self._fetch(part)
 

@@ -1,7 +1,7 @@
 """Expected owners of buckets: S3's ``ExpectedBucketOwner``.
 
 Once a bucket is deleted, any account may claim its name. With the expected owner in a request, S3
-refuses access to a bucket of another account, so that we neither read that account's data nor store
+refuses access to a bucket in another account, so that we neither read that account's data nor store
 ours there.
 
 ``ETRAIN_BUCKET_OWNERS=my-bucket=111122223333,other=any`` names the owner of each bucket. A pool
@@ -30,7 +30,8 @@ def expected_owner(bucket: str) -> str:
     Raises:
         StoreError: If ``ETRAIN_BUCKET_OWNERS`` is invalid.
     """
-    # The environment wins over a pool. Parsed for each request, so that a change takes effect.
+    # The environment takes precedence over a pool. Parsed for each request, so that a change takes
+    # effect.
     named = parse_owners(os.environ.get(VARIABLE, ""))
     owner = named.get(bucket) or _registered.get(bucket, "")
     return "" if owner == ANY else owner
@@ -70,6 +71,6 @@ def parse_owners(text: str) -> dict[str, str]:
 
 def with_owner(text: str, bucket: str, owner: str) -> str:
     """Return the variable's text with one more bucket, unless the bucket is already in it."""
-    # The user's own entries come last, so that they win.
+    # The user's own entries come last, so that they take precedence.
     owners = {bucket: owner, **parse_owners(text)} if owner else parse_owners(text)
     return ",".join(f"{name}={account}" for name, account in owners.items())

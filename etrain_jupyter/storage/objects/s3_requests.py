@@ -150,7 +150,7 @@ class S3Requests:
         #
         #   urllib3   connect_timeout_s and read_timeout_s, for each operation of the socket
         #   boto3     num_requests tries of one request, with its own backoff
-        #   here      num_attempts calls of `act`, each with one Deadline over all of its requests
+        #   here      num_attempts calls to `act`, each with one Deadline over all of its requests
         #
         # `act` may be more than one request and reads the body, which boto3 no longer retries.
         limits = self.limits

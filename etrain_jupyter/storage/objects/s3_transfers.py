@@ -30,7 +30,7 @@ class Stored:
     """Checksums of an uploaded object."""
 
     sha256: str
-    """Of all bytes, in hexadecimal digits."""
+    """SHA-256 of all bytes, in hexadecimal digits."""
     checksum: str
     """In S3's format, base64; of a multipart upload, the checksum of its parts' checksums, followed
     by ``-`` and the number of parts."""
