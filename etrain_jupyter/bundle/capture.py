@@ -42,13 +42,13 @@ from etrain_jupyter.config.references import free_names, import_path
 from etrain_jupyter.errors import BundleError
 
 LARGE_BYTES = 64 * 1024 * 1024
-"""A captured object of at least this size causes a warning: it is sent to every machine."""
+"""Size from which a captured object causes a warning, because it is sent to every machine."""
 
 MAX_BYTES = 1 << 30
 """Maximum size of a bundle."""
 
 NUM_LARGEST = 5
-"""Number of names that the error for a larger bundle lists."""
+"""Number of names listed in the error about a bundle that is too large."""
 
 _PACKAGES = ("torch", "numpy", "cloudpickle", "etrain-jupyter")
 
@@ -63,15 +63,15 @@ class Bundle:
     digest: str
     """SHA-256 of all bytes, hexadecimal."""
     parts: tuple[Part, ...]
-    """The bytes. Those of arrays and tensors are the notebook's own memory."""
+    """The bytes. For arrays and tensors, they are the notebook's own memory."""
     sizes: dict[str, int]
-    """Bytes that each captured name added. Shared objects count for the first name only."""
+    """Bytes added by each captured name. Shared objects count for the first name only."""
     warnings: tuple[str, ...] = ()
     """Warnings about objects that work but are slow to send, with the remedy."""
 
     @property
     def data(self) -> bytes:
-        """All bytes as one copy; for small bundles."""
+        """A single copy of all bytes; for small bundles."""
         return b"".join(self.chunks())
 
     @property

@@ -46,7 +46,7 @@ class CodeTable:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the table; equal for equal code, whichever kernel captured it."""
+        """SHA-256 of the table; equal for equal code, regardless of the kernel that captured it."""
         functions = {name: entry["digest"] for name, entry in self.functions.items()}
         text = json.dumps([functions, dict(self.values), dict(self.data)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -154,7 +154,7 @@ def compare_code(
     """
     changes = []
     for name in _in_order(old.functions, new.functions):
-        # None for a function that one of the bundles does not have.
+        # None for a function that is missing from one of the bundles.
         before, after = old.functions.get(name), new.functions.get(name)
         if before and after and before["digest"] == after["digest"]:
             continue
@@ -195,7 +195,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 def _values_of(function: FunctionType) -> Iterator[tuple[str, str]]:
     """Yield the plain values of a function's globals, closure variables and defaults."""
     # co_names also contains attribute names. If one equals a global name, an unused value is
-    # added, which at worst reports one change too many.
+    # added, which at worst reports a change that has no effect.
     used = {name for code in _nested(function.__code__) for name in code.co_names}
     for name in sorted(used & function.__globals__.keys()):
         if text := _plain_text(function.__globals__[name]):

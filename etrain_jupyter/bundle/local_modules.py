@@ -26,7 +26,7 @@ _EXCLUDED = ("__builtins__", "__loader__", "__spec__", "__cached__")
 
 @contextmanager
 def pickling_local_modules_by_value() -> Iterator[None]:
-    """Register the loaded local modules with cloudpickle for as long as the context lasts."""
+    """Register the loaded local modules with cloudpickle while the context is active."""
     # The registry is global. The user's own registrations must survive.
     known = cloudpickle.list_registry_pickle_by_value()
     local = [m for m in list(sys.modules.values()) if _is_local(m) and m.__name__ not in known]
@@ -90,7 +90,8 @@ def _is_local_file(file: str | None) -> bool:
     return _is_source_under(file, os.getcwd())
 
 
-# Cached, because every capture checks all loaded modules: thousands after torch.compile was used.
+# Cached, because every capture checks all loaded modules, of which there are thousands once
+# torch.compile was used.
 @functools.cache
 def _is_source_under(file: str, folder: str) -> bool:
     path = os.path.realpath(file)

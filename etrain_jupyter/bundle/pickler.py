@@ -1,4 +1,4 @@
-"""Picklers for notebook objects: cloudpickle with refusals, recorded code, and tensors."""
+"""Picklers for notebook objects: cloudpickle with refusals, a record of the code, and tensors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DigestPickler(BundlePickler):
 class ProbePickler(BundlePickler):
     """Check whether one part of an object can be pickled, skipping the objects that contain it.
 
-    Its output, out-of-band arrays included, is discarded.
+    Its output, including out-of-band arrays, is discarded.
     """
 
     def __init__(self, skipped_ids: set[int]) -> None:

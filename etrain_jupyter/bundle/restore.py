@@ -67,7 +67,7 @@ class OpenBundle:
 
         References share objects: two keys that name one object get the same object. Evaluating a
         key a second time unpickles everything again, so a model that was trained in between is
-        back to its state in the notebook.
+        reset to its state in the notebook.
 
         Raises:
             BundleError: If the objects cannot be unpickled on this machine.
@@ -130,7 +130,7 @@ class OpenBundle:
 
     def _unpickler(self, stream: BinaryIO) -> pickle.Unpickler:
         # Map the payload in each call: a second set of objects must not see the changes that
-        # training made to the memory of the first one.
+        # training made to the first set.
         assert self._table is not None
         payload = self._content.map()[self._start :]
         table = pickle.loads(payload[self._table :])
@@ -173,7 +173,8 @@ def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
             "was run. Submit the job again."
         )
     header, start = _read_header(content)
-    # Check the versions before anything is unpickled: the errors of a mismatch would be obscure.
+    # Check the versions before anything is unpickled: the errors caused by a mismatch would be
+    # obscure.
     version, python = header["format"], tuple(header["python"][:2])
     if version not in READABLE_VERSIONS:
         raise BundleError(
@@ -238,7 +239,7 @@ class _Content:
 
 
 class _FromStart(io.RawIOBase):
-    """A reader of an open file with its own position, so that several can share the file."""
+    """Reader of an open file that keeps its own position, so several readers can share the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

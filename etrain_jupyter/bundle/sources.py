@@ -65,7 +65,7 @@ def collect_sources(
     """
     found = {}
     for name in sorted(set(filenames)):
-        # A rank has these files itself.
+        # These files exist on each rank anyway.
         if is_library(name) or is_of_this_package(name):
             continue
         # Empty for code that `exec` or `eval` compiled from a string: its traceback has no lines.
@@ -89,7 +89,7 @@ def defining_cell(name: str, value: Any, cell_numbers: Mapping[str, int]) -> str
     for code in _codes_of(value):
         if code.co_filename in cell_numbers:
             return f"Cell In[{cell_numbers[code.co_filename]}]"
-    # Data has no code: search the cells, latest first, because a later assignment wins.
+    # Data has no code: search the cells, latest first, because a later assignment takes precedence.
     for filename, number in sorted(cell_numbers.items(), key=lambda item: -item[1]):
         if name in _assigned_in("".join(linecache.getlines(filename))):
             return f"Cell In[{number}]"

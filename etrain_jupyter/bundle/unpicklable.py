@@ -130,7 +130,7 @@ def find_unpicklable(
         where: Returns the cell that defines a global name; empty if unknown.
     """
     # One round per link of the path in the example: `value` is the innermost object so far that
-    # cannot be pickled, and `failure` the exception of pickling it.
+    # cannot be pickled, and `failure` is the exception raised by pickling it.
     path, used, cell = name, "", ""
     seen = {id(value)}
     for _ in range(MAX_DEPTH):
@@ -162,8 +162,8 @@ def find_unpicklable(
 def _failing_part(
     value: Any, dump: Callable[[Any, set[int]], object], seen: set[int]
 ) -> tuple[str, Any, Exception] | None:
-    # Try the parts one by one: the first that fails alone is the cause. If all succeed, the object
-    # itself is (for example, its __reduce__ raises).
+    # Try the parts one by one: the first one that fails on its own is the cause. If all succeed,
+    # the object itself is (for example, its __reduce__ raises).
     for link, held in _parts_of(value):
         # Skip objects already on the path, and constants, which can always be pickled.
         if id(held) in seen or held is None or isinstance(held, str | int | float | bytes):

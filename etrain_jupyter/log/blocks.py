@@ -1,9 +1,9 @@
 """Steps as columns, for logs of a million steps: in memory, in segments, and in folds.
 
-A step takes about 90 bytes here, and more than 1,000 as an object. A ``Block`` is a gapless part of
-a log: its steps as columns, and the other events between them as JSON lines. It reproduces its
-events exactly: a step that does not fit the columns (a number that is too large, a value of another
-type) is also kept as a line.
+A step takes about 90 bytes here, and more than 1,000 as an object. A ``Block`` is a contiguous part
+of a log: its steps as columns, and the other events between them as JSON lines. It reproduces its
+events exactly: a step that does not fit into the columns (for example because a number is too
+large) is also kept as a line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _NOT_COLUMNS = frozenset({"job_id", "seq", "metrics"})
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "bool": np.bool_}
 _INT_TYPES = (np.int8, np.int16, np.int32, np.int64)
 FORGOTTEN = "..."
-"""Placeholder for the text of a log line that is not kept in memory; the job's log has it."""
+"""Placeholder for the text of a log line that is not kept in memory; it is still in the job's
+log."""
 
 _LOG_LINE = b'{"event":"LogLine"'
 _FORGOTTEN_BEGIN = b"{ "  # start of a line without its text; not counted as a log line again
@@ -60,11 +61,11 @@ class Block:
     columns: Mapping[str, Column]
     """The fields of the steps, by name."""
     metric_sets: tuple[tuple[str, ...], ...]
-    """The combinations of metrics that steps of this block measured, each once."""
+    """The distinct combinations of metrics measured by steps in this block."""
     metric_set: Column
     """Index into ``metric_sets`` for each step."""
     metrics: Mapping[str, Column]
-    """Values by metric; NaN for steps that did not measure it."""
+    """Values by metric; NaN for steps without this metric."""
     others: tuple[bytes, ...]
     """The other events, as lines of the log, in order."""
 
@@ -82,7 +83,7 @@ class Block:
         """Return the block without the texts of its log lines, which take most of its memory."""
         if not self.num_lines:
             return self
-        # All lines share one object. It has no sequence number: ``_other`` derives it.
+        # All lines share one object without a sequence number; ``_other`` derives the number.
         first = next(line for line in self.others if _is_log_line(line))
         values = json.loads(first) | {"worker": "", "text": FORGOTTEN, "seq": 0}
         stub = _FORGOTTEN_BEGIN + encode_json(values)[1:].encode("utf-8", "surrogatepass")
@@ -111,7 +112,7 @@ class Block:
         bounds = self._run_ends()
         for end in [*bounds, len(self.places)]:
             if row < end:
-                before = int(self.places[row]) - row  # others that come before this run
+                before = int(self.places[row]) - row  # other events before this run
                 yield from (self._other(number, row) for number in range(other, before))
                 other = before
                 yield from self._run(row, end)
@@ -130,8 +131,8 @@ class Block:
             yield StepRun(block=self, start=start, end=end)
 
     def _run_ends(self) -> list[int]:
-        # A run ends where a fold that skips its inner steps would miss something: at another event,
-        # a step that is trained again, or a value that a panel or an audit looks for.
+        # A run ends where skipping its inner steps would make a fold miss something: at another
+        # event, a step that is repeated, or a value that a panel or an audit looks for.
         if len(self.places) < 2:
             return []
         columns = self.columns
@@ -240,7 +241,7 @@ def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> B
             places.append(place)
             steps.append(vars(event))
         else:
-            # Text in memory may contain surrogates, which the log file stores escaped.
+            # Text in memory may contain surrogates, which are escaped in the log file.
             others.append(encode_json(event.to_json_dict()).encode("utf-8", "surrogatepass"))
     # Most steps measure the same metrics: each combination is stored once, and steps refer to it.
     sets: dict[tuple[str, ...], int] = {}
@@ -264,7 +265,7 @@ def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> B
 
 
 def empty_columns() -> dict[str, Column]:
-    """Return columns without rows."""
+    """Return empty columns."""
     return {name: np.empty(0, _DTYPES[kind.__name__]) for name, kind in step_columns().items()}
 
 
@@ -278,7 +279,7 @@ def _fits(event: StepCompleted) -> bool:
         value = values[name]
         if type(value) is not kind:  # a loss of 1 would come back as 1.0
             return False
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:  # the bounds of int64
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:  # outside the range of int64
             return False
     return all(type(v) is float and type(k) is str for k, v in event.metrics.items())
 
@@ -335,7 +336,7 @@ class Events(Sequence[Event]):
             events = events._tail
         with self._lock:
             self._tail.extend(events)
-            # At least PACK_AT events stay as objects: the newest are read most often.
+            # At least PACK_AT events remain objects: the newest are read most often.
             while len(self._tail) >= 2 * self.PACK_AT and _is_dense(self._tail[: self.PACK_AT]):
                 self._push(pack(self._tail[: self.PACK_AT]))
                 del self._tail[: self.PACK_AT]
@@ -375,7 +376,7 @@ class Events(Sequence[Event]):
         yield from tail
 
     def is_dense_from(self, seq: int) -> bool:
-        """Return whether the events are numbered from ``seq`` without gaps."""
+        """Return whether the events are numbered consecutively from ``seq``."""
         for block in self._blocks:
             if block.first_seq != seq:
                 return False
@@ -387,7 +388,7 @@ class Events(Sequence[Event]):
         rest = Events()
         for block in self._blocks:
             if block.first_seq > seq:
-                rest.add_block(block)  # after the rest of the previous block
+                rest.add_block(block)  # after the remainder of the previous block
             elif block.last_seq > seq:
                 rest.extend(list(block.events(seq + 1 - block.first_seq)))
         rest.extend([event for event in self._tail if event.seq > seq])

@@ -55,7 +55,7 @@ class Compactor:
 
 
 def compact_elsewhere(log_path: Path) -> None:
-    """Write a log's segments in another process and wait for it; a failure does no harm."""
+    """Write a log's segments in another process and wait for it; a failure is harmless."""
     subprocess.run(
         [sys.executable, "-m", __name__, str(log_path)],
         stdin=subprocess.DEVNULL,
@@ -66,7 +66,7 @@ def compact_elsewhere(log_path: Path) -> None:
 
 
 def main() -> int:
-    """Write the segments of the log that the command line names."""
+    """Write the segments of the log named on the command line."""
     os.nice(NICENESS)
     try:
         compact(Path(sys.argv[1]))

@@ -70,20 +70,20 @@ _LONGEST_LINE = 64 * 1024 * 1024
 # A symbolic link or a named pipe in place of the log is rejected, never written to.
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
-# Raised when something that is not an event is parsed.
+# Exceptions raised when something that is not an event is parsed.
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 class EventLog:
-    """The single writer of a job's log. An existing log is continued after its last whole line.
+    """The single writer of a job's log. An existing log is continued after its last complete line.
 
     Args:
         path: The file; created with its folder if it does not exist.
-        fsync_every_s: Maximum seconds, while events arrive, that a step or a message stays only in
-            the page cache, where a machine crash would lose it. 0 syncs every batch; None syncs
-            only events in ``DURABLE`` and on close.
+        fsync_every_s: Maximum time in seconds for which a step or a message is only in the page
+            cache, where a machine crash would lose it. Applies while events arrive. 0 syncs every
+            batch; None syncs only events in ``DURABLE`` and on close.
         clock: Monotonic clock in seconds.
 
     Raises:
@@ -112,7 +112,7 @@ class EventLog:
         except BaseException:
             os.close(self._file)
             raise
-        # True if bytes may follow the last whole line, because truncating the file failed.
+        # True if bytes may follow the last complete line, because truncating the file failed.
         self._is_torn = False
         self._synced_at = clock()
         self._is_synced = True
@@ -128,7 +128,7 @@ class EventLog:
         Text that UTF-8 cannot encode (file names may contain such text) is escaped.
 
         Raises:
-            OSError: If the disk rejected them; then the log is unchanged.
+            OSError: If the disk rejected them; the log is unchanged in this case.
         """
         # number -> encode -> write -> fsync, if due -> return -> readers get them
         #                       |        |
@@ -171,7 +171,7 @@ class EventLog:
             self._file = -1
 
     def _write(self, data: bytes) -> None:
-        if self._is_torn:  # raises if it still cannot be truncated: then nothing may be appended
+        if self._is_torn:  # raises if truncating still fails: nothing may be appended
             os.ftruncate(self._file, self._size)
             self._is_torn = False
         written = 0
@@ -230,7 +230,7 @@ class LogReader:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Number of bytes and of lines before the next event."""
+        """Number of bytes and lines before the next event."""
         return self._offset, self._lines
 
     def skip(self, num_events: int) -> int:
@@ -241,13 +241,13 @@ class LogReader:
         """Return the next events, at most ``limit``; an unfinished line is left for the next call.
 
         Raises:
-            EtrainError: If a whole line is not an event: the file is damaged.
+            EtrainError: If a complete line is not an event: the file is damaged.
         """
         first_line = self._lines + 1
         return parse_lines(self._take_lines(limit), self.path, first_line)
 
     def read_lines(self, limit: int | None = None) -> list[bytes]:
-        """Return the next whole lines, at most ``limit``, without their newlines."""
+        """Return the next complete lines, at most ``limit``, without their newlines."""
         return self._take_lines(limit)
 
     def _take_lines(self, limit: int | None) -> list[bytes]:
@@ -265,10 +265,10 @@ class LogReader:
 
 
 def _read_lines(file: BinaryIO, limit: float, path: Path) -> bytes:
-    """Read at least ``limit`` lines, if there are that many, without reading all of a long log.
+    """Read at least ``limit`` lines, or all lines, without reading a long log completely.
 
     Raises:
-        EtrainError: If a line is far too long.
+        EtrainError: If a line is implausibly long.
     """
     pieces: list[bytes] = []
     length = 0
@@ -276,7 +276,7 @@ def _read_lines(file: BinaryIO, limit: float, path: Path) -> bytes:
         pieces.append(piece)
         num_lines = piece.count(b"\n")
         limit -= num_lines
-        length = length + len(piece) if not num_lines else 0  # bytes since a piece with a newline
+        length = length + len(piece) if not num_lines else 0  # since the last newline
         if length > _LONGEST_LINE:
             raise EtrainError(
                 f"{path} is not the log of a job: it has a line of over {_LONGEST_LINE >> 20} MiB."
@@ -292,7 +292,7 @@ def read_events(
     A torn last line, which a crash may leave, is skipped; a missing file counts as empty.
 
     Raises:
-        EtrainError: If a whole line is not an event: the file is damaged.
+        EtrainError: If a complete line is not an event: the file is damaged.
     """
     reader = LogReader(path)
     # Line n holds the event with seq n.
@@ -300,7 +300,7 @@ def read_events(
 
 
 def parse_lines(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
-    """Return the events of whole lines.
+    """Return the events in complete lines.
 
     Raises:
         EtrainError: If one is not an event. The message contains the file and the line number.
@@ -339,7 +339,7 @@ def _lock(file: int, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return  # The file system has no locks; the generation numbers still fence.
+            return  # The file system has no locks; generation numbers still fence stale writers.
         raise EtrainError(
             f"{path} is being written by another process: the job's coordinator still runs. "
             "Nothing was written. Run %etrain ls to find its cluster."
@@ -350,7 +350,7 @@ def _cut_torn_tail(file: int, path: Path) -> tuple[int, int]:
     """Remove an unfinished line that a crash left; return the size of the rest and its last seq.
 
     Raises:
-        EtrainError: If the file has whole lines but none is an event; it is then left unchanged.
+        EtrainError: If the file has complete lines but none is an event; it is then left unchanged.
     """
     size = os.fstat(file).st_size
     if size == 0:

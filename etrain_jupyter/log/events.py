@@ -27,7 +27,7 @@ class Event:
 
     job_id: str
     time: float
-    """Seconds since the epoch, by the clock of the process that observed it."""
+    """Seconds since the epoch, on the clock of the process that observed it."""
     generation: int = 0
     """The generation it belongs to; 0 before the first one."""
     seq: int = 0
@@ -41,7 +41,7 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """The name of the class, for example ``StepCompleted``."""
+        """Name of the class, for example ``StepCompleted``."""
         return type(self).__name__
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Event:
         return {"kind": self.kind} | self._fields()
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the event as a log stores it: the key ``event`` has its kind and comes first."""
+        """Return the event as a log stores it: its kind comes first, under the key ``event``."""
         return {"event": self.kind} | self._fields()
 
     def _fields(self) -> dict[str, Any]:
@@ -78,14 +78,14 @@ class JobSubmitted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class JobResumed(Event):
-    """A coordinator resumed a job that had ended, or whose cluster had.
+    """A coordinator resumed a job that had ended or whose cluster was gone.
 
     The events that follow belong to the same job: step and generation numbers continue.
     ``generation`` is the last one of the previous attempt.
     """
 
     from_status: str
-    """The previous status; not a terminal one if the coordinator died."""
+    """Status before the resume; not a terminal one if the coordinator died."""
     step: int
     """The newest step in the log; ``JobRestored`` has the step of the state that was available."""
     min_workers: int
@@ -121,12 +121,12 @@ class JobPlanned(Event):
     global_batch_size: int
     """Samples per step; with ``per_worker_batch_size``, at the base number of workers."""
     steps_per_epoch: int
-    """At that batch size."""
+    """Steps per epoch at that batch size."""
     total_steps: int
-    """At that batch size."""
+    """Total steps at that batch size."""
     num_parameters: int = 0
     total_samples: int = 0
-    """Samples that the whole job trains, over all epochs; 0 in older logs."""
+    """Samples that the whole job trains on, over all epochs; 0 in older logs."""
     per_worker_batch_size: int = 0
     """Samples per step and worker; 0 if the batch size never changes."""
 
@@ -135,7 +135,7 @@ class JobPlanned(Event):
         return self.per_worker_batch_size * world_size or self.global_batch_size
 
     def total_steps_after(self, step: StepCompleted) -> int:
-        """Return the total steps of the job if its number of workers stays that of ``step``."""
+        """Return the total steps of the job if the number of workers remains as in ``step``."""
         if not self.per_worker_batch_size:
             return self.total_steps
         # | epoch 0       | epoch 1       | epoch 2       | ep 3   each part needs its own steps,
@@ -155,7 +155,7 @@ class JobStatusChanged(Event):
 
     status: JobStatus
     reason: str = ""
-    """Why, as text for users; empty if the status needs no explanation."""
+    """Reason as text for users; empty if the status needs no explanation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class WorkerJoined(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerWarmed(Event):
-    """A worker's trainer is ready: the model is built, and one pass was made and undone."""
+    """A worker's trainer is ready: the model is built, and one trial pass was made and undone."""
 
     worker: str
     trainer_pid: int
@@ -195,7 +195,7 @@ class WorkerWarmed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationFormed(Event):
-    """The ranks of a generation were chosen, and ordered to form it."""
+    """The ranks of a generation were chosen and instructed to form it."""
 
     why: str
     """``start``, ``join``, ``leave``, ``lost``, ``stalled`` (no rank made progress, and there was
@@ -210,7 +210,7 @@ class GenerationFormed(Event):
     behind: list[int] = field(default_factory=list)
     """Ranks that receive their state from rank 0."""
     step: int = 0
-    """The newest committed step, from which all ranks continue."""
+    """The newest committed step, after which all ranks continue."""
     backend: str = ""
     """The backend that sums the gradients, ``nccl`` or ``gloo``; empty in logs from older
     versions."""
@@ -243,11 +243,11 @@ class StepCompleted(Event):
     epoch: int
     """The epoch its samples belong to, from 0."""
     first: int
-    """Position of its first sample in the order of the epoch."""
+    """Position of its first sample in the epoch's sample order."""
     samples: int
     """Number of samples in the forward and backward passes of all ranks together."""
     sample_checksum: int
-    """Sum over those samples of ``ledger.checksum_of(index)``: it proves which samples they
+    """Sum of ``ledger.checksum_of(index)`` over those samples, which proves which samples they
     were."""
     loss: float
     """Mean over the step's samples."""
@@ -262,21 +262,21 @@ class StepCompleted(Event):
     skipped: bool = False
     """True if the gradients overflowed in fp16, so that no rank changed its weights."""
     data_s: float = 0.0
-    """Seconds for which rank 0 waited for its samples."""
+    """Seconds that rank 0 waited for its samples."""
     compute_s: float = 0.0
-    """Seconds spent in its forward and backward passes."""
+    """Seconds that rank 0 spent in forward and backward passes."""
     communication_s: float = 0.0
-    """Seconds for which it waited for the other ranks and for communication that no backward pass
-    overlapped."""
+    """Seconds that rank 0 waited for other ranks and for communication not overlapped with a
+    backward pass."""
     optimizer_s: float = 0.0
-    """Seconds spent in its update."""
+    """Seconds that rank 0 spent in the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimed(Event):
     """Times of one rank, summed over several steps.
 
-    Reported at the end of an epoch and of a generation, and at a fixed interval in between.
+    Reported at the end of each epoch and each generation, and at a fixed interval in between.
     """
 
     worker: str
@@ -286,7 +286,7 @@ class RankTimed(Event):
     """The last of the steps."""
     num_steps: int
     samples: int
-    """Samples that this rank trained in them."""
+    """Samples that this rank trained on in these steps."""
     elapsed_s: float
     """Total seconds of the steps."""
     data_s: float
@@ -294,28 +294,28 @@ class RankTimed(Event):
     compute_s: float
     """Part of ``elapsed_s``: forward and backward passes."""
     communication_s: float
-    """Part of ``elapsed_s``: waiting for the other ranks and for communication that no backward
-    pass overlapped."""
+    """Part of ``elapsed_s``: waiting for other ranks and for communication not overlapped with a
+    backward pass."""
     optimizer_s: float
     """Part of ``elapsed_s``: updates."""
     evaluation_s: float = 0.0
-    """Seconds of evaluations between them, including interrupted ones; not in ``elapsed_s``."""
+    """Seconds of evaluations between the steps, even interrupted ones; not in ``elapsed_s``."""
     checkpoint_s: float = 0.0
-    """Seconds for which checkpoints blocked training; not in ``elapsed_s``."""
+    """Seconds that checkpoints blocked training; not in ``elapsed_s``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepUndone(Event):
-    """The current step was undone because a rank was lost; its samples are trained again."""
+    """The current step was undone because a rank was lost; it is repeated with the same samples."""
 
     step: int
     workers: list[str]
-    """Surviving workers that had begun it."""
+    """Surviving workers that had begun the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalCompleted(Event):
-    """All ranks together evaluated the evaluation set once."""
+    """All ranks together completed one pass over the evaluation set."""
 
     step: int
     epoch: int
@@ -345,12 +345,12 @@ class EarlyStopped(Event):
     step: int
     metric: str
     best: float | None
-    """None if it was never finite."""
+    """Best value; None if no value was finite."""
     best_step: int
     num_evals: int
     """Evaluations since the best one."""
     reason: str
-    """The decision as text."""
+    """Explanation as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,26 +432,26 @@ class CheckpointCommitted(Event):
     """Path relative to the job's folder."""
     size_bytes: int
     stall_s: float
-    """Seconds for which it blocked training."""
+    """Seconds that it blocked training."""
     duration_s: float
     """Seconds from the step boundary until it was durable."""
     slowed_s: float = 0.0
-    """Seconds by which it slowed the steps down while it was written, as measured by rank 0."""
+    """Seconds that steps lost while it was written, as measured by rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIntervalChosen(Event):
-    """``checkpoint.every: auto`` chose another interval; logged if it changes by a quarter."""
+    """``checkpoint.every: auto`` chose an interval that differs by a quarter or more."""
 
     interval_s: float
     cost_s: float
-    """Seconds of training that a checkpoint costs; 0 before the first."""
+    """Training time that a checkpoint costs, in seconds; 0 before the first."""
     loss_rate_per_h: float
     """Expected rate of losing all holders of the state."""
     limit: str = ""
     """The bound that applies, see ``rules.policy.checkpoint_interval``; empty if none."""
     reason: str = ""
-    """The choice as text."""
+    """Explanation as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,13 +466,14 @@ class CheckpointFailed(Event):
 class JobRestored(Event):
     """All ranks that held the newest steps were lost: training continues from an older state.
 
-    That state is the newest checkpoint, or that of a survivor that lacks the newest steps.
+    The older state is the newest checkpoint, or the state of a survivor that lacks the newest
+    steps.
     """
 
     step: int
     """The step of that state; 0 if there is none and training starts over."""
     num_undone: int
-    """Logged steps after it, which are trained again."""
+    """Logged steps after it, which are repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,7 +483,7 @@ class UserErrorRaised(Event):
     error: str
     """``ValueError: ...``, one line."""
     traceback: str
-    """With the notebook's cells named as ``Cell In[n], line m``."""
+    """Traceback that refers to the notebook's cells as ``Cell In[n], line m``."""
     workers: list[str]
     step: int = 0
 
@@ -493,7 +494,7 @@ class CostUpdated(Event):
 
     spent_usd: float
     on_demand_usd: float
-    """Cost of the same hours at on-demand prices."""
+    """Cost of the same machine hours at on-demand prices."""
     wasted_usd: float = 0.0
     """The part of ``spent_usd`` for machines that booted, warmed up or drained after the first
     step: the cost of preemptions."""
@@ -539,7 +540,7 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
         check_types("UnknownEvent", {"name": name, **common})
         return UnknownEvent(name=name, data=values, **common)
     known = _field_names(name)
-    if values.keys() == known:  # nearly always: only older and newer versions differ
+    if values.keys() == known:  # the normal case; only other versions differ
         check_types(name, values)
         # Three times as fast as ``__init__``: a log may have 200,000 lines.
         event: Event = object.__new__(kind)
@@ -582,7 +583,7 @@ def _fields_with_items(
     return tuple(found)
 
 
-# By annotation of a field: the allowed types of a value, and of its items. Numbers are
+# By annotation of a field: the types allowed for a value and for its items. Numbers are
 # interchangeable: JSON may have 1 for 1.0, and a bool is an int.
 _NUMBER: tuple[type, ...] = (int, float)
 _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {

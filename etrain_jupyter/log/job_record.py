@@ -1,8 +1,8 @@
 """Fold a job's events into one record: everything that its log says about the job.
 
 The scheduler folds the events that it appends. Resuming a job, taking it over from a dead
-scheduler, auditing it and showing it all fold the same log and get the same record. Data that can
-be derived from events is stored nowhere else.
+scheduler, auditing it and showing it all fold the same log, with the same result. Data that can be
+derived from events is stored nowhere else.
 
 Example of the fields that change when a checkpoint is restored::
 
@@ -55,15 +55,15 @@ NOT_BEGUN = 2**53
 """Start of a generation without events: it may still load a checkpoint."""
 
 KEEP_SAVED = 8
-"""Durable checkpoints to remember, in case the job goes back to before the newest ones."""
+"""Durable checkpoints to remember, in case the job returns to a step before the newest ones."""
 
 
 @dataclass(kw_only=True)
 class JobRecord:
     """Record of a job, built from its log. ``apply`` adds one event, in the order of the log.
 
-    The record changes in place, because a log may have a million events. Any split of a log gives
-    the same record: a prefix and then the rest, single events or blocks of steps.
+    The record changes in place, because a log may have a million events. The record does not depend
+    on how the log is split: a prefix and then the rest, single events or blocks of steps.
     """
 
     # --- the job ---
@@ -94,22 +94,22 @@ class JobRecord:
     # --- training ---
 
     step: int = 0
-    """The step that the job is at. After a restore it may be ahead of ``logged_step``, because a
+    """Current step of the job. After a restore it may be ahead of ``logged_step``, because a
     checkpoint may be newer than the log."""
     logged_step: int = 0
     """The newest step in the log that no restore has undone."""
     last_step: StepCompleted | None = None
     """The newest ``StepCompleted``, even if a restore has undone it."""
     total_steps: int = 0
-    """Steps of the whole job, with the current number of workers."""
+    """Steps of the whole job at the current number of workers."""
     samples: int = 0
-    """Samples trained so far, repeated epochs included."""
+    """Samples trained on so far, including those of repeated epochs."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest value of each metric; those from evaluations are named ``eval_...``."""
     evaluated_step: int = -1
     """Step of the newest evaluation that no restore has undone; -1 if there is none."""
     best: list[BestReached] = field(default_factory=list)
-    """The best evaluations in the order in which they were reached, the best one last."""
+    """The best evaluations in the order in which they were reached, best last."""
     best_told: BestReached | None = None
     """The newest ``BestReached``; None once a restore has undone its step. After that, rank 0
     reports the best evaluation again."""
@@ -121,24 +121,24 @@ class JobRecord:
     saved_steps: tuple[int, ...] = ()
     """Steps of the newest checkpoints that belong to the job's state, oldest first."""
     stalls: dict[int, float] = field(default_factory=dict)
-    """Seconds for which each checkpoint blocked training, by step."""
+    """Seconds that each checkpoint blocked training, by step."""
 
     # --- generations ---
 
     generation: int = 0
-    """The newest one; 0 before the first."""
+    """Number of the newest generation; 0 before the first."""
     world_size: int = 0
     """Ranks that train now; 0 while the job waits."""
     ranks: tuple[str, ...] = ()
     """Workers of the newest generation in rank order; empty after a resume."""
     is_ready: bool = False
-    """True if all its ranks have stepped."""
+    """True if all ranks of the newest generation have stepped."""
     has_trained: bool = False
     """True if all ranks of any generation have stepped."""
     backend: str = "gloo"
     """The backend that sums its gradients."""
     restored_in: int = 0
-    """The newest generation that went back to an older state; 0 if none has."""
+    """The newest generation that returned to an older state; 0 if none has."""
 
     # --- workers ---
 
@@ -156,7 +156,7 @@ class JobRecord:
     """Workers that were lost without a notice."""
 
     _starts: dict[int, int] = field(default_factory=dict)  # step by generation, where known
-    _planned_start: int = 0  # where the newest generation was meant to begin
+    _planned_start: int = 0  # step at which the newest generation was meant to begin
     # Ranks of the newest generation that have neither left nor been lost; None if its beginning is
     # not in the log, or the job has since been resumed.
     _present: frozenset[str] | None = None
@@ -203,8 +203,8 @@ class JobRecord:
         match event:
             case StepCompleted():
                 self._apply_step(event)
-            # Any report from inside: the generation began where it was meant to, or ``JobRestored``
-            # would precede it.
+            # Any report from a member shows that the generation began at the planned step;
+            # otherwise ``JobRestored`` would precede it.
             case GenerationReady() | WeightsHashed() | RankTimed():
                 if isinstance(event, GenerationReady):
                     self.is_ready = self.has_trained = True
@@ -218,7 +218,7 @@ class JobRecord:
                 self.saved_step = event.step
                 self.saved_steps = tuple(sorted({*self.saved_steps, event.step})[-KEEP_SAVED:])
                 self.stalls[event.step] = event.stall_s
-            case BestReached():  # a new rank 0 may repeat it: the newest report of a step counts
+            case BestReached():  # a new rank 0 may repeat it: the newest report for a step counts
                 self.best = [*(b for b in self.best if b.step != event.step), event]
                 self.best_told = event
             case CostUpdated():
@@ -230,7 +230,7 @@ class JobRecord:
             case JobStatusChanged():
                 self._apply_status(event)
             case WorkerJoined():
-                # The same names as ``rules.membership.turn.Turn.start`` gives.
+                # Same names as in ``rules.membership.turn.Turn.start``.
                 self.num_started += 1
                 self.trainers[event.worker] = f"{event.job_id}/{event.worker}/{self.num_started}"
             case WorkerLost() | WorkerLeft():
@@ -256,7 +256,7 @@ class JobRecord:
             case UserErrorRaised():
                 self.user_error = event
             case _:
-                pass  # not part of the record
+                pass  # events that do not affect the record
         return self
 
     def apply_run(self, run: StepRun) -> Self:
@@ -305,7 +305,7 @@ class JobRecord:
         self.backend = event.backend or self.backend
         self._planned_start = event.step
         # The generation may die while it loads a checkpoint, so its start is recorded with its
-        # first event. But checkpoints after its first step are no longer part of the job.
+        # first event. Checkpoints after its first step, however, are no longer part of the job.
         self._drop_saved_after(event.step)
 
     def _apply_restored(self, event: JobRestored) -> None:

@@ -1,8 +1,8 @@
-"""Break down each worker's time, based on the events, for ``job.phases()``.
+"""Break down each worker's time from the events, for ``job.phases()``.
 
 A worker's efficiency is the ratio of its samples per second to those of a single worker. The latter
 was measured while the job had one worker; if it never had, the worker's own times without
-communication stand in for it.
+communication are used instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Spent:
 
     @property
     def own_samples_per_s(self) -> float:
-        # As if it never waited for others.
+        # As if the worker never waited for others.
         return _rate(self.samples, self.seconds["elapsed_s"] - self.seconds["communication_s"])
 
 
@@ -55,8 +55,8 @@ def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
     ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
     """
     workers: dict[str, _Spent] = {}
-    alone = _Spent()  # all times with a single worker, whichever it was
-    for event in runs_of(events):  # steps come as runs, and are skipped
+    alone = _Spent()  # all times with a single worker, regardless of which one
+    for event in runs_of(events):  # steps arrive as runs and are skipped
         if isinstance(event, RankTimed):
             workers.setdefault(event.worker, _Spent()).add(event)
             if event.world_size == 1:

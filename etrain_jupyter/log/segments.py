@@ -33,13 +33,14 @@ from etrain_jupyter.log.events import Event, StepCompleted
 from etrain_jupyter.untrusted import open_regular
 
 EVENTS_PER_SEGMENT = 20_000
-"""The part of a log after its last segment is shorter: it is read in a few tenths of a second."""
+"""The part of a log after its last segment is shorter than a segment, so it is read in a few tenths
+of a second."""
 FORMAT = 1
 _READ_EVENTS = 5_000
 _ABANDONED_AFTER_S = (
     3600.0  # an unfinished segment this old is abandoned: writing one takes a second
 )
-# Raised when a damaged segment is opened or read.
+# Exceptions raised when a damaged segment is opened or read.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, IndexError),
     *(MemoryError, OverflowError, RecursionError, zipfile.BadZipFile, zlib.error),
@@ -69,7 +70,7 @@ def read_log(path: str | os.PathLike[str], *, since: int = 0) -> Events:
     A torn last line, which a crash may leave, is skipped; a missing file counts as empty.
 
     Raises:
-        EtrainError: If a whole line without a segment is not an event: the file is damaged.
+        EtrainError: If a complete line outside all segments is not an event: the file is damaged.
     """
     log_path, events = Path(path), Events()
     # lines 1 to 20,000    20,001 to 40,000    40,001 ...          since=25,000:
@@ -90,7 +91,7 @@ def finished_segments(
 ) -> Iterator[tuple[Block | None, SegmentLocation]]:
     """Yield a log's segments with their positions, up to the first missing or unusable one.
 
-    Segments without events after ``since`` come without their block.
+    For segments without events after ``since``, the block is omitted.
     """
     end = first = 0
     while True:
@@ -149,8 +150,8 @@ def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
 def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]) -> None:
     # write under a hidden name -> fsync -> read back and compare -> rename -> fsync the folder
     #
-    # Killed before the rename: the hidden file stays until ``_remove_abandoned``. Two processes at
-    # once write the same events, so it does not matter whose rename is last.
+    # Killed before the rename: the hidden file stays until ``_remove_abandoned``. Two processes
+    # that write at the same time write the same events, so it does not matter whose rename is last.
     path.parent.mkdir(exist_ok=True)
     _remove_abandoned(path.parent)
     hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
@@ -249,7 +250,7 @@ def _block_in(file: Any) -> Block:
 
 
 def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
-    # The last line stands for all of them, because the log is only ever appended to.
+    # Checking the last line suffices, because the log is append-only.
     with open_regular(log_path) as file:
         start = max(0, place.begin, place.end - _MAX_TAIL_BYTES)
         file.seek(start)

@@ -37,7 +37,7 @@ SUFFIX = ".etrain"
 POLL_S = 1.0
 """Interval in seconds for reading new events."""
 LINGER_S = 2.0
-"""Seconds to wait after the job's end for late messages of its workers."""
+"""Seconds to wait after the job's end for late messages from its workers."""
 _READ_EVENTS = 5_000
 PHASES = ("data_s", "compute_s", "communication_s", "optimizer_s")
 
@@ -78,14 +78,14 @@ class TensorBoardFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        # Imported here, because the package is optional.
+        # Imported here because the package is optional.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder.mkdir(parents=True, exist_ok=True)
         _remove_old_files(folder)
         self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
         self._step = 0  # the newest step in this file
-        # A running TensorBoard must also drop what the previous writer wrote.
+        # A running TensorBoard must also drop the data from the previous writer.
         self._drop_from(0, time.time())
 
     def add(self, events: Iterable[Event]) -> None:
@@ -103,7 +103,7 @@ class TensorBoardFiles:
                 self._write(event)
 
     def flush(self) -> None:
-        """Make everything visible to readers."""
+        """Flush, so that readers see everything written so far."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -225,8 +225,8 @@ def main() -> None:
     """Follow the log given on the command line while the given parent process is alive."""
     os.nice(10)
     log_path, folder, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    # Linux gives an orphan another parent: then the coordinator is dead, and its successor starts
-    # another writer.
+    # Linux gives an orphan another parent. In that case the coordinator is dead, and its successor
+    # starts another writer.
     follow(log_path, folder, lambda: os.getppid() == parent)
 
 

@@ -84,7 +84,7 @@ class ClusterRecord:
 
     @property
     def is_serving(self) -> bool:
-        """True if the scheduler is running; if only the keeper is, it is about to restart it."""
+        """True if the scheduler is running. Otherwise, a running keeper is about to restart it."""
         return self.is_alive and stamp_of(self.scheduler_pid) == self.scheduler_stamp
 
 

@@ -17,7 +17,7 @@ class ClusterSettings:
     idle_s: float = 900.0
     """Seconds without a job after which the cluster shuts down; ``inf`` for never."""
     linger_s: float = 60.0
-    """How many seconds idle workers stay warm for the next job."""
+    """Seconds for which idle workers stay warm for the next job."""
     max_cpu_slots: int = 8
     """Maximum number of workers on a machine without GPUs."""
     workers_per_gpu: int = 1

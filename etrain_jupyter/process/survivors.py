@@ -33,7 +33,7 @@ class Survivor:
 
 @dataclass
 class AdoptedProcess:
-    """Process that is not our child, with the parts of ``Popen`` that still work."""
+    """Process that is not our child, with the parts of the ``Popen`` interface that still work."""
 
     pid: int
     stamp: str
@@ -77,7 +77,8 @@ class WorkerRecords:
         """Return the recorded processes that are still running, in the order they were started."""
         found = []
         for path in self._folder.glob("w*.json"):
-            # A file may vanish, or have another version's fields; then its worker is not adopted.
+            # A file may vanish, or have another version's fields; its worker is not adopted in that
+            # case.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 survivor = Survivor(name=path.stem, **json.loads(path.read_text()))
                 if stamp_of(survivor.pid) == survivor.stamp:
