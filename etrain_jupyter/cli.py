@@ -1,4 +1,4 @@
-"""Command line ``etrain``: the sub-commands of ``%etrain`` in a terminal, on the same run store.
+"""Command line ``etrain``: the sub-commands of ``%etrain`` in a terminal, with the same run store.
 
 ::
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @magics_class
 class EtrainMagics(Magics):
-    """The magics of one shell, and the surface of its sub-commands."""
+    """The magics of one shell, which also display the results of their sub-commands."""
 
     @property
     def store(self) -> RunStore:
@@ -90,7 +90,7 @@ class EtrainMagics(Magics):
         print(plain_text(line), flush=True)
 
     def open_tensorboard(self, folder: Path) -> str:
-        """Open TensorBoard below the cell, with its own magic."""
+        """Open TensorBoard below the cell, using its own magic."""
         assert self.shell is not None, "magics are registered with a shell"
         self.shell.run_line_magic("load_ext", "tensorboard")
         # Call the magic instead of running a line: IPython would expand {expressions} and $names in
@@ -181,7 +181,7 @@ def split_line(line: str) -> list[str]:
     code = re.match(rf"(?:\s*(?!#){words}+)*", line)
     rest = line[code.end() :].lstrip() if code else line
     # The match ends at a comment, at the end of the line, or at an unclosed quote. In the last
-    # case, pass on the whole line, so that shlex raises.
+    # case, pass on the whole line, so that shlex raises an error.
     try:
         return shlex.split(code[0] if code and rest.startswith("#") else line)
     except ValueError as exc:

@@ -124,7 +124,7 @@ def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap =
 
     Raises:
         ConfigError: If it is invalid; ``path`` is that of the first error, and its position is
-            included if there is a text.
+            included if there is source text.
     """
     _check_keys(data, section, (), source, top=section)
     return _validate(data, section, source)

@@ -53,11 +53,11 @@ class KeyHelp:
     """Type and range of its value, for example ``whole number, 1 or more``."""
     meaning: str
     default: str = ""
-    """Default value as spelled in the cell. Empty if the key is required, or if no value means the
-    same as omitting the key."""
+    """Default value as spelled in the cell. Empty if the key is required, or if omitting the key is
+    not the same as giving any value."""
     is_required: bool = False
     words: tuple[str, ...] = ()
-    """Accepted words: all of an enumeration, or the usual ones."""
+    """Accepted words: all members of an enumeration, or the common ones."""
     example: str = ""
     """Example line of a body."""
 

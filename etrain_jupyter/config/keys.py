@@ -16,7 +16,7 @@ from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
 from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES, find_optimizer
 
 KeyPath = tuple[str, ...]
-"""Keys from the top of the body, as spelled in the cell."""
+"""Path of keys from the top of the body, as spelled in the cell."""
 
 OPTIMIZER: KeyPath = ("optimizer",)
 METRICS: KeyPath = ("metrics",)
@@ -91,7 +91,7 @@ def _excludes(
     """Return whether one of the given keys excludes this key."""
     if any(other in given for other in _rivals(path, key)):
         return True
-    # A rival is declared on only one of the two keys, so check both directions.
+    # A conflict is declared on only one of the two keys, so check both directions.
     if any(other in given and key in _rivals(path, other) for other in known):
         return True
     # Such a key is valid only with an alternative in another group, for example scaling with
@@ -165,7 +165,7 @@ def is_interval(path: KeyPath) -> bool:
 
 
 def words_of(path: KeyPath) -> tuple[str, ...]:
-    """Return the words that a key accepts: all of an enumeration, or the usual ones."""
+    """Return the words that a key accepts: all members of an enumeration, or the common ones."""
     if path == (*OPTIMIZER, "name"):
         return tuple(NAMED_LR)
     if path[:-1] == OPTIMIZER and path[-1] in SWITCHES:

@@ -171,7 +171,7 @@ class _Check:
         nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in missing)
         node = min(nodes, key=lambda n: (n.lineno, n.col_offset))
         known = visible_names(self.namespace)
-        # An optimizer is likely to be meant only if the name is the whole expression.
+        # Suggest optimizers only if the name is the whole expression.
         if self.key == "optimizer" and node is tree:
             # The user may have meant a name from torch.optim, for example `optimizer: AdmW`.
             known = [*known, *DEFAULT_LR]

@@ -56,11 +56,11 @@ RESERVED_METRICS = frozenset(
         *("time", "data_s", "compute_s", "communication_s", "optimizer_s"),
     )
 )
-"""Columns of every history, whose names metrics must not use."""
+"""Columns of every history; metrics must not use these names."""
 
 
 DEFAULT_MAX_WORKERS = 4
-"""Default of ``workers.max``, for a pool with at least this many workers."""
+"""Default of ``workers.max`` if the pool has at least this many workers."""
 
 
 DEFAULT_BATCH_SIZE = 32
@@ -216,7 +216,7 @@ class BatchConfig(Section):
         # Both keys are in the cell. A dump, in which one of them is null, is accepted.
         if None not in sizes:
             raise fault(
-                f"batch.global={sizes[0]} and batch.per_worker={sizes[1]} exclude each other",
+                f"batch.global={sizes[0]} and batch.per_worker={sizes[1]} are mutually exclusive",
                 hint="keep global for a constant batch, or per_worker for a batch that "
                 "grows with the workers",
                 path=("batch", "per_worker"),
@@ -572,7 +572,7 @@ class TrainConfig(Section):
         epochs = info.data.get("epochs")
         if value is not None and epochs is not None:
             raise fault(
-                f"steps={value} and epochs={epochs:g} exclude each other",
+                f"steps={value} and epochs={epochs:g} are mutually exclusive",
                 hint="keep one of the two",
             )
         return value
@@ -696,7 +696,7 @@ class TrainConfig(Section):
             return
         if self.loss is not None:
             raise fault(
-                "step and loss exclude each other: step returns the loss",
+                "step and loss are mutually exclusive: step returns the loss",
                 hint="remove one of the two lines",
                 path=("step",),
                 at_key=True,
@@ -797,7 +797,7 @@ class TrainConfig(Section):
         return {key: text for key, text in found.items() if text is not None}
 
     def num_shards(self) -> int | None:
-        """Return the number of shards in a step; None without ``reproducible``.
+        """Return the number of shards in a step; None if ``reproducible`` is not set.
 
         ``true`` selects the smallest power of two that gives each of ``workers.max`` workers a
         shard. If ``workers.max`` is omitted, four workers are assumed, so that the number depends

@@ -12,7 +12,7 @@ from typing import Any
 from etrain_jupyter.errors import CellError, ConfigError
 
 Path = tuple[str | int, ...]
-"""Keys from the top of the body, as spelled in the cell: ``("batch", "global")``."""
+"""Path of keys from the top of the body, as spelled in the cell: ``("batch", "global")``."""
 
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 """Line breaks in YAML. ``str.splitlines`` splits at more characters, so its line numbers would

@@ -62,7 +62,7 @@ def test_tensorboard_writes_files_for_a_finished_job_and_prints_the_command(
     folder = Path(runs) / "digits-1" / "tensorboard"
     said = capsys.readouterr().out
     assert f"In a terminal: tensorboard --logdir {folder}" in said
-    assert "The files show the job until now" in said
+    assert "The files show the job up to now" in said
     assert len(list(folder.iterdir())) == 1
 
 

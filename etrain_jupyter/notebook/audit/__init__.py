@@ -1,4 +1,4 @@
-"""Prove from the durable log that every sample was trained exactly once and no step was lost."""
+"""Prove from the durable log that every sample was trained on exactly once and no step was lost."""
 
 from __future__ import annotations
 

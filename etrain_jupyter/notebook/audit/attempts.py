@@ -83,7 +83,7 @@ def _group_attempts(
     attempts: Sequence[Attempt], steps: Sequence[StepCompleted]
 ) -> list[tuple[Work, list[StepCompleted]]]:
     """Return the required work with its steps; consecutive attempts with equal rules are merged."""
-    # Generation numbers continue across attempts, so they assign each step to its attempt:
+    # Generation numbers continue across attempts, so they identify each step's attempt:
     #   log          Submitted   1  2  3   Resumed(generation=3)   4  5   Resumed(generation=5)   6
     #   attempt      ---- 0 < g <= 3 ---   ---- 3 < g <= 5 ------------   ------- 5 < g ----------
     # An attempt without a plan ended before its first step, so there is nothing to assign to it.
@@ -101,7 +101,7 @@ def _group_attempts(
             per_worker_batch_size=attempt.planned.per_worker_batch_size,
             total_samples=attempt.planned.total_samples,
         )
-        # The cases: the first attempt; equal rules, which extend the previous group; other rules,
+        # Cases: the first attempt; equal rules, which extend the previous group; different rules,
         # which apply after the last step of the previous groups. An attempt without steps needs no
         # check.
         if not groups:
@@ -122,8 +122,8 @@ def _group_attempts(
 
 def _is_same(one: Work, other: Work) -> bool:
     """Return True if both require the same samples in every step."""
-    # With a per-worker batch, the job ends at a number of samples, so its length determines how
-    # many samples the last step has. Otherwise a longer job only adds steps.
+    # With a per-worker batch, the job ends at a number of samples, so its length determines the
+    # size of the last step. Otherwise a longer job only adds steps.
     ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples
     rules = [
         (work.seed, work.num_samples, work.global_batch_size, work.per_worker_batch_size)

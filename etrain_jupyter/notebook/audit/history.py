@@ -46,9 +46,9 @@ def follow_history(log: Sequence[Event]) -> WeightHistory:
 
 
 class _AttemptFollower:
-    """Process a log in one pass."""
+    """Process a whole log in one pass."""
 
-    # Example, with two ways in which it may continue:
+    # Example with two possible continuations:
     #   log                                   newest step held
     #   GenerationFormed 1, step 0, [a, b]
     #   GenerationReady 1                     a 0, b 0
@@ -152,7 +152,7 @@ class _AttemptFollower:
                 f"although {', '.join(better)} had survived"
             )
         # These ranks drop what they held as soon as they begin to receive, so until the generation
-        # is ready, they hold no state to continue from.
+        # is ready, they hold no state from which to continue.
         for rank in event.behind:
             if rank < len(members):
                 self._receiving.add(members[rank])
@@ -164,7 +164,7 @@ class _AttemptFollower:
         self._is_cut_due = event.generation not in self._restored
 
     def _go_back(self, step: int) -> None:
-        """Discard the steps after this one, because they are trained again."""
+        """Discard the steps after this one, because they are repeated."""
         self._base, self._is_cut_due = step, False
         history = self.history
         kept = [done for done in history.steps if done.step <= step]

@@ -17,23 +17,23 @@ _COLUMNS = ("epoch", "samples", "once", "repeated", "missing")
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCoverage:
-    """Counts of the samples that committed steps trained in one epoch."""
+    """Sample counts of the committed steps in one epoch."""
 
     epoch: int
     samples: int
-    """Samples trained; a repeated sample counts each time."""
+    """Samples trained on; a repeated sample counts each time."""
     seen_once: int
-    """Samples trained exactly once."""
+    """Samples trained on exactly once."""
     repeated: int
-    """Samples trained more than once."""
+    """Samples trained on more than once."""
     missing: int
-    """Samples that were due but not trained; samples of future steps are not due."""
+    """Samples that were due but not trained on; samples of future steps are not due."""
     is_complete: bool
     """True if the whole epoch was due; False for an epoch in progress or cut short."""
 
     @property
     def is_exact(self) -> bool:
-        """True if each due sample was trained once, and no other sample was trained."""
+        """True if each due sample was trained on once, and no other sample was trained on."""
         return self.repeated == 0 and self.missing == 0
 
 
@@ -50,13 +50,13 @@ class AuditReport:
     steps_committed: int = 0
     """Steps that led to the newest weights."""
     steps_undone: int = 0
-    """Steps undone because a worker was lost; their samples were trained again."""
+    """Steps undone because a worker was lost; they were repeated with the same samples."""
     steps_rolled_back: int = 0
-    """Committed steps that were trained again from a checkpoint because no worker survived."""
+    """Committed steps that were repeated from a checkpoint because no worker survived."""
     steps_compared: int = 0
-    """Committed steps in which several ranks had equal fingerprints of part of their weights."""
+    """Committed steps of several ranks with equal fingerprints of part of their weights."""
     steps_alone: int = 0
-    """Committed steps of a single rank, which has no other rank to compare with."""
+    """Committed steps with a single rank, which has no other rank for comparison."""
     digests_compared: int = 0
     """Digests of a rank's weights that were compared with another rank's at the same step."""
     last_step: int = 0
@@ -79,7 +79,7 @@ class AuditReport:
 
     @property
     def steps_executed(self) -> int:
-        """All steps executed, including those undone or trained again."""
+        """All steps executed, including those undone or repeated."""
         return self.steps_committed + self.steps_undone + self.steps_rolled_back
 
     @property
@@ -151,7 +151,7 @@ class AuditReport:
         return f"{self.newest_digest}; the last step, {self.last_step}, has none"
 
     def _proof_of_weights(self) -> str:
-        """Describe how far the log proves that all ranks had the same weights."""
+        """Describe to what extent the log proves that all ranks had the same weights."""
         parts = []
         if self.steps_compared:
             steps = _count(self.steps_compared, "step")

@@ -1,4 +1,4 @@
-"""Audit a job: prove from the durable log alone that it trained every sample exactly once.
+"""Audit a job: prove from the durable log alone that it trained on every sample exactly once.
 
 The ledger contains the samples that each step had to train. The checksums in the log show which
 samples the ranks trained. If the two differ, a sample was lost or repeated. The proof depends on
@@ -167,7 +167,7 @@ def _follows_broken_connections(event: GenerationFormed) -> bool:
 
 
 def _is_abrupt_end(event: Event) -> bool:
-    # The current step may be dropped although no worker is lost: the job ends during it.
+    # The current step may be undone although no worker was lost, if the job ends during that step.
     if isinstance(event, JobStatusChanged):
         return event.status in TERMINAL_STATUSES
     return isinstance(event, UserErrorRaised)

@@ -1,4 +1,4 @@
-"""Prove which samples were trained, one epoch at a time."""
+"""Prove which samples the job trained on, one epoch at a time."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_samples(
 
 
 class _EpochCheck:
-    """Count how often each sample of one epoch was trained, by position in the epoch's order."""
+    """Count how often each sample of one epoch was trained on, by position in its order."""
 
     def __init__(self, work: Work, epoch: int) -> None:
         self._work, self._epoch = work, epoch
@@ -201,7 +201,7 @@ class _EpochCheck:
         )
 
     def _lookup(self, term: int, first: int, end: int) -> int | None:
-        """Return the position in a range of the sample with this term; None unless it is unique."""
+        """Return the position of the sample with this term in a range; None unless it is unique."""
         if not 0 <= term < _TOP:
             return None
         positions = np.flatnonzero(self._terms[first:end] == term)

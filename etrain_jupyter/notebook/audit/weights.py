@@ -21,9 +21,9 @@ class WeightsProof:
 
     problems: tuple[str, ...]
     num_compared: int
-    """Committed steps of several ranks whose fingerprints were equal."""
+    """Committed steps of several ranks with equal fingerprints."""
     num_alone: int
-    """Committed steps of one rank."""
+    """Committed steps of a single rank."""
     num_digests: int
     """Digests that were compared with another rank's digest at the same step."""
     newest_step: int

@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class StoreSeconds(argparse.Action):
-    """A duration above 0, in seconds. An action, because argparse rewrites errors from a type."""
+    """A duration above 0, in seconds. An action, as argparse rewrites errors raised by types."""
 
     least = math.ulp(0.0)
 
@@ -140,16 +140,16 @@ def make_parser(prog: str, summary: str, epilog: str = "") -> Parser:
 
 
 def distributed_parser() -> Parser:
-    """Return the parser of the line ``%%etrain distributed``."""
+    """Return the parser for the line ``%%etrain distributed``."""
     parser = make_parser(
         f"%%etrain {CELL_COMMAND}",
         "Train the job that the YAML in the cell's body describes, on an elastic set of workers.",
         epilog="%etrain template prints a commented body.",
     )
     add = parser.add_argument
-    add("--name", help="name of the job; by default that in the body, or the model's")
+    add("--name", help="name of the job; by default the name in the body, or the model's name")
     add("-o", "--out", metavar="VAR", help="assign the job to this variable")
-    add("--pool", help="pool of the workers; by default that in the body, or local")
+    add("--pool", help="pool of the workers; by default the pool in the body, or local")
     add("--wait", action="store_true", help="block until the job has ended; interrupt to stop it")
     add("--dry-run", action="store_true", help="check the cell and print the plan; submit nothing")
     add("--quiet", action="store_true", help="show no dashboard")
@@ -283,7 +283,7 @@ def _read_arguments(lines: Sequence[str]) -> dict[str, str]:
         # A continuation line, which is indented further than a name.
         elif line.strip():
             texts[name] += " " + line.strip()
-    # As argparse writes its own texts: no capital, no full stop.
+    # Like argparse's own texts: no capital letter, no full stop.
     return {name: _uncapitalized(text.rstrip(".")) for name, text in texts.items()}
 
 
@@ -296,7 +296,7 @@ def one_of(flag: str, word: str, known: Sequence[str]) -> str:
     """Return ``word`` if it is in ``known``.
 
     Raises:
-        ConfigError: If it is not; the message has the nearest word.
+        ConfigError: If it is not; the message suggests the nearest word.
     """
     if word in known:
         return word

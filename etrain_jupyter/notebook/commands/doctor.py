@@ -146,8 +146,7 @@ def _check_screen() -> list[Finding]:
         remedy = "pip install a wheel, or build the front end: make lab"
         what = "the widget is not built: notebooks show the job as HTML"
         findings.append(Finding(state="wrong", what=what, remedy=remedy))
-    # The extension must be where JupyterLab runs, which may be another environment than the
-    # kernel's.
+    # The extension must be where JupyterLab runs, which may not be the kernel's environment.
     found = find_extension()
     if found is None:
         remedy = "pip install --force-reinstall etrain-jupyter where JupyterLab runs"

@@ -18,7 +18,8 @@ from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
 from etrain_jupyter.process.machine_load import read_load
 
 MAX_CHECKED_JOBS = 50
-"""Maximum number of jobs to check, newest first: each check is a read; older jobs rarely run."""
+"""Maximum number of jobs to check, newest first: each check reads a file, and older jobs are rarely
+still running."""
 
 
 def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -> OtherJobs:

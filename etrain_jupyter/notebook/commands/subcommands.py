@@ -1,4 +1,4 @@
-"""The sub-commands of ``%etrain`` and ``etrain``: one function each, which returns a text.
+"""The sub-commands of ``%etrain`` and ``etrain``: each is a function that returns text.
 
 A sub-command's arguments, help and example come from its signature and docstring, see
 ``arguments``. Its first parameter is a ``Surface``: the notebook or the terminal.
@@ -135,10 +135,10 @@ def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
 
 
 def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subcommand:
-    """Return the sub-command with that name; ``others`` are further words for the hint.
+    """Return the sub-command with that name; ``others`` are additional words for the hint.
 
     Raises:
-        ConfigError: If the sub-command is unknown; the message has the nearest word.
+        ConfigError: If the sub-command is unknown; the message suggests the nearest word.
         NotSupportedYetError: If it is planned for a later version.
     """
     for command in SUBCOMMANDS:
@@ -237,7 +237,7 @@ def _row(store: RunStore, record: RunRecord) -> tuple[str, ...]:
 
 
 def describe_status(job: JobSummary) -> str:
-    """Return a job's status for a list; for a job in doubt, also when it was last seen."""
+    """Return a job's status for a list; if it may be outdated, also when the job was last seen."""
     if job.is_gone:
         return "failed (its cluster has ended)"
     status = plain_line(job.status, 40)
@@ -293,7 +293,7 @@ def wait(surface: Surface, job: str | None = None, *, timeout: SecondsOrZero | N
 
 
 def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
-    """Block until a job has ended. Any end but success is an error, so that "Run All" stops."""
+    """Block until a job has ended; raise unless it succeeded, so that "Run All" stops."""
     if job.note:
         print(f"etrain: {job.note}", flush=True)
     status = job.wait(timeout)
@@ -426,7 +426,7 @@ def export(
 
 
 def describe_which(which: str | int) -> str:
-    """Return for example ``The newest``."""
+    """Return a phrase such as ``The newest``."""
     known = {"last": "The newest", "best": "The best"}
     return known.get(str(which), f"Step {which}'s")
 
@@ -556,7 +556,7 @@ def cost(surface: Surface, job: str | None = None) -> str:
 
 
 def audit(surface: Surface, job: str | None = None) -> str:
-    """Prove from the log that each sample was trained once per epoch.
+    """Prove from the log that each sample was trained on once per epoch.
 
     Example:
         audit digits
@@ -619,7 +619,7 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
             raise EtrainError(f"{folder} is a link, which is not followed. Nothing was written.")
         convert(record.log_path, folder)
     command = f"tensorboard --logdir {shlex.quote(str(folder))}"
-    note = "" if log.tensorboard else " The files show the job until now."
+    note = "" if log.tensorboard else " The files show the job up to now."
     shown = surface.open_tensorboard(folder)
     return f"{shown}In a terminal: {command}{note}"
 
@@ -706,7 +706,7 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
     return "\n".join(map(str, examine(surface.store, with_ec2=all, region=region)))
 
 
-# In the order of a job's life, then clusters.
+# Ordered by a job's life cycle, followed by clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
     kill, chaos, cost, audit, logs, tensorboard, template, pools, up, down, reap, doctor,

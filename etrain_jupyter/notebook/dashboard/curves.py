@@ -34,7 +34,7 @@ class CurveSet:
 
     def add_run(self, run: StepRun, started_at: float) -> None:
         """Append a run of steps; ``add_step`` has added the step before it."""
-        # So every curve of the run exists already, with the metrics that the whole run has.
+        # So every curve of the run already exists, because all its steps have the same metrics.
         steps = run.column("step")
         samples = self._num_samples + np.cumsum(run.column("samples"))
         self._num_samples = int(samples[-1]) if len(run) else self._num_samples

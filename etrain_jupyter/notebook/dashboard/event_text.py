@@ -340,7 +340,7 @@ def size(value: float) -> str:
 
 
 def dollars(usd: float) -> str:
-    """Return an amount, with four decimals below ten cents, as for a minute on a machine.
+    """Return an amount, with four decimals below ten cents, as for one machine minute.
 
     >>> [dollars(usd) for usd in (1234.5, 1.5, 0.0512, 0.0)]
     ['$1,234.50', '$1.50', '$0.0512', '$0.00']

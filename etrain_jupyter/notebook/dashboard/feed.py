@@ -128,7 +128,7 @@ def thin_all(curves: Curves, max_points: int) -> Curves:
 
 
 def _is_noisy(name: str) -> bool:
-    # Only these are drawn smoothed; a learning rate or a world size is exact.
+    # Only these curves are smoothed; a learning rate or a world size is exact.
     return name in ("loss", "samples_per_s") or name.startswith("metrics.")
 
 

@@ -104,7 +104,7 @@ def _warning(snapshot: Snapshot) -> str:
 
 
 def _checkpoint_trouble(snapshot: Snapshot) -> str:
-    # Judge at the time of the newest event, not now, so that an old log always looks the same.
+    # Judge as of the newest event, not as of now, so that an old log always looks the same.
     trouble = trouble_of(snapshot, snapshot.updated_at)
     if not trouble:
         return ""

@@ -230,7 +230,7 @@ class JobView:
         if event.status in TERMINAL_STATUSES:
             self._facts.ended_at = event.time
             if event.status == "finished" and facts.step:
-                facts.total_steps = facts.step  # early stopping ends before the plan
+                facts.total_steps = facts.step  # early stopping
             self._workers.end(self._num_steps)
         elif event.status in STALLED:
             # Ranks of a paused job keep their state and count; a waiting job has none.

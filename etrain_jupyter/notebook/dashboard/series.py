@@ -75,7 +75,7 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
     """Keep about ``max_points`` points, so that every peak and every dip remains visible.
 
     Split the curve into buckets with the same number of points. Keep the minimum and the maximum of
-    each bucket at their positions, and the first and the last point. NaN is neither.
+    each bucket at their positions, and the first and the last point. NaN counts as neither.
 
     Args:
         x: Positions, shape ``(n,)``.

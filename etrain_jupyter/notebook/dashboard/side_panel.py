@@ -7,7 +7,7 @@ running jobs that this kernel can attach to, and ``pools``, the running clusters
 contains a name in ``view`` and receives one ``answer`` addressed ``to`` it.
 """
 
-# Two threads, so that a slow scan does not delay the rows:
+# Two threads, to keep a slow scan from delaying the rows:
 #
 #   browser              watch ........ 20 s ........ watch ............... (page closed)
 #   etrain-side-panel    rows  rows  -  rows ......... rows ..... 120 s later: thread ends
@@ -167,7 +167,7 @@ class SidePanel:
 
     def _run(self) -> None:
         while self._is_watched():
-            # Cleared before the rows are built, so that a change meanwhile sets it again.
+            # Cleared before the rows are built, so that a change in the meantime sets it again.
             self._is_due.clear()
             with self._lock:
                 if self._is_scan_due():

@@ -246,7 +246,7 @@ def to_json(value: Any) -> Any:
 
     JSON has no NaN and no infinity. They become strings that JavaScript's ``Number()`` parses.
     """
-    # bool is an int, and JSON has it.
+    # bool is an int, and is valid in JSON.
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):

@@ -29,7 +29,7 @@ SIMPLE = {int: "number", float: "number", str: "string", bool: "boolean", NoneTy
 
 
 def generate() -> str:
-    """Return the text of ``snapshot.ts``, formatted as Prettier formats it."""
+    """Return the text of ``snapshot.ts``, in Prettier's formatting."""
     # In source order, in which a dataclass precedes those that use it.
     kinds = [kind for kind in vars(snapshot).values() if is_own_dataclass(kind)]
     return "\n".join([HEAD, *(interface_of(kind) for kind in kinds)])
@@ -92,7 +92,7 @@ def comment_of(text: str, indent: str) -> Iterator[str]:
     text = text.replace("; Null", "; null")
     if not text:
         return
-    # As Prettier leaves it: one line if it fits, otherwise one text line per line.
+    # As Prettier leaves it: a single line if it fits, otherwise one line per line of text.
     if len(line := f"{indent}/** {text} */") <= WIDTH:
         yield line
         return

@@ -258,7 +258,8 @@ class Dashboard:
                 # A job that is only listed in the side panel has no display to update.
                 if not self._is_shown:
                     return
-                # Cleared before the bundle is built: an event that arrives meanwhile sets it again.
+                # Cleared before the bundle is built: an event that arrives in the meantime sets it
+                # again.
                 self._is_unsaved = False
                 is_terminal, widget = self._view.is_terminal, self._widget
             bundle = self.bundle()

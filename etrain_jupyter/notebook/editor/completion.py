@@ -144,7 +144,7 @@ def _literals(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[
     else:
         names = NAMED_LR if path == OPTIMIZER else ()
         yield from matching([*words_of(path), *names], word, "value")
-    # Where a group is expected, an empty value can also start one in braces.
+    # Where a group is expected, an empty value may also be the start of a group in braces.
     if not word and group_at(path) is not None:
         yield from (Completion(f"{{{key}: ", "key") for key in _free_keys(path, outline))
     if not word and path == METRICS:

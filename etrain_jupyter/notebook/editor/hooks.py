@@ -90,7 +90,7 @@ def _matcher(facts: Facts) -> Callable[[CompletionContext], SimpleMatcherResult]
         cursor = sum(len(line) + 1 for line in lines) + context.cursor_position
         try:
             offers = complete(context.full_text, cursor, facts)
-        except Exception:  # The top of a request from a front end.
+        except Exception:  # top level of a request from a front end
             _log.debug("completion failed", exc_info=True)
             offers = Offers(cursor)
         if offers is None:
@@ -132,7 +132,7 @@ class _Inspector:
 
         try:
             return inspect(code, cursor, self._facts.names)
-        except Exception:  # The top of a request from a front end.
+        except Exception:  # top level of a request from a front end
             _log.debug("inspection failed", exc_info=True)
             return None
 

@@ -34,7 +34,7 @@ STEP_COLUMNS = (
 """The columns of every history, in this order; metric columns follow."""
 
 _PACK_AT = 4096
-"""Number of single rows at which they are packed into arrays."""
+"""Number of single rows after which they are packed into arrays."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class History:
             self._evals.setdefault(f"eval_{name}", {})[row] = value
 
     def rewind_to(self, step: int) -> None:
-        """Drop the rows after a step, because those steps are trained again."""
+        """Drop the rows after a step, because those steps will be repeated."""
         # Example: chunks with steps 1-4 and 5-8, tail with 9-10, rewind_to(6):
         #   tail 9-10 dropped -> chunk 5-8 popped, its rows 5-6 pushed -> chunks 1-4 and 5-6
         num_rows = self._rows_up_to(step)
@@ -152,8 +152,8 @@ class History:
 
     def _pack(self) -> None:
         rows, self._tail = self._tail, []
-        # All columns of a chunk have the same length, so a row with other metrics than the row
-        # before it starts a new chunk.
+        # All columns of a chunk have the same length, so a row whose metrics differ from those of
+        # the previous row starts a new chunk.
         start = 0
         for end in range(1, len(rows) + 1):
             if end == len(rows) or rows[end].keys() != rows[start].keys():

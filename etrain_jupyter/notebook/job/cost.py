@@ -13,13 +13,13 @@ class JobCost:
 
     spent_usd: float = 0.0
     on_demand_usd: float = 0.0
-    """Cost of the same hours at on-demand prices."""
+    """Cost of the same machine hours at on-demand prices."""
     wasted_usd: float = 0.0
     """The part of ``spent_usd`` for booting, warming up or draining after the first step."""
     num_interruptions: int = 0
     """Number of workers preempted or lost, with or without notice."""
     num_samples: int = 0
-    """Number of samples trained."""
+    """Number of samples trained on."""
     is_known: bool = True
     """True if the job's pool has prices."""
 

@@ -156,7 +156,7 @@ class EventFeed:
 
         Args:
             timeout: Timeout in seconds.
-            is_last: True if later calls must not wait again.
+            is_last: True to keep later calls from waiting again.
         """
         # A listener runs in the feed's thread, which would wait for itself.
         if threading.current_thread() is not self._thread and not self.ended.is_set():
@@ -272,7 +272,7 @@ class EventFeed:
 
     def _handle_response(self, future: Future[EventBatch]) -> None:
         self._take_response(future)
-        # A reported outage ends the wait too: then the status is the last known one.
+        # A reported outage ends the wait too: the status is then the last known one.
         if not self._contact.num_failures or self._contact.trouble:
             self._responded.set()
 

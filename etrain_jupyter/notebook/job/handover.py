@@ -32,7 +32,7 @@ def hand_over(link: JobLink, spec: dict[str, Any], bundle: Path) -> None:
 
     Raises:
         PoolError: If the coordinator refuses.
-        JobLostError: If the cluster went away or did not answer; the job may have started there.
+        JobLostError: If the cluster disappeared or did not respond; the job may have started there.
     """
     # The coordinator reads the bundle from the job's folder if it can:
     #   submit -> wants_bundle=False   the job has started
@@ -59,8 +59,8 @@ def _submit(link: JobLink, spec: dict[str, Any]) -> bool:
     try:
         return link.call(SubmitJob(job=spec), timeout=SUBMIT_S).wants_bundle
     except NoAnswerError as exc:
-        # A scheduler that was suspended reads the request when it continues, and starts the job.
-        # The callers keep the folder after a JobLostError; otherwise that job would train unseen.
+        # A scheduler that was suspended reads the request after it resumes, and starts the job. The
+        # callers keep the folder after a JobLostError; otherwise that job would train unseen.
         job_id = spec["job_id"]
         raise UnreachableError(
             f"the scheduler did not answer within {SUBMIT_S:g} s, so job {job_id} may or may not "

@@ -71,7 +71,7 @@ class LatestValues(JobRecord):
 
 
 def peek_log(path: Path) -> LatestValues:
-    """Return a job's latest values from the beginning and the end of its log.
+    """Return a job's latest values after reading only the beginning and the end of its log.
 
     The events in between are not read, so a list of a hundred jobs costs a hundred short reads. A
     step at the end shows that the job was running, and with how many workers.

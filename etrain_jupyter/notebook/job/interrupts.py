@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 AGAIN_WITHIN_S = 5.0
-"""Presses further apart than this count as separate first presses, in seconds."""
+"""Presses that are more than this many seconds apart count as separate first presses."""
 
 
 class Interrupts:

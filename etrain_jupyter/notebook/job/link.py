@@ -227,7 +227,7 @@ class ClusterLink:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
-        # Cleared before the wait: a request that arrives meanwhile opens a new connection.
+        # Cleared before the wait: a request that arrives in the meantime opens a new connection.
         closing, self._rpc = self._rpc, None
         if closing is not None:
             with contextlib.suppress(OSError):

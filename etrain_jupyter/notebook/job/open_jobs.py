@@ -50,8 +50,8 @@ def submit_job(
     Raises:
         RunStoreError: If the folder cannot be written.
         PoolError: If the coordinator refuses; the folder is removed.
-        JobLostError: If the cluster went away or did not answer; the folder is kept, since the job
-            may have started.
+        JobLostError: If the cluster disappeared or did not respond; the folder is kept, since the
+            job may have started.
     """
     store = store or open_runs()
     try:

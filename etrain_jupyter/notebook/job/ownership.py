@@ -23,7 +23,7 @@ from etrain_jupyter.storage.bucket_log.place import private_root
 KEY_FILE = "signing.key"
 KEY_BYTES = 32
 SIGNED = ("job_id", "pool", "config", "bundle_digest", "cwd")
-"""The fields that decide which code a resume runs, and where. The digest covers the bundle."""
+"""The fields that determine which code a resume runs, and where. The digest covers the bundle."""
 
 
 def sign(values: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LABELS = 12
-"""Maximum number of marked workers at which each marker still has a label."""
+"""Maximum number of marked workers for which the markers have labels."""
 SIZE_INCHES = (8.0, 6.0)
 COLORS = {"lost": "tab:red", "preempted": "tab:orange"}
 
@@ -80,8 +80,8 @@ def plot_job(job: PlottedJob) -> Figure:
 def _figure_class() -> type[Figure]:
     """Return a figure class that a notebook can display.
 
-    ``pyplot`` is not used: a notebook displays its figures twice, and it never frees them. Without
-    ``pyplot``, IPython cannot draw a plain ``Figure``.
+    ``pyplot`` is not used because it never frees its figures, and a notebook displays them twice.
+    Without ``pyplot``, IPython cannot draw a plain ``Figure``.
     """
     from matplotlib.figure import Figure
 

@@ -119,7 +119,7 @@ def resume_job(
         UntrustedJobError: If another user may have submitted the job.
         EtrainError: If another cluster or kernel may be training the job.
         ConfigError: If a difference changes the results, or no work is left.
-        PoolError: If no cluster accepts the job; then its record is unchanged.
+        PoolError: If no cluster accepts the job; its record then remains unchanged.
     """
     store = store_of(job.record)
     # Each check comes before the step that would do harm without it:
@@ -307,7 +307,7 @@ def _prepare(
 
 def _stored_bundle(store: RunStore, record: RunRecord, *, is_needed: bool) -> Path | None:
     """Return the path of the bundle that the job was submitted with."""
-    # A cell has its own bundle, with which the stored one is only compared.
+    # A cell has its own bundle, and the stored one only serves for comparison.
     try:
         path = store.fetch_bundle(record)
     except (OSError, RunStoreError) as exc:

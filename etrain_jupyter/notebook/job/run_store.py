@@ -219,7 +219,7 @@ class RunStore:
             The record as it was written.
 
         Raises:
-            OSError: If the folder is not writable; then nothing has changed.
+            OSError: If the folder is not writable; in this case nothing is changed.
             RunStoreError: If the store is a bucket and cannot be written.
         """
         if self.is_remote:  # another machine may have submitted the job
@@ -270,7 +270,7 @@ class RunStore:
             JobNotFoundError: If no job or several jobs match; the message has the closest names.
         """
         # The jobs are sorted, so the first match of a name is the newest one. An id that is also a
-        # job's name stands for the id.
+        # job's name is treated as the id.
         jobs = self.records()
         for matches in (
             [job for job in jobs if job.job_id == name_or_id],
@@ -304,7 +304,7 @@ def json_of(record: RunRecord) -> bytes:
 
 
 def _last_written_at(record: RunRecord) -> float:
-    """Return the time of the last write to a job's log; without a log, of its submission."""
+    """Return when a job's log was last written or, without a log, when it was submitted."""
     try:
         return record.log_path.stat().st_mtime
     except OSError:
@@ -333,7 +333,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration whose paths are valid for processes in other working folders."""
-    # The trainers and a later kernel have other working folders than this notebook.
+    # The trainers and a later kernel have different working folders from this notebook's.
     checkpoint = config.get("checkpoint") or {}
     if checkpoint.get("to") and "://" not in checkpoint["to"]:
         folder = str(Path(checkpoint["to"]).expanduser().absolute())

@@ -1,4 +1,4 @@
-"""Table records of a job's checkpoints."""
+"""Records for a table of a job's checkpoints."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ Model = TypeVar("Model")
 class TrainingJob(JobRequests):
     """A submitted job.
 
-    The object follows the job's events from the first access on. ``await job`` and ``job.wait()``
-    wait until the job has ended. A property such as ``job.step`` returns the last known value: it
-    waits for the history for at most ``GLANCE_S``, and then reads the end of the log on this
-    machine. A method that needs the whole history waits for the job's folder, cluster or bucket for
-    at most ``CATCH_UP_S``.
+    The object follows the job's events starting with the first access. ``await job`` and
+    ``job.wait()`` wait until the job has ended. A property such as ``job.step`` returns the last
+    known value: it waits for the history for at most ``GLANCE_S``, and then reads the end of the
+    log on this machine. A method that needs the whole history waits for the job's folder, cluster
+    or bucket for at most ``CATCH_UP_S``.
 
     Args:
         record: The job's record in the run store.
@@ -246,7 +246,7 @@ class TrainingJob(JobRequests):
         return self._feed.subscribe(listener)
 
     def audit(self) -> AuditReport:
-        """Prove from the durable log which samples were trained, and that weights were equal."""
+        """Prove from the log which samples the job trained on, and that ranks had equal weights."""
         from etrain_jupyter.notebook.audit import audit_log
 
         # The feed may not have received the end of the log yet; the log itself is complete.
@@ -372,7 +372,7 @@ class TrainingJob(JobRequests):
         self.was_interrupted |= interrupts.were_any
 
     def _print_trouble(self, printed: str) -> str:
-        """Print trouble of a kind other than ``printed``, or that it has ended; return the kind."""
+        """Print the trouble if its kind is not ``printed``, or that it is over; return its kind."""
         feed = self._feed
         # Print each kind of trouble once, although its text may change at every retry.
         kind = "scheduler" if feed.trouble else "log" if feed.log_trouble else ""

@@ -202,7 +202,7 @@ etrain: line 5, column 17: batch.global=2 leaves 1 of workers.min=3 workers with
     "epochs and steps": (
         GOOD + "epochs: 3\nsteps: 4\n",
         """\
-etrain: line 6, column 8: steps=4 and epochs=3 exclude each other
+etrain: line 6, column 8: steps=4 and epochs=3 are mutually exclusive
     6 | steps: 4
       |        ^
   keep one of the two""",
@@ -304,7 +304,7 @@ etrain: line 5, column 19: schedule.decay must be none, linear or cosine, not th
     "two batches": (
         GOOD + "batch: {global: 64, per_worker: 8}\n",
         """\
-etrain: line 5, column 21: batch.global=64 and batch.per_worker=8 exclude each other
+etrain: line 5, column 21: batch.global=64 and batch.per_worker=8 are mutually exclusive
     5 | batch: {global: 64, per_worker: 8}
       |                     ^^^^^^^^^^
   keep global for a constant batch, or per_worker for a batch that grows with the workers""",
@@ -466,7 +466,7 @@ etrain: line 5, column 7: pool is empty
     "step beside loss": (
         GOOD + "step: loss\n",
         """\
-etrain: line 5, column 1: step and loss exclude each other: step returns the loss
+etrain: line 5, column 1: step and loss are mutually exclusive: step returns the loss
     5 | step: loss
       | ^^^^
   remove one of the two lines""",
