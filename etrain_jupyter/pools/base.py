@@ -37,7 +37,7 @@ class CostReport:
 
     spent_usd: float = 0.0
     on_demand_usd: float = 0.0
-    """Cost of the same hours at on-demand prices."""
+    """Cost of the same machine hours at on-demand prices."""
     node_hours: float = 0.0
 
 

@@ -109,7 +109,7 @@ def own_file() -> Path:
 
 
 def read_catalog() -> dict[str, PoolEntry]:
-    """Return the pools of all files, by name.
+    """Return the pools from all files, by name.
 
     Raises:
         ConfigError: If a file is invalid, with the position of the error.

@@ -1,4 +1,4 @@
-"""Faults as data: kind, rank and step, so that a run can be repeated.
+"""Faults described as data (kind, rank and step), so that a run can be repeated.
 
 ::
 

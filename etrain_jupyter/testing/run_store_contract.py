@@ -167,7 +167,7 @@ class RunStoreContract:
 
     def test_log_has_one_writer(self, store: RunStore, place: RunPlace) -> None:
         """Of several processes that claim a job's log at the same time, only one succeeds."""
-        # All claim the log after the same last event, 3: the first claim changes it.
+        # All of them claim the log after event 3, the last one; the first claim appends another.
         made = create(store)
         place.log(made, story())
         outcomes: list[str] = []

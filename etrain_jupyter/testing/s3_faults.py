@@ -1,4 +1,4 @@
-"""Faults of S3 as data, and a WSGI middleware that injects them.
+"""Faults of S3, described as data, and a WSGI middleware that injects them.
 
 The middleware also does what S3 does and moto does not: it verifies checksums of uploads, refuses a
 request whose expected bucket owner is wrong, and serializes conditional writes.

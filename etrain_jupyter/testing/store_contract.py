@@ -119,7 +119,7 @@ class StoreContract:
         assert store.get_part(part).read_bytes() == b"second"
 
     def test_one_of_many_writers_commits(self, place: StorePlace) -> None:
-        """Of several writers of a step only one gets True, and readers get its bytes."""
+        """Of several writers of a step, only one succeeds, and readers get its bytes."""
 
         # Each writer has its own store object and its own data, as in another process.
         def write(writer: int) -> tuple[int, bool]:

@@ -98,7 +98,7 @@ class CapacitySpec(Section):
         # Check before validation, which fills in the default types.
         if isinstance(data, Mapping) and data.get("types") and data.get("gpu"):
             raise fault(
-                "capacity.types and capacity.gpu exclude each other",
+                "capacity.types and capacity.gpu are mutually exclusive",
                 hint="keep types to name machines, or gpu to describe them",
                 path=("capacity", "gpu"),
                 at_key=True,

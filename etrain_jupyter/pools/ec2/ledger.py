@@ -112,7 +112,7 @@ class Charge:
     """The disk's share of ``spent``."""
     hours: float = 0.0
     is_known: bool = True
-    """Whether the price is known; otherwise ``spent`` is the disk alone."""
+    """True if the price is known; otherwise ``spent`` includes only the disk."""
 
     @property
     def saved(self) -> float:

@@ -26,7 +26,7 @@ class NodeConfig:
     drain_s: float = 90.0
     """Time before the end of the lifetime at which workers get a notice to leave."""
     first_hour: str = "wait-for-ec2"
-    """What a spot machine that got a notice in its first hour does once its workers have exited:
+    """Behavior of a spot machine that got a notice in its first hour, once its workers have exited:
     ``wait-for-ec2`` (a machine reclaimed by EC2 is free) or ``power-off``."""
     workers_per_node: int = 0
     """0 for one per GPU, or one on a machine without GPUs."""

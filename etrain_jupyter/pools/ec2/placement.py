@@ -19,7 +19,7 @@ class Offer:
     workers: int = 1
     """Workers per machine, one per GPU."""
     spot_usd: float | None = None
-    """US dollars an hour; None if EC2 lists no price, so does not sell the type there."""
+    """US dollars an hour; None if EC2 lists no price, because it does not sell the type there."""
     on_demand_usd: float | None = None
     """None if unknown."""
     score: int = 0

@@ -275,7 +275,7 @@ def by_cluster(found: Sequence[Tagged]) -> dict[str, list[Tagged]]:
 
 
 def should_remove(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
-    """Return True if a cluster should be removed: it is named or has expired, or all should be."""
+    """Return True if a cluster should be removed: by id, because it has expired, or with all."""
     if cluster_id:
         return own[0].cluster_id == cluster_id
     # `all`: a running head postpones the expiry of its machines, template and group, not of disks.

@@ -35,7 +35,7 @@ DEFAULT_AMI = (
 
 
 class BudgetSpec(Section):
-    """Cost limits, enforced by launching nothing more and by stopping in time."""
+    """Cost limits, enforced by not launching more machines and by stopping in time."""
 
     max_hourly: Usd | None = None
     """US dollars an hour for all machines of the cluster."""
@@ -181,7 +181,7 @@ class VolumeSpec(Section):
 
 
 class AwsSpotSpec(Section):
-    """Spot machines of EC2."""
+    """EC2 spot machines."""
 
     region: str
     """Region of EC2 and of the bucket, for example us-east-1."""

@@ -1,7 +1,7 @@
 """Coordinator as a guest in a scheduler that others started and keep using.
 
-It is idle while no job runs: then it does not tick, and the supervisors send no heartbeats and keep
-no spare trainer::
+It is idle while no job runs: it does not tick, and the supervisors send no heartbeats and keep no
+spare trainer::
 
     _submit --> _wake: _work is set,           ticks until no job is active and all logs
                 WakeSupervisor to all    --->  and reports are written   --->  _rest: _work is

@@ -174,7 +174,8 @@ def unfit_workers(
     """
     by_reason: dict[str, list[str]] = {}
     for worker, facts in found.items():
-        # One line per reason: on a cluster of many machines, usually all have the same one.
+        # One line per reason: on a cluster of many machines, usually all workers have the same
+        # reason.
         if reason := _reason(facts, here):
             by_reason.setdefault(reason, []).append(worker)
     if not by_reason:

@@ -121,7 +121,7 @@ class CloudApi:
         return [*kept, ("Date", format_datetime(now, usegmt=True))]
 
     def _skew_error(self, environ: Environ, call: Call) -> ApiError | None:
-        """Refuse requests signed by a clock that is too far off the cloud's, as AWS does."""
+        """Refuse requests signed with a clock that is too far off the cloud's, as AWS does."""
         # Checked only in tests that set a skew.
         signed = environ.get("HTTP_X_AMZ_DATE", "")
         if not self.clock_skew_s or not signed:

@@ -233,7 +233,8 @@ class Hypervisor:
 
     # rebalance recommendation --- rebalance_s ---> notice --- notice_s ---> EC2 ends the machine
     #
-    # Each wait ends early if the machine shuts itself down: then there is nothing to reclaim.
+    # Each wait ends early if the machine shuts itself down, because there is nothing left to
+    # reclaim.
     def _interrupt(self, guest: _Guest, notice_s: float, rebalance_s: float | None) -> None:
         imds = guest.machine.imds
         if imds is None:  # pending: there is no way to notify it

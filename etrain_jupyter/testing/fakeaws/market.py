@@ -17,7 +17,7 @@ NO_CAPACITY = "InsufficientInstanceCapacity"
 UNFULFILLABLE = "UnfulfillableCapacity"
 PRICE_TOO_LOW = "SpotMaxPriceTooLow"
 BEFORE = -1e12
-"""Start of prices that no test has set: long before any test."""
+"""Time from which default prices apply: long before any test."""
 
 DEFAULT_ON_DEMAND_USD = {
     "c5.xlarge": 0.17,
@@ -311,7 +311,7 @@ class Market:
             return sum(one.pool == candidate.pool for one in got)
 
         def is_new(candidate: Candidate) -> bool:
-            # Whether it would exceed the number of pools for ``lowest-price``.
+            # True if it would exceed the number of pools for ``lowest-price``.
             num_used = len({one.pool for one in got})
             return used(candidate) == 0 and num_used >= demand.num_pools
 

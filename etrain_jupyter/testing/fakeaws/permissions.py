@@ -146,7 +146,7 @@ class _Ec2Call:
 
     def _request(self, action: str, kind: str, id: str, context: Mapping[str, Any]) -> Request:
         # ARNs of images and snapshots have no account. A resource that the call creates has no id
-        # yet: "new" stands for it, and a policy must match it by a wildcard.
+        # yet: "new" is used for it, and a policy must match it by a wildcard.
         account = "" if kind in ("image", "snapshot") else self._world.account
         arn = f"arn:aws:ec2:{self._call.region}:{account}:{kind}/{id}"
         return Request(f"ec2:{action}", arn, {k: v for k, v in context.items() if v})

@@ -25,7 +25,7 @@ END_S = 5.0
 """Timeout for ending the heads, in seconds."""
 
 
-# Who cleans up what, after each kind of end:
+# The cleanup after each kind of end:
 #
 #   end of this process          instances                 network and folder
 #   standard input closes        hypervisor.close()        network.close(), then the janitor
@@ -115,7 +115,7 @@ def end_heads_at(endpoint: str) -> None:
     from etrain_jupyter.process.processes import MARKER, wait_until
 
     def kill_again() -> bool:
-        # Repeat: a keeper may have restarted a head meanwhile.
+        # Repeat, because a keeper may have restarted a head in the meantime.
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):

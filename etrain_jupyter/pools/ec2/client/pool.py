@@ -37,7 +37,7 @@ NODES = "etrain_jupyter.pools.ec2.head.main:make_nodes"
 
 
 class AwsSpotPool(DetachedPool):
-    """Spot machines of EC2.
+    """EC2 spot machines.
 
     Args:
         name: The pool's name in a cell.
@@ -95,7 +95,7 @@ class AwsSpotPool(DetachedPool):
         print(f"etrain: pool {self.name} costs {self.price(self.spec.workers.max)}")
 
     def prepare_start(self, root: Path) -> ClusterDir | None:
-        """Return the folder of a cluster to take over, machines included, because its head died.
+        """Return the folder of a cluster to take over with its machines, because its head died.
 
         A dead cluster without machines is removed; otherwise its jobs would unexpectedly resume and
         cost money. ``%etrain resume`` continues them.

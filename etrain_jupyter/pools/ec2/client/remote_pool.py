@@ -43,7 +43,7 @@ PORT = 8786
 
 
 class AwsRemotePool(AwsSpotPool):
-    """Spot machines of EC2, and an on-demand one for their scheduler."""
+    """EC2 spot machines, and an on-demand machine for their scheduler."""
 
     is_head_elsewhere = True
 

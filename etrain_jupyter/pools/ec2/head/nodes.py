@@ -180,7 +180,7 @@ class AwsNodes:
         self._update_desired(wake=True)
 
     def reap(self) -> None:
-        """Pass the scheduler's state on to the thread; call it about every second."""
+        """Pass the scheduler's state on to the thread; call this about every second."""
         self._update_desired()
 
     # --- actual state ---
@@ -235,9 +235,9 @@ class AwsNodes:
                 self._dir.cluster_id,
                 timeout_s=max(grace_s, CLOSE_S),
                 home=self._spec.home(self._dir.cluster_id),
-                # An on-demand head cannot terminate the machine that it still runs on. Its agent
-                # turns that machine off, and the notebook's `down` or `etrain reap` removes the
-                # rest.
+                # An on-demand head cannot terminate the machine that it is still running on. Its
+                # agent turns that machine off, and the notebook's `down` or `etrain reap` removes
+                # the rest.
                 spares_head=os.environ.get("ETRAIN_ROLE") == "head",
             )
             if left:

@@ -31,7 +31,8 @@ from etrain_jupyter.pools.ec2.ledger import (
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 RECLAIM_LATE_S = 120.0
-"""Seconds after the announced time at which we terminate a machine ourselves."""
+"""Seconds after the announced time; if EC2 has not reclaimed the machine by then, we terminate
+it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,7 @@ class FleetRoster:
     def _count_failure(
         self, id: str, why: str, error: str, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
-        # A node that refused or is overdue is counted at once, not again when it is gone.
+        # A node that refused or is overdue is counted immediately, not again when it is gone.
         if id in state.blamed:
             return state
         self.report_failure(id, why, error)

@@ -189,7 +189,8 @@ def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
         count.coming.append((ack.zone, ack.lifecycle, ack.workers))
         count.coming_usd += prices.get((ack.type, ack.zone, ack.lifecycle), 0.0)
     for request, _ in state.unanswered:
-        # With several zones, the actual one is unknown until EC2 answers: no zone counts as used.
+        # With several zones, the actual one is unknown until EC2 answers, so no zone counts as
+        # used.
         zones = {zone for _, zone in request.overrides}
         zone = zones.pop() if len(zones) == 1 else ""
         count.coming.append((zone, request.lifecycle, request.num_workers))

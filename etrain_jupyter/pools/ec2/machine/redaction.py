@@ -34,7 +34,7 @@ def redact(text: str) -> str:
 
 
 class _Redacting(logging.Formatter):
-    """Formats with another formatter, including tracebacks, and redacts the result."""
+    """Formats records and tracebacks with another formatter, then redacts the result."""
 
     def __init__(self, inner: logging.Formatter) -> None:
         super().__init__()

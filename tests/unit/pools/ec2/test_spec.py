@@ -101,7 +101,7 @@ def test_gpu_stands_for_types() -> None:
         ({"capacity": {"types": ["g5"]}}, "'g5' is not a machine type", "g5.xlarge"),
         ({"capacity": {"placement": "single"}}, "capacity.placement must be", "single-az"),
         ({"capacity": {"zones": "us-east-1a"}}, "capacity.zones must be auto or a list", ""),
-        ({"capacity": {"types": ["a.b"], "gpu": {"count": 1}}}, "exclude each other", "keep types"),
+        ({"capacity": {"types": ["a.b"], "gpu": {"count": 1}}}, "mutually exclusive", "keep types"),
         ({"image": {"ami": "ubuntu"}}, "image.ami 'ubuntu' is not an image", "ami-0"),
         ({"image": {"archive": "/tmp/x.tar.gz"}}, "image.archive is not s3://", "s3://"),
         ({"image": {"archive_sha256": "12"}}, "64 hexadecimal digits", "sha256sum"),
