@@ -36,7 +36,7 @@ class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Choose how to pickle one object; called for all but the simplest built-in types."""
-        # Code objects are reached only for functions that are pickled by value.
+        # Only functions that are pickled by value lead to a code object.
         if isinstance(obj, CodeType):
             self.filenames.add(obj.co_filename)
             self.codes.append(obj)

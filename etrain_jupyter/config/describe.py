@@ -119,7 +119,7 @@ def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
         text.format(f"{getattr(item, name):g}")
         for item in info.metadata
         for name, text in _BOUNDS.items()
-        # The only larger bound is the seed's, which is not worth showing.
+        # Only the seed has a larger bound, which is not worth showing.
         if hasattr(item, name) and abs(getattr(item, name)) < 2**31
     ]
     *first, last = kinds

@@ -31,7 +31,7 @@ from etrain_jupyter.errors import CellError
 
 PY_TAG = "!py"
 MOST_VALUES = 50_000
-"""Maximum number of values in a text: more than any real cell or file has, and few enough to be
+"""Maximum number of values in a document: more than any real cell or file has, and few enough to be
 read within a second."""
 _CORE = "tag:yaml.org,2002:"
 _ADVICE = (
@@ -124,7 +124,7 @@ def _load(
     first_line_number: int,
     namespace: Mapping[str, Any] | None,
 ) -> tuple[Any, SourceMap]:
-    """Read a text that begins on line ``first_line_number`` of ``lines``."""
+    """Read text that begins on line ``first_line_number`` of ``lines``."""
     try:
         node = _Loader(body).get_single_node()
         #   text -> PyYAML's scanner and parser -> nodes with marks -> _NodeReader -> plain data

@@ -215,7 +215,7 @@ def _lines_of(events: list[Event]) -> bytes:
 class LogReader:
     """Follow a log that another process writes: each ``read`` returns the new events.
 
-    It keeps a byte offset and no open file, so it needs no closing.
+    It keeps a byte offset and no open file, so it does not need to be closed.
 
     Args:
         path: The file; it may not exist yet.

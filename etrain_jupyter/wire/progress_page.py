@@ -157,7 +157,7 @@ class Pulse(threading.Thread):
                 return
 
     def stop(self) -> None:
-        """End the thread, for example because a fork must find only one."""
+        """End the thread, for example because only one thread may exist at a fork."""
         self._is_stopped.set()
         self.join()
 

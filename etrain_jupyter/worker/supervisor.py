@@ -87,7 +87,8 @@ class Supervisor(WorkerPlugin):
         self._bundles = MachineBundles(self._fetch_bundle)
         # By trainer, for trainers that are running or whose exit is not yet acknowledged.
         self._statuses: dict[str, TrainerStatus] = {}
-        # Cleared while the outbox is full: trainers' channels are then not read, so trainers wait.
+        # Cleared while the outbox is full. The trainers' channels are then not read, and the
+        # trainers wait.
         self._may_read = asyncio.Event()
         self._may_read.set()
 

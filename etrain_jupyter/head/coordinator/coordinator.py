@@ -101,7 +101,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._ticker: asyncio.Task[None] | None = None
 
     def _serve(self, records: JobRecords) -> None:
-        """Start serving, and keep in ``records`` what the next scheduler needs."""
+        """Start serving, and keep the data that the next scheduler needs in ``records``."""
         self._records = records
         self._acknowledgements = Acknowledgements(records)
         self._serving = Serving(

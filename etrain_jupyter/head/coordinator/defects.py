@@ -93,7 +93,7 @@ class Defects:
             logger.exception("%s: this could not be logged for the job", name)
 
     def _num_unsaid(self, kind: Kind) -> int | None:
-        # The number of exceptions of this kind since the last logged one; None to skip logging this
+        # The number of exceptions of this kind since one was last logged; None to skip logging this
         # one too. The interval doubles each time: 10, 20, 40 ... 600 s.
         now = clock.now()
         seen = self._seen.get(kind)

@@ -198,7 +198,7 @@ class JobLog:
             logger.warning("%s: its segments are not written: %s", self._path, exc)
 
     def _announce(self) -> None:
-        # Wake the listeners; later ones wait for the next event on a new object.
+        # Wake the listeners. From now on, listeners wait for the next event on a new object.
         self.changed.set()
         self.changed = asyncio.Event()
 

@@ -247,7 +247,7 @@ class TrainerMessages:
 
     def _on_eval(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
         if record["step"] == self._record.evaluated_step:
-            return  # a new rank 0 repeats the evaluation that the previous one may not have sent
+            return  # repeated by a new rank 0, in case the previous one did not send it
         yield self._event(events.EvalCompleted, **record)
         if not math.isfinite(record["loss"]):
             what = f"the loss of the evaluation is {record['loss']}; training continues"

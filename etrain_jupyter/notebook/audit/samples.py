@@ -58,7 +58,7 @@ class Work:
         return self.base_position + rest + after
 
     def due_at(self, position: int, world_size: int) -> StepRange:
-        """Return the samples of a step of ``world_size`` ranks that starts at ``position``."""
+        """Return the samples of the step that starts at ``position`` with ``world_size`` ranks."""
         return range_at(
             position,
             num_samples=self.num_samples,

@@ -638,7 +638,7 @@ def pools(
 
     Args:
         what: Print IAM policies.
-        pool: Policies of this pool; by default of the only one.
+        pool: Pool whose policies to print; by default the only one.
 
     Example:
         pools policy spot-p3

@@ -30,7 +30,7 @@ Curves = dict[str, tuple[Floats, SmallFloats]]
 MAX_RESET_POINTS = 4000
 """Approximate maximum points per curve of a reset: more than a chart has pixels."""
 MEAN = "mean."
-"""Name prefix of curves of means."""
+"""Prefix for the names of curves that contain means."""
 LISTS_OF_EVENTS = ("events", "markers")
 """Fields of a snapshot that change only with ``JobView.lists_version``."""
 

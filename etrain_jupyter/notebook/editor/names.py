@@ -1,8 +1,8 @@
 """Select the notebook's names that fit a key, without running user code.
 
-The checks at submit (``config.references``) are stricter, but may run user code: ``len`` of a data
-set does. This module inspects types and signatures only. It does not use ``isinstance``, which
-reads the object's ``__class__`` and could make a lazy proxy load.
+The checks before a submit (``config.references``) are stricter, but may run user code:
+``len`` of a data set does. This module inspects types and signatures only. It does not use
+``isinstance``, which reads the object's ``__class__`` and could make a lazy proxy load.
 """
 
 from __future__ import annotations

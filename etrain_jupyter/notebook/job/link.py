@@ -116,7 +116,7 @@ class ClusterLink:
         return wait_interruptibly(self.send(request, timeout=timeout))
 
     def send(self, request: Request[R], *, timeout: float = 10.0) -> Future[R]:
-        """Send the scheduler a request and return at once; the future raises as ``call`` does."""
+        """Send the scheduler a request; return a future that raises the same errors as ``call``."""
         return _run_in_loop(self._send(request, timeout))
 
     def release(self) -> None:

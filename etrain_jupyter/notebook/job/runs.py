@@ -12,7 +12,7 @@ from etrain_jupyter.storage.bucket_log.place import is_remote
 
 
 def open_runs(root: str | os.PathLike[str] | None = None) -> RunStore:
-    """Return the run store of a folder or a URL; by default the one in ``ETRAIN_RUNS``.
+    """Return the run store at a folder or a URL; by default the one in ``ETRAIN_RUNS``.
 
     Raises:
         ConfigError: If the URL is not that of a bucket.

@@ -257,7 +257,7 @@ def _instance(data: Mapping[str, Any]) -> Instance:
         launched_at=data["LaunchTime"].timestamp(),
         private_ip=data.get("PrivateIpAddress") or "",
         reason=(data.get("StateReason") or {}).get("Code") or transition,
-        # A stopped machine also has such a text, but may still cost money.
+        # A stopped machine also has such text, but may still cost money.
         ended_at=ended.timestamp() if ended and state not in LIVING else None,
         tags={tag["Key"]: tag["Value"] for tag in data.get("Tags", ())},
     )

@@ -73,7 +73,7 @@ def make_offers(
 
 
 def workers_of(spec: AwsSpotSpec, facts: TypeFacts | None) -> int:
-    """Return the number of workers of a machine type."""
+    """Return the number of workers on a machine type."""
     # The machine itself counts its GPUs at boot (`machine.children`); the two counts must agree.
     return spec.workers.per_node or max(1, facts.gpus if facts else 1)
 

@@ -178,7 +178,7 @@ class GuestCoordinator(Coordinator):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **values: Any) -> None:
         """Handle a worker's closed connection. Called by the scheduler."""
-        # Forget the reasons for workers that are gone: a new one with the same name may be fixed.
+        # Forget the reasons for workers that are gone: a new worker with the same name may work.
         present = {str(state.name) for state in scheduler.workers.values()}
         self._unfit = {name: why for name, why in self._unfit.items() if name in present}
         super().remove_worker(scheduler, worker, **values)

@@ -183,7 +183,7 @@ class AddressPool:
         return ""
 
     def price(self, max_workers: int) -> str:
-        """Return a text that says that the price of an existing cluster is unknown."""
+        """Return a message saying that the price of an existing cluster is unknown."""
         return "unknown, this is an existing Dask cluster"
 
     def cost(self) -> CostReport:

@@ -40,7 +40,7 @@ class LocalPool(DetachedPool):
         return ""
 
     def price(self, max_workers: int) -> str:
-        """Return a text that says that the user's own machine costs nothing."""
+        """Return a message saying that the user's own machine costs nothing."""
         return "nothing, this is your own machine"
 
     def cost(self) -> CostReport:

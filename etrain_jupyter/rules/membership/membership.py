@@ -162,11 +162,11 @@ class Faults:
         return replace(self, lost=(*others, (worker, cause))[-KEEP_LOST:])
 
     def with_warm_up_fault(self, fault: UserError) -> Faults:
-        """Return a copy with one more trainer that exited during its warm-up."""
+        """Return a copy that counts one more trainer that exited during its warm-up."""
         return replace(self, num_warm_ups=self.num_warm_ups + 1, last=fault)
 
     def with_step_fault(self, fault: UserError, *, generation: int) -> Faults:
-        """Return a copy with one more generation that broke in the step after ``fault.step``."""
+        """Return a copy that counts one more generation broken in the step after ``fault.step``."""
         step, generations = self.at_step
         known = generations if step == fault.step else ()  # another step starts a new count
         if generation not in known:  # several ranks may exit in one generation

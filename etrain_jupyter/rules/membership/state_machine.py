@@ -152,7 +152,8 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
 
 def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
     member = turn.state.members.get(stimulus.trainer)
-    # A restarted scheduler receives unacknowledged reports again: the hello already had this one.
+    # A restarted scheduler receives unacknowledged reports again: the hello already contained this
+    # one.
     if member is None or member.phase != "starting":
         return
     turn.put(

@@ -164,7 +164,7 @@ class CheckpointSaved:
     step: int
     ok: bool = True
     trainer: str = ""
-    """The trainer that wrote it; if empty, the one that was ordered to."""
+    """The trainer that wrote it; if empty, the one that was ordered to write it."""
     error: str = ""
     """The error, if it could not be written."""
     duration_s: float = 0.0

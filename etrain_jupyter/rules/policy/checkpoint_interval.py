@@ -39,7 +39,7 @@ COMMON_LOSS_SHARE = 0.1
 """Share of single losses that take all other workers with them: a spot market may interrupt a whole
 zone. A tenth is the usual estimate without data; see Fleming."""
 REPLACEMENT_S = 120.0
-"""Seconds until another worker has the state of a lost one."""
+"""Seconds until another worker holds the state of a lost worker."""
 MIN_CHANGE_FACTOR = 1.25
 """A new interval takes effect, and is logged, if it differs by this factor."""
 

@@ -117,7 +117,7 @@ class Mirror:
         #   finish() first    the job has ended, and the thread uploads the rest
         #   thread first      it was fenced or failed, while the job still appends to the copy
         #
-        # The second one closes the lock. Until then, no reader may change the copy.
+        # The second of the two releases the lock. Until then, no reader may change the copy.
         if self._has_ended and self._is_finishing.is_set() and self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

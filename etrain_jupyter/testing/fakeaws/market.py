@@ -237,7 +237,7 @@ class Market:
         return total
 
     def score(self, pools: Iterable[CapacityPool], units: int) -> int:
-        """Return the likelihood that these pools together meet a target, from 1 to 10."""
+        """Score the likelihood that these pools together meet a target, from 1 to 10."""
         # AWS does not publish its formula. Here, room for twice the target gives the full score.
         room = sum(self.free(pool, "spot") for pool in pools)
         return max(1, min(10, round(10 * room / max(1, 2 * units))))

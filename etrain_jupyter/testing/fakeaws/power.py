@@ -81,7 +81,7 @@ class _PowerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         super().__init__(str(folder / SOCKET), _PowerHandler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing if the machine went off during the request."""
+        """Print nothing if the machine was switched off during the request."""
 
 
 class _PowerHandler(socketserver.StreamRequestHandler):

@@ -80,8 +80,8 @@ class Evaluations:
         state.best_tracker.take(state.step, {"loss": result.loss, **result.metrics})
         self._record = {
             "step": state.step,
-            # The epoch of the last trained sample: at the end of an epoch, ``position`` is in the
-            # next one.
+            # The epoch of the last sample trained on: at the end of an epoch, ``position`` is in
+            # the next one.
             "epoch": (state.position - 1) // state.plan.num_train,
             "samples": result.num_samples,
             "loss": result.loss,

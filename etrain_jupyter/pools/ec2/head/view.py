@@ -134,7 +134,7 @@ class Count:
     """Workers of requests that EC2 has not answered; included in ``coming``."""
 
     def without(self, ids: set[str]) -> Count:
-        """Return the count without some machines."""
+        """Return the count without the given machines."""
         return replace(self, staying=[m for m in self.staying if m.id not in ids])
 
     @property

@@ -106,7 +106,7 @@ class MachineAgent:
             return str(exc)
         except AgentError as exc:
             return str(exc)
-        except BaseException as exc:  # top of the process: the machine must not stay on
+        except BaseException as exc:  # catch everything: the machine must not stay on
             logger.exception("the agent failed")
             return f"the agent failed: {type(exc).__name__}: {exc}"
 
