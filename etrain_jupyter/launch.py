@@ -17,7 +17,7 @@ from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.pools.for_job import checkpoint_warnings, find_pool, with_shared_checkpoints
+from etrain_jupyter.pools.for_job import find_pool, with_shared_checkpoints
 
 __all__ = [
     "Plan", "attach", "distributed", "jobs", "plan_cell", "plan_job", "resume", "show", "submit",
@@ -37,12 +37,11 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     # Resolved here and carried by the plan. Both determine where the checkpoints must go: machines
     # in a cloud pool cannot see this machine's folders.
     pool, runs = find_pool(parsed), open_runs()
-    config = with_shared_checkpoints(parsed.config, pool, has_bucket=runs.is_remote)
+    config, warnings = with_shared_checkpoints(parsed.config, pool, has_bucket=runs.is_remote)
     parsed = dataclasses.replace(parsed, config=config)
     names = parsed.namespace(notebook)
     check_references(config, names, source=parsed.source)
     bundle = capture_bundle(config.references(), names, cell_numbers=cell_numbers())
-    warnings = checkpoint_warnings(config, pool, has_bucket=runs.is_remote)
     return Plan(config=config, bundle=bundle, pool=pool, runs=runs, cell=cell, warnings=warnings)
 
 

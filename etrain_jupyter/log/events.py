@@ -50,14 +50,13 @@ class Event:
         >>> WorkerLost(job_id="j", time=1.0, worker="w1", cause="SIGKILL").to_dict()["kind"]
         'WorkerLost'
         """
-        return {"kind": self.kind} | self._fields()
+        fields = dataclasses.fields(self)
+        return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields}}
 
     def to_json_dict(self) -> dict[str, Any]:
         """Return the event as a log stores it: its kind comes first, under the key ``event``."""
-        return {"event": self.kind} | self._fields()
-
-    def _fields(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = dataclasses.fields(self)
+        return {"event": self.kind, **{f.name: getattr(self, f.name) for f in fields}}
 
     def with_seq(self, seq: int) -> Self:
         """Return the same event at a position in the log."""

@@ -23,25 +23,28 @@ def find_pool(parsed: ParsedJob) -> Pool:
     return get_pool(name)
 
 
-def with_shared_checkpoints(config: TrainConfig, pool: Pool, *, has_bucket: bool) -> TrainConfig:
+def with_shared_checkpoints(
+    config: TrainConfig, pool: Pool, *, has_bucket: bool
+) -> tuple[TrainConfig, tuple[str, ...]]:
     """Store checkpoints where all the pool's workers can reach them, unless the cell names a place.
 
-    ``has_bucket``: the run store is in a bucket, which every machine can reach.
+    Args:
+        config: The job.
+        pool: Its pool.
+        has_bucket: True if the run store is in a bucket. Every machine can reach that, and
+            checkpoints go there by default, too.
+
+    Returns:
+        The config, and a warning if the cell names a folder that the machines may not share.
     """
-    place = pool.shared_place()
-    # If the run is stored in a bucket, checkpoints go there by default, too.
-    if not place or has_bucket or config.checkpoint.to is not None:
-        return config
-    checkpoint = config.checkpoint.model_copy(update={"to": place})
-    return config.model_copy(update={"checkpoint": checkpoint})
-
-
-def checkpoint_warnings(config: TrainConfig, pool: Pool, *, has_bucket: bool) -> tuple[str, ...]:
-    """Return a warning if checkpoints go to a folder that the machines may not share."""
     place, to = pool.shared_place(), config.checkpoint.to
-    if not place or has_bucket or to is None or "://" in to:
-        return ()
-    return (
+    if not place or has_bucket or (to is not None and "://" in to):
+        return config, ()
+    if to is None:
+        checkpoint = config.checkpoint.model_copy(update={"to": place})
+        return config.model_copy(update={"checkpoint": checkpoint}), ()
+    warning = (
         f"checkpoint.to is the folder {to}: all machines of pool {config.pool} must share that "
-        f"disk. Without the key, checkpoints go to {place}.",
+        f"disk. Without the key, checkpoints go to {place}."
     )
+    return config, (warning,)

@@ -605,7 +605,7 @@ class Trainer:
         # steps: act as rank 0 and send the steps missing from the log, before their checkpoint.
         self._reporter.begin(generation=generation, rank=0, logged_step=message.logged_step)
         if self._loop is not None:
-            self._loop.report_evaluations(generation)
+            self._loop.evaluations.report(generation)
         self._checkpointer.starts = list(message.starts)
         self._checkpointer.save_now(generation)
         self._beat(phase="idle")

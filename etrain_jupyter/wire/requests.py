@@ -342,11 +342,6 @@ class KillWorker(Request[Done]):
 # --- the client's end ---
 
 
-def encode_request(request: Request[Any]) -> dict[str, Any]:
-    """Return the arguments of the Dask call."""
-    return {**encode_fields(request), VERSION: WIRE_VERSION}
-
-
 def decode_reply(request: Request[R], reply: Any) -> R:
     """Return the reply to a request.
 
@@ -396,8 +391,9 @@ async def exchange(rpc: Any, request: Request[Any]) -> Any:
         OSError: If it cannot be reached.
         UnicodeEncodeError: If the request contains text that cannot be encoded.
     """
+    arguments = {**encode_fields(request), VERSION: WIRE_VERSION}
     try:
-        return await getattr(rpc, request.op)(**encode_request(request))
+        return await getattr(rpc, request.op)(**arguments)
     except (OSError, UnicodeEncodeError):
         raise
     except Exception as exc:

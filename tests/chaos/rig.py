@@ -29,8 +29,10 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.rules.membership import stalls
+from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
+from etrain_jupyter.wire.versions import WIRE_VERSION
 from etrain_jupyter.worker import supervisor
 from etrain_jupyter.worker.supervisor import Supervisor
 from etrain_jupyter.worker.trainer_process import TrainerProcess
@@ -289,13 +291,15 @@ class Rig:
         No more events are written, the lock on the log is released as the operating system would
         do, and later messages of the workers are lost.
         """
-        job.hosted._log.close()
+        job.hosted.job_log.close()
         del self.coordinator._jobs[job.id]
 
     async def ask(self, request: q.Request[q.R]) -> q.R:
         """Send the coordinator a request, as a kernel does."""
         handler = self.scheduler.handlers[request.op]
-        return q.decode_reply(request, await handler(**q.encode_request(request)))
+        return q.decode_reply(
+            request, await handler(**codec.encode_fields(request), wire_version=WIRE_VERSION)
+        )
 
     async def close(self) -> None:
         """Stop everything; raise the first recorded error."""
@@ -368,7 +372,7 @@ class RigJob:
                 raise self._rig.failures[0]
             left = deadline - time.monotonic()
             assert left > 0, f"still {self.status} at step {self.step}: {self.describe()}"
-            changed = self.hosted.changed
+            changed = self.hosted.job_log.changed
             try:
                 await asyncio.wait_for(changed.wait(), min(left, 0.25))
             except TimeoutError:

@@ -50,7 +50,7 @@ class Acknowledgements:
         self._taken[worker] = number
         # Acknowledgements are cumulative: while one of a worker's reports is blocked, so are its
         # later ones, even those about a job whose log is not behind.
-        behind = [job for job in jobs if job.is_log_behind]
+        behind = [job for job in jobs if job.job_log.is_behind]
         if behind or worker in self._blocked_by:
             known = self._blocked_by.setdefault(worker, [])
             known += [job for job in behind if job not in known]
@@ -65,7 +65,7 @@ class Acknowledgements:
     def collect(self) -> dict[str, int]:
         """Return, by worker, the number up to which its supervisor may drop reports."""
         for worker, jobs in list(self._blocked_by.items()):
-            if not any(job.is_log_behind for job in jobs):
+            if not any(job.job_log.is_behind for job in jobs):
                 del self._blocked_by[worker]
                 self._note(worker)
         due, self._due = self._due, {}

@@ -192,8 +192,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._write_logs()
             await asyncio.sleep(COALESCE_S)
         for job in self._jobs.values():
-            if job.is_log_behind:
-                job.abandon_log()
+            if job.job_log.is_behind:
+                job.job_log.abandon()
 
     async def _tick_often(self) -> None:
         while True:
@@ -228,7 +228,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         """Retry event writes that failed."""
         for job in self._jobs.values():
             with self._defects.watch(job, "writing the log"):
-                job.retry_log()
+                job.job_log.retry()
 
     def _is_stuck(self, job: HostedJob) -> bool:
         # True if one of the job's trainers is blocked because its supervisor's outbox is full.
@@ -505,15 +505,15 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         job = self._job(job_id)
         # Long polling: reply when there are new events, or after ``wait_s``. A log that is behind
         # also wakes waiting kernels, so that they receive ``trouble``.
-        if job.last_seq <= since and not job.has_told_its_end:
+        if job.job_log.last_seq <= since and not job.has_told_its_end:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(job.changed.wait(), min(wait_s, 60.0))
-        if wait_s and job.last_seq - since < request.limit:
+                await asyncio.wait_for(job.job_log.changed.wait(), min(wait_s, 60.0))
+        if wait_s and job.job_log.last_seq - since < request.limit:
             await self._collect_events(job_id)
-        trouble = job.log_trouble
+        trouble = job.job_log.trouble
         if trouble and self._is_stuck(job):
             trouble += "; training is blocked until then"
-        batch = tuple(job.events_since(since, request.limit))
+        batch = tuple(job.job_log.since(since, request.limit))
         return q.EventBatch(events=batch, status=job.state.status, trouble=trouble)
 
     async def _collect_events(self, job_id: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
@@ -94,9 +94,10 @@ class HostedJob:
         #     resumed by the user         None      events   read it, begin another attempt
         #     the scheduler died          set       events   read it, wait for the trainers (adopt)
         #     it died while submitting    set       empty    begin: the kernel has no reply yet
-        self._log = self._open_log()
+        self.job_log = self._open_log()
+        """The durable log of its events."""
         try:
-            has_log = self._log.last_seq > 0
+            has_log = self.job_log.last_seq > 0
             if order.resumes or (self.recalls is not None and has_log):
                 self._read_log()
             self.messages = TrainerMessages(order, self.record)
@@ -104,9 +105,9 @@ class HostedJob:
                 self._recall(self.recalls)
             else:
                 self._begin()
-                self._log.check()
+                self.job_log.check()
         except BaseException:
-            self._log.abandon()  # release its lock, so that the user can retry the job
+            self.job_log.abandon()  # release its lock, so that the user can retry the job
             raise
 
     def _open_log(self) -> JobLog:
@@ -155,7 +156,7 @@ class HostedJob:
             self.messages.planned = PlannedFaults(left)
         if self.state.is_ended:
             # The scheduler died after it logged the end, but before it removed the record.
-            self._log.close()
+            self.job_log.close()
             return
         self._follow_with_tensorboard()
 
@@ -247,14 +248,10 @@ class HostedJob:
         common = {"time": time.time(), "generation": self.state.generation}
         self._append([kind(job_id=self.order.job_id, **{**common, **values})])
 
-    def log_all(self, new: Sequence[events.Event]) -> None:
-        """Append events that carry their own time and generation."""
-        self._append(list(new))
-
     def _append(self, new: list[events.Event]) -> None:
         # The log first: it raises for an event that cannot be encoded, which then stays out of the
         # record.
-        self._log.append(new)
+        self.job_log.append(new)
         for event in new:
             self.record.apply(event)
             self.evidence.fold(event, clock.now())
@@ -284,52 +281,20 @@ class HostedJob:
         age_s = 0.0 if restore else self.evidence.age_s(clock.now())
         return m.PaceUpdate(interval_s=choice.interval_s, age_s=age_s)
 
-    def events_since(self, seq: int, limit: int) -> list[dict[str, Any]]:
-        """Return at most ``limit`` events after ``seq``, in order."""
-        return self._log.since(seq, limit)
-
-    @property
-    def last_seq(self) -> int:
-        """Sequence number of the newest event."""
-        return self._log.last_seq
-
     @property
     def has_told_its_end(self) -> bool:
         """True if it has ended and listeners may learn that (see ``MirroredLog``)."""
-        return self.state.is_ended and self._log.is_told
+        return self.state.is_ended and self.job_log.is_told
 
     @property
     def is_uploading(self) -> bool:
         """True if the log of the ended job is still being uploaded to a bucket."""
-        return self.state.is_ended and self._log.is_uploading
-
-    @property
-    def is_log_behind(self) -> bool:
-        """True if events are only in memory because writing to disk fails."""
-        return self._log.is_behind
-
-    @property
-    def log_trouble(self) -> str:
-        """Why events are only in memory, with a remedy; empty if all are on disk."""
-        return self._log.trouble
-
-    def retry_log(self) -> None:
-        """Retry event writes that failed."""
-        self._log.retry()
-
-    def abandon_log(self) -> None:
-        """Close the log and lose these events, because the process is exiting."""
-        self._log.abandon()
+        return self.state.is_ended and self.job_log.is_uploading
 
     def let_go(self) -> None:
         """Free the resources of an ended job."""
         self.is_let_go = True
         self.trainers.clear()
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set when the next event is appended."""
-        return self._log.changed
 
     # --- the state machine ---
 
@@ -343,34 +308,31 @@ class HostedJob:
             self.state, commands = handle(self.state, stimulus, clock.now(), wall=time.time())
             for command in commands:
                 with self.defects.watch(self, f"carrying out {type(command).__name__}"):
-                    self._carry_out(command)
+                    match command:
+                        case c.StartTrainer():
+                            self._start(command)
+                        case c.AnnounceChange():
+                            self._announce(command)
+                        case c.AbortGeneration():
+                            self._abort(command)
+                        case c.FormGeneration():
+                            self._form(command)
+                        case c.SaveCheckpoint():
+                            self._save(command)
+                        case c.RequestBackgroundCheckpoint():
+                            self._ask_for_checkpoint(command)
+                        case c.ReleaseTrainer():
+                            self._release(command)
+                        case c.KillTrainer():
+                            self._kill(command)
+                        case c.DumpStacks():
+                            self._dump_stacks(command)
+                        case c.Publish():
+                            self._publish(command)
+                        case _:
+                            assert_never(command)
         if self.state.is_ended and not was_ended:
-            self._log.close()
-
-    def _carry_out(self, command: c.Command) -> None:
-        match command:
-            case c.StartTrainer():
-                self._start(command)
-            case c.AnnounceChange():
-                self._announce(command)
-            case c.AbortGeneration():
-                self._abort(command)
-            case c.FormGeneration():
-                self._form(command)
-            case c.SaveCheckpoint():
-                self._save(command)
-            case c.RequestBackgroundCheckpoint():
-                self._ask_for_checkpoint(command)
-            case c.ReleaseTrainer():
-                self._release(command)
-            case c.KillTrainer():
-                self._kill(command)
-            case c.DumpStacks():
-                self._dump_stacks(command)
-            case c.Publish():
-                self._publish(command)
-            case _:
-                assert_never(command)
+            self.job_log.close()
 
     def _start(self, command: c.StartTrainer) -> None:
         self.trainers[command.trainer] = TrainerFacts(command.worker, clock.now())
@@ -481,8 +443,13 @@ class HostedJob:
     # --- reports from trainers ---
 
     def take_report(self, report: m.AnyReport) -> None:
-        """Handle one report from a trainer of this job."""
-        self._follow_up(self.messages.take(report, self.state))
+        """Handle one report from a trainer of this job, unless the report is fenced."""
+        facts = self.trainers.get(report.trainer)
+        is_member = report.trainer in self.state.members
+        if facts is None or self.state.is_ended:
+            return
+        if m.is_current(report, generation=self.state.generation, is_member=is_member):
+            self._follow_up(self.messages.take(report, facts, self.state))
 
     def take_progress(self, trainer: str, page: m.PageCopy) -> None:
         """Handle a copy of a trainer's progress page."""
@@ -512,7 +479,7 @@ class HostedJob:
                 case events.Event():
                     self._append([self.messages.complete(item, self.state)])
                 case list():
-                    self.log_all(item)
+                    self._append(item)
                 case _:
                     self.handle(item)
 

@@ -61,23 +61,6 @@ class TrainerMessages:
         self.planned = PlannedFaults(order.faults)
         self.printed = PrintedLines()
 
-    def take(self, report: m.AnyReport, state: JobState) -> Iterator[Consequence]:
-        """Yield the consequences of a report, in order; none if the report is fenced.
-
-        Carry out each consequence before requesting the next, which may depend on the updated
-        record.
-
-        Args:
-            report: A report from one of this job's trainers.
-            state: The job's current state.
-        """
-        facts = self.trainers.get(report.trainer)
-        is_member = report.trainer in state.members
-        if facts is None or state.is_ended:
-            return
-        if m.is_current(report, generation=state.generation, is_member=is_member):
-            yield from self._follow(report, facts, state)
-
     @staticmethod
     def complete(event: events.Event, state: JobState) -> events.Event:
         """Return an event with the current generation, unless it has its own."""
@@ -87,9 +70,13 @@ class TrainerMessages:
             return replace(event, generation=state.generation)
         return event
 
-    def _follow(
+    def take(
         self, report: m.AnyReport, facts: TrainerFacts, state: JobState
     ) -> Iterator[Consequence]:
+        """Yield the consequences of a trainer's report, in order; the report is not fenced.
+
+        Carry out each one before requesting the next, which may depend on the updated record.
+        """
         match report:
             case m.TrainerStarted():
                 facts.pid = report.pid or facts.pid  # needed for messages; repeated in the hello

@@ -74,7 +74,13 @@ class CurveSet:
         self._num_samples = int(samples.y[-1]) if samples else 0
 
     def to_dict(self) -> dict[str, tuple[Floats, SmallFloats]]:
-        """Return every curve as ``(x, y)``: views that the next append may change."""
+        """Return every curve as ``(x, y)`` over steps: views that the next append may change.
+
+        The names are ``loss``, ``lr``, ``samples_per_s``, ``world_size`` (one point per change),
+        ``metrics.NAME``, ``eval.loss`` and ``eval.NAME``. ``samples`` and ``elapsed_s`` convert
+        steps to the other units of the axis. ``time.world_size`` is over seconds since the start;
+        rewinds do not change it. ``undone.NAME`` has the points that a rewind discarded.
+        """
         curves = {name: (series.x, series.y) for name, series in self._series.items()}
         return curves | self._undone.to_dict()
 

@@ -74,7 +74,7 @@ class ViewFeed:
         if view.rewinds != self._rewinds:
             self._reset(view, "")
             return
-        curves = view.series()
+        curves = view.curves.to_dict()
         starts = {name: self._num_sent.get(name, 0) for name in curves}
         unsent = {name: (x[starts[name] :], y[starts[name] :]) for name, (x, y) in curves.items()}
         # A kernel that was busy, or a log that was replayed, leaves more points than a chart can
@@ -89,7 +89,7 @@ class ViewFeed:
     def detail(self, view: JobView, to: str, first: float, last: float) -> None:
         """Send the curves from step ``first`` to ``last`` to the view ``to``."""
         # A zoom is a range of steps, and curves over time have none.
-        over_steps = {k: v for k, v in view.series().items() if not k.startswith(BY_TIME)}
+        over_steps = {k: v for k, v in view.curves.to_dict().items() if not k.startswith(BY_TIME)}
         near = {name: between(*curve, first, last) for name, curve in over_steps.items()}
         curves = thin_all(near, MAX_RESET_POINTS)
         self._seq += 1
@@ -102,7 +102,7 @@ class ViewFeed:
         self._send({**content, "seq": self._seq}, [])
 
     def _reset(self, view: JobView, to: str) -> None:
-        curves = thin_all(view.series(), MAX_RESET_POINTS)
+        curves = thin_all(view.curves.to_dict(), MAX_RESET_POINTS)
         snapshot = view.snapshot().to_json()
         self._sent.record_all(snapshot)
         self._post_update(view, {"reset": True, "snapshot": snapshot}, curves, to=to)
@@ -114,7 +114,7 @@ class ViewFeed:
         envelope = {"kind": "update", "seq": self._seq, "to": to}
         self._send(envelope | content | {"blocks": _blocks(curves)}, _buffers(curves))
         # Count the points before thinning, because the next update starts after them.
-        self._num_sent = {name: len(x) for name, (x, _) in view.series().items()}
+        self._num_sent = {name: len(x) for name, (x, _) in view.curves.to_dict().items()}
         self._lists_version, self._rewinds = view.lists_version, view.rewinds
 
 

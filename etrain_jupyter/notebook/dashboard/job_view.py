@@ -46,7 +46,6 @@ from etrain_jupyter.notebook.dashboard.event_text import Line, describe, restore
 from etrain_jupyter.notebook.dashboard.facts import JobFacts
 from etrain_jupyter.notebook.dashboard.freshness import Freshness
 from etrain_jupyter.notebook.dashboard.pace import StepRate
-from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats
 from etrain_jupyter.notebook.dashboard.snapshot import (
     BestValue,
     ChartList,
@@ -89,7 +88,8 @@ class JobView:
         self._num_steps = 0
         self._plan: JobPlanned | None = None
         self._workers = WorkerTable()
-        self._curves = CurveSet()
+        self.curves = CurveSet()
+        """The curves, each as ``(x, y)`` over steps; only to be read."""
         self._entries = Entries()
         self._markers = Markers()
         self._dumps = StackDumps()
@@ -139,17 +139,6 @@ class JobView:
             markers=self._markers.to_tuple(),
         )
 
-    def series(self) -> dict[str, tuple[Floats, SmallFloats]]:
-        """Return every curve as ``(x, y)`` over steps.
-
-        The names are ``loss``, ``lr``, ``samples_per_s``, ``world_size`` (one point per change),
-        ``metrics.NAME``, ``eval.loss`` and ``eval.NAME``. ``samples`` and ``elapsed_s`` convert
-        steps to the other units of the axis. ``time.world_size`` is over seconds since the start;
-        rewinds do not change it. ``undone.NAME`` has the points that a rewind discarded. The arrays
-        are views that the next ``add`` may change.
-        """
-        return self._curves.to_dict()
-
     def _add_event(self, event: Event) -> None:
         # Events that are not in the log have seq 0 and are never skipped.
         if event.seq and event.seq <= self._last_seq:
@@ -168,7 +157,7 @@ class JobView:
         self._num_steps += len(rest)
         self._pace.add_run(rest)
         if self._facts.started_at is not None:  # the first step has set it
-            self._curves.add_run(rest, self._facts.started_at)
+            self.curves.add_run(rest, self._facts.started_at)
         self._add_event(run.last)
 
     # --- the fold: one method per kind of event ---
@@ -295,7 +284,7 @@ class JobView:
             facts.total_steps = self._plan.total_steps_after(event)
             facts.global_batch_size = self._plan.batch_size_of(event.world_size)
         self._pace.add_step(event)
-        self._curves.add_step(event, event.time - facts.started_at)
+        self.curves.add_step(event, event.time - facts.started_at)
         if event.world_size != facts.world_size:
             self._set_world_size(event.world_size, event.time)
 
@@ -317,7 +306,7 @@ class JobView:
     @_fold.register
     def _fold_eval_completed(self, event: EvalCompleted) -> None:
         self._pace.add_eval(event)
-        self._curves.add_eval(event)
+        self.curves.add_eval(event)
         self._facts.eval = LatestEval(
             step=event.step,
             epoch=event.epoch,
@@ -420,7 +409,7 @@ class JobView:
         facts = self._facts
         facts.world_size = world_size
         elapsed_s = None if facts.started_at is None else time - facts.started_at
-        self._curves.add_world_size(world_size, step=facts.step, elapsed_s=elapsed_s)
+        self.curves.add_world_size(world_size, step=facts.step, elapsed_s=elapsed_s)
 
     def _count_if_paused(self, time: float) -> None:
         # A running job counts its ranks when the next generation forms.
@@ -428,7 +417,7 @@ class JobView:
             self._set_world_size(self._workers.num_ranks(), time)
 
     def _rewind_to(self, step: int) -> None:
-        self._curves.rewind_to(step)
+        self.curves.rewind_to(step)
         self._facts.step = step
         self._pace.rewind()
         self.rewinds += 1  # views cannot remove points, so feeds send a reset

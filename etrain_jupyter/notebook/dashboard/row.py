@@ -19,7 +19,7 @@ def row_of(view: JobView) -> dict[str, Any]:
     snapshot = view.snapshot()
     if snapshot.error is not None:
         snapshot = replace(snapshot, error=replace(snapshot.error, traceback=""))
-    curve = view.series().get("loss")
+    curve = view.curves.to_dict().get("loss")
     x, y = means(*curve, MAX_CURVE_POINTS) if curve else ((), ())
     return {
         "snapshot": snapshot.to_json(without=LONG_FIELDS),

@@ -163,7 +163,7 @@ class Dashboard:
     def _snapshot_and_curves(self) -> tuple[Snapshot, Curves]:
         with self._changed:
             # Copies, because the next event may change the arrays once the lock is released.
-            curves = self._view.series().items()
+            curves = self._view.curves.to_dict().items()
             return self._view.snapshot(), {name: (x.copy(), y.copy()) for name, (x, y) in curves}
 
     def _repr_mimebundle_(self, **_kwargs: Any) -> dict[str, Any]:

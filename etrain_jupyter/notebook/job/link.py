@@ -150,7 +150,16 @@ class ClusterLink:
                 # failed request may have found it alive. Check again before the next request.
                 self._refuse_if_ended()
             reply = await asyncio.wait_for(self._exchange(request), timeout)
+            self._has_failed = False
+            return decode_reply(request, reply)
+        except NotOursError as exc:
+            # A scheduler that another tool started was restarted without our coordinator in it.
+            raise NoCoordinatorError(
+                f"{exc}. %etrain resume continues a job from its newest checkpoint."
+            ) from None
         except RefusedRequestError as exc:
+            if exc.kind == UNKNOWN_JOB:
+                raise JobLostError(str(exc)) from None
             raise PoolError(str(exc)) from exc
         except UnicodeEncodeError as exc:
             start = max(0, exc.start - 40)
@@ -186,8 +195,6 @@ class ClusterLink:
                 f"the scheduler at {self.address} cannot be reached. The committed steps of its "
                 "jobs are in their run folders. %etrain doctor shows which clusters are alive."
             ) from exc
-        self._has_failed = False
-        return _decoded(request, reply)
 
     def _refuse_if_ended(self) -> None:
         if self._has_ended():
@@ -290,20 +297,6 @@ def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:
         except KeyboardInterrupt:
             future.cancel()
             raise
-
-
-def _decoded(request: Request[R], reply: Any) -> R:
-    try:
-        return decode_reply(request, reply)
-    except NotOursError as exc:
-        # A scheduler that another tool started was restarted without our coordinator in it.
-        raise NoCoordinatorError(
-            f"{exc}. %etrain resume continues a job from its newest checkpoint."
-        ) from None
-    except RefusedRequestError as exc:
-        if exc.kind == UNKNOWN_JOB:
-            raise JobLostError(str(exc)) from None
-        raise PoolError(str(exc)) from None
 
 
 _links: weakref.WeakSet[ClusterLink] = weakref.WeakSet()

@@ -125,7 +125,7 @@ class GuestCoordinator(Coordinator):
                 self.tick()
             # Rest only when nothing is left to write or to acknowledge: no later event would wake
             # us.
-            is_behind = any(job.is_log_behind for job in self._jobs.values())
+            is_behind = any(job.job_log.is_behind for job in self._jobs.values())
             if not (self._active() or is_behind) and self._acknowledgements.is_empty:
                 self._rest()
 

@@ -66,14 +66,6 @@ def handle(
     if state.is_ended:
         return state, []  # released trainers may still report
     turn = Turn(state, now, now if wall is None else wall)
-    _take(turn, stimulus)
-    # No rule waits for a particular stimulus: after each one, everything that is due is done.
-    if not turn.state.is_ended:
-        advance(turn)
-    return turn.state, turn.commands
-
-
-def _take(turn: Turn, stimulus: s.Stimulus) -> None:
     match stimulus:
         case s.WorkersAssigned():
             _take_assigned(turn, stimulus)
@@ -113,6 +105,10 @@ def _take(turn: Turn, stimulus: s.Stimulus) -> None:
             _take_tick(turn, stimulus)
         case _:
             assert_never(stimulus)
+    # No rule waits for a particular stimulus: after each one, everything that is due is done.
+    if not turn.state.is_ended:
+        advance(turn)
+    return turn.state, turn.commands
 
 
 def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:

@@ -121,15 +121,6 @@ class Turn:
         """Remove a member."""
         self.state = self.state.without_member(member.trainer)
 
-    def start(self, worker: str) -> None:
-        """Start the next trainer on a worker."""
-        # The number is never reused, so late reports cannot be attributed to a successor.
-        number = self.state.num_started + 1
-        trainer = f"{self.state.job_id}/{worker}/{number}"
-        self.state = replace(self.state, num_started=number)
-        self.put(Member(trainer=trainer, worker=worker, order=number, since=self.now))
-        self.do(StartTrainer(trainer=trainer, worker=worker))
-
     # --- generations ---
 
     def add_why(self, why: FormReason) -> None:
@@ -206,8 +197,14 @@ def start_missing(turn: Turn) -> None:
     for worker in turn.state.assigned:
         health = turn.state.faults.health.get(worker)
         is_waiting = health is not None and health.retry_at > turn.now
-        if turn.state.of_worker(worker) is None and not is_waiting:
-            turn.start(worker)
+        if turn.state.of_worker(worker) is not None or is_waiting:
+            continue
+        # The number is never reused, so late reports cannot be attributed to a successor.
+        number = turn.state.num_started + 1
+        trainer = f"{turn.state.job_id}/{worker}/{number}"
+        turn.state = replace(turn.state, num_started=number)
+        turn.put(Member(trainer=trainer, worker=worker, order=number, since=turn.now))
+        turn.do(StartTrainer(trainer=trainer, worker=worker))
 
 
 def request_leave(turn: Turn, member: Member, reason: events.LeaveReason) -> None:

@@ -17,6 +17,7 @@ from etrain_jupyter.trainer.gradients.comm_hook import CommHook
 from etrain_jupyter.trainer.gradients.step import PassSamples, Step, split_share
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
+from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 
 # torch 2.13 renamed the flag. ``_start_moves`` averages the buffers instead.
@@ -110,18 +111,18 @@ class AveragedGradients:
         self._group.contributes = count > 0
         slot = 0 if count else None
         self._agree_on_buckets()
-        step.seed(self._group.rank)
+        seed_all(step.job_seed, step=step.number, rank=self._group.rank)
         parts = self.parts(step.span)
         for _ in parts[:-1]:
             # DDP sums only in the last backward pass: one exchange per step.
             with self._no_sync():
-                _differentiate(step.run_part(self._module, slot))
+                step.run_part(self._module, slot).backward()  # type: ignore[no-untyped-call]
         loss = step.run_part(self._module, slot)
         # After the last forward pass: the header contains its loss, and the backward pass hides the
         # communication.
         step.start_header()
         moves = self._start_moves(step.buffers_before, count / step.span.samples)
-        _differentiate(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
         # Wait for the gradients first: a failed sum must raise here, before anything uses the
         # header.
         self._group.settle()
@@ -188,7 +189,3 @@ def _wrap(model: nn.Module, group: RankGroup, has_unused: bool, hook: CommHook) 
     # A lambda without annotations: torch requires them to be classes, and ours are strings.
     module.register_comm_hook(None, lambda _, bucket: hook(bucket))
     return module
-
-
-def _differentiate(loss: torch.Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]

@@ -27,6 +27,7 @@ from etrain_jupyter.trainer.gradients.step import PassSamples, Step, split_share
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.gradients.tree_sum import TreeSum, merge
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
+from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 
 
@@ -157,7 +158,7 @@ class ShardedGradients:
         self._sums.collect(p)
         # Each shard starts from the same statistics, as if it were alone.
         self._moving.put_back(step.buffers_before)
-        step.seed(p.shard)
+        seed_all(step.job_seed, step=step.number, rank=p.shard)
         num_parts = len(self._parts_of(plan, p.shard))
         for number in range(1, num_parts + 1):
             loss = step.run_part(self._model, slot=p.shard)

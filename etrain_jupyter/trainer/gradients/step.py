@@ -17,7 +17,6 @@ from etrain_jupyter.trainer.gradients.step_header import RequestFlags, StepHeade
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.places import Places
-from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.workload import Workload
 
 
@@ -94,10 +93,6 @@ class Step:
     multiplied by the loss scale. None if it is not measured in this step."""
     num_own: int = 0
     """Number of samples that this rank has processed so far."""
-
-    def seed(self, stream: int) -> None:
-        """Set the RNG state for a rank or shard."""
-        seed_all(self.job_seed, step=self.number, rank=stream)
 
     def reach(self, place: str) -> None:
         """Report that the step has reached a place."""

@@ -96,8 +96,16 @@ class GlooTransport:
             if once.acquire(blocking=False):
                 done.set_result(buffer)
 
+        future: Any  # from torch or from the exchange thread
         try:
-            future = self._start(buffer, complete)
+            if not buffer.is_cuda:
+                future = self._collectives.launch(dist.all_reduce, buffer).get_future()
+            else:
+                self._collectives.raise_if_failed()
+                self._collectives.count()
+                sum_on_host = self._collectives.sum_on_host
+                work = sum_through_host(buffer, sum_on_host=sum_on_host, complete=complete)
+                future = self._collectives.submit(work)
         except CommunicationError:
             # torch may replace an exception raised in autograd's callback.
             complete()
@@ -113,16 +121,6 @@ class GlooTransport:
 
         future.add_done_callback(completed)
         return done
-
-    def _start(self, buffer: torch.Tensor, complete: Callable[[], None]) -> Any:
-        # Returns a future from torch or from the exchange thread.
-        if not buffer.is_cuda:
-            return self._collectives.launch(dist.all_reduce, buffer).get_future()
-        self._collectives.raise_if_failed()
-        self._collectives.count()
-        sum_on_host = self._collectives.sum_on_host
-        work = sum_through_host(buffer, sum_on_host=sum_on_host, complete=complete)
-        return self._collectives.submit(work)
 
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Sum a tensor, in place; a GPU tensor goes through host memory."""

@@ -24,7 +24,8 @@ class Evaluations:
         self._send = send
         self._places = places
         self._evaluation = Evaluation(state.workload, state.config, state.plan, micro)
-        self._every = Every(state.config.eval_every, state.plan, now=time.monotonic())
+        self.every = Every(state.config.eval_every, state.plan, now=time.monotonic())
+        """The interval of the evaluations."""
         self._record: dict[str, Any] | None = None
         """Record of the last evaluation. Every rank keeps it, because any rank may become rank
         0."""
@@ -40,11 +41,7 @@ class Evaluations:
         # measured on rank 0's clock; the step header then sets ``is_eval_owed`` on all ranks. The
         # flag is part of the state, so that an interrupted evaluation is repeated. The final state
         # is always evaluated.
-        return self._every.is_passed(*state.marks) or state.is_eval_owed or state.is_done
-
-    def is_time_over(self) -> bool:
-        """Return True if an interval in seconds has elapsed on this rank's clock."""
-        return self._every.is_time_over(time.monotonic())
+        return self.every.is_passed(*state.marks) or state.is_eval_owed or state.is_done
 
     def run(self, group: RankGroup, *, is_pending: Callable[[], bool]) -> bool:
         """Evaluate the current weights.
@@ -65,7 +62,7 @@ class Evaluations:
         # same counters, and the next rank 0 reports the evaluation again.
         state.num_evals += 1
         state.evaluated_step, state.is_eval_owed = state.step, False
-        self._every.restart(time.monotonic())
+        self.every.restart(time.monotonic())
         self._take(result, time.perf_counter() - started_at)
         self._reach("evaluated", group)
         if group.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from etrain_jupyter.rules.samples.ledger import StepRange
@@ -36,6 +37,6 @@ class StepRequests:
         # is.
         return RequestFlags(
             is_change_pending=self.change_pending.is_set(),
-            is_eval_due=is_rank_0 and self.evaluations.is_time_over(),
+            is_eval_due=is_rank_0 and self.evaluations.every.is_time_over(time.monotonic()),
             is_save_due=is_rank_0 and self.hooks.wants_save(before, after),
         )

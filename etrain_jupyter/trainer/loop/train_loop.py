@@ -23,12 +23,13 @@ from etrain_jupyter.trainer.control.device_errors import device_error_in
 from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Delivered
+from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
+from etrain_jupyter.trainer.gradients.sharded import ShardedGradients
 from etrain_jupyter.trainer.gradients.step import Gradients, Step
 from etrain_jupyter.trainer.gradients.step_header import StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.evaluations import Evaluations
-from etrain_jupyter.trainer.loop.make_gradients import make_gradients
 from etrain_jupyter.trainer.loop.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.trainer.loop.sample_shares import SampleShares
@@ -96,7 +97,7 @@ class TrainLoop:
         """The loss that made the last generation end as ``nan``."""
         self._send = send
         self._shares = SampleShares(state, self.places)
-        self._evaluations = Evaluations(state, micro=self.micro, send=send, places=self.places)
+        self.evaluations = Evaluations(state, micro=self.micro, send=send, places=self.places)
         self._effects = PassEffects(RunningBuffers(), has_unused=False)
         self._fingerprint = WeightFingerprint(workload.model)
         self._digest = BackgroundDigest(self.places.beat, lambda text: self._log("warning", text))
@@ -144,7 +145,7 @@ class TrainLoop:
     # --- one generation ---
 
     def wrap(self, group: RankGroup) -> Gradients:
-        """Return the strategy by which this generation's ranks compute gradients.
+        """Return sharded gradients for a ``reproducible`` job; otherwise averaged gradients.
 
         Raises:
             ConfigError: If some rank would have nothing to do.
@@ -154,13 +155,28 @@ class TrainLoop:
         # Not done in the exception handler in ``run``, where the exception still keeps the frames
         # of the failed pass, and so its tensors, alive.
         self.micro.free_failed_pass()
-        return make_gradients(
+        config, num_shards = self.state.config, self.state.config.num_shards()
+        if num_shards is not None:  # ``reproducible``
+            return ShardedGradients(
+                group,
+                self.workload.module,
+                moving=self._effects.moving,
+                num_shards=num_shards,
+                global_batch_size=self._batch_size,
+                micro_batch_size=self.micro.size,
+                num_passes=config.batch.aggregation_frequency,
+                watch=self._watch,
+            )
+        return AveragedGradients(
             group,
-            self.workload,
-            self.state.config,
-            effects=self._effects,
+            self.workload.module,
+            moving=self._effects.moving,
+            has_unused=self._effects.has_unused,
+            global_batch_size=self._batch_size,
             micro_batch_size=self.micro.size,
+            num_passes=config.batch.aggregation_frequency,
             watch=self._watch,
+            compression=config.compression,
             measures_noise=self.update.rates.measures_noise,
         )
 
@@ -213,13 +229,13 @@ class TrainLoop:
         requests = StepRequests(
             state=self.state,
             change_pending=self.change_pending,
-            evaluations=self._evaluations,
+            evaluations=self.evaluations,
             hooks=hooks,
         )
         # The rank 0 that evaluated this state may have died before it reported the result or saved
         # the weights as the best ones. Both are repeated if necessary.
         if group.rank == 0:
-            self.report_evaluations(group.generation)
+            self.evaluations.report(group.generation)
         if self.step and self.step == self.state.evaluated_step:
             with self._times.checkpointing():
                 hooks.after_eval(group)
@@ -227,7 +243,7 @@ class TrainLoop:
             # Evaluate before checking for the end, because the final state is evaluated, too; and
             # before the step, because an evaluation that the previous generation did not finish is
             # due now.
-            if self._evaluations.is_due() and not self._evaluate(group, hooks):
+            if self.evaluations.is_due() and not self._evaluate(group, hooks):
                 return self._leave("planned")
             if self.state.is_done:
                 self._times.report()
@@ -362,7 +378,7 @@ class TrainLoop:
     def _evaluate(self, group: RankGroup, hooks: BoundaryHooks) -> bool:
         # Returns False if a planned change interrupted it.
         started_at = time.perf_counter()
-        is_complete = self._evaluations.run(group, is_pending=self.change_pending.is_set)
+        is_complete = self.evaluations.run(group, is_pending=self.change_pending.is_set)
         self._committed_at = time.perf_counter()
         self._times.add_evaluation(self._committed_at - started_at)
         if not is_complete:
@@ -375,10 +391,6 @@ class TrainLoop:
         return True
 
     # --- reports ---
-
-    def report_evaluations(self, generation: int) -> None:
-        """On rank 0, report the evaluation of this state and the best evaluation."""
-        self._evaluations.report(generation)
 
     def _report_step(self, step: Step, means: Means, *, is_skipped: bool) -> None:
         now, times = time.perf_counter(), self._watch.times()

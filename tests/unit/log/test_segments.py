@@ -166,7 +166,7 @@ def logs(draw: st.DrawFn) -> list[Event]:
 
 
 def picture(view: JobView) -> str:
-    curves = {name: (x.tolist(), y.tolist()) for name, (x, y) in view.series().items()}
+    curves = {name: (x.tolist(), y.tolist()) for name, (x, y) in view.curves.to_dict().items()}
     return repr((view.snapshot(), curves, view.rewinds, view.lists_version))
 
 

@@ -16,7 +16,6 @@ from etrain_jupyter.errors import CellError, ConfigError
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.pools.catalog import PoolsFileError, read_catalog
 from etrain_jupyter.pools.for_job import (
-    checkpoint_warnings,
     find_pool,
     with_shared_checkpoints,
 )
@@ -231,8 +230,8 @@ SPOT = "spot: {kind: aws-spot, region: us-east-1, bucket: mine}\n"
 def checkpoints_of(body: str) -> str | None:
     config = parse_cell(f"model: Net\ndata: {{train: d}}\nloss: f\n{body}", namespace={}).config
     pool, has_bucket = get_pool(config.pool), open_runs().is_remote
-    shared = with_shared_checkpoints(config, pool, has_bucket=has_bucket)
-    print(*checkpoint_warnings(shared, pool, has_bucket=has_bucket), end="")
+    shared, warnings = with_shared_checkpoints(config, pool, has_bucket=has_bucket)
+    print(*warnings, end="")
     return shared.checkpoint.to
 
 

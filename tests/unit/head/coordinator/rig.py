@@ -222,5 +222,5 @@ class Rig:
         }
 
     def events(self, kind: type[Event]) -> list[Any]:
-        found = [event_from_dict(data) for data in self.job.events_since(0, 10_000)]
+        found = [event_from_dict(data) for data in self.job.job_log.since(0, 10_000)]
         return [event for event in found if isinstance(event, kind)]

@@ -103,7 +103,7 @@ async def test_next_scheduler_counts_from_the_clock_as_it_is_set_then(
     rig.commit("w1", 1)
     rig.say("w2", m.MachineNotice(notice="interruption", left_s=100.0))
     trainers = {worker: rig.trainer(worker) for worker in ("w1", "w2")}
-    rig.job._log.close()
+    rig.job.job_log.close()
 
     after = Rig(tmp_path, monkeypatch)
     after.now = rig.now + 10.0

@@ -148,7 +148,7 @@ async def test_what_a_rank_says_of_an_older_generation_is_dropped(rig):
     rig.report("w1", 2)
     rig.report("w2", 2)
     assert rig.job.state.generation == 2
-    before = rig.job.state, rig.job.last_seq
+    before = rig.job.state, rig.job.job_log.last_seq
     old = {"generation": 1}
     rig.tell("w1", m.StepsTrained, records=(rig.step_record(3),), **old)
     rig.tell("w1", m.EvalFinished, record=EVALUATION, **old)
@@ -157,7 +157,7 @@ async def test_what_a_rank_says_of_an_older_generation_is_dropped(rig):
     rig.tell("w1", m.GenerationJoined, **old)
     rig.tell("w1", m.GenerationLeft, progress=(9, 0), why="done", undone=False, **old)
     rig.tell("w1", m.UserCodeFailed, progress=(2, 0), error="ValueError", traceback="", **old)
-    assert (rig.job.state, rig.job.last_seq) == before
+    assert (rig.job.state, rig.job.job_log.last_seq) == before
     assert not rig.told("w2", m.StoreEntry)
 
 
@@ -166,11 +166,11 @@ async def test_trainer_that_was_lost_has_no_say_though_its_generation_lives(rig)
     lost = rig.trainer("w2")
     rig.tell("w2", m.TrainerExited, cause="SIGKILL")
     generation = rig.job.state.generation
-    before = rig.job.state, rig.job.last_seq
+    before = rig.job.state, rig.job.job_log.last_seq
     steps = (rig.step_record(9),)
     rig.say("w2", m.StepsTrained(trainer=lost, generation=generation, records=steps))
     rig.say("w2", m.TrainerHello(trainer=lost, pid=7, warm_s=1.0, device="cpu", plan=PLAN))
-    assert (rig.job.state, rig.job.last_seq) == before
+    assert (rig.job.state, rig.job.job_log.last_seq) == before
 
 
 async def test_checkpoint_of_a_trainer_that_was_released_meanwhile_counts(rig):
@@ -526,8 +526,8 @@ async def test_worker_of_another_wire_version_takes_no_part_and_the_log_says_why
 async def test_garbage_of_a_worker_is_logged_and_changes_nothing(rig, caplog):
     await rig.start("w1")
     rig.survive_defects()
-    before = rig.job.state, rig.job.last_seq
+    before = rig.job.state, rig.job.job_log.last_seq
     for garbage in (None, 3, {}, {"kind": "Heartbeat"}, {"kind": ["a"]}, {"kind": "RunCode"}):
         rig.coordinator._receive(garbage, "tls://w1")
-    assert (rig.job.state, rig.job.last_seq) == before
+    assert (rig.job.state, rig.job.job_log.last_seq) == before
     assert "reading a message of tls://w1 failed: MalformedMessageError" in caplog.text

@@ -68,7 +68,7 @@ async def test_exception_in_the_tick_of_one_job_is_its_own(
     assert text.startswith(
         "a tick failed: ZeroDivisionError: a mistake. This is a defect in etrain"
     )
-    assert not [e for e in other.events_since(0, 100) if e["event"] == "LogLine"]
+    assert not [e for e in other.job_log.since(0, 100) if e["event"] == "LogLine"]
 
 
 async def test_ticker_goes_on_after_an_exception(

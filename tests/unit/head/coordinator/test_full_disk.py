@@ -71,7 +71,7 @@ async def test_facts_wait_in_memory_and_are_written_in_order_once_there_is_space
 
 async def test_nobody_hears_of_facts_that_are_only_in_memory_but_why(rig: Rig, disk: Disk) -> None:
     await rig.start("w1")
-    known = rig.job.last_seq
+    known = rig.job.job_log.last_seq
     disk.is_full = True
     rig.commit("w1", 1)
 
@@ -183,13 +183,13 @@ async def test_trainers_that_wait_for_the_disk_do_not_hang(rig: Rig, disk: Disk)
                 trainers = {rig.trainer(worker): page}
                 rig.say(worker, m.Heartbeat(trainers=trainers, is_stuck=worker == "w1"))
         rig.tick()
-    answer = await rig.fetch(since=rig.job.last_seq, wait_s=0)
+    answer = await rig.fetch(since=rig.job.job_log.last_seq, wait_s=0)
 
     assert not rig.told("w1", m.BreakGeneration)
     assert not rig.orders("w1", m.TerminateTrainer) + rig.orders("w2", m.TerminateTrainer)
     assert answer.trouble == ""  # nothing had to be written
     rig.commit("w1", 1)
-    answer = await rig.fetch(since=rig.job.last_seq, wait_s=0)
+    answer = await rig.fetch(since=rig.job.job_log.last_seq, wait_s=0)
     assert answer.trouble.endswith("training is blocked until then")
 
 
@@ -203,7 +203,7 @@ async def test_next_scheduler_takes_what_was_only_in_memory_from_the_supervisors
     disk.is_full = True
     numbered(rig, "w1", 2, level="info", text="meanwhile")
     rig.tick()
-    rig.job.abandon_log()  # the process is killed
+    rig.job.job_log.abandon()  # the process is killed
     disk.is_full = False
 
     after = Rig(tmp_path, monkeypatch)

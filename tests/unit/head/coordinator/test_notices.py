@@ -149,7 +149,7 @@ async def test_next_coordinator_knows_who_is_at_risk_and_tells_it_once(
     await cloud.start("w1", "w2")
     recommend(cloud, "w1")
     interrupt(cloud, "w2", 60.0)
-    cloud.job._log.close()
+    cloud.job.job_log.close()
     after = Rig(tmp_path, monkeypatch)
     after.nodes.replaces_early = True
     after.coordinator.recall(tmp_path / "jobs", died_at=1000.0)

@@ -41,7 +41,7 @@ class Lives:
 
     def die(self) -> Rig:
         """Kill the coordinator, and start the next one, which nobody has come back to yet."""
-        self.rig.coordinator._jobs["j"]._log.close()  # the system does it when a process dies
+        self.rig.coordinator._jobs["j"].job_log.close()  # the system does it when a process dies
         now = self.rig.now
         self.rig = self._next(now)
         self.rig.now = now + 3.0

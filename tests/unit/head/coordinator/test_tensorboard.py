@@ -44,11 +44,11 @@ async def test_log_is_followed_into_the_folder_that_was_asked_for(
 
 async def test_writer_that_fails_is_told_of_in_the_log(tmp_path: Path, followed: Followed) -> None:
     job = host(tmp_path, tensorboard=True)
-    changed = job.changed
+    changed = job.job_log.changed
 
     # It fails in a thread of its own.
     await asyncio.to_thread(followed[0][2], "no room on the disk")
     await asyncio.wait_for(changed.wait(), 30)
 
-    (told,) = [e["text"] for e in job.events_since(0, 99) if e["event"] == "LogLine"]
+    (told,) = [e["text"] for e in job.job_log.since(0, 99) if e["event"] == "LogLine"]
     assert told == "TensorBoard files are not written: no room on the disk"

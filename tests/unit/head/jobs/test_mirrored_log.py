@@ -49,8 +49,8 @@ async def rig(
     yield made
     s3_server.set_faults()
     for job in made.coordinator._jobs.values():
-        job._log.close()
-        await until(lambda job=job: not job._log.is_uploading)
+        job.job_log.close()
+        await until(lambda job=job: not job.job_log.is_uploading)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -67,7 +67,7 @@ def seen_elsewhere(tmp_path: Path, place: str) -> list[events.Event]:
 async def test_events_are_elsewhere_soon(rig: Rig, tmp_path: Path, place: str) -> None:
     await rig.start("w1", place=place)
     rig.commit("w1", 1, 2)
-    await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
+    await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     there = seen_elsewhere(tmp_path, place)
     assert there == list(read_events(spool_of(place) / "events.jsonl"))
     assert [e.step for e in there if isinstance(e, events.StepCompleted)] == [1, 2]
@@ -78,7 +78,7 @@ async def test_outage_is_told_once_and_the_backlog_goes_up_afterwards(
     rig: Rig, tmp_path: Path, place: str, s3_server: S3Server
 ) -> None:
     await rig.start("w1", place=place)
-    await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
+    await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     s3_server.set_faults(S3Fault(kind="internal_error"))
     rig.commit("w1", 1)
     await until(lambda: rig.events(events.LogLine))
@@ -90,7 +90,7 @@ async def test_outage_is_told_once_and_the_backlog_goes_up_afterwards(
     assert told.text.endswith("Training and the log continue here; the upload is retried")
     s3_server.set_faults()
     await until(lambda: len(rig.events(events.LogLine)) == 2)
-    await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
+    await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     assert "has the whole log again, after" in rig.events(events.LogLine)[1].text
     steps = [e for e in seen_elsewhere(tmp_path, place) if isinstance(e, events.StepCompleted)]
     assert [e.step for e in steps] == [1, 2, 3, 4]
@@ -100,7 +100,7 @@ async def test_end_is_told_once_the_bucket_has_it(
     rig: Rig, tmp_path: Path, place: str, s3_server: S3Server
 ) -> None:
     await rig.start("w1", place=place)
-    await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
+    await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     s3_server.set_faults(S3Fault(kind="internal_error"))
     await rig.control("stop", {"now": True})
     assert rig.job.state.is_ended
@@ -122,7 +122,7 @@ async def test_job_ends_all_the_same_while_the_bucket_is_out_of_reach(
 ) -> None:
     monkeypatch.setattr(mirrored_log, "LAST_UPLOAD_S", 0.0)
     await rig.start("w1", place=place)
-    await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
+    await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     s3_server.set_faults(S3Fault(kind="internal_error"))
     await rig.control("stop", {"now": True})
     await until(lambda: rig.job.has_told_its_end)
@@ -150,7 +150,7 @@ async def test_coordinator_whose_job_goes_on_elsewhere_ends_it(
     rig: Rig, tmp_path: Path, place: str
 ) -> None:
     await rig.start("w1", place=place)
-    await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
+    await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     chain = Chain(RunObjects(place))
     copy = LogCopy(chain, tmp_path / "other" / "events.jsonl")
     claim(copy, chain, job_id="j")
@@ -168,7 +168,7 @@ async def test_job_is_taken_over_on_another_machine(
 ) -> None:
     await rig.start("w1", place=place)
     rig.commit("w1", 1, 2)
-    await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
+    await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "second"))
     second = Rig(tmp_path, monkeypatch)
     await second.submit(place=place, resumes=True)
@@ -177,9 +177,9 @@ async def test_job_is_taken_over_on_another_machine(
     assert second.job.order.run_dir == tmp_path / "second" / spool_of(place).relative_to(
         tmp_path / "second"
     )
-    await until(lambda: second.job._log._mirror.seq == second.job.last_seq)
-    second.job._log.close()
-    assert second.job._log._mirror.join(30.0)
+    await until(lambda: second.job.job_log._mirror.seq == second.job.job_log.last_seq)
+    second.job.job_log.close()
+    assert second.job.job_log._mirror.join(30.0)
 
 
 async def test_submit_is_refused_where_the_bucket_cannot_be_written(
@@ -209,8 +209,8 @@ async def test_coordinator_that_was_started_anew_goes_on_as_the_same_writer(
     rig: Rig, tmp_path: Path, place: str
 ) -> None:
     await rig.start("w1", place=place)
-    await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
-    order, log = rig.job.order, rig.job._log
+    await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
+    order, log = rig.job.order, rig.job.job_log
     log.close()
     assert log._mirror.join(30.0)
     again = mirrored_log.MirroredLog(order, None, lambda: None)
@@ -226,7 +226,7 @@ async def test_cluster_that_ends_lets_the_last_events_be_uploaded(
     rig: Rig, tmp_path: Path, place: str, s3_server: S3Server
 ) -> None:
     await rig.start("w1", place=place)
-    await until(lambda: rig.job._log._mirror.seq == rig.job.last_seq)
+    await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     s3_server.set_faults(S3Fault(kind="slow", seconds=0.2))
     await rig.control("stop", {"now": True})
     await rig.coordinator.close()
@@ -263,7 +263,7 @@ async def test_bucket_gets_all_events_though_the_disk_here_was_full_at_the_end(
     rig.tick()
     assert rig.job.state.is_ended
     assert not rig.job.has_told_its_end
-    assert "cannot be written: No space left on device" in rig.job.log_trouble
+    assert "cannot be written: No space left on device" in rig.job.job_log.trouble
 
     disk.is_full = False
     rig.tick()

@@ -45,7 +45,7 @@ async def train_and_restore(rig: Rig) -> None:
 
 async def crash(rig: Rig, folder: Path, monkeypatch: Any) -> Rig:
     """Return another cluster after the death of the first one's scheduler."""
-    rig.job._log.close()
+    rig.job.job_log.close()
     return Rig(folder, monkeypatch)
 
 

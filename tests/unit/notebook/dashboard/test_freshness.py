@@ -126,7 +126,7 @@ def test_html_and_text_name_an_overdue_checkpoint() -> None:
     view.add([step_at(script, 21, script.now)])
 
     said = "checkpoint overdue, the newest is from step 20, 1 min 40 s old"
-    assert f"{said}</p>" in render_html(view.snapshot(), view.series())
+    assert f"{said}</p>" in render_html(view.snapshot(), view.curves.to_dict())
     assert said in render_text(view.snapshot())
 
 
@@ -134,5 +134,5 @@ def test_html_and_text_do_not_mention_a_timely_checkpoint() -> None:
     view, script = job("10 steps")
     view.add([committed(script, 40)])
 
-    assert "overdue" not in render_html(view.snapshot(), view.series())
+    assert "overdue" not in render_html(view.snapshot(), view.curves.to_dict())
     assert "checkpoint" not in render_text(view.snapshot())

@@ -17,7 +17,7 @@ def view_of(events: list[t.Event]) -> JobView:
 
 
 def html_of(view: JobView) -> str:
-    return render_html(view.snapshot(), view.series())
+    return render_html(view.snapshot(), view.curves.to_dict())
 
 
 def chart_of(html: str) -> ElementTree.Element:

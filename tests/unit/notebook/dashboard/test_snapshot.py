@@ -76,9 +76,9 @@ def test_the_snapshot_does_not_depend_on_batching(cuts: set[int]) -> None:
         pieces.snapshot()  # looking changes nothing
 
     assert pieces.snapshot() == whole.snapshot()
-    for name, (x, y) in whole.series().items():
-        np.testing.assert_array_equal(pieces.series()[name][0], x)
-        np.testing.assert_array_equal(pieces.series()[name][1], y)
+    for name, (x, y) in whole.curves.to_dict().items():
+        np.testing.assert_array_equal(pieces.curves.to_dict()[name][0], x)
+        np.testing.assert_array_equal(pieces.curves.to_dict()[name][1], y)
 
 
 def test_events_seen_before_are_skipped() -> None:
@@ -161,7 +161,7 @@ def test_injected_fault_is_listed_and_marked() -> None:
 
 
 def test_world_size_is_a_staircase_over_steps() -> None:
-    x, y = view_of(EVENTS).series()["world_size"]
+    x, y = view_of(EVENTS).curves.to_dict()["world_size"]
 
     assert x.tolist() == [0, 10, 24, 27, 39, 45]
     assert y.tolist() == [2, 4, 3, 4, 3, 4]
@@ -269,10 +269,10 @@ def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:
 
     assert view.snapshot().step == 20
     assert view.rewinds == 1
-    assert view.series()["loss"][0].tolist() == list(range(1, 21))
+    assert view.curves.to_dict()["loss"][0].tolist() == list(range(1, 21))
 
     view.add(script.complete(21))
-    assert view.series()["loss"][0].tolist() == list(range(1, 22))
+    assert view.curves.to_dict()["loss"][0].tolist() == list(range(1, 22))
 
 
 def test_undone_steps_are_kept_in_a_limited_curve_of_their_own() -> None:
@@ -281,15 +281,15 @@ def test_undone_steps_are_kept_in_a_limited_curve_of_their_own() -> None:
     view.add([event for step in range(1, 31) for event in script.complete(step)])
     script.step = 20
     view.add(script.form(["w0"], "resume"))
-    assert view.series()["undone.loss"][0].tolist() == list(range(20, 31))
+    assert view.curves.to_dict()["undone.loss"][0].tolist() == list(range(20, 31))
 
     view.add([event for step in range(21, 26) for event in script.complete(step)])
     script.step = 22
     view.add(script.form(["w0"], "resume"))
-    steps, values = view.series()["undone.loss"]
+    steps, values = view.curves.to_dict()["undone.loss"]
     assert steps.tolist() == list(range(22, 31)), "the newest of each step"
     assert len(values) == len(steps)
-    assert {name for name in view.series() if name.startswith("undone.")} == {
+    assert {name for name in view.curves.to_dict() if name.startswith("undone.")} == {
         "undone.loss",
         "undone.metrics.accuracy",
     }
@@ -297,7 +297,7 @@ def test_undone_steps_are_kept_in_a_limited_curve_of_their_own() -> None:
     view.add([event for step in range(23, 6000) for event in script.complete(step)])
     script.step = 22
     view.add(script.form(["w0"], "resume"))
-    assert len(view.series()["undone.loss"][0]) <= 1002
+    assert len(view.curves.to_dict()["undone.loss"][0]) <= 1002
 
 
 @pytest.mark.parametrize("batch", [1, 20])
@@ -357,8 +357,8 @@ def test_a_metric_of_evaluations_alone_has_no_value_at_steps() -> None:
 
     assert "f1" not in snapshot.metrics
     assert snapshot.eval.metrics == {"f1": 0.25}
-    assert "metrics.f1" not in view.series()
-    assert view.series()["eval.f1"][1].tolist() == [0.25]
+    assert "metrics.f1" not in view.curves.to_dict()
+    assert view.curves.to_dict()["eval.f1"][1].tolist() == [0.25]
 
 
 def test_unknown_event_of_a_newer_version_is_listed() -> None:
@@ -382,7 +382,7 @@ def test_a_long_run_is_folded_fast_enough_to_attach_to() -> None:
     view = view_of(list(script.events()))
 
     assert len(view.snapshot().events) == 120 + 3
-    assert len(view.series()["loss"][0]) == 20_000
+    assert len(view.curves.to_dict()["loss"][0]) == 20_000
 
 
 def test_job_that_ended_early_is_complete_and_has_a_reason() -> None:
@@ -463,7 +463,7 @@ def test_resumed_job_is_active_again_and_keeps_its_curves() -> None:
     assert (snapshot.min_workers, snapshot.max_workers) == (1, 2)
     assert {row.state for row in snapshot.workers} <= {"left", "lost"}
     assert {row.rank for row in snapshot.workers} == {None}
-    assert len(view.series()["loss"][0]) == 60
+    assert len(view.curves.to_dict()["loss"][0]) == 60
     assert snapshot.markers[-1].text == "Resumed on pool local"
     assert snapshot.events[-2].text.startswith("Resumed on pool local for 1 to 2 workers")
 
@@ -474,8 +474,8 @@ def test_each_step_knows_its_samples_and_its_time_and_a_rewind_takes_them_back()
     began = script.now
     events += [event for step in range(1, 11) for event in script.complete(step)]
     view = view_of(events)
-    steps, samples = view.series()["samples"]
-    elapsed = view.series()["elapsed_s"][1]
+    steps, samples = view.curves.to_dict()["samples"]
+    elapsed = view.curves.to_dict()["elapsed_s"][1]
 
     assert steps.tolist() == list(range(1, 11))
     assert samples.tolist() == [256 * step for step in range(1, 11)]
@@ -486,8 +486,8 @@ def test_each_step_knows_its_samples_and_its_time_and_a_rewind_takes_them_back()
     script.now += 100
     view.add(script.complete(5))
 
-    assert view.series()["samples"][1].tolist() == [256, 512, 768, 1024, 1280]
-    assert view.series()["elapsed_s"][1][-1] > 100
+    assert view.curves.to_dict()["samples"][1].tolist() == [256, 512, 768, 1024, 1280]
+    assert view.curves.to_dict()["elapsed_s"][1][-1] > 100
     assert view.snapshot().markers[-1].text.endswith(", 6 steps will be trained again")
 
 
@@ -500,8 +500,8 @@ def test_the_number_of_workers_over_time_keeps_what_a_rewind_undoes_over_steps()
     events += script.form(["w0", "w1"], "join")
     view = view_of(events)
 
-    assert view.series()["time.world_size"][1].tolist() == [2, 1, 2]
-    assert view.series()["world_size"][1].tolist() == [2]
+    assert view.curves.to_dict()["time.world_size"][1].tolist() == [2, 1, 2]
+    assert view.curves.to_dict()["world_size"][1].tolist() == [2]
 
 
 def timed(script: Script, worker: str, **spent: float) -> t.Event:

@@ -484,7 +484,7 @@ def make_watching_loop(values: list[float], **keys):
 
 def whole_evaluations(loop: TrainLoop) -> TrainLoop:
     """Make an evaluation a single batch."""
-    loop._evaluations._evaluation._most = NUM_SAMPLES
+    loop.evaluations._evaluation._most = NUM_SAMPLES
     return loop
 
 
@@ -554,5 +554,5 @@ def test_best_is_reported_after_each_evaluation_and_again_in_the_next_generation
     ]
     assert told[:3] == [(1, 0.5), (2, 0.7), (2, 0.7)]
     sent.clear()
-    loop.report_evaluations(2)
+    loop.evaluations.report(2)
     assert [type(m) for m in sent] == [messages.BestFound]
