@@ -14,17 +14,16 @@ from typing import Any
 
 import msgpack
 
-from etrain_jupyter.wire import codec
+from etrain_jupyter.wire.codec import Encoded, encode
 from etrain_jupyter.wire.messages import TO_TRAINER, Message, ToTrainer
 
 _LENGTH = struct.Struct("!I")
 
 
-def frame(message: Message) -> bytes:
+def frame(data: Encoded) -> bytes:
     """Return one frame: the length in four bytes, big-endian, then the message in msgpack."""
     # The user's text may not be valid UTF-8: a file name may have a lone surrogate. Escape it: an
     # exception here would lose the message, which may be an error report.
-    data = codec.encode(message)
     body: bytes = msgpack.packb(data, use_bin_type=True, unicode_errors="backslashreplace")
     return _LENGTH.pack(len(body)) + body
 
@@ -71,7 +70,7 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Write one message. Raises ``OSError`` once the supervisor is gone."""
-        data = frame(message)
+        data = frame(encode(message))
         with self._lock:
             self._sock.sendall(data)
 

@@ -29,6 +29,9 @@ OLDEST_TYPED = 3
 MAX_KNOWN = 16
 """Maximum number of field-name sequences cached as valid, for each kind of record."""
 
+Encoded = dict[str, Any]
+"""A message as one dict of plain values. If it is from a peer, its fields may be invalid."""
+
 Decode = Callable[[Any, str], Any]
 """Returns a checked value. The second argument is the value's path, for error messages."""
 
@@ -102,6 +105,21 @@ class Vocabulary(Generic[M]):
             WireVersionError: If the peer uses another version.
             MalformedMessageError: If it is not a message in this vocabulary.
         """
+        message: M = decode_fields(self.class_of(data), data, ignore=KIND)
+        return message
+
+    def includes(self, data: Any) -> bool:
+        """Return whether a dict is of a kind in this vocabulary. Its fields are not checked."""
+        kind = data.get(KIND) if isinstance(data, dict) else None
+        return isinstance(kind, str) and kind in self._by_kind
+
+    def class_of(self, data: Any) -> type[M]:
+        """Return the class of an encoded message. Its fields are not checked, except the version.
+
+        Raises:
+            WireVersionError: If the peer uses another version.
+            MalformedMessageError: If it is of no kind in this vocabulary.
+        """
         if not isinstance(data, dict):
             raise MalformedMessageError(f"{_name_of(data)} is not a message")
         kind = data.get(KIND)
@@ -117,8 +135,7 @@ class Vocabulary(Generic[M]):
         # and "has no field x" would not reveal the cause.
         if VERSION in _shape_of(cls).decoders:
             check_version(data.get(VERSION), self._version)
-        message: M = decode_fields(cls, data, ignore=KIND)
-        return message
+        return cls
 
 
 def check_version(theirs: Any, ours: int) -> None:
@@ -133,7 +150,7 @@ def check_version(theirs: Any, ours: int) -> None:
         raise WireVersionError(theirs if known else None, ours)
 
 
-def encode(message: Any) -> dict[str, Any]:
+def encode(message: Any) -> Encoded:
     """Return a message as one dict of plain values. Lists of records are not copied."""
     return {KIND: type(message).__name__, **encode_fields(message)}
 

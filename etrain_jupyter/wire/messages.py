@@ -6,12 +6,13 @@
                 ◀─ FromSupervisor, FromTrainer ──         ◀─ FromTrainer ──
 
 The coordinator sends a message for a trainer to the trainer's supervisor, which forwards it. The
-supervisor adds the trainer's name and a sequence number to each report from a trainer, and keeps
+supervisor sets the trainer's name and a sequence number in each report from a trainer, and keeps
 the report until the coordinator acknowledges that number. Requests from kernels are in
 ``wire.requests``.
 
-``wire.codec`` defines the encoding. Receivers dispatch with ``match`` and ``assert_never``, so mypy
-finds each place that must handle a new message.
+A supervisor checks the kind of each message that it forwards, and decodes only those that it acts
+on: the receiver checks the fields. ``wire.codec`` defines the encoding. Receivers dispatch with
+``match`` and ``assert_never``, so mypy finds each place that must handle a new message.
 """
 
 from __future__ import annotations
@@ -553,9 +554,8 @@ class MachineNotice(Message):
     """Seconds until the machine is reclaimed. Not an instant, because machines' clocks differ."""
 
 
-ToTrainer = (
-    LaunchTrainer
-    | JoinGeneration
+ForwardedOrder = (
+    JoinGeneration
     | LeaveGeneration
     | BreakGeneration
     | SaveState
@@ -563,17 +563,23 @@ ToTrainer = (
     | SetPace
     | ShutDownTrainer
     | StoreEntry
-    | InjectFault
 )
+"""Messages to a trainer that its supervisor forwards undecoded."""
+
+ToTrainer = LaunchTrainer | InjectFault | ForwardedOrder
 ToSupervisor = (
     AcknowledgeReports
     | WakeSupervisor
     | RestSupervisor
     | ResetSupervisor
     | RemoveBundle
+    | LaunchTrainer
+    | InjectFault
     | TerminateTrainer
     | LogStacks
 )
+"""Messages that a supervisor acts on; it passes the contents of two of them on to a trainer."""
+
 FromTrainer = (
     SpareReady
     | TrainerHello
@@ -591,6 +597,9 @@ FromTrainer = (
     | TextLogged
     | FaultFired
 )
+StatusReport = TrainerHello | GenerationLeft | UserCodeFailed
+"""Reports that a supervisor decodes as well, because its own hello repeats them."""
+
 FromSupervisor = SupervisorHello | Heartbeat | MachineNotice
 AnyReport = (
     TrainerStarted
@@ -617,7 +626,9 @@ AboutTrainer = ToTrainer | TerminateTrainer | LogStacks
 
 TO_TRAINER = Vocabulary[ToTrainer](ToTrainer, version=WIRE_VERSION)
 FROM_TRAINER = Vocabulary[FromTrainer](FromTrainer, version=WIRE_VERSION)
-TO_SUPERVISOR = Vocabulary[ToSupervisor | ToTrainer](ToSupervisor | ToTrainer, version=WIRE_VERSION)
+STATUS_REPORT = Vocabulary[StatusReport](StatusReport, version=WIRE_VERSION)
+FORWARDED_ORDER = Vocabulary[ForwardedOrder](ForwardedOrder, version=WIRE_VERSION)
+TO_SUPERVISOR = Vocabulary[ToSupervisor](ToSupervisor, version=WIRE_VERSION)
 FROM_SUPERVISOR = Vocabulary[FromSupervisor | AnyReport](
     FromSupervisor | AnyReport, version=WIRE_VERSION
 )

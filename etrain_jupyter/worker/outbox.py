@@ -11,18 +11,15 @@ logged report, so that its successor neither loses reports nor counts any twice:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import assert_never
 
+from etrain_jupyter.wire.codec import Encoded
 from etrain_jupyter.wire.messages import (
-    AnyReport,
+    STATUS_REPORT,
     GenerationLeft,
-    JoinGeneration,
-    Message,
     Progress,
-    StepsTrained,
     TrainerHello,
-    TrainerReport,
     TrainerSummary,
     UserCodeFailed,
 )
@@ -33,18 +30,16 @@ MAX_UNACKNOWLEDGED = 20_000
 MOST_RECORDS = 100_000
 """The same limit for step records in these reports: a fast job's reports contain many."""
 
-R = TypeVar("R", bound=TrainerReport)
-
 
 class Outbox:
-    """Number reports and keep them until they are acknowledged."""
+    """Number encoded reports and keep them until they are acknowledged."""
 
     def __init__(self, most: int = MAX_UNACKNOWLEDGED, most_records: int = MOST_RECORDS) -> None:
         self._most = most
         self._most_records = most_records
         self._num_records = 0  # in ``_unacknowledged``
         self._newest = 0
-        self._unacknowledged: deque[AnyReport] = deque()  # not acknowledged, oldest first
+        self._unacknowledged: deque[Encoded] = deque()  # not acknowledged, oldest first
 
     @property
     def newest(self) -> int:
@@ -56,26 +51,28 @@ class Outbox:
         """True if the supervisor should stop reading; further reports are still kept."""
         return len(self._unacknowledged) >= self._most or self._num_records >= self._most_records
 
-    def put(self, report: AnyReport, *, trainer: str) -> AnyReport:
-        """Add the trainer's name and a number to a report; keep and return it."""
+    def put(self, report: Encoded, *, trainer: str) -> Encoded:
+        """Set the trainer's name and a number in a report; keep and return it."""
         self._newest += 1
-        numbered = replace(report, trainer=trainer, number=self._newest)
+        # Replace the sender's own values: a trainer cannot send reports under another's name.
+        numbered = {**report, "trainer": trainer, "number": self._newest}
         self._unacknowledged.append(numbered)
         self._num_records += _num_records(report)
         return numbered
 
     def acknowledge(self, number: int) -> None:
         """Drop all reports up to this one."""
-        while self._unacknowledged and self._unacknowledged[0].number <= number:
+        while self._unacknowledged and self._unacknowledged[0]["number"] <= number:
             self._num_records -= _num_records(self._unacknowledged.popleft())
 
-    def unacknowledged(self) -> list[AnyReport]:
+    def unacknowledged(self) -> list[Encoded]:
         """Return the reports not yet acknowledged by any coordinator, in order."""
         return list(self._unacknowledged)
 
 
-def _num_records(report: AnyReport) -> int:
-    return len(report.records) if isinstance(report, StepsTrained) else 0
+def _num_records(report: Encoded) -> int:
+    records = report.get("records")  # of StepsTrained; not checked, so perhaps not a list
+    return len(records) if isinstance(records, (list, tuple)) else 0
 
 
 @dataclass
@@ -95,14 +92,19 @@ class TrainerStatus:
     ended_with: int = 0
     """Number of the report of its exit; 0 while it is running."""
 
-    def note_order(self, message: Message) -> None:
-        """Update the status from a message to the trainer."""
-        if isinstance(message, JoinGeneration):
-            self.generation, self.left = message.generation, None  # inside again
+    def enter(self, generation: int) -> None:
+        """Note that the trainer is joining a generation."""
+        self.generation, self.left = generation, None
 
-    def note_report(self, report: Message) -> None:
-        """Update the status from a report by the trainer."""
-        match report:
+    def note_report(self, data: Encoded) -> None:
+        """Update the status from a report by the trainer.
+
+        Raises:
+            MalformedMessageError: If it is a report of the status, with invalid fields.
+        """
+        if not STATUS_REPORT.includes(data):
+            return
+        match report := STATUS_REPORT.decode(data):
             case TrainerHello():
                 self.hello = report
             case GenerationLeft():
@@ -111,6 +113,8 @@ class TrainerStatus:
                 self.left = report
                 if report.generation:  # 0 during warm-up, which has no progress
                     self.progress = report.progress
+            case _:
+                assert_never(report)
 
     def summary(self) -> TrainerSummary:
         """Return its status in the form used in a supervisor's hello."""

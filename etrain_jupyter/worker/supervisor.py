@@ -15,8 +15,8 @@ from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 from distributed.comm.core import CommClosedError
 
-from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire.codec import KIND, Encoded, encode
 from etrain_jupyter.wire.requests import FetchBundle, RefusedRequestError, call_scheduler
 from etrain_jupyter.wire.versions import read_fingerprint
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
@@ -102,7 +102,7 @@ class Supervisor(WorkerPlugin):
         # The hello first: a coordinator drops reports from unknown supervisors.
         self._say_hello()
         for report in self._outbox.unacknowledged():
-            self._send(report)
+            self._send_encoded(report)
         if self._is_awake:
             self._beating = self._go(self._beat(worker))
             await self._start_spare()
@@ -143,12 +143,30 @@ class Supervisor(WorkerPlugin):
         if self._closing:
             return  # the Dask worker continues without this plugin, and messages may be in flight
         try:
-            self._handle(m.TO_SUPERVISOR.decode(message))
+            if m.FORWARDED_ORDER.includes(message):
+                self._forward(message)
+            else:
+                self._handle(m.TO_SUPERVISOR.decode(message))
         except Exception:
             # Otherwise Dask would close the connection, and all trainers would be killed.
             logger.exception("a message from the coordinator could not be handled")
 
-    def _handle(self, message: m.ToSupervisor | m.ToTrainer) -> None:
+    def _forward(self, order: Encoded) -> None:
+        """Send a message on to its trainer, which checks the fields."""
+        trainer = self._trainers.get(order["trainer"])
+        if trainer is None:
+            return
+        trainer.send(order)
+        match m.FORWARDED_ORDER.class_of(order):
+            case m.JoinGeneration:
+                self._statuses[trainer.name].enter(order["generation"])
+            case m.ShutDownTrainer:
+                # It exits by itself, perhaps after a checkpoint. Its exit is no longer reported.
+                self._statuses.pop(trainer.name)
+                self._ending.add(self._trainers.pop(trainer.name))
+                self._go(self._kill_later(trainer))
+
+    def _handle(self, message: m.ToSupervisor) -> None:
         match message:
             case m.AcknowledgeReports():
                 self._forget_reports(message.number)
@@ -169,18 +187,6 @@ class Supervisor(WorkerPlugin):
             case m.TerminateTrainer() | m.LogStacks() | m.InjectFault():
                 if (trainer := self._trainers.get(message.trainer)) is not None:
                     self._act_on(trainer, message)
-            case (
-                m.JoinGeneration()
-                | m.LeaveGeneration()
-                | m.BreakGeneration()
-                | m.SaveState()
-                | m.RequestCheckpoint()
-                | m.SetPace()
-                | m.StoreEntry()
-                | m.ShutDownTrainer()
-            ):
-                if (trainer := self._trainers.get(message.trainer)) is not None:
-                    self._pass_on(trainer, message)
             case _:
                 assert_never(message)
 
@@ -196,16 +202,6 @@ class Supervisor(WorkerPlugin):
                 _commit_fault(trainer, message)
             case _:
                 assert_never(message)
-
-    def _pass_on(self, trainer: TrainerProcess, message: m.ToTrainer) -> None:
-        trainer.send(message)
-        if (status := self._statuses.get(trainer.name)) is not None:
-            status.note_order(message)
-        if isinstance(message, m.ShutDownTrainer):
-            self._statuses.pop(trainer.name, None)
-            # It exits by itself, perhaps after a checkpoint. Its exit is no longer reported.
-            self._ending.add(self._trainers.pop(trainer.name))
-            self._go(self._kill_later(trainer))
 
     def _wake(self) -> None:
         """Start the heartbeats, and warm up a spare once the new job's trainers have started."""
@@ -322,8 +318,8 @@ class Supervisor(WorkerPlugin):
             return
         bundle = dataclasses.replace(message.bundle, path=str(path))
         host = get_address_host(self._worker.address)
-        trainer.send(dataclasses.replace(message, bundle=bundle, host=host))
-        self._report(trainer, m.TrainerStarted(pid=trainer.pid))
+        trainer.send(encode(dataclasses.replace(message, bundle=bundle, host=host)))
+        self._report(trainer, encode(m.TrainerStarted(pid=trainer.pid)))
         self._go(self._start_spare(SPARE_DELAY_S))
 
     async def _fetch_bundle(self, digest: str, offset: int) -> bytes:
@@ -387,15 +383,15 @@ class Supervisor(WorkerPlugin):
                 process = trainer.process_state() if is_frozen else ""
                 yield name, m.PageCopy(**vars(progress), process=process)
 
-    def _on_message(self, trainer: TrainerProcess, message: m.FromTrainer) -> None:
-        if isinstance(message, m.SpareReady):
-            return  # decoding it has checked the wire version
+    def _on_message(self, trainer: TrainerProcess, message: Encoded) -> None:
+        if message[KIND] == m.SpareReady.__name__:
+            return  # its wire version was checked when it was read
         if trainer.name:
             if (status := self._statuses.get(trainer.name)) is not None:
                 status.note_report(message)
             self._report(trainer, message)
-        elif isinstance(message, m.TextLogged):
-            logger.warning("spare trainer %d: %s", trainer.pid, message.text)
+        elif message[KIND] == m.TextLogged.__name__:
+            logger.warning("spare trainer %d: %s", trainer.pid, message["text"])
 
     def _on_exit(self, trainer: TrainerProcess, cause: str) -> None:
         self._ending.discard(trainer)
@@ -407,25 +403,27 @@ class Supervisor(WorkerPlugin):
         elif trainer.name and self._spare is None and not self._closing:
             self._go(self._start_spare())  # no job's first steps are in the way
         if self._trainers.pop(trainer.name, None) is not None:
-            self._report(trainer, m.TrainerExited(cause=cause))
+            self._report(trainer, encode(m.TrainerExited(cause=cause)))
             if (status := self._statuses.get(trainer.name)) is not None:
                 status.ended_with = self._outbox.newest
 
-    def _report(self, trainer: TrainerProcess, report: m.AnyReport) -> None:
+    def _report(self, trainer: TrainerProcess, report: Encoded) -> None:
         """Send a report, and keep it until the coordinator acknowledges it."""
         if self._closing:
             return
-        # The supervisor sets the name, so a trainer cannot send reports under another's name.
         numbered = self._outbox.put(report, trainer=trainer.name)
         if self._outbox.is_full:
             self._may_read.clear()
-        self._send(numbered)
+        self._send_encoded(numbered)
 
-    def _send(self, message: m.FromSupervisor | m.AnyReport) -> None:
+    def _send(self, message: m.FromSupervisor) -> None:
+        self._send_encoded(encode(message))
+
+    def _send_encoded(self, message: Encoded) -> None:
         """Send a message if a coordinator is connected. The next one gets the kept reports."""
         if self._closing or not self._is_connected:
             return
-        frame = {"op": "etrain_report", "message": codec.encode(message)}
+        frame = {"op": "etrain_report", "message": message}
         try:
             self._worker.batched_stream.send(frame)  # Dask sends it later, and may lose it
         except CommClosedError:
@@ -464,4 +462,4 @@ def _commit_fault(trainer: TrainerProcess, fault: m.InjectFault) -> None:
     elif kind in BY_SIGNAL:
         trainer.send_signal(BY_SIGNAL[kind])
     else:
-        trainer.send(fault)
+        trainer.send(encode(fault))

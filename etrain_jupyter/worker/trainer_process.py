@@ -16,8 +16,8 @@ import psutil
 
 from etrain_jupyter.log.events import STACKS_ASKED
 from etrain_jupyter.wire.channel import FrameDecoder, frame
-from etrain_jupyter.wire.codec import WireVersionError
-from etrain_jupyter.wire.messages import FROM_TRAINER, FromTrainer, TextLogged, ToTrainer
+from etrain_jupyter.wire.codec import Encoded, WireVersionError, encode
+from etrain_jupyter.wire.messages import FROM_TRAINER, TextLogged
 from etrain_jupyter.wire.progress_page import ProgressPage, TrainerProgress
 from etrain_jupyter.worker.forks import ForkedProcess, Forks
 from etrain_jupyter.worker.installed import read_installed
@@ -33,7 +33,8 @@ STACKS_S = 2.0
 MAX_STACK_LINES = 500
 """Maximum number of stack lines to pass on."""
 
-OnMessage = Callable[["TrainerProcess", FromTrainer], None]
+OnMessage = Callable[["TrainerProcess", Encoded], None]
+"""Handles a message of a kind that trainers send. Its fields are not checked yet."""
 OnExit = Callable[["TrainerProcess", str], None]
 
 
@@ -147,7 +148,7 @@ class TrainerProcess:
             self._page.close()
             self._page = None
 
-    def send(self, message: ToTrainer) -> None:
+    def send(self, message: Encoded) -> None:
         """Send a message to the trainer, or queue it if the trainer is still starting."""
         data = frame(message)
         if self._writer is None:
@@ -210,7 +211,8 @@ class TrainerProcess:
         try:
             while await self._is_read() and (data := await _read(reader)):
                 for message in decoder.feed(data):
-                    self._on_message(self, FROM_TRAINER.decode(message))
+                    FROM_TRAINER.class_of(message)  # raises if a trainer may not send it
+                    self._on_message(self, message)
         except WireVersionError as exc:
             # The package's files were replaced with another version while this worker was running.
             logger.error("trainer %d: %s", self.pid, exc)
@@ -310,7 +312,8 @@ class TrainerProcess:
 
     def log(self, level: str, text: str, *, is_printed: bool = False) -> None:
         """Log a line as if the trainer had sent it."""
-        self._on_message(self, TextLogged(level=level, text=text, is_printed=is_printed))
+        line = TextLogged(level=level, text=text, is_printed=is_printed)
+        self._on_message(self, encode(line))
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

@@ -81,7 +81,11 @@ class RigWorker:
 
     def _receive(self, message: Message) -> None:
         """Handle a message without the product's net, so that the rig sees what goes wrong."""
-        if not self.supervisor._closing:
+        if self.supervisor._closing:
+            return
+        if m.FORWARDED_ORDER.includes(message):
+            self.supervisor._forward(message)
+        else:
             self.supervisor._handle(m.TO_SUPERVISOR.decode(message))
 
     def send(self, message: Message) -> None:

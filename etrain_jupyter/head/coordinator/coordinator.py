@@ -319,9 +319,29 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             except codec.WireVersionError as exc:
                 self._refuse(worker, exc)
                 return
+            except codec.MalformedMessageError as exc:
+                decoded = self._end_sender(message, worker, exc)
             doing = f"handling {type(decoded).__name__} of {worker}"
             with self._defects.watch(self._job_named(decoded), doing):
                 self._handle(decoded, worker)
+
+    def _end_sender(
+        self, message: Any, worker: str, exc: codec.MalformedMessageError
+    ) -> m.TrainerExited:
+        """Kill the trainer that sent a malformed report, and return its exit in place of it."""
+        # Supervisors forward reports undecoded. Take the exit as reported now: until the real one
+        # arrives, the coordinator would handle the trainer's next reports without this one.
+        #
+        #     trainer       StepsTrained of 7 (malformed)   of 8                killed
+        #     coordinator     handles TrainerExited           drops it: not a member
+        if not isinstance(message, dict) or not message.get("number"):
+            raise exc  # the supervisor's own message
+        why = f"its message cannot be decoded: {type(exc).__name__}: {exc}"
+        sender = {name: message.get(name) for name in ("trainer", "number")}
+        exited: m.TrainerExited = codec.decode_fields(m.TrainerExited, {**sender, "cause": why})
+        logger.error("worker %s, trainer %s: %s", worker, exited.trainer, why)
+        self._send(worker, m.TerminateTrainer(trainer=exited.trainer, why=why))
+        return exited
 
     def _refuse(self, worker: str, exc: codec.WireVersionError) -> None:
         """Ignore a supervisor with another wire version, and log that once."""

@@ -22,6 +22,7 @@ from etrain_jupyter.trainer.state.transfer import send_state
 from etrain_jupyter.trainer.trainer import DISCONNECTED, Failure, failure_of
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.channel import FrameDecoder, frame
+from etrain_jupyter.wire.codec import encode
 from tests.unit.trainer.trainer_rig import TrainerRig
 
 
@@ -57,7 +58,7 @@ def test_report_has_the_error_of_a_collective_that_torch_started_by_itself(text,
 def test_text_of_a_report_is_bounded_and_valid_utf_8():
     text = text_of(RuntimeError(f"bad file \udce9 {'x' * 10_000}"))
     assert len(text) == MAX_TEXT
-    [message] = FrameDecoder().feed(frame(m.TextLogged(level="error", text=text)))
+    [message] = FrameDecoder().feed(frame(encode(m.TextLogged(level="error", text=text))))
     assert message["text"].startswith("bad file \\udce9 xxx")
 
 

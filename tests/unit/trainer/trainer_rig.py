@@ -23,6 +23,7 @@ from etrain_jupyter.trainer.group.process_group import BroadcastStore, RankGroup
 from etrain_jupyter.trainer.trainer import Trainer
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.channel import Channel, FrameDecoder, frame
+from etrain_jupyter.wire.codec import encode
 
 CELL = """\
 import torch
@@ -115,7 +116,7 @@ class TrainerRig:
                 self.said.put(message)
 
     def send(self, message: m.ToTrainer) -> None:
-        self._socket.sendall(frame(message))
+        self._socket.sendall(frame(encode(message)))
 
     def form(self, generation: int = 1, **values: Any) -> None:
         """Send a form message; by default for a single rank."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.channel import Channel, FrameDecoder, frame
-from etrain_jupyter.wire.codec import MalformedMessageError
+from etrain_jupyter.wire.codec import MalformedMessageError, encode
 
 sent_messages = st.lists(
     st.one_of(
@@ -28,7 +28,7 @@ sent_messages = st.lists(
 
 @given(sent_messages, st.integers(1, 17))
 def test_messages_come_out_whole_and_in_order_wherever_the_stream_is_cut(sent, size):
-    stream = b"".join(frame(message) for message in sent)
+    stream = b"".join(frame(encode(message)) for message in sent)
     decoder = FrameDecoder()
     received = []
     for start in range(0, len(stream), size):
@@ -39,7 +39,7 @@ def test_messages_come_out_whole_and_in_order_wherever_the_stream_is_cut(sent, s
 def test_second_reader_gets_what_the_first_has_not_taken():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(frame(m.RequestCheckpoint()) + frame(m.ShutDownTrainer()))
+        ours.sendall(frame(encode(m.RequestCheckpoint())) + frame(encode(m.ShutDownTrainer())))
         ours.shutdown(socket.SHUT_WR)
         channel = Channel(theirs)
         assert next(iter(channel.messages())) == m.RequestCheckpoint()
@@ -49,7 +49,7 @@ def test_second_reader_gets_what_the_first_has_not_taken():
 def test_message_of_the_wrong_direction_is_refused():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(frame(m.TrainerExited(cause="?")))
+        ours.sendall(frame(encode(m.TrainerExited(cause="?"))))
         with pytest.raises(MalformedMessageError, match="unknown message 'TrainerExited'"):
             next(iter(Channel(theirs).messages()))
 
@@ -57,5 +57,5 @@ def test_message_of_the_wrong_direction_is_refused():
 def test_text_that_utf8_cannot_encode_is_escaped():
     """Review R4: a file name that is not UTF-8, in an error, ended the trainer that reported it."""
     message = m.UserCodeFailed(progress=(1, 0), error="bad file caf\udce9", traceback="")
-    [received] = FrameDecoder().feed(frame(message))
+    [received] = FrameDecoder().feed(frame(encode(message)))
     assert m.FROM_TRAINER.decode(received).error == "bad file caf\\udce9"

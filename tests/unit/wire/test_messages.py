@@ -22,7 +22,8 @@ from etrain_jupyter.wire.versions import WIRE_VERSION
 VOCABULARIES = {
     "to trainer": (m.TO_TRAINER, m.ToTrainer),
     "from trainer": (m.FROM_TRAINER, m.FromTrainer),
-    "to supervisor": (m.TO_SUPERVISOR, m.ToSupervisor | m.ToTrainer),
+    "to supervisor": (m.TO_SUPERVISOR, m.ToSupervisor),
+    "forwarded to trainer": (m.FORWARDED_ORDER, m.ForwardedOrder),
     "from supervisor": (m.FROM_SUPERVISOR, m.FromSupervisor | m.AnyReport),
 }
 CASES = [

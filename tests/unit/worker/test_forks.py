@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from etrain_jupyter.wire.codec import Encoded, encode
 from etrain_jupyter.wire.fork_records import RECORD, Kind
-from etrain_jupyter.wire.messages import FromTrainer, ShutDownTrainer, TextLogged
+from etrain_jupyter.wire.messages import ShutDownTrainer
 from etrain_jupyter.worker import forks as forks_module
 from etrain_jupyter.worker import installed, trainer_process
 from etrain_jupyter.worker.forks import Forks
@@ -64,9 +65,9 @@ class Watched(TrainerProcess):
         self.lines: list[str] = []
         self.cause = ""
 
-    def _keep(self, _: TrainerProcess, message: FromTrainer) -> None:
-        if isinstance(message, TextLogged):
-            self.lines.append(message.text)
+    def _keep(self, _: TrainerProcess, message: Encoded) -> None:
+        if message["kind"] == "TextLogged":
+            self.lines.append(message["text"])
 
     def _note_exit(self, _: TrainerProcess, cause: str) -> None:
         self.cause = cause
@@ -109,7 +110,7 @@ async def test_jobs_that_a_spare_forks_find_no_trace_of_each_other_and_end_with_
     assert first.progress().alive_age_s < 60, "it pulses on its own page"
     assert os.getpgid(first.pid) == first.pid != spare.pid
     assert spare.has_forks
-    first.send(ShutDownTrainer(trainer=""))
+    first.send(encode(ShutDownTrainer(trainer="")))
     await until(lambda: first.cause)
     assert first.cause.endswith("exited with code 1")
     assert (first.lines[2], first.lines[-1]) == ("ends", "SystemExit: an error of the job")

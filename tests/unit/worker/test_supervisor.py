@@ -52,8 +52,12 @@ class FakeTrainer:
     def process_state(self) -> str:
         return "stopped"
 
-    def send(self, message: m.ToTrainer) -> None:
-        self.did.append(type(message))
+    def send(self, message: codec.Encoded) -> None:
+        self.did.append(type(m.TO_TRAINER.decode(message)))
+
+    def report(self, message: m.Message) -> None:
+        """Report something, as its process does through the channel."""
+        self._on_message(self, codec.encode(message))
 
     def send_signal(self, number: signal.Signals) -> None:
         self.did.append(number)
@@ -279,7 +283,7 @@ async def test_trainers_outlive_a_scheduler_and_what_it_missed_is_told_to_the_ne
     )
     rig.order(m.AcknowledgeReports(number=rig.said(m.TrainerStarted)[0].number))
     await supervisor.teardown(rig.worker)
-    trainer._on_message(trainer, m.StepsTrained(generation=3, records=()))
+    trainer.report(m.StepsTrained(generation=3, records=()))
     assert rig.said(m.StepsTrained) == []
     assert not any(str(did).startswith("killed") for did in trainer.did)
 
@@ -295,7 +299,7 @@ async def test_trainers_are_not_read_while_too_much_is_unheard(rig):
     rig.supervisor._outbox = Outbox(most=3)
     trainer = await rig.start("a")
     for number in range(2):
-        trainer._on_message(trainer, m.TextLogged(level="info", text=str(number)))
+        trainer.report(m.TextLogged(level="info", text=str(number)))
     assert not trainer.may_read.is_set()
     rig.order(m.AcknowledgeReports(number=2))
     assert trainer.may_read.is_set()
@@ -540,3 +544,33 @@ async def test_trainer_that_is_let_go_while_its_bundle_comes_never_begins(rig):
     is_released.set()
     await rig.until(lambda: "killed: it was released before it began" in trainer.did)
     assert m.LaunchTrainer not in trainer.did
+
+
+# --- messages that are only forwarded ---
+
+
+async def test_reports_are_forwarded_undecoded_with_the_sender_that_the_supervisor_knows(rig):
+    trainer = await rig.start("j/w1/1")
+    sent: list[codec.Encoded] = []
+    rig.worker.batched_stream.send = lambda frame: sent.append(frame["message"])
+    report = {"kind": "StepsTrained", "trainer": "j/w2/1", "number": 77, "records": "malformed"}
+    trainer._on_message(trainer, report)
+    assert {**report, "trainer": "j/w1/1", "number": 2} in sent
+
+
+@pytest.mark.parametrize("kind", ["TrainerHello", "GenerationLeft", "UserCodeFailed"])
+async def test_malformed_report_that_the_supervisor_reads_itself_is_refused(rig, kind):
+    trainer = await rig.start("j/w1/1")
+    num_reports = rig.supervisor._outbox.newest
+    with pytest.raises(codec.MalformedMessageError, match=f"{kind} lacks"):
+        trainer._on_message(trainer, {"kind": kind})
+    assert rig.supervisor._outbox.newest == num_reports
+
+
+async def test_next_coordinator_learns_how_a_trainer_left_its_generation(rig):
+    trainer = await rig.start("j/w1/1")
+    left = m.GenerationLeft(generation=3, progress=(7, 0), why="failed", undone=True)
+    trainer.report(left)
+    await rig.supervisor.setup(rig.worker)
+    known = rig.said(m.SupervisorHello)[-1].trainers["j/w1/1"]
+    assert (known.left, known.progress) == (left, (7, 0))

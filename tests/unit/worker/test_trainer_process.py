@@ -73,7 +73,7 @@ async def run(act) -> tuple[list[str], str]:
     lines: list[str] = []
     over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     trainer = TrainerProcess(
-        on_message=lambda _, message: lines.append(message.text),
+        on_message=lambda _, message: lines.append(message["text"]),
         on_exit=lambda _, cause: over.set_result(cause),
     )
     await trainer.start()
@@ -263,3 +263,22 @@ async def test_trainer_of_another_wire_version_is_ended_with_the_reason(script, 
     assert cause.startswith(words)
     assert "etrain-jupyter was updated on this machine while the worker was running." in cause
     assert "The trainer was killed. Restart the worker" in cause
+
+
+@pytest.mark.parametrize("kind", ["TrainerExited", "Heartbeat", "SupervisorHello", "RunCode"])
+async def test_trainer_that_sends_a_kind_reserved_for_its_supervisor_is_killed(script, kind):
+    body = msgpack.packb({"kind": kind, "text": "forwarded"})
+    script(
+        "import socket, time\n"
+        f"socket.socket(fileno=FD).sendall({len(body).to_bytes(4, 'big') + body!r})\n"
+        "time.sleep(60)"
+    )
+
+    async def nothing(trainer, lines):
+        pass
+
+    lines, cause = await run(nothing)
+    assert lines == []
+    assert (
+        f"its message cannot be decoded: MalformedMessageError: unknown message '{kind}'" in cause
+    )

@@ -98,7 +98,9 @@ class Stream:
 
     def send(self, frame: dict[str, Any]) -> None:
         assert frame["op"] == "etrain_order"
-        self.orders.append(m.TO_SUPERVISOR.decode(frame["message"]))
+        is_forwarded = m.FORWARDED_ORDER.includes(order := frame["message"])
+        vocabulary = m.FORWARDED_ORDER if is_forwarded else m.TO_SUPERVISOR
+        self.orders.append(vocabulary.decode(order))
 
 
 def _refuse(self: Defects, job: HostedJob | None, doing: str, exc: Exception) -> None:

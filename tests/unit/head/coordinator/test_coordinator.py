@@ -13,6 +13,7 @@ from etrain_jupyter.head.coordinator.coordinator import Coordinator
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS
+from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
 from tests.unit.head.coordinator.rig import PLAN, Nodes, Rig
@@ -531,3 +532,32 @@ async def test_garbage_of_a_worker_is_logged_and_changes_nothing(rig, caplog):
         rig.coordinator._receive(garbage, "tls://w1")
     assert (rig.job.state, rig.job.job_log.last_seq) == before
     assert "reading a message of tls://w1 failed: MalformedMessageError" in caplog.text
+
+
+async def test_malformed_report_kills_its_trainer_and_its_later_reports_are_dropped(rig, caplog):
+    await rig.start("w1", "w2")
+    trainer = rig.trainer("w1")
+    name = {"trainer": trainer, "generation": rig.job.state.generation}
+    malformed = codec.encode(m.StepsTrained(**name, number=1, records=({"step": "1"},)))
+    rig.coordinator._receive(malformed, "tls://w1")
+    rig.say("w1", m.StepsTrained(**name, number=2, records=(rig.step_record(2),)))
+    rig.say("w1", m.TrainerExited(trainer=trainer, number=3, cause="killed"))
+    rig.tick()
+
+    [order] = rig.orders("w1", m.TerminateTrainer)
+    why = "its message cannot be decoded: MalformedMessageError: StepsTrained.records has missing"
+    assert (order.trainer, order.why[: len(why)]) == (trainer, why)
+    [lost] = rig.events(events.WorkerLost)
+    assert (lost.worker, lost.cause) == ("w1", order.why)
+    assert rig.events(events.StepCompleted) == []
+    assert rig.orders("w1", m.AcknowledgeReports) == [m.AcknowledgeReports(number=3)]
+    assert trainer in caplog.text
+
+
+async def test_malformed_report_about_another_workers_trainer_does_not_end_it(rig):
+    await rig.start("w1", "w2")
+    before = rig.job.state
+    forged = {"kind": "StepsTrained", "trainer": rig.trainer("w2"), "number": 1, "records": 7}
+    rig.coordinator._receive(forged, "tls://w1")
+    assert rig.job.state == before
+    assert rig.orders("w2", m.TerminateTrainer) == []

@@ -17,6 +17,7 @@ from etrain_jupyter.log import event_log as log_module
 from etrain_jupyter.log import events
 from etrain_jupyter.log.event_log import EventLog, read_events
 from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire.codec import encode
 from etrain_jupyter.worker.outbox import Outbox
 from tests.unit.head.coordinator.rig import PLAN, Disk, Rig
 
@@ -235,9 +236,9 @@ async def test_event_that_is_no_json_holds_up_no_other(rig: Rig, disk: Disk) -> 
 def test_supervisor_keeps_a_bounded_number_of_step_records() -> None:
     outbox = Outbox(most=100, most_records=10)
     for _ in range(3):
-        outbox.put(m.StepsTrained(records=({},) * 3), trainer="j/w1/1")
+        outbox.put(encode(m.StepsTrained(records=({},) * 3)), trainer="j/w1/1")
     assert not outbox.is_full
-    outbox.put(m.StepsTrained(records=({},)), trainer="j/w1/1")
+    outbox.put(encode(m.StepsTrained(records=({},))), trainer="j/w1/1")
     assert outbox.is_full
     outbox.acknowledge(1)
     assert not outbox.is_full
