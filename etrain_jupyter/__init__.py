@@ -1,7 +1,7 @@
 """Elastic data-parallel training from a notebook cell.
 
 Use ``%load_ext etrain_jupyter``, then ``%%etrain distributed``; from Python,
-``etrain_jupyter.distributed({...})``. The names below are loaded on first use: importing the
+``etrain_jupyter.distributed({...})``. The names below are loaded on first use, so importing the
 package does not load torch, IPython, distributed, boto3 or anywidget.
 """
 

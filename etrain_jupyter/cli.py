@@ -1,4 +1,4 @@
-"""Command line ``etrain``: the sub-commands of ``%etrain`` in a terminal, with the same run store.
+"""The command ``etrain``: the sub-commands of ``%etrain`` for a terminal, on the same run store.
 
 ::
 
@@ -24,7 +24,7 @@ from etrain_jupyter.untrusted import plain_line, plain_text
 
 
 class Terminal:
-    """A terminal, which shows a job as text and has no variables."""
+    """A terminal. It shows a job as text and does not support variables."""
 
     def __init__(self, root: str | None) -> None:
         self.store = open_runs(root)
@@ -34,7 +34,7 @@ class Terminal:
         return launch.attach(name_or_id, store=self.store)
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
-        """Refuse a variable: a terminal has none."""
+        """Reject a variable, because a terminal does not have variables."""
         if variable is not None:
             raise ConfigError(f"-o {variable} works only in a notebook", hint="leave out -o")
 
@@ -52,7 +52,7 @@ class Terminal:
         print(plain_text(_in_terminal_words(line)), flush=True)
 
     def open_tensorboard(self, folder: Path) -> str:
-        """Return an empty string: a terminal cannot show a page."""
+        """Return an empty string, because a terminal cannot show a page."""
         return ""
 
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # again at exit and would report the closed pipe, so redirect it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, by shell convention
+        return 130  # 128 + SIGINT, as is customary for shells
     except EtrainError as exc:
         print(plain_text(_in_terminal_words("\n".join(exc.render()))), file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1

@@ -17,7 +17,8 @@
     │   └── FencedError                  ... because another process has taken over the job
     └── CheckpointError (RuntimeError)   no valid checkpoint
 
-Each message states what happened with its values, what the system does now, and what to do next.
+Each message states what happened, with the values involved, what the system does now, and what to
+do next.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 class EtrainError(Exception):
-    """Base of all errors that this package raises deliberately."""
+    """Base class of all errors that this package raises deliberately."""
 
     def render(self) -> list[str]:
         """Return the lines that a cell shows instead of a traceback."""
         return [f"etrain: {self}"]
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows instead of a traceback: the caller's frames, without ours."""
+        """Return what IPython shows instead of a traceback, without this package's frames."""
         return [*_frames_of_caller(self.__traceback__), *self.render()]
 
 
 def _frames_of_caller(trace: TracebackType | None) -> list[str]:
-    """Return a line for each frame down to the caller of this package."""
+    """Return one line per frame, down to the code that called this package."""
     lines = []
     # From the outermost frame inwards: IPython, the cell or the script, then this package.
     for frame in traceback.extract_tb(trace):
@@ -55,10 +56,10 @@ def _frames_of_caller(trace: TracebackType | None) -> list[str]:
 
 
 def _place_of(filename: str) -> str:
-    """Return ``Cell In[3]`` for a cell, the file's name otherwise."""
+    """Return ``Cell In[3]`` for a cell, or the file's name otherwise."""
     ipython = sys.modules.get("IPython")  # not imported: a script may run without it
     shell = ipython.get_ipython() if ipython else None
-    # A private dict in IPython: file name of a cell -> execution count.
+    # A private dict of IPython that maps the file name of a cell to its execution count.
     numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
     return f"Cell In[{numbers[filename]}]" if filename in numbers else filename
 
@@ -69,7 +70,7 @@ class ConfigError(EtrainError, ValueError):
     Attributes:
         path: Keys from the top of the body to the invalid key, for example ``("batch", "global")``;
             empty if none.
-        hint: What to type instead, or an empty string.
+        hint: Hint on what to type instead, or an empty string.
     """
 
     def __init__(self, message: str, *, path: tuple[str | int, ...] = (), hint: str = "") -> None:
@@ -119,7 +120,7 @@ class CellError(ConfigError):
 
 
 class NotSupportedYetError(ConfigError):
-    """A documented key that this version does not implement: rejected, never ignored."""
+    """A documented key that this version does not implement; it is rejected rather than ignored."""
 
 
 class BundleError(EtrainError, ValueError):
@@ -151,7 +152,7 @@ class JobFailedError(EtrainError, RuntimeError):
 
     def render(self) -> list[str]:
         """Return the user's traceback first, then the message."""
-        # The message comes last, where a long traceback does not scroll it out of view.
+        # The message comes last, so that a long traceback does not scroll it out of view.
         head = self.traceback.rstrip().splitlines()
         return [*head, f"etrain: {self}"]
 
@@ -165,7 +166,7 @@ class UntrustedJobError(EtrainError, RuntimeError):
 
 
 class StoreError(EtrainError, RuntimeError):
-    """An object store cannot be read or written, or refused access."""
+    """An object store cannot be read or written, or has denied access."""
 
 
 class RunStoreError(EtrainError, RuntimeError):
@@ -177,4 +178,4 @@ class FencedError(RunStoreError):
 
 
 class CheckpointError(EtrainError, RuntimeError):
-    """No valid checkpoint, or one that must not be loaded."""
+    """No valid checkpoint was found, or the checkpoint must not be loaded."""

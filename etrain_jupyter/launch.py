@@ -34,8 +34,8 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     """Resolve the job's pool and run store, check its references and capture them by value."""
     if parsed.config.log.tensorboard:
         require_tensorboard()
-    # Resolved here and carried by the plan. Both determine where the checkpoints must go: machines
-    # in a cloud pool cannot see this machine's folders.
+    # Resolve these here and store them in the plan. Both determine where checkpoints must be
+    # stored, because machines in a cloud pool cannot access this machine's folders.
     pool, runs = find_pool(parsed), open_runs()
     config, warnings = with_shared_checkpoints(parsed.config, pool, has_bucket=runs.is_remote)
     parsed = dataclasses.replace(parsed, config=config)
@@ -46,7 +46,7 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
 
 
 def submit(plan: Plan) -> TrainingJob:
-    """Bring the pool up and hand the job to its coordinator."""
+    """Start the pool if necessary, and submit the job to its coordinator."""
     plan.print_warnings()
     address = plan.start_pool()
     return submit_job(plan.config, plan.bundle, address=address, store=plan.runs, cell=plan.cell)
@@ -55,7 +55,7 @@ def submit(plan: Plan) -> TrainingJob:
 def resume(
     job: TrainingJob, plan: Plan, *, is_forced: bool = False, is_trusted: bool = False
 ) -> str:
-    """Resume an ended job with a cell's code and values; return a message with the step."""
+    """Resume an ended job with the code and values of a cell; return a message with the step."""
     plan.print_warnings()
     request = ResumeRequest(
         config=plan.config, bundle=plan.bundle, pool=plan.pool, cell=plan.cell,

@@ -1,7 +1,7 @@
 """The magics ``%%etrain`` and ``%etrain``: parse the line, run it, and print the result.
 
-This is the only place that renders an EtrainError: its message without stack frames, and the
-status "error", so that "Run All" stops. Any other exception stays a normal traceback.
+An EtrainError is rendered only here, as its message without stack frames. The cell's status is
+still "error", so that "Run All" stops. Any other exception is shown with a normal traceback.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ class EtrainMagics(Magics):
         """Open TensorBoard below the cell, using its own magic."""
         assert self.shell is not None, "magics are registered with a shell"
         self.shell.run_line_magic("load_ext", "tensorboard")
-        # Call the magic instead of running a line: IPython would expand {expressions} and $names in
-        # the folder's path, which another user's job may have chosen.
+        # Call the magic instead of running a line, because IPython would expand {expressions} and
+        # $names in the folder's path, which another user's job may have chosen.
         magics: dict[str, Any] = self.shell.magics_manager.magics["line"]
         start = magics.get("tensorboard")
         if start is None:
             raise EtrainError(
-                "the tensorboard extension defines no %tensorboard magic, so TensorBoard was not "
+                "the tensorboard extension does not define %tensorboard, so TensorBoard was not "
                 "started. Upgrade it: pip install --upgrade tensorboard"
             )
         start(f"--logdir {shlex.quote(str(folder))}")
@@ -124,7 +124,7 @@ class EtrainMagics(Magics):
             options = distributed_parser().parse_args(words[1:])
         except HelpRequested:
             return help_on_cell()
-        check_variable(options.out)  # a later error would leave the job without a variable
+        check_variable(options.out)  # checked early, because a submitted job needs its variable
         for flag in ("force", "trust"):
             if getattr(options, flag) and not options.resume:
                 raise ConfigError(f"--{flag} requires --resume", hint=f"--resume JOB --{flag}")
@@ -138,7 +138,8 @@ class EtrainMagics(Magics):
         if options.dry_run:
             return str(plan)
         job = self._resume(plan, options) if options.resume else launch.submit(plan)
-        # Assign the variable first: drawing or waiting may be interrupted, and the job continues.
+        # Assign the variable first, because display or waiting may be interrupted while the job
+        # continues.
         self.bind(options.out, job)
         if not options.quiet:
             launch.show(job)
@@ -159,7 +160,7 @@ class EtrainMagics(Magics):
         name = find_subcommand(words[0], prog="%%etrain", others=[CELL_COMMAND]).name
         if {"-h", "--help"} & set(words):
             return run_line(self, words, prog="%etrain")
-        raise ConfigError(f"{name} takes no body", hint=f"type %etrain {' '.join(words)}")
+        raise ConfigError(f"{name} does not accept a body", hint=f"type %etrain {' '.join(words)}")
 
     def _names(self) -> dict[str, Any]:
         assert self.shell is not None, "magics are registered with a shell"
@@ -185,11 +186,11 @@ def split_line(line: str) -> list[str]:
     try:
         return shlex.split(code[0] if code and rest.startswith("#") else line)
     except ValueError as exc:
-        raise ConfigError(f"the line cannot be read ({exc})", hint=f"line: {line}") from exc
+        raise ConfigError(f"cannot parse the line ({exc})", hint=f"line: {line}") from exc
 
 
 def give_empty_body(lines: list[str]) -> list[str]:
-    """Add a body to ``%%etrain distributed --help``: IPython rejects a cell magic without one."""
+    """Add an empty body to ``%%etrain distributed --help``, because IPython requires one."""
     if len(lines) != 1 or not re.match(r"%%etrain(\s|$)", lines[0]):
         return lines
     return [lines[0].rstrip("\n") + "\n", "\n"]
@@ -206,11 +207,11 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Remove what ``load`` registered; jobs and clusters continue."""
+    """Undo ``load``; jobs and clusters continue to run."""
     hooks.remove(shell)
     if give_empty_body in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(give_empty_body)
-    # IPython has no method for unregistering a magic.
+    # IPython does not provide a method to unregister a magic.
     magics: dict[str, dict[str, Any]] = shell.magics_manager.magics
     for kind in ("cell", "line"):
         magics[kind].pop("etrain", None)

@@ -1,9 +1,9 @@
 """Checks for untrusted input: files, job ids, and text for the screen.
 
-Another user may have written the run store, the bucket or the working folder. Reading them must not
-block forever, fill the memory, follow a link out of the folder, or print control sequences that a
-terminal executes. The module imports nothing from this package, and raises only ``OSError`` and
-``ValueError``.
+Another user may have written the run store, the bucket or the working folder. Reading from them
+must not block forever, exhaust memory, follow a link out of the folder, or print control sequences
+that a terminal would execute. The module does not import anything from this package, and raises
+only ``OSError`` and ``ValueError``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-"""Pattern of job ids: one component of a path and one word on a command line.
+"""Pattern of job ids, which are used as a path component and as a word on a command line.
 
 Ids from ``new_job_id`` match it. The front end has the same pattern in ``protocol.ts``.
 """
@@ -49,7 +49,7 @@ def check_job_id(text: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    r"""Escape control characters, so that a terminal displays them; keep newlines and tabs.
+    r"""Escape control characters other than newlines and tabs, so that a terminal displays them.
 
     >>> plain_text("\x1b]0;title\x07 loss 1.5\n")
     '\\x1b]0;title\\x07 loss 1.5\n'
@@ -63,7 +63,8 @@ def plain_line(text: str, max_length: int = 200) -> str:
     >>> plain_line("a\nb" + "c" * 10, max_length=6)
     'a\\nbcc…'
     """
-    # Cut first: the text may be huge. One extra character shows whether anything was cut off.
+    # Truncate first, because the text may be huge. One extra character shows whether anything was
+    # cut off.
     line = plain_text(text[: max_length + 1]).replace("\n", "\\n").replace("\t", " ")
     return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
@@ -73,8 +74,8 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = False) -> io.Bu
 
     Args:
         path: The file.
-        follow: Accept a symbolic link as the last component of the path; only for folders that no
-            other user can write to.
+        follow: Accept a symbolic link as the last component of the path. Use this only for folders
+            to which no other user can write.
 
     Raises:
         OSError: If it does not exist or is not a regular file.

@@ -1,4 +1,4 @@
-"""Notebook objects by value, as content-addressed bytes: captured in the kernel, opened on ranks.
+"""Capture notebook objects by value as content-addressed bytes, and open them on the ranks.
 
 Imports neither torch nor IPython.
 """

@@ -42,7 +42,7 @@ from etrain_jupyter.config.references import free_names, import_path
 from etrain_jupyter.errors import BundleError
 
 LARGE_BYTES = 64 * 1024 * 1024
-"""Size from which a captured object causes a warning, because it is sent to every machine."""
+"""A captured object of at least this size causes a warning, because it is sent to every machine."""
 
 MAX_BYTES = 1 << 30
 """Maximum size of a bundle."""
@@ -53,7 +53,7 @@ NUM_LARGEST = 5
 _PACKAGES = ("torch", "numpy", "cloudpickle", "etrain-jupyter")
 
 CellOf = Callable[[str, Any], str]
-"""Return the label of the cell that defines a name with a value; empty if unknown."""
+"""Returns the label of the cell that defines a name and its value; empty if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Bundle:
     digest: str
     """SHA-256 of all bytes, hexadecimal."""
     parts: tuple[Part, ...]
-    """The bytes. For arrays and tensors, they are the notebook's own memory."""
+    """The bytes. Those of arrays and tensors are the notebook's own memory."""
     sizes: dict[str, int]
     """Bytes added by each captured name. Shared objects count for the first name only."""
     warnings: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ def capture_bundle(
 
     Raises:
         BundleError: If an object cannot be sent; the message names it, the cell that defines it,
-            and the remedy. Also if all objects together exceed ``MAX_BYTES``.
+            and the remedy. Also raised if all objects together exceed ``MAX_BYTES``.
     """
     numbers = cell_numbers or {}
 
@@ -112,7 +112,8 @@ def capture_bundle(
         return (where(name) if where is not None else "") or defining_cell(name, value, numbers)
 
     objects = _objects_of(references, namespace)
-    # Compute the digests inside the block, too: their pickles also include local modules.
+    # Compute the digests inside the block as well, because their pickles also include local
+    # modules.
     with pickling_local_modules_by_value():
         pickler = BundlePickler(
             stream := PickleStream(max_bytes=MAX_BYTES), stream.keep_out_of_band
@@ -156,8 +157,8 @@ def _pickle_all(
             break  # the sizes so far exceed the limit, which the caller reports
         except Exception as exc:  # An object's own __reduce__ may raise anything.
             raise _cannot_be_sent(name, value, exc, cell_of) from exc
-        # The pickler's memo writes shared code only once: a name whose code was written for an
-        # earlier name counts as data.
+        # Because of the pickler's memo, shared code is written only once. A name whose code was
+        # written for an earlier name counts as data.
         if len(pickler.codes) == num_codes:
             without_code.append(name)
     return without_code
@@ -183,8 +184,8 @@ def _header_bytes(header: Mapping[str, Any]) -> bytes:
 
 
 def _names_of_data(references: Mapping[str, str]) -> set[str]:
-    # Names whose values are compared on resume. Only data sets: the weights of a model come from
-    # the checkpoint, so a model object may differ.
+    # Names whose values are compared on resume. These are only data sets: the weights of a model
+    # come from the checkpoint, so a model object may differ.
     return {
         name
         for key, text in references.items()

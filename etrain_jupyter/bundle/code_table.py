@@ -61,7 +61,7 @@ class CodeChange:
     """One difference between two bundles."""
 
     name: str
-    """``Net.forward``, ``HIDDEN``, ``train_set``."""
+    """For example ``Net.forward``, ``HIDDEN`` or ``train_set``."""
     kind: str
     """``code``, ``value`` or ``data``."""
     where: str
@@ -154,7 +154,7 @@ def compare_code(
     """
     changes = []
     for name in _in_order(old.functions, new.functions):
-        # None for a function that is missing from one of the bundles.
+        # None if the function is missing from one of the bundles.
         before, after = old.functions.get(name), new.functions.get(name)
         if before and after and before["digest"] == after["digest"]:
             continue
@@ -194,8 +194,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _values_of(function: FunctionType) -> Iterator[tuple[str, str]]:
     """Yield the plain values of a function's globals, closure variables and defaults."""
-    # co_names also contains attribute names. If one equals a global name, an unused value is
-    # added, which at worst reports a change that has no effect.
+    # co_names also contains attribute names. If one equals a global name, an unused value is added.
+    # At worst, a change is reported that has no effect.
     used = {name for code in _nested(function.__code__) for name in code.co_names}
     for name in sorted(used & function.__globals__.keys()):
         if text := _plain_text(function.__globals__[name]):
@@ -216,7 +216,7 @@ def _plain_text(value: Any) -> str:
     """Return the ``repr`` of a plain value, with sets in a fixed order; empty for other types."""
     if isinstance(value, _PLAIN):
         return repr(value)
-    # type() instead of isinstance(): a subclass may have its own meaning, and its own repr.
+    # Use type() instead of isinstance(): a subclass may have its own meaning, and its own repr.
     if type(value) in (tuple, list, set, frozenset):
         parts = [_plain_text(item) for item in value]
         if type(value) in (set, frozenset):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
 
 CHUNK_BYTES = 2 << 20
-"""Chunk size for sending a bundle, in bytes: sender and receiver hold one chunk in memory."""
+"""Chunk size for sending a bundle, in bytes: sender and receiver each hold one chunk in memory."""
 
 
 def write_bundle(path: Path, bundle: Bundle | bytes) -> None:

@@ -1,7 +1,7 @@
 """Find the modules that are pickled by value: the user's own files next to the notebook.
 
 The workers must get the module as it is in the notebook's memory, including recent edits. A
-module in the working folder is not installed on the workers, or is installed in an older version.
+module in the working folder is not installed on the workers, or only in an older version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXCLUDED = ("__builtins__", "__loader__", "__spec__", "__cached__")
 @contextmanager
 def pickling_local_modules_by_value() -> Iterator[None]:
     """Register the loaded local modules with cloudpickle while the context is active."""
-    # The registry is global. The user's own registrations must survive.
+    # The registry is global. Keep the user's own registrations.
     known = cloudpickle.list_registry_pickle_by_value()
     local = [m for m in list(sys.modules.values()) if _is_local(m) and m.__name__ not in known]
     for module in local:

@@ -115,7 +115,7 @@ class Payload:
     def __init__(self, stream: PickleStream, tensors: TensorRecorder) -> None:
         self.parts: list[Part] = [stream.pickles]
         self._end = stream.num_bytes
-        # The unpickler takes the arrays from the table in the order in which they were pickled.
+        # The unpickler expects the arrays of the table in the order in which they were pickled.
         positions = []
         for memory in stream.arrays:
             positions.append((align(self._end), len(memory)))

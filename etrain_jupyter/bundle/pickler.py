@@ -1,4 +1,4 @@
-"""Picklers for notebook objects: cloudpickle with refusals, a record of the code, and tensors."""
+"""Picklers for notebook objects, which refuse some objects, record the code, and store tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Choose how to pickle one object; called for all but the simplest built-in types."""
-        # Only functions that are pickled by value lead to a code object.
+        # Code objects occur only in functions that are pickled by value.
         if isinstance(obj, CodeType):
             self.filenames.add(obj.co_filename)
             self.codes.append(obj)

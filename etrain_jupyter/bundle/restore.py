@@ -31,7 +31,7 @@ HEADER = struct.Struct("!I")
 """Length of the JSON header, which follows."""
 
 Readable = bytes | bytearray | memoryview | Path
-"""A bundle: its bytes or its file."""
+"""A bundle, as its bytes or its file."""
 
 
 class OpenBundle:
@@ -43,7 +43,8 @@ class OpenBundle:
         references: Expressions by key.
         cells: Text of the captured code, by file name.
         code: Fingerprints of the captured code; None in a bundle of an older version.
-        packages: Package versions in the notebook's environment; empty if not installed.
+        packages: Package versions in the notebook's environment; empty for a package that is not
+            installed.
     """
 
     def __init__(self, header: Mapping[str, Any], content: _Content, start: int) -> None:
@@ -59,7 +60,7 @@ class OpenBundle:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the bytes, hexadecimal. Reads all of them."""
+        """SHA-256 of the bytes, hexadecimal. Computing it reads the whole bundle."""
         return digest_of_file(self._content.open())
 
     def evaluate(self, key: str) -> Any:
@@ -118,7 +119,7 @@ class OpenBundle:
     def _load(self) -> dict[str, Any]:
         stream = self._content.open()
         stream.seek(self._start)
-        # Use one unpickler for all names: its memo restores objects that several names share.
+        # Use one unpickler for all names, whose memo preserves objects that several names share.
         unpickler = pickle.Unpickler(stream) if self._table is None else self._unpickler(stream)
         names: dict[str, Any] = {}
         for name in self._order:
@@ -164,7 +165,8 @@ def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
         digest: Expected SHA-256; empty to skip the check.
 
     Raises:
-        BundleError: If it is not a bundle, is corrupt, or has another format or Python version.
+        BundleError: If it is not a bundle, is corrupt, or was written with another format or Python
+            version.
     """
     content = _Content(bundle)
     if digest and (found := digest_of_file(content.open())) != digest:
@@ -173,8 +175,8 @@ def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
             "was run. Submit the job again."
         )
     header, start = _read_header(content)
-    # Check the versions before anything is unpickled: the errors caused by a mismatch would be
-    # obscure.
+    # Check the versions before anything is unpickled: the errors caused by a mismatch would be hard
+    # to understand.
     version, python = header["format"], tuple(header["python"][:2])
     if version not in READABLE_VERSIONS:
         raise BundleError(
@@ -231,7 +233,7 @@ class _Content:
         return io.BufferedReader(_FromStart(self._file))
 
     def map(self) -> memoryview:
-        """Return the bytes as private writable memory: changes reach neither file nor source."""
+        """Return the bytes as private writable memory: changes affect neither file nor source."""
         if self._file is None:
             return memoryview(bytearray(self._data))
         # Copy on write: training modifies the tensors in place, but must not change the file.
@@ -299,7 +301,7 @@ def _cells_of(header: Mapping[str, Any]) -> dict[str, CellSource]:
 def make_module(name: str) -> ModuleType:
     """Create an empty module for a file next to the notebook, and register it for ``import``.
 
-    Bundles refer to this function and to ``fill_module`` by name: keep both here.
+    Do not move or rename this function or ``fill_module``: bundles refer to them by name.
     """
     # setdefault: a module with this name on the worker stays importable, and the bundle's objects
     # still use their own module.

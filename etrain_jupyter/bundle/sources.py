@@ -28,7 +28,7 @@ MAX_USER_FRAMES = 20
 
 _OURS = str(Path(etrain_jupyter.__file__).parent) + os.sep
 _WRAPPERS = frozenset({"_wrapped_call_impl", "_call_impl", "_modified_open"})
-"""Wrapper functions of torch and IPython that appear between user frames and explain nothing."""
+"""Wrapper functions of torch and IPython that appear between user frames and add no information."""
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )

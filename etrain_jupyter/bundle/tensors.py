@@ -1,7 +1,7 @@
-"""Tensors in a bundle: store a view as its own elements, and keep shared memory shared.
+"""Store the tensors of a bundle: only the elements of each view, with shared memory preserved.
 
 torch pickles the whole storage of each tensor. This module pickles a tensor as a reference to its
-storage. After all objects were pickled, it selects the bytes of each storage that are needed:
+storage. After all objects have been pickled, it selects the bytes of each storage that are needed:
 
 ============================  =================================================================
 tensors of one storage        stored bytes
@@ -124,7 +124,7 @@ class TensorRecorder:
 
         Returns:
             The table, and the bytes to store with their positions. The bytes are the notebook's
-            own memory, except copies of sparse columns.
+            own memory, except for copies of sparse columns.
         """
         table = TensorTable()
         pieces: list[tuple[int, memoryview]] = []
@@ -135,8 +135,8 @@ class TensorRecorder:
                 # Views are sorted by start, so the first one starts the range.
                 start = group[0].start // ALIGNMENT * ALIGNMENT
                 stop = max(view.stop for view in group)
-                # Storing the elements of each view loses sharing, so it is possible only if no two
-                # views share an element.
+                # Views that are stored separately no longer share memory, so this is possible only
+                # if no two views share an element.
                 if _are_sparse(group, start, stop):
                     for view in group:
                         data = _elements(memory, view)
@@ -151,13 +151,14 @@ class TensorRecorder:
                 pieces.append((position, _range(memory, start, stop)))
                 position += stop - start
                 self._count(group)
-            # `ranges` stays empty if all groups were packed: the reader then never looks it up.
+            # `ranges` stays empty if all groups were packed. The reader never needs it in this
+            # case.
             if ranges:
                 table.ranges[key] = ranges
         return table, pieces
 
     def _count(self, group: list[_View]) -> None:
-        """Add the bytes of a range to the names: each byte counts for the first view only."""
+        """Attribute the bytes of a range to the views' owners, each byte to the first view only."""
         covered: list[tuple[int, int]] = []
         for view in sorted(group, key=lambda view: view.number):
             self.sizes[view.owner] += _cover(covered, view.start, view.stop)
@@ -171,7 +172,7 @@ def align(position: int) -> int:
 def rebuild_tensor(*_: Any) -> Any:
     """Placeholder in pickles for ``TensorReader.rebuild``, which the unpickler calls instead.
 
-    Bundles refer to it by name: keep it here.
+    Do not move or rename it: bundles refer to it by name.
     """
     raise BundleError("a tensor of a bundle can only be read by open_bundle().")
 
@@ -194,7 +195,7 @@ class TensorReader:
     def rebuild(
         self, dtype: Any, key: int, offset: int, shape: Any, strides: Any, *rest: Any
     ) -> Any:
-        """Return one tensor. Unpickling ``dtype``, the first argument, has imported torch."""
+        """Return one tensor. torch is already imported, because ``dtype`` has been unpickled."""
         itemsize = dtype.itemsize
         start, first = 0, offset * itemsize
         spec = (key, first, tuple(shape), tuple(strides), itemsize)
@@ -239,7 +240,7 @@ def _groups(views: list[_View]) -> Iterator[list[_View]]:
             yield group
             group = []
         group.append(view)
-        # With a single view, the group is new, and `stop` still belongs to the previous one.
+        # If the group has a single view, it is new, and `stop` still belongs to the previous group.
         stop = max(stop, view.stop) if len(group) > 1 else view.stop
     if group:
         yield group

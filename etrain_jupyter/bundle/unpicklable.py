@@ -115,7 +115,7 @@ def find_unpicklable(
     dump: Callable[[Any, set[int]], object],
     where: Callable[[str, Any], str],
 ) -> UnpicklablePart:
-    """Follow the failure from a captured object inwards to the part that causes it.
+    """Trace a pickling failure from a captured object to the part that causes it.
 
     Example, for a class whose method prints to an open file::
 
@@ -126,11 +126,12 @@ def find_unpicklable(
         value: Its object, which ``dump`` refused.
         failure: The exception that ``dump`` raised.
         dump: Pickles one object and skips the objects with the given ids. These are the holders
-            of the object: a reference back to one (``super()`` in a method) would fail as well.
+            of the object: a reference back to one of them (``super()`` in a method) would fail as
+            well.
         where: Returns the cell that defines a global name; empty if unknown.
     """
-    # One round per link of the path in the example: `value` is the innermost object so far that
-    # cannot be pickled, and `failure` is the exception raised by pickling it.
+    # Each iteration follows one link of the path in the example: `value` is the innermost object so
+    # far that cannot be pickled, and `failure` is the exception raised by pickling it.
     path, used, cell = name, "", ""
     seen = {id(value)}
     for _ in range(MAX_DEPTH):
@@ -163,7 +164,7 @@ def _failing_part(
     value: Any, dump: Callable[[Any, set[int]], object], seen: set[int]
 ) -> tuple[str, Any, Exception] | None:
     # Try the parts one by one: the first one that fails on its own is the cause. If all succeed,
-    # the object itself is (for example, its __reduce__ raises).
+    # the object itself is the cause (for example, its __reduce__ raises).
     for link, held in _parts_of(value):
         # Skip objects already on the path, and constants, which can always be pickled.
         if id(held) in seen or held is None or isinstance(held, str | int | float | bytes):

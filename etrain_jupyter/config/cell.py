@@ -46,11 +46,11 @@ SHORT_EXAMPLES = {"batch": "batch: 256", "workers": "workers: 4"}
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedJob:
-    """A valid job: its configuration, its live objects and its source positions."""
+    """A validated job: its configuration, live objects and source positions."""
 
     config: TrainConfig
     namespace_extra: Mapping[str, Any] = field(default_factory=dict)
-    """Objects passed directly instead of by name, keyed by their names in ``config``."""
+    """Objects that were passed directly instead of by name, keyed by their names in ``config``."""
     source: SourceMap = NOWHERE
     """Position of each key in the cell."""
 
@@ -76,7 +76,7 @@ def parse_cell(
         first_line: The ``%%etrain`` line, shown in errors about it.
 
     Raises:
-        CellError: If the cell is invalid; it points at the first error.
+        CellError: If the cell is invalid. The message points at the first error.
     """
     data, source = load_body(body, namespace=namespace, first_line=first_line)
     if data is None:
@@ -89,7 +89,8 @@ def parse_cell(
         )
     #   body -> load_body -> _merged (flags win) -> _check_keys -> LiveObjects.named -> TrainConfig
     #
-    # The keys are checked before pydantic, which would report an unknown key without a suggestion.
+    # The keys are checked before pydantic runs, because it would report an unknown key without a
+    # suggestion.
     overrides = overrides or {}
     # Only !py values may be objects; text in the body is always an expression.
     live = LiveObjects(namespace, source.computed)
@@ -151,7 +152,7 @@ def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def keys_of(section: type[Section]) -> dict[str, type[Section] | None]:
-    """Map the keys of a group, as spelled in the cell, to the groups that they open."""
+    """Map the keys of a group, as spelled in the cell, to their nested groups, or to None."""
     result: dict[str, type[Section] | None] = {}
     for name, info in section.model_fields.items():
         result[info.alias or name] = _group_of(info.annotation)
@@ -261,7 +262,7 @@ def _first_error(exc: ValidationError, source: SourceMap) -> ConfigError:
 
 def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
     path: Path = error["loc"]
-    # A message from our own validators, complete except for the key's name.
+    # The message is from our own validators. Only the name of the key is missing.
     if error["type"] == "etrain":
         context = error["ctx"]
         path = tuple(context["path"] or path)
@@ -344,8 +345,8 @@ def _missing(path: Path, source: SourceMap) -> ConfigError:
 class LiveObjects:
     """Replace objects in a configuration with names.
 
-    An object that has a name in the notebook keeps it. Any other object gets a
-    descriptive name that the notebook does not use, so that the configuration stays readable text.
+    An object that has a name in the notebook keeps it. Any other object gets a descriptive name
+    that the notebook does not use, so that the configuration remains readable.
     """
 
     def __init__(self, namespace: Mapping[str, Any], computed: frozenset[Path]) -> None:
@@ -393,7 +394,7 @@ class LiveObjects:
             if base[0].isdigit() or keyword.iskeyword(base) or base == "lambda"
             else base
         )
-        # A new name must not hide a builtin that an expression uses.
+        # A new name must not shadow a builtin that an expression uses.
         taken = {*self._namespace, *self.extra, *dir(builtins)}
         name = next(n for n in (base, *(f"{base}_{i}" for i in range(2, 10**6))) if n not in taken)
         self.extra[name] = value

@@ -53,8 +53,8 @@ class KeyHelp:
     """Type and range of its value, for example ``whole number, 1 or more``."""
     meaning: str
     default: str = ""
-    """Default value as spelled in the cell. Empty if the key is required, or if omitting the key is
-    not the same as giving any value."""
+    """Default value as spelled in the cell. Empty if the key is required, or if no value has the
+    same effect as omitting the key."""
     is_required: bool = False
     words: tuple[str, ...] = ()
     """Accepted words: all members of an enumeration, or the common ones."""
@@ -68,7 +68,7 @@ class KeyHelp:
 
     @property
     def facts(self) -> str:
-        """Type and default, in one phrase."""
+        """Type and default, as one phrase."""
         end = "; required" if self.is_required else ""
         return f"{self.takes}{end}" + (f"; default {self.default}" if self.default else "")
 
@@ -212,7 +212,7 @@ def _is_every(info: FieldInfo) -> bool:
 
 
 def _example(path: KeyPath, info: FieldInfo) -> str:
-    # Written by hand where the schema's first example alone would explain little.
+    # Some examples are written by hand, where the schema's first example would explain little.
     if len(path) == 1 and path[0] in EXAMPLES:
         return EXAMPLES[path[0]]
     value = info.examples[0] if info.examples else info.get_default(call_default_factory=True)

@@ -20,7 +20,7 @@ FREE = frozenset(
         *("epochs", "steps", "batch.micro", "backend"),
     )
 )
-"""Keys that do not affect the computation of a step, including all keys below them."""
+"""Keys that, together with all keys below them, do not affect the computation of a step."""
 
 REASONS = {
     "model": "the saved weights are those of the previous model",
@@ -105,12 +105,14 @@ def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
 
 
 def _why(key: str, old: TrainConfig, new: TrainConfig) -> str:
-    # A new length is harmless, unless the learning rate decays until the end of the job.
+    # A new length does not change the curve, unless the learning rate decays until the end of the
+    # job.
     is_length = key in ("epochs", "steps")
     falls = any(c.schedule is not None and c.schedule.decay != "none" for c in (old, new))
     if is_length and falls:
         return f"schedule.decay ends with the job: {REASONS['schedule']}"
-    # The size of a pass changes the summation order, which matters only for bit-for-bit results.
+    # The size of a pass changes the order of summation, which matters only if results must be
+    # bit-for-bit identical.
     if key == "batch.micro" and new.reproducible is not None:
         return REASONS["reproducible"]
     prefixes = list(_prefixes(key))
@@ -131,7 +133,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            # An empty group means the same as a missing one.
+            # An empty group is equivalent to a missing one.
             yield f"{prefix}{key}", None if isinstance(value, Mapping) else value
 
 

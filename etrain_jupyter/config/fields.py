@@ -34,7 +34,7 @@ def check_word(value: Any, known: Sequence[str], *, usual: str = "", hint: str =
         value: Value in the cell.
         known: Accepted words, two or more.
         usual: Suggestion if no accepted word is similar.
-        hint: Suggestion that replaces all others.
+        hint: Suggestion to use instead of any other.
     """
     if value in known:
         return value
@@ -49,7 +49,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        # A quoted '3' stays text: YAML already distinguishes text from numbers.
+        # Do not convert a quoted '3' to a number: YAML already distinguishes text from numbers.
         strict=True,
         populate_by_name=True,
         use_attribute_docstrings=True,
@@ -88,7 +88,7 @@ class Interval(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, data: Any) -> Any:
-        # The fields themselves, as given from Python.
+        # The fields themselves were passed from Python.
         if isinstance(data, Mapping) and set(data) == {"value", "unit"}:
             return data
         return interval_parts(data)
@@ -169,4 +169,4 @@ def _required_reference(value: Any) -> Any:
 Required = Annotated[str, BeforeValidator(_required_reference)]
 """A Python expression over the notebook's names, or ``package.module:attribute``."""
 Optional = Annotated[str | None, BeforeValidator(_reference)]
-"""Like ``Required``, or None."""
+"""Like ``Required``, but may be None."""

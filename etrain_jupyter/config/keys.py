@@ -1,4 +1,4 @@
-"""Keys of the body, derived from the schema: where each is allowed and which values it accepts."""
+"""Keys of the body, derived from the schema: where each key is allowed and what it accepts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INTERVALS = ("1 epoch", "200 steps", "5 min")
 
 
 def group_at(path: KeyPath) -> type[Section] | None:
-    """Return the group of keys that a path opens, or None if it opens none."""
+    """Return the group of keys at a path, or None if the path is not that of a group."""
     group: type[Section] | None = TrainConfig
     for key in path:
         if group is None or group is Interval:
@@ -42,7 +42,7 @@ def group_at(path: KeyPath) -> type[Section] | None:
 
 
 def opens_group(path: KeyPath) -> bool:
-    """Return whether a path opens a group of keys."""
+    """Return whether there is a group of keys at a path."""
     return path == METRICS or group_at(path) is not None
 
 
@@ -88,7 +88,7 @@ def _optimizer_keys(known: list[str], given: Mapping[str, str]) -> list[str]:
 def _excludes(
     path: KeyPath, key: str, known: list[str], given: Mapping[str, str], top: Mapping[str, Any]
 ) -> bool:
-    """Return whether one of the given keys excludes this key."""
+    """Return whether one of the given keys rules out this key."""
     if any(other in given for other in _rivals(path, key)):
         return True
     # A conflict is declared on only one of the two keys, so check both directions.
@@ -128,7 +128,7 @@ def accepts(path: KeyPath, value: Any) -> bool:
         return path[:-1] == METRICS and isinstance(value, str)
     try:
         # Use the schema itself, so that completion never offers a value that a submit rejects.
-        # Errors about other keys, such as missing ones, do not count.
+        # Ignore errors about other keys, such as missing ones.
         group.model_validate({path[-1]: value})
     except ValidationError as exc:
         return not any(_is_about(error, path[-1]) for error in exc.errors(include_url=False))

@@ -1,7 +1,8 @@
 """Check expressions over the notebook's names before a job is submitted.
 
-The rank evaluates them. Before that, three things can be checked without running the user's code:
-the syntax, the names, and the type of the object behind a plain name.
+The expressions are evaluated later, by the ranks. Before that, three properties can be checked
+without running the user's code: the syntax, the names, and the type of the object that a plain name
+refers to.
 """
 
 from __future__ import annotations
@@ -192,15 +193,16 @@ class _Check:
                     else None
                 ):
                     continue
-                # At this point the attribute is neither loaded nor an unimported submodule.
+                # At this point, the attribute is neither loaded nor a submodule that could be
+                # imported.
                 name = ast.unparse(node.value)
                 known = [f"{name}.{other}" for other in dir(owner) if not other.startswith("_")]
                 hint = did_you_mean(f"{name}.{node.attr}", known, count=3)
                 raise self._fault(f"{self.key}: module '{name}' has no '{node.attr}'", hint, node)
 
     def _resolve(self, node: ast.expr) -> tuple[bool, Any]:
-        # Finds the object behind a literal, a plain name, or attributes of modules. The first
-        # return value distinguishes an object that is None from no object.
+        # Find the object that a literal, a plain name or an attribute of a module refers to. The
+        # first return value distinguishes the object None from no object.
         if isinstance(node, ast.Constant):
             return True, node.value
         if isinstance(node, ast.Name):
@@ -276,7 +278,7 @@ class _Check:
 
 
 def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
-    """Raise an error if the object behind a plain name is unsuitable for ``key``.
+    """Raise an error if the object that a plain name refers to is unsuitable for ``key``.
 
     Args:
         key: A key of ``TrainConfig.references()``.
@@ -364,7 +366,7 @@ def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
 
 
 def _parts(text: str, value: Any) -> dict[str, Any]:
-    """Split a pair or a dict of arrays into its arrays; return any other value as the only part."""
+    """Split a pair or a dict of arrays into the arrays; return any other value as a single part."""
     pairs = (
         value.items()
         if isinstance(value, Mapping)
@@ -383,7 +385,7 @@ def _parts(text: str, value: Any) -> dict[str, Any]:
 def _has(owner: ModuleType, name: str) -> bool:
     try:
         return hasattr(owner, name)
-    except Exception:  # A module's own __getattr__ may raise anything; the rank reports it.
+    except Exception:  # A module's own __getattr__ may raise anything, which the rank reports.
         return True
 
 

@@ -105,7 +105,8 @@ class OptimizerConfig(Section):
         if not isinstance(data, Mapping):
             return data
         # The cell writes options next to the name: {name: SGD, lr: 0.1, momentum: 0.9}. Collect all
-        # keys that are not fields; _check_options rejects those that the optimizer does not have.
+        # keys that are not fields. _check_options then rejects the keys that the optimizer does not
+        # have.
         own = {"name", "lr", "no_decay", "options", "reference"}
         given = {key: value for key, value in data.items() if key in own}
         extra = {key: value for key, value in data.items() if key not in own}
@@ -119,8 +120,8 @@ class OptimizerConfig(Section):
             raise fault("optimizer.name is empty", hint="write for example {name: AdamW, lr: 3e-4}")
         if isinstance(given.get("name"), str):
             given["name"] = _checked_name(given["name"], ("optimizer", "name"))
-            # Recorded in the job, so that a later version of torch with another default changes
-            # nothing.
+            # Record the value in the job, so that a different default in a later version of torch
+            # has no effect.
             given.setdefault("lr", NAMED_LR[given["name"]])
         return given
 
@@ -213,16 +214,16 @@ class BatchConfig(Section):
             next((data[key] for key in keys if data.get(key) is not None), None)
             for keys in (("global", "global_batch_size"), ("per_worker", "per_worker_batch_size"))
         ]
-        # Both keys are in the cell. A dump, in which one of them is null, is accepted.
+        # The cell has both keys. A dump, in which one of them is null, is accepted.
         if None not in sizes:
             raise fault(
                 f"batch.global={sizes[0]} and batch.per_worker={sizes[1]} are mutually exclusive",
                 hint="keep global for a constant batch, or per_worker for a batch that "
-                "grows with the workers",
+                "grows with the number of workers",
                 path=("batch", "per_worker"),
                 at_key=True,
             )
-        # Set explicitly, so that the recorded job does not depend on a default that may change.
+        # Set it explicitly, so that the recorded job does not depend on a default that may change.
         if sizes == [None, None]:
             rest = {key: value for key, value in data.items() if key != "global_batch_size"}
             return {**rest, "global": DEFAULT_BATCH_SIZE}
@@ -230,8 +231,8 @@ class BatchConfig(Section):
 
     @model_validator(mode="after")
     def _check_passes(self) -> Self:
-        # A single worker has the largest share: if that is too small for the passes, every share
-        # is.
+        # A single worker has the largest share of a step. If this share is too small for the
+        # passes, every share is.
         size, passes = self.size(1), self.aggregation_frequency
         if size < passes:
             key = "global" if self.per_worker_batch_size is None else "per_worker"
@@ -289,7 +290,8 @@ class ScalingConfig(Section):
     @field_validator("rule", mode="before")
     @classmethod
     def _known_rule(cls, value: Any) -> Any:
-        # None stands for auto here, because the optimizer, which decides, is in another group.
+        # None stands for auto here, because the rule depends on the optimizer, which is in another
+        # group.
         if value in (None, "auto"):
             return None
         return check_word(value, RULES, usual="rule: linear")
@@ -378,7 +380,7 @@ class CheckpointConfig(Section):
     @field_validator("to", mode="before")
     @classmethod
     def _check_location(cls, value: Any) -> Any:
-        # From Python or !py, where a Path is natural.
+        # The value may come from Python or !py, where users may pass a Path.
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(value, str) and not value.strip():
             raise fault("{key} is empty", hint="name a folder, or remove the line")
@@ -407,7 +409,7 @@ class WorkersConfig(Section):
     @field_validator("max")
     @classmethod
     def _check_min(cls, value: int | None, info: ValidationInfo) -> int | None:
-        # Missing if min itself is invalid, which is reported separately.
+        # The value is missing if min itself is invalid, which is reported separately.
         least = info.data.get("min")
         if value is not None and least is not None and value < least:
             raise fault(
@@ -449,7 +451,8 @@ class LogConfig(Section):
         """Return the folder of a job's TensorBoard files, or None if they are disabled."""
         if not self.tensorboard:
             return None
-        # A common folder gets a subfolder per job, so that TensorBoard shows each job as a run.
+        # A folder that several jobs share has a subfolder per job, so that TensorBoard shows each
+        # job as a run.
         is_folder = isinstance(self.tensorboard, str)
         return Path(str(self.tensorboard)) / job_id if is_folder else run_dir / "tensorboard"
 
@@ -544,7 +547,7 @@ class TrainConfig(Section):
     @classmethod
     def _read_true(cls, value: Any) -> Any:
         if value is None or isinstance(value, bool):
-            # `true` is a group without a number of shards, see num_shards.
+            # `true` becomes a group without a number of shards, see num_shards.
             return {} if value else None
         if not isinstance(value, Mapping | ReproducibleConfig):
             raise fault(
@@ -585,7 +588,7 @@ class TrainConfig(Section):
     @field_validator("precision", mode="before")
     @classmethod
     def _known_precision(cls, value: Any) -> Any:
-        # Check words from other systems first: they are not similar to the right one.
+        # Check the words of other systems first, because they are not similar to the correct word.
         meant = OTHER_PRECISIONS.get(str(value).lower(), "fp32, bf16 or fp16")
         return check_word(value, PRECISIONS, hint=f"write precision: {meant}")
 
@@ -663,14 +666,14 @@ class TrainConfig(Section):
             )
         if self.compression == "powersgd" and self.precision == "fp16":
             raise fault(
-                "compression: powersgd cannot be used with precision: fp16, whose overflows would "
-                "remain in its residual",
+                "compression: powersgd cannot be used with precision: fp16, because overflows of "
+                "fp16 would remain in the residual of powersgd",
                 hint="write precision: bf16, or compression: fp16",
                 path=path,
             )
 
     def _check_metric(self, wanted: MetricConfig | None, path: tuple[str, ...]) -> None:
-        """Reject a metric that no evaluation would ever report."""
+        """Reject a metric that is never evaluated."""
         if wanted is None:
             return
         key = ".".join(path)
@@ -714,15 +717,16 @@ class TrainConfig(Section):
         grows = self.batch.per_worker_batch_size is not None
         if self.scaling is not None and not grows:
             raise fault(
-                "scaling needs a batch that grows with the workers, but batch.global is constant",
+                "scaling needs a batch that grows with the number of workers, but batch.global is "
+                "constant",
                 hint="write batch: {per_worker: 32}, or remove the line",
                 path=("scaling",),
                 at_key=True,
             )
         if self.weight is not None and self.scaling is not None and self.scaling.rule == "adascale":
             raise fault(
-                "rule: adascale needs workers of equal weight in the average, which weight makes "
-                "unequal",
+                "rule: adascale requires that all workers have the same weight in the average, "
+                "but the key weight makes their weights differ",
                 hint="write scaling: {rule: linear} or {rule: sqrt}",
                 path=("scaling", "rule"),
             )
@@ -769,7 +773,8 @@ class TrainConfig(Section):
                 hint=f"write shards: {size} or less, or batch: {{global: {shards}}} or more",
                 path=path,
             )
-        # Without max, max_workers() never exceeds the shards; only min can be too large.
+        # Without max, max_workers() never exceeds the number of shards, so only min can be too
+        # large.
         name, most = "max", self.workers.max
         if most is None:
             name, most = "min", self.workers.min
@@ -819,7 +824,7 @@ class TrainConfig(Section):
         """
         if cores is None:
             cores = (
-                # The cores that this process may use, which a container may limit.
+                # The cores available to this process, which a container may limit.
                 len(os.sched_getaffinity(0))
                 if hasattr(os, "sched_getaffinity")
                 else os.cpu_count() or 1

@@ -39,7 +39,7 @@ class SourceMap:
     keys: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
     values: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
     computed: frozenset[Path] = frozenset()
-    """Values that ``!py`` returned; they may contain objects instead of names."""
+    """Paths of values that ``!py`` returned, which may contain objects instead of names."""
 
     def error(
         self,
@@ -57,7 +57,7 @@ class SourceMap:
                 group, or at line 1.
             message: Description of the error, including the invalid value.
             hint: Suggested fix.
-            at_key: Point at the key instead of its value.
+            at_key: True to point at the key instead of its value.
             inside: Offset and length of the invalid part within the value's text.
         """
         if not self.lines:
@@ -82,7 +82,7 @@ class SourceMap:
         )
 
     def without(self, flags: Mapping[str, Any]) -> SourceMap:
-        """Drop the positions of values that flags override: errors then point at line 1."""
+        """Drop the positions of values that flags override, so that errors point at line 1."""
         # A flag that sets one key of a group, such as workers.max, keeps the group's positions.
         gone = {(key,) for key, value in flags.items() if not isinstance(value, Mapping)}
         keys = {path: span for path, span in self.keys.items() if path[:1] not in gone}
@@ -102,14 +102,14 @@ class SourceMap:
     def span_of(self, path: Path, *, at_key: bool = False) -> Span:
         """Return the position of ``path``, or of the nearest enclosing group in the cell."""
         first, second = (self.keys, self.values) if at_key else (self.values, self.keys)
-        # An error about a missing key has no position: point at the group that lacks it.
+        # A missing key has no position, so point at the group that lacks it.
         span = first.get(path) or second.get(path)
         for depth in range(len(path) - 1, 0, -1):
             if span is not None:
                 break
             span = self.keys.get(path[:depth])
         if span is None:
-            span = self.keys.get(())  # set for a part of a file, see ``below``
+            span = self.keys.get(())  # exists for a part of a file, see ``below``
         if span is None:
             return Span(line=1, column=1, length=len(self.text_of(1).rstrip()) or 1)
         return span
@@ -119,8 +119,8 @@ class SourceMap:
         return self.lines[line - 1] if 0 < line <= len(self.lines) else ""
 
     def _narrow(self, span: Span, path: Path, offset: int, length: int) -> Span:
-        # Quotes, escapes and folded lines shift positions in the source relative to those in the
-        # value. If the shift is unknown, point at the whole value.
+        # With quotes, escapes and folded lines, positions in the source differ from those in the
+        # value. If the difference is unknown, point at the whole value.
         start = span.column - 1
         text = self.text_of(span.line)[start : start + span.length]
         quoted = text[:1] in ("'", '"')

@@ -15,7 +15,7 @@ def split_s3_url(url: str) -> tuple[str, str]:
 
     Raises:
         ValueError: If the URL is invalid. The message continues a sentence that begins with the
-            key, and omits everything that could be a secret.
+            key, and omits any text that could be a secret.
 
     >>> split_s3_url("s3://my-bucket/runs/mine/")
     ('my-bucket', 'runs/mine')
@@ -24,16 +24,16 @@ def split_s3_url(url: str) -> tuple[str, str]:
     prefix = prefix.strip("/")
     # As in s3://KEY:SECRET@bucket. Do not repeat the text in the message.
     if "@" in bucket:
-        raise ValueError("has credentials in it; they come from AWS_PROFILE or ~/.aws")
+        raise ValueError("contains credentials; set them in AWS_PROFILE or ~/.aws instead")
     if not bucket:
         raise ValueError("names no bucket")
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:
         raise ValueError(
-            f"names the bucket '{bucket}', but a bucket has 3 to 63 lower-case letters, digits, "
-            "dots and dashes"
+            f"names the bucket '{bucket}', but the name of a bucket has 3 to 63 "
+            "lower-case letters, digits, dots and dashes"
         )
     if not _PREFIX.fullmatch(prefix):
-        raise ValueError("has characters after the bucket that a key should not have")
+        raise ValueError("has characters after the bucket that are not allowed in a key")
     if any(name in ("", ".", "..") for name in prefix.split("/")) and prefix:
         raise ValueError("has an empty name, '.' or '..' after the bucket")
     return bucket, prefix

@@ -31,8 +31,8 @@ def _section(section: type[Section], *, indent: str = "", off: bool = False) -> 
         key, kind = info.alias or name, info.annotation
         mark = _mark(info)
         if mark in ("", "# "):
-            # Put a block's comment markers in one column, so that an editor can uncomment them
-            # together.
+            # Align a block's comment markers in one column, so that an editor can uncomment the
+            # block at once.
             start = f"# {indent}" if off else f"{indent}{mark}"
         else:
             start = f"{indent}{mark}"
@@ -44,14 +44,15 @@ def _section(section: type[Section], *, indent: str = "", off: bool = False) -> 
             yield _line(f"{start}{key}:", info)
             yield from _section(kind, indent=indent + "  ", off=bool(mark))
         else:
-            # Some defaults, such as None, would not show which values the key accepts.
+            # Prefer the example: some defaults, such as None, do not show which values the key
+            # accepts.
             shown = info.examples[0] if info.examples else info.default
             yield _line(f"{start}{key}: {yaml_of(shown)}", info)
 
 
 def _mark(info: FieldInfo) -> str:
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-    # As comments, because only one of the two keys may be given.
+    # Write them as comments, because only one of the two keys may be given.
     if "instead_of" in extra:
         return "# or "
     return "" if info.is_required() or "usual" in extra else "# "

@@ -78,7 +78,7 @@ SWITCHES = frozenset(
         *("pre_norm", "rectify", "weight_decouple"),
     )
 )
-"""Keywords that are true or false."""
+"""Keywords whose values are true or false."""
 
 
 def find_optimizer(text: str) -> str:

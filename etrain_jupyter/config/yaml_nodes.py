@@ -1,9 +1,10 @@
 """Read YAML into plain data, with the position of every key and value.
 
 PyYAML implements YAML 1.1, in which ``3e-4`` is text, ``no`` is false, ``12:30:00`` is 45000,
-``017`` is 15, and a repeated key silently overwrites the first one. This module uses PyYAML only up
-to the nodes, which have positions, and resolves scalars by the core schema of YAML 1.2. Cells allow
-one tag, ``!py``: a Python expression over the notebook's names. Files allow no tags.
+``017`` is 15, and a repeated key silently overwrites the first one. This module uses PyYAML only to
+parse text into nodes, which have positions. It resolves scalars itself, by the core schema of YAML
+1.2. Cells allow one tag, ``!py``: a Python expression over the notebook's names. Files allow no
+tags.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ for _name, _pattern, _first in (
 
 
 class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
-    """PyYAML's loader without the constructor: it stops at the nodes."""
+    """PyYAML's loader without the constructor, so that it only produces nodes."""
 
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
@@ -105,7 +106,7 @@ def load_body(
 
 
 def load_file(text: str) -> tuple[Any, SourceMap]:
-    """Read a whole file. It may contain values only, since its author need not be trusted.
+    """Read a whole file. It may contain only values, because its author is not necessarily trusted.
 
     Returns:
         Plain data (None for an empty file), and the positions of its parts.
@@ -137,7 +138,7 @@ def _load(
         raise _syntax_error(exc, lines, first_line_number) from exc
     except RecursionError:
         raise SourceMap(lines=lines).error_at(
-            Span(line=first_line_number, column=1), "this is nested too deeply to be read"
+            Span(line=first_line_number, column=1), "the text is nested too deeply to be read"
         ) from None
     return data, dataclasses.replace(reader.source, computed=frozenset(reader.computed))
 
@@ -158,7 +159,8 @@ class _NodeReader:
         self._num_read = 0
         self._keys: dict[Path, Span] = {}
         self._values: dict[Path, Span] = {}
-        # Nodes that are being read, by identity: an alias to one of them would recurse forever.
+        # Identities of the nodes that are being read. An alias to one of them would recurse
+        # forever.
         self._open: set[int] = set()
         self.computed: set[Path] = set()
         self.source = SourceMap(lines=lines, keys=self._keys, values=self._values)
@@ -243,7 +245,7 @@ class _NodeReader:
             # names.
             return eval(compile(text.strip(), "<!py>", "eval"), dict(self._namespace))
         except SyntaxError as exc:
-            # Point into the expression: Python's offset counts from 1.
+            # Point at the position in the expression; Python's offset counts from 1.
             span = self._inside(node, text, (exc.offset or 1) - 1)
             message = f"!py {text}: this is not a valid Python expression ({exc.msg})"
             raise self.source.error_at(span, message, path=path) from exc
@@ -254,7 +256,7 @@ class _NodeReader:
             raise self._error(
                 node, message, path, hint or "run the cell that defines it first"
             ) from exc
-        except Exception as exc:  # The user's code may raise anything; point at it.
+        except Exception as exc:  # The user's code may raise any exception; point at the code.
             message = f"!py {text} raised {type(exc).__name__}: {exc}"
             raise self._error(node, message, path) from exc
 
@@ -287,14 +289,14 @@ class _NodeReader:
         span = self._span(node)
         written = self._body[node.start_mark.index : node.end_mark.index]
         begin = written.find(text)
-        # Escapes or line breaks shift the offset: point at the whole expression.
+        # Escapes or line breaks shift the offset, so point at the whole expression.
         if begin < 0 or "\n" in written or offset >= len(text):
             return span
         return Span(line=span.line, column=span.column + begin + offset)
 
 
 def visible_names(namespace: Mapping[str, Any]) -> list[str]:
-    """Return the names to suggest to a user: neither private ones nor IPython's own.
+    """Return the names to suggest to a user, without private names and those of IPython.
 
     >>> visible_names({"net": 1, "_i3": "", "In": [], "quit": 0})
     ['net']
@@ -314,7 +316,7 @@ def _core_value(kind: str, text: str) -> Any:
         return text.lower() == "true"
     if kind == "float":
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    # Not int(text, 0), which rejects leading zeros: in YAML 1.2, 017 is seventeen.
+    # Do not use int(text, 0), which rejects leading zeros: in YAML 1.2, 017 is seventeen.
     base = {"0o": 8, "0x": 16}.get(text[:2], 10)
     return int(text, base)
 
@@ -360,7 +362,8 @@ def _syntax_error(
 
 
 def _lacks_colon(lines: tuple[str, ...], line: int, first: int) -> bool:
-    # YAML joins two lines of plain text in the same column. Here the second was meant as a key.
+    # YAML joins two lines of plain text in the same column. Here, the second line was meant as a
+    # key.
     text, following = lines[line - 1], lines[line]
     same_column = len(text) - len(text.lstrip()) == len(following) - len(following.lstrip())
     return line >= first and same_column and bool(text.strip()) and ":" not in text

@@ -16,9 +16,9 @@ class HeadCoordinator(Protocol):
     """Assign workers to jobs; a plugin of the Dask scheduler.
 
     A cluster's settings file names the class as ``module:attribute``; ``head.main`` calls it with
-    the node source, ``cluster_id`` and ``on_shutdown``. Subclass this protocol explicitly: it
-    implements every method except ``idle_s`` for a coordinator that tracks neither records nor
-    costs.
+    the node source, ``cluster_id`` and ``on_shutdown``. Subclass this protocol explicitly to
+    inherit its methods. Except for ``idle_s``, they are implemented for a coordinator that tracks
+    neither records nor costs.
     """
 
     def idle_s(self) -> float:
@@ -51,7 +51,7 @@ class HeadCoordinator(Protocol):
         return
 
     def take_notice(self, worker: str, leaves_at: float) -> None:
-        """Handle an interruption notice: the machine disappears at ``leaves_at`` (epoch)."""
+        """Handle an interruption notice: the machine disappears at ``leaves_at`` (epoch time)."""
         return
 
     def warn(self, text: str) -> None:

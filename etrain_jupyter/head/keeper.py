@@ -198,7 +198,7 @@ class Keeper:
         return True
 
     def _may_retry(self, exc: OSError) -> bool:
-        # The fork failed: out of memory or processes. Wait as after a death, or give up.
+        # The fork failed: out of memory or processes. Back off as after a death, or give up.
         logger.error("the scheduler could not be restarted: %s", exc)
         delay_s = self._restarts.after_death(time.monotonic())
         if delay_s is None:
@@ -208,8 +208,8 @@ class Keeper:
         return True
 
     def _stop_scheduler(self, pid: int) -> None:
-        # It stops its workers first, which takes seconds. ``main`` then kills the rest of the
-        # cluster, including a hung scheduler.
+        # The scheduler stops its workers first, which takes seconds. ``main`` then kills the rest
+        # of the cluster, including a hung scheduler.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         if self._children.wait_for_stopped(pid, timeout_s=STOP_TIMEOUT_S) is None:
@@ -233,7 +233,7 @@ class Keeper:
 def shut_down_cluster(cluster: ClusterDir) -> None:
     """Kill the remaining processes of a cluster and remove its folder.
 
-    Holds the start lock, so a kernel that needs a cluster waits until this one is gone.
+    Holds the start lock, so a kernel that starts a cluster waits until this cluster is gone.
     """
     root, key = cluster.path.parent, cluster.lock_key
     with contextlib.ExitStack() as stack:
@@ -295,7 +295,7 @@ class SchedulerStarter:
 
 
 def detach() -> None:
-    """Continue in a child of init, so that the notebook kernel need not reap it."""
+    """Continue in a child process of init, so that the notebook kernel does not have to reap it."""
     if os.fork():
         os._exit(0)
     # The launcher started a new session, so SIGHUP and SIGINT can only arrive by mistake. Install

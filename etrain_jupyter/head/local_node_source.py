@@ -20,7 +20,7 @@ from etrain_jupyter.process.survivors import WorkerRecords
 
 
 class LocalHeadNodes(LocalNodes):
-    """Adopt the previous scheduler's workers, and start new ones that exit with the keeper."""
+    """Adopt the previous scheduler's workers, and start new ones that exit when the keeper does."""
 
     def __init__(self, facts: HeadFacts) -> None:
         self._facts = facts
@@ -35,7 +35,7 @@ class LocalHeadNodes(LocalNodes):
             on_end=self._records.remove,
         )
         # The processes belong to the keeper, and their records on disk outlive the scheduler. Adopt
-        # them before anything is started: a survivor's slot must not receive a second worker.
+        # them before any worker is started: a survivor's slot must not receive a second one.
         self.adopt(
             self._records.survivors(),
             num_named=self._records.num_named(),
@@ -57,7 +57,7 @@ class LocalHeadNodes(LocalNodes):
 
     def _spawn_worker(self, name: str, slot: Slot) -> subprocess.Popen[bytes]:
         cluster = self._facts.cluster
-        # Files in the notebook's folder must not shadow modules, in workers as in this process.
+        # As in this process, files in the notebook's folder must not shadow modules.
         flags = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *flags, "-m", "etrain_jupyter.worker.main"]
         options = {
@@ -76,7 +76,8 @@ class LocalHeadNodes(LocalNodes):
                 stdout=log,
                 stderr=log,
                 env=os.environ | slot.environment,
-                # In its own group, so that leftover children can be killed with it.
+                # Use a separate process group, so that leftover children can be killed with the
+                # worker.
                 process_group=0,
             )
         finally:

@@ -2,8 +2,8 @@
 
 Runs in the scheduler process, on its event loop.
 
-There is at most one worker process per slot. Each leads its own process group, so that its
-leftover children can be killed with it, and reads from the keeper's pipe, so that it exits when the
+There is at most one worker process per slot. Each worker leads its own process group, so that
+leftover children can be killed with it. It reads from the keeper's pipe, so that it exits when the
 keeper dies. It survives the scheduler that started it: the next scheduler adopts it.
 """
 
@@ -26,7 +26,8 @@ from etrain_jupyter.process.survivors import AdoptedProcess, Survivor
 logger = logging.getLogger(__name__)
 
 HEALTHY_S = 3.0
-"""A worker that lived at least this many seconds started successfully; the back-off resets."""
+"""A worker that ran for at least this many seconds has started successfully, which resets the
+back-off."""
 FIRST_BACK_OFF_S = 0.5
 MAX_BACK_OFF_S = 30.0
 
@@ -42,7 +43,7 @@ class WorkerProcess:
     """On the monotonic clock."""
     is_draining: bool = False
     is_end_wanted: bool = False
-    """True if the worker was released or killed on purpose. Its exit is not a failure."""
+    """True if the worker was released or killed on purpose, so that its exit is not a failure."""
 
 
 class LocalNodes:
@@ -105,7 +106,8 @@ class LocalNodes:
                     started_at=time.monotonic(),
                 )
                 logger.info("adopted worker %s, process %d", survivor.name, survivor.pid)
-        # Keep all of them until the restored jobs have requested workers: they are training.
+        # These workers are training: keep all of them until the restored jobs have requested
+        # workers.
         self._wanted = len(self._processes)
 
     def want(self, count: int, *, reason: str) -> None:
@@ -234,8 +236,8 @@ class LocalNodes:
                 popen = self._spawn(name, slot)
             except OSError as exc:  # out of memory, processes or file descriptors
                 logger.error("worker %s could not be started: %s", name, exc)
-                # A worker's first failure has no back-off, but a failed fork always does: the cause
-                # is the machine, so an immediate retry would fail as well.
+                # A worker's first failure is retried without a back-off, but a failed fork is not.
+                # Its cause is the machine, so an immediate retry would fail as well.
                 self._back_off(lived_s=0.0)
                 wait_s = self._retry_at - time.monotonic()
                 self._call_later("retry", max(wait_s, FIRST_BACK_OFF_S), self._reconcile)
@@ -283,15 +285,15 @@ class LocalNodes:
         )
 
     def _back_off(self, lived_s: float) -> float:
-        # If a worker ran for a while, workers can start: its death counts as the first failure,
-        # which is retried immediately, see back_off_s.
+        # A worker that ran for a while shows that workers can start. Count its death as the first
+        # failure, after which the next worker starts immediately (see back_off_s).
         self._num_failures = 1 if lived_s >= HEALTHY_S else self._num_failures + 1
         delay_s = back_off_s(self._num_failures)
         self._retry_at = time.monotonic() + delay_s
         return delay_s
 
     def _call_later(self, name: str, delay_s: float, do: Callable[[], None]) -> None:
-        # Replaces the timer of the same name.
+        # This replaces any timer with the same name.
         def run() -> None:
             self._timers.pop(name, None)
             do()

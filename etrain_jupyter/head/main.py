@@ -46,8 +46,8 @@ from etrain_jupyter.wire import requests as q
 logger = logging.getLogger(__name__)
 
 SAME_S = 2.0
-"""Idle times that differ by less than this many seconds count as equal: the offset between the two
-clocks jitters."""
+"""Idle times that differ by less than this many seconds are treated as equal, because the offset
+between the monotonic clock and the wall clock jitters."""
 WORKERS_END_S = 4.0
 """Seconds between SIGTERM and SIGKILL for workers when the cluster shuts down."""
 
@@ -82,8 +82,8 @@ class Head:
         self._touched_at = time.monotonic()
         self._load: Load | None = None  # as last written
         self._tasks: set[asyncio.Task[Any]] = set()
-        # Nodes, coordinator and scheduler need each other. The lambdas look up the coordinator and
-        # the scheduler when called, after this constructor has returned.
+        # Nodes, coordinator and scheduler depend on each other. The lambdas look up the coordinator
+        # and the scheduler when called, after this constructor has returned.
         self.nodes: HeadNodes = load_factory(self._settings.nodes)(
             HeadFacts(
                 cluster=cluster,
@@ -162,7 +162,7 @@ class Head:
 
     @property
     def shuts_down_fast(self) -> bool:
-        """True if the workers are processes on this machine; remote machines take minutes."""
+        """True if the workers are local processes; remote machines take minutes to stop."""
         return not self.nodes.replaces_early
 
     def _report_costs(self) -> None:
@@ -173,7 +173,7 @@ class Head:
         # gives up.
         address = self.scheduler.aliases.get(worker)
         if address is None:
-            return  # not connected yet, or no longer
+            return  # not connected yet, or already disconnected
         logger.info("removing worker %s: %s", worker, why)
         removal = self.scheduler.remove_worker(
             address, stimulus_id=f"etrain-gone-{time.time()}", expected=True, close=False
@@ -217,7 +217,7 @@ class Head:
         if not port:
             return 0
         with socket.socket() as probe:
-            # Like Dask's own server: the dead scheduler's connections may be in TIME_WAIT.
+            # As in Dask's own server: the dead scheduler's connections may be in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((self._settings.host, port))
@@ -231,13 +231,13 @@ class Head:
 
     def _is_idle(self) -> bool:
         idle_s = self.coordinator.idle_s()
-        # Checked only while no job is active, because an active one can still finish.
+        # Check this only while no job is active, because an active job can still finish.
         if idle_s > 0 and not self._cluster.is_published():
             logger.info(
                 "cluster.json was removed, so no kernel can find this cluster: shutting down"
             )
             return True
-        # A kernel sends TouchCluster on connecting, because it is about to submit a job.
+        # A kernel that connects sends TouchCluster, because it is about to submit a job.
         idle_s = min(idle_s, time.monotonic() - self._touched_at)
         if idle_s < self._settings.idle_s:
             return False
@@ -371,7 +371,7 @@ def main() -> None:
             notify_launcher(arguments.ready_fd, f"{describe_cause(error)}\n".encode())
         code = START_FAILED if not cluster.is_published() else 1
     logging.shutdown()
-    # Skip the interpreter's shutdown, which blocked Dask threads could delay.
+    # Skip the interpreter's shutdown, because blocked Dask threads could delay it.
     os._exit(code)
 
 

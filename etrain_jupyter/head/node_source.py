@@ -26,20 +26,21 @@ class HeadFacts:
     is_busy: Callable[[str], bool]
     """Return True if a job may be using a worker, which must then not be released as surplus."""
     on_gone: Callable[[str, str], None]
-    """Report a worker whose machine is gone, and why: its connection may stay open for minutes."""
+    """Report a worker whose machine is gone, with the reason; its connection may stay open for
+    minutes."""
     on_warning: Callable[[str], None]
     """Show a warning to the users of all jobs."""
     on_notice: Callable[[str, float], None]
     """Report that the pool will terminate the machine of a worker in use, and when (epoch time)."""
     on_halt: Callable[[str], None]
-    """Report that the pool can provide no more workers, and why: all jobs save and stop."""
+    """Report that the pool can provide no more workers, with the reason; all jobs save and stop."""
 
 
 class HeadNodes(NodeSource, Protocol):
     """Start and stop a cluster's workers; each of its schedulers creates its own instance."""
 
     async def start(self, scheduler_address: str) -> None:
-        """Start work. The scheduler is now listening at ``scheduler_address``.
+        """Start operating. The scheduler is already listening at ``scheduler_address``.
 
         Raises:
             PoolError: If a resource that the node source needs is unavailable.

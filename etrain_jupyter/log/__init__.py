@@ -1,1 +1,1 @@
-"""Events of a job, the durable log that stores them, and the fold over them."""
+"""Events of a job, the durable log that stores them, and the state derived from them."""

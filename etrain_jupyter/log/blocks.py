@@ -1,9 +1,9 @@
-"""Steps as columns, for logs of a million steps: in memory, in segments, and in folds.
+"""Columnar storage of steps, for logs with a million steps: in memory, in segments, and in folds.
 
-A step takes about 90 bytes here, and more than 1,000 as an object. A ``Block`` is a contiguous part
-of a log: its steps as columns, and the other events between them as JSON lines. It reproduces its
-events exactly: a step that does not fit into the columns (for example because a number is too
-large) is also kept as a line.
+A step takes about 90 bytes in columns, compared with more than 1,000 as an object. A ``Block`` is a
+contiguous part of a log: its steps as columns, and the other events between them as JSON lines. It
+reproduces its events exactly, because a step that does not fit into the columns (for example
+because a number is too large) is also kept as a line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etrain_jupyter.log.events import Event, StepCompleted, event_from_dict
 
 Column: TypeAlias = NDArray[Any]
 
-# Step fields that are not columns here: a block stores job, position and metrics separately.
+# Step fields that are not columns: a block stores job, position and metrics separately.
 _NOT_COLUMNS = frozenset({"job_id", "seq", "metrics"})
 
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "bool": np.bool_}
@@ -131,8 +131,8 @@ class Block:
             yield StepRun(block=self, start=start, end=end)
 
     def _run_ends(self) -> list[int]:
-        # A run ends where skipping its inner steps would make a fold miss something: at another
-        # event, a step that is repeated, or a value that a panel or an audit looks for.
+        # A run must not hide anything that a fold needs. It therefore ends at another event, at a
+        # repeated step, and where a value changes that a panel or an audit checks.
         if len(self.places) < 2:
             return []
         columns = self.columns
@@ -216,15 +216,15 @@ class StepRun:
 
 
 def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> Block:
-    """Put events into columns.
+    """Pack events into a block of columns.
 
     Args:
-        events: At least one, with consecutive ``seq``.
+        events: The events; at least one, with consecutive ``seq``.
         lines: Lines to keep as they are, by position, because this version does not know all of
             their fields.
 
     Raises:
-        ValueError: If there is a gap.
+        ValueError: If the sequence numbers have a gap.
     """
     lines = lines or {}
     first = events[0].seq
@@ -277,7 +277,7 @@ def _fits(event: StepCompleted) -> bool:
     values = vars(event)
     for name, kind in step_columns().items():
         value = values[name]
-        if type(value) is not kind:  # a loss of 1 would come back as 1.0
+        if type(value) is not kind:  # a loss of 1 would be read back as 1.0
             return False
         if isinstance(value, int) and not -(2**63) <= value < 2**63:  # outside the range of int64
             return False
@@ -290,7 +290,7 @@ def _column(values: list[Any]) -> Column:
 
 
 def _narrow(column: Column) -> Column:
-    # The smallest integer type that holds all values.
+    # Use the smallest integer type that can hold all values.
     if not len(column):
         return column.astype(np.int8)
     low, high = int(column.min()), int(column.max())
@@ -308,10 +308,10 @@ class Events(Sequence[Event]):
     """
 
     PACK_AT = 8192
-    """Number of consecutive events that are packed into a block; fewer stay as objects."""
+    """Number of consecutive events that are packed into a block; fewer remain objects."""
 
     def __init__(self, events: Sequence[Event] = ()) -> None:
-        # Tuples, replaced as a whole: readers and copies may keep the ones they have.
+        # Tuples that are replaced as a whole, so readers and copies can keep using the old ones.
         self._blocks: tuple[Block, ...] = ()
         self._starts: tuple[int, ...] = ()  # number of events before each block
         self._num_packed = 0  # events in blocks
@@ -321,7 +321,7 @@ class Events(Sequence[Event]):
         self.extend(events)
 
     def copy(self) -> Events:
-        """Return the events so far; the blocks are shared, and never change."""
+        """Return a copy of the events so far; it shares the blocks, which never change."""
         other = Events()
         with self._lock:
             other._blocks, other._starts = self._blocks, self._starts
@@ -336,7 +336,7 @@ class Events(Sequence[Event]):
             events = events._tail
         with self._lock:
             self._tail.extend(events)
-            # At least PACK_AT events remain objects: the newest are read most often.
+            # At least PACK_AT events remain objects, because the newest events are read most often.
             while len(self._tail) >= 2 * self.PACK_AT and _is_dense(self._tail[: self.PACK_AT]):
                 self._push(pack(self._tail[: self.PACK_AT]))
                 del self._tail[: self.PACK_AT]
@@ -344,7 +344,8 @@ class Events(Sequence[Event]):
     def add_block(self, block: Block) -> None:
         """Append a block."""
         with self._lock:
-            # A block has no gaps, so a tail with gaps cannot become one; keep the order.
+            # A block has no gaps, so a tail with gaps cannot be packed. To keep the order, append
+            # to it.
             if self._tail and not _is_dense(self._tail):
                 self._tail.extend(block.events())
                 return
@@ -354,7 +355,7 @@ class Events(Sequence[Event]):
             self._push(block)
 
     def forget_lines(self, keep: int) -> None:
-        """Drop the texts of log lines, except in the newest blocks with at least ``keep`` lines.
+        """Drop the texts of all but the newest log lines; at least ``keep`` texts are kept.
 
         Such a line then takes 8 bytes instead of 250.
         """

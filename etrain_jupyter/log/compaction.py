@@ -1,7 +1,7 @@
 """Write segments of a log in the background: ``python -m etrain_jupyter.log.compaction LOG``.
 
-Compaction runs in a separate process, because the coordinator's scheduler must stay responsive. The
-process may be killed at any time: the next one starts when the log has grown by another segment.
+Compaction runs in a separate process, so that the scheduler stays responsive. The process may be
+killed at any time. Another one is started when the log has grown by another segment.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log.segments import EVENTS_PER_SEGMENT, compact
 
 NICENESS = 10
-"""Lower priority than training and the scheduler."""
+"""Niceness of the process, so that training and the scheduler have priority."""
 
 
 class Compactor:
-    """Start processes that write segments as a log grows, one process at a time.
+    """Start processes that write segments as a log grows, at most one at a time.
 
     Args:
         log_path: The log.
@@ -32,15 +32,16 @@ class Compactor:
         self._log_path = log_path
         self._work = work or compact_elsewhere
         self._thread: threading.Thread | None = None
-        # Segments may already exist; the first process checks which are missing.
+        # Some segments may already exist; the first process checks which ones are missing.
         self._due = EVENTS_PER_SEGMENT
 
     def look(self, last_seq: int) -> None:
         """Start writing if the log is long enough."""
-        # Called for each batch of events: most calls end here.
+        # This is called for each batch of events, and most calls return here.
         if last_seq < self._due or (self._thread is not None and self._thread.is_alive()):
             return
-        # Advance now, not when the process exits, so that a failed one is not restarted at once.
+        # Advance now, not when the process exits, so that a failed process is not restarted at
+        # once.
         self._due = (last_seq // EVENTS_PER_SEGMENT + 1) * EVENTS_PER_SEGMENT
         name = f"etrain-compact-{self._log_path.parent.name}"
         self._thread = threading.Thread(
@@ -49,7 +50,7 @@ class Compactor:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the process that was started."""
+        """Wait for the process that was started last."""
         if self._thread is not None:
             self._thread.join()
 

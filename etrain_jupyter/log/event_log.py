@@ -1,12 +1,12 @@
 """The durable log of a job: one event per line, as JSON, in the order in which they happened.
 
-There is one writer, the coordinator, and any number of readers, which need nothing but the file.
-The event with ``seq`` n is line n, without gaps, so a reader can request the events that it has
-missed. Floats that are not finite are written as ``NaN`` and ``Infinity``, an extension of JSON
-that Python reads: a diverged loss must not look like a missing one.
+There is one writer, the coordinator, and any number of readers, which need only the file. The event
+with ``seq`` n is line n, without gaps, so a reader can request the events that it has missed.
+Non-finite floats are written as ``NaN`` and ``Infinity``, an extension of JSON that Python can
+read, so that a diverged loss does not look like a missing one.
 
 Durability: every event survives the exit of any process once ``append`` has returned. Events that
-others act on (``DURABLE``) then also survive a machine crash; steps and messages are synced
+readers act on (``DURABLE``) then also survive a crash of the machine; steps and messages are synced
 in groups. No reader receives an event before ``append`` has returned. Long logs are read through
 ``log.segments``.
 """
@@ -58,13 +58,14 @@ DURABLE = (
 )
 """Events that readers act on: synced to disk before any reader receives them."""
 
-# Lines parsed with one call: faster than one at a time, and faster than all at once, which makes
-# the garbage collector visit hundreds of thousands of dicts repeatedly.
+# Number of lines parsed per call. This is faster than parsing one line at a time, and also faster
+# than parsing all at once, because the garbage collector would then repeatedly traverse hundreds of
+# thousands of dicts.
 _PARSE_LINES = 1000
 
 _READ_BYTES = 1024 * 1024
 
-# Maximum length of a line. Otherwise, a file without newlines would be read into memory.
+# Maximum length of a line. Without a limit, a file without newlines would be read into memory.
 _LONGEST_LINE = 64 * 1024 * 1024
 
 # A symbolic link or a named pipe in place of the log is rejected, never written to.
@@ -81,9 +82,9 @@ class EventLog:
 
     Args:
         path: The file; created with its folder if it does not exist.
-        fsync_every_s: Maximum time in seconds for which a step or a message is only in the page
-            cache, where a machine crash would lose it. Applies while events arrive. 0 syncs every
-            batch; None syncs only events in ``DURABLE`` and on close.
+        fsync_every_s: Maximum time in seconds before a step or a message is synced. Until then, it
+            is only in the page cache, and a crash of the machine would lose it. Applies while
+            events arrive. 0 syncs every batch; None syncs only events in ``DURABLE`` and on close.
         clock: Monotonic clock in seconds.
 
     Raises:
@@ -105,7 +106,8 @@ class EventLog:
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise EtrainError(f"{self.path} is not a regular file. Nothing was written to it.")
-            # Lock before the repair: a running writer may be in the middle of the last line.
+            # Lock before the repair, because a running writer may be in the middle of the last
+            # line.
             _lock(self._file, self.path)
             self._size, self._last_seq = _cut_torn_tail(self._file, self.path)
             _fsync_folder(self.path.parent)
@@ -128,7 +130,7 @@ class EventLog:
         Text that UTF-8 cannot encode (file names may contain such text) is escaped.
 
         Raises:
-            OSError: If the disk rejected them; the log is unchanged in this case.
+            OSError: If the disk rejected the write; the log is then unchanged.
         """
         # number -> encode -> write -> fsync, if due -> return -> readers get them
         #                       |        |
@@ -139,7 +141,7 @@ class EventLog:
             return []
         try:
             data = _lines_of(numbered)
-        except UnicodeEncodeError:  # rare, so only then is each text checked
+        except UnicodeEncodeError:  # rare, so texts are checked only in this case
             numbered = [event_from_dict(readable(event.to_json_dict())) for event in numbered]
             data = _lines_of(numbered)
         size = self._size
@@ -155,7 +157,7 @@ class EventLog:
         return numbered
 
     def sync(self) -> None:
-        """Wait until everything appended survives a crash of the machine."""
+        """Sync the log, so that all appended events survive a crash of the machine."""
         if not self._is_synced:
             os.fsync(self._file)
         self._is_synced, self._synced_at = True, self._clock()
@@ -171,7 +173,7 @@ class EventLog:
             self._file = -1
 
     def _write(self, data: bytes) -> None:
-        if self._is_torn:  # raises if truncating still fails: nothing may be appended
+        if self._is_torn:  # if truncating still fails, this raises, and nothing is appended
             os.ftruncate(self._file, self._size)
             self._is_torn = False
         written = 0
@@ -219,8 +221,8 @@ class LogReader:
 
     Args:
         path: The file; it may not exist yet.
-        offset: Bytes to skip, up to the end of a line.
-        lines: Number of lines in those bytes.
+        offset: Number of bytes to skip; must be the end of a line.
+        lines: Number of lines in the skipped bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, offset: int = 0, lines: int = 0) -> None:
@@ -234,7 +236,7 @@ class LogReader:
         return self._offset, self._lines
 
     def skip(self, num_events: int) -> int:
-        """Skip up to ``num_events`` events without parsing them; return how many were skipped."""
+        """Skip at most ``num_events`` events without parsing them; return the number skipped."""
         return len(self._take_lines(num_events))
 
     def read(self, limit: int | None = None) -> list[Event]:
@@ -257,7 +259,7 @@ class LogReader:
                 data = _read_lines(file, math.inf if limit is None else limit, self.path)
         except FileNotFoundError:
             return []
-        # Drop what follows the last newline: the writer may be in the middle of that line.
+        # Drop the bytes after the last newline, because the writer may be in the middle of a line.
         lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1][:limit]
         self._offset += sum(map(len, lines)) + len(lines)  # with their newlines
         self._lines += len(lines)
@@ -289,7 +291,7 @@ def read_events(
 ) -> list[Event]:
     """Return the events of a log with ``seq > since``, at most ``limit``, in order.
 
-    A torn last line, which a crash may leave, is skipped; a missing file counts as empty.
+    A last line that a crash has truncated is skipped; a missing file counts as empty.
 
     Raises:
         EtrainError: If a complete line is not an event: the file is damaged.
@@ -303,7 +305,7 @@ def parse_lines(lines: list[bytes], path: Path, first_line: int) -> list[Event]:
     """Return the events in complete lines.
 
     Raises:
-        EtrainError: If one is not an event. The message contains the file and the line number.
+        EtrainError: If a line is not an event. The message contains the file and the line number.
     """
     events: list[Event] = []
     for start in range(0, len(lines), _PARSE_LINES):
@@ -318,7 +320,7 @@ def _parse_chunk(lines: list[bytes], path: Path, first_line: int) -> list[Event]
         if len(dicts) == len(lines):  # a damaged line may parse as two items
             return [event_from_dict(data) for data in dicts]
     except _PARSE_ERRORS:
-        pass  # Something in it is damaged: parse line by line to find it.
+        pass  # A line in the chunk is damaged: parse line by line to find it.
     return [_parse_line(line, path, n) for n, line in enumerate(lines, start=first_line)]
 
 
@@ -328,7 +330,8 @@ def _parse_line(line: bytes, path: Path, number: int) -> Event:
     except _PARSE_ERRORS as exc:
         raise EtrainError(
             f"Line {number} of {path} is not an event: {line[:80]!r} ({exc}). "
-            f"The {number - 1} lines before it are intact. To read them, remove the rest of it."
+            f"The {number - 1} lines before it are intact. "
+            "To read them, remove this line and everything after it."
         ) from exc
 
 
@@ -347,10 +350,11 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _cut_torn_tail(file: int, path: Path) -> tuple[int, int]:
-    """Remove an unfinished line that a crash left; return the size of the rest and its last seq.
+    """Remove an unfinished last line; return the size of the remaining file and its last seq.
 
     Raises:
-        EtrainError: If the file has complete lines but none is an event; it is then left unchanged.
+        EtrainError: If the file has complete lines, but none of them is an event. The file is not
+            changed.
     """
     size = os.fstat(file).st_size
     if size == 0:
@@ -380,7 +384,7 @@ def _seq_of(line: bytes) -> int:
 
 
 def _fsync_folder(folder: Path) -> None:
-    # Make a new file's name durable: without its name, its bytes would be lost.
+    # Make the name of a new file durable. Without its name, the file would be lost in a crash.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

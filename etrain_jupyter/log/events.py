@@ -1,8 +1,8 @@
-"""Events of a job: past-tense facts, from which logs, dashboards and audits are derived.
+"""Events of a job, named in the past tense; logs, dashboards and audits are derived from them.
 
-Every event is a frozen dataclass that survives a round trip through one line of JSON. The
-coordinator assigns ``seq`` (1, 2, 3 ... without gaps) and appends the line to the log before any
-reader sees it.
+Every event is a frozen dataclass that can be converted to one line of JSON and back without loss.
+The coordinator assigns ``seq`` (1, 2, 3 ... without gaps) and appends the line to the log before
+any reader sees it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LeaveReason = Literal["preempted", "scaled down"]
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed"})
 
 STACKS_ASKED = "etrain: what the threads of this trainer are doing:"
-"""The log line before the stacks that a supervisor has requested from a trainer."""
+"""Text of the log line that precedes the stack traces a supervisor has requested from a trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class Event:
     time: float
     """Seconds since the epoch, on the clock of the process that observed it."""
     generation: int = 0
-    """The generation it belongs to; 0 before the first one."""
+    """The generation to which the event belongs; 0 before the first generation."""
     seq: int = 0
-    """Position in the job's log, from 1; 0 before it is appended."""
+    """Position in the job's log, starting at 1; 0 until the event is appended."""
 
     kinds: ClassVar[dict[str, type[Event]]] = {}
 
@@ -59,7 +59,7 @@ class Event:
         return {"event": self.kind, **{f.name: getattr(self, f.name) for f in fields}}
 
     def with_seq(self, seq: int) -> Self:
-        """Return the same event at a position in the log."""
+        """Return a copy of the event with a position in the log."""
         return dataclasses.replace(self, seq=seq)
 
 
@@ -79,19 +79,20 @@ class JobSubmitted(Event):
 class JobResumed(Event):
     """A coordinator resumed a job that had ended or whose cluster was gone.
 
-    The events that follow belong to the same job: step and generation numbers continue.
-    ``generation`` is the last one of the previous attempt.
+    The events that follow belong to the same job, so step and generation numbers continue.
+    ``generation`` is the last generation of the previous attempt.
     """
 
     from_status: str
-    """Status before the resume; not a terminal one if the coordinator died."""
+    """Status before the resume; not a terminal status if the coordinator died."""
     step: int
-    """The newest step in the log; ``JobRestored`` has the step of the state that was available."""
+    """The newest step in the log; ``JobRestored`` contains the step of the state that was
+    restored."""
     min_workers: int
     max_workers: int
     pool: str = "local"
     config: dict[str, Any] = field(default_factory=dict)
-    """JSON form of the TrainConfig from now on."""
+    """JSON form of the TrainConfig that applies from now on."""
     differs: list[str] = field(default_factory=list)
     """Differences from the previous attempt, as text."""
 
@@ -101,9 +102,9 @@ class SchedulerRestarted(Event):
     """The scheduler died, and a new one took over the job with the surviving trainers."""
 
     step: int
-    """The newest step in the log at that time; the trainers may be ahead of it."""
+    """The newest step in the log at that time; the trainers may have completed later steps."""
     away_s: float
-    """Seconds without a scheduler, until the trainers were found again."""
+    """Seconds from the scheduler's death until the trainers had reconnected."""
     workers: list[str] = field(default_factory=list)
     """Workers whose trainers survived."""
     lost: list[str] = field(default_factory=list)
@@ -112,7 +113,7 @@ class SchedulerRestarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlanned(Event):
-    """The first warm trainer reported the amount of work; repeated after each ``JobResumed``."""
+    """The first warm trainer reported the length of the job; repeated after each ``JobResumed``."""
 
     num_train_samples: int
     num_eval_samples: int
@@ -125,7 +126,7 @@ class JobPlanned(Event):
     """Total steps at that batch size."""
     num_parameters: int = 0
     total_samples: int = 0
-    """Samples that the whole job trains on, over all epochs; 0 in older logs."""
+    """Number of samples that the whole job trains on, over all epochs; 0 in older logs."""
     per_worker_batch_size: int = 0
     """Samples per step and worker; 0 if the batch size never changes."""
 
@@ -179,17 +180,17 @@ class WorkerJoined(Event):
     lifecycle: str = ""
     """``spot`` or ``on-demand``; empty if the pool has no prices."""
     usd_per_h: float | None = None
-    """Its share of the machine's price per hour when it joined; None if unknown."""
+    """The worker's share of the machine's hourly price when it joined; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerWarmed(Event):
-    """A worker's trainer is ready: the model is built, and one trial pass was made and undone."""
+    """A worker's trainer is ready: it has built the model, and has run and undone a trial pass."""
 
     worker: str
     trainer_pid: int
     warm_s: float
-    """Seconds from the start order until it was ready."""
+    """Seconds from the request to start it until it was ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,8 @@ class GenerationFormed(Event):
     why: str
     """``start``, ``join``, ``leave``, ``lost``, ``stalled`` (no rank made progress, and there was
     no clear straggler), ``broken`` (a collective failed, and no rank was lost), ``restart`` (the
-    scheduler died while the previous generation formed), ``resume``; several are joined by ``+``.
+    scheduler died while the previous generation formed), ``resume``; several reasons are joined by
+    ``+``.
     """
     world_size: int
     ranks: list[str]
@@ -214,21 +216,22 @@ class GenerationFormed(Event):
     """The backend that sums the gradients, ``nccl`` or ``gloo``; empty in logs from older
     versions."""
     stall_s: float = 0.0
-    """Seconds since the end of the previous generation's last step, as the coordinator saw it."""
+    """Seconds since the end of the previous generation's last step, as observed by the
+    coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationReady(Event):
-    """All ranks of a generation are connected, hold the newest state, and are stepping.
+    """All ranks of a generation are connected, hold the newest state, and have started training.
 
-    Each duration is that of the slowest rank.
+    Each duration is the maximum over the ranks.
     """
 
     world_size: int
     connect_s: float
-    """Seconds from the order to form until the process group was connected."""
+    """Seconds from the request to form the generation until the process group was connected."""
     sync_s: float
-    """Seconds to transfer the state to the ranks that were behind; 0 if none were."""
+    """Seconds to transfer the state to the ranks that were behind; 0 if no rank was."""
     wrap_s: float
     """Seconds to wrap the model."""
 
@@ -238,16 +241,16 @@ class StepCompleted(Event):
     """One optimizer update was committed."""
 
     step: int
-    """Number of updates so far, from 1."""
+    """Number of updates so far, including this one."""
     epoch: int
-    """The epoch its samples belong to, from 0."""
+    """The epoch to which its samples belong, starting at 0."""
     first: int
     """Position of its first sample in the epoch's sample order."""
     samples: int
     """Number of samples in the forward and backward passes of all ranks together."""
     sample_checksum: int
-    """Sum of ``ledger.checksum_of(index)`` over those samples, which proves which samples they
-    were."""
+    """Sum of ``ledger.checksum_of(index)`` over those samples, with which an audit verifies
+    them."""
     loss: float
     """Mean over the step's samples."""
     lr: float
@@ -282,12 +285,12 @@ class RankTimed(Event):
     rank: int
     world_size: int
     step: int
-    """The last of the steps."""
+    """The last of these steps."""
     num_steps: int
     samples: int
     """Samples that this rank trained on in these steps."""
     elapsed_s: float
-    """Total seconds of the steps."""
+    """Total duration of these steps, in seconds."""
     data_s: float
     """Part of ``elapsed_s``: waiting for samples."""
     compute_s: float
@@ -298,7 +301,8 @@ class RankTimed(Event):
     optimizer_s: float
     """Part of ``elapsed_s``: updates."""
     evaluation_s: float = 0.0
-    """Seconds of evaluations between the steps, even interrupted ones; not in ``elapsed_s``."""
+    """Seconds spent in evaluations between the steps, including interrupted ones; not in
+    ``elapsed_s``."""
     checkpoint_s: float = 0.0
     """Seconds that checkpoints blocked training; not in ``elapsed_s``."""
 
@@ -326,7 +330,7 @@ class EvalCompleted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class BestReached(Event):
-    """An evaluation was better than all earlier ones: see ``checkpoint.best``.
+    """An evaluation was better than all earlier evaluations; see ``checkpoint.best``.
 
     The weights of that step are saved in the background; ``CheckpointCommitted`` follows.
     """
@@ -339,7 +343,7 @@ class BestReached(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopped(Event):
-    """Early stopping ended the job, because its evaluations had stopped improving."""
+    """Early stopping ended the job because its evaluations no longer improved."""
 
     step: int
     metric: str
@@ -354,7 +358,7 @@ class EarlyStopped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LossNotFinite(Event):
-    """The mean loss of a step was NaN or infinite: all ranks undid it before its update."""
+    """The mean loss of a step was NaN or infinite, so all ranks undid it before the update."""
 
     step: int
     loss: float
@@ -377,7 +381,7 @@ class PreemptionNoticed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RebalanceRecommended(Event):
-    """A worker received a notice that its machine is likely to be interrupted; it trains on."""
+    """A worker, which continues to train, was notified that its machine may be interrupted."""
 
     worker: str
 
@@ -403,7 +407,7 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultInjected(Event):
-    """Fault injection caused a fault, whose consequences do not count as failures."""
+    """Fault injection caused a fault; the consequences do not count as failures."""
 
     worker: str
     fault: str
@@ -414,7 +418,7 @@ class FaultInjected(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsHashed(Event):
-    """One rank reported the digest of its weights at a step: all ranks of a step must agree."""
+    """One rank reported the digest of its weights at a step; all ranks must report the same."""
 
     step: int
     worker: str
@@ -431,22 +435,23 @@ class CheckpointCommitted(Event):
     """Path relative to the job's folder."""
     size_bytes: int
     stall_s: float
-    """Seconds that it blocked training."""
+    """Seconds for which it blocked training."""
     duration_s: float
     """Seconds from the step boundary until it was durable."""
     slowed_s: float = 0.0
-    """Seconds that steps lost while it was written, as measured by rank 0."""
+    """Seconds by which it slowed down the steps while it was being written, as measured by rank
+    0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIntervalChosen(Event):
-    """``checkpoint.every: auto`` chose an interval that differs by a quarter or more."""
+    """``checkpoint.every: auto`` changed the checkpoint interval by a quarter or more."""
 
     interval_s: float
     cost_s: float
-    """Training time that a checkpoint costs, in seconds; 0 before the first."""
+    """Training time that a checkpoint costs, in seconds; 0 before the first checkpoint."""
     loss_rate_per_h: float
-    """Expected rate of losing all holders of the state."""
+    """Expected rate at which all ranks that hold the state are lost."""
     limit: str = ""
     """The bound that applies, see ``rules.policy.checkpoint_interval``; empty if none."""
     reason: str = ""
@@ -463,21 +468,21 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class JobRestored(Event):
-    """All ranks that held the newest steps were lost: training continues from an older state.
+    """All ranks that held the newest steps were lost, so training continues from an older state.
 
     The older state is the newest checkpoint, or the state of a survivor that lacks the newest
     steps.
     """
 
     step: int
-    """The step of that state; 0 if there is none and training starts over."""
+    """The step of that state; 0 if no state was left and training starts over."""
     num_undone: int
-    """Logged steps after it, which are repeated."""
+    """Number of logged steps after that step, which are repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserErrorRaised(Event):
-    """The notebook's code raised an exception on a rank: the job fails."""
+    """The notebook's code raised an exception on a rank, so the job fails."""
 
     error: str
     """``ValueError: ...``, one line."""
@@ -489,7 +494,7 @@ class UserErrorRaised(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CostUpdated(Event):
-    """Cost of the job's machines so far; logged only if their pool has prices."""
+    """Cost of the job's machines so far; logged only if the pool has prices."""
 
     spent_usd: float
     on_demand_usd: float
@@ -506,7 +511,7 @@ class LogLine(Event):
     level: str
     """``info``, ``warning`` or ``error``."""
     worker: str
-    """Empty for the coordinator."""
+    """The worker's name; empty for the coordinator."""
     text: str
 
 
@@ -525,9 +530,9 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
     ``UnknownEvent``, so that an older kernel can show a newer job.
 
     Raises:
-        TypeError: If a value does not have the type of its field: a log may come from any user,
-            and folds and plots rely on the types.
-        KeyError: If it has no kind.
+        TypeError: If a value does not have the type of its field. This is checked because a log may
+            come from any user, and the code that reads it relies on the types.
+        KeyError: If it does not have a kind.
     """
     values = dict(data)
     name = values.pop("event" if "event" in values else "kind")
@@ -539,9 +544,9 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
         check_types("UnknownEvent", {"name": name, **common})
         return UnknownEvent(name=name, data=values, **common)
     known = _field_names(name)
-    if values.keys() == known:  # the normal case; only other versions differ
+    if values.keys() == known:  # the usual case; only events from other versions differ
         check_types(name, values)
-        # Three times as fast as ``__init__``: a log may have 200,000 lines.
+        # Three times as fast as ``__init__``, which matters because a log may have 200,000 lines.
         event: Event = object.__new__(kind)
         vars(event).update(values)
         return event
@@ -555,7 +560,7 @@ def check_types(kind: str, values: Mapping[str, Any]) -> None:
 
     Raises:
         KeyError: If a name is unknown.
-        TypeError: For the first value of a wrong type.
+        TypeError: If a value has the wrong type.
     """
     for name, items in _fields_with_items(kind, tuple(values), tuple(map(type, values.values()))):
         value = values[name]
@@ -569,7 +574,7 @@ def _fields_with_items(
     kind: str, names: tuple[str, ...], types: tuple[type, ...]
 ) -> tuple[tuple[str, tuple[type, ...]], ...]:
     # Checks the types of the values themselves, and returns the fields whose items must be checked.
-    # Nearly all events of a kind have the same types, so with the cache this runs a few times per
+    # Nearly all events of a kind have the same types, so the cache limits this to a few calls per
     # log.
     annotations = {f.name: str(f.type) for f in dataclasses.fields(Event.kinds[kind])}
     found = []
@@ -582,8 +587,8 @@ def _fields_with_items(
     return tuple(found)
 
 
-# By annotation of a field: the types allowed for a value and for its items. Numbers are
-# interchangeable: JSON may have 1 for 1.0, and a bool is an int.
+# Maps the annotation of a field to the types allowed for its value and for the value's items.
+# Numeric types are interchangeable, because JSON may contain 1 for 1.0, and a bool is an int.
 _NUMBER: tuple[type, ...] = (int, float)
 _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "int": (_NUMBER, ()),

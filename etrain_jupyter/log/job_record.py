@@ -1,8 +1,8 @@
-"""Fold a job's events into one record: everything that its log says about the job.
+"""Fold a job's events into one record that holds the job's current state.
 
-The scheduler folds the events that it appends. Resuming a job, taking it over from a dead
-scheduler, auditing it and showing it all fold the same log, with the same result. Data that can be
-derived from events is stored nowhere else.
+The scheduler folds the events as it appends them. Resuming a job, taking it over from a dead
+scheduler, auditing it and displaying it all fold the same log, and so obtain the same record. Data
+that can be derived from events is not stored anywhere else.
 
 Example of the fields that change when a checkpoint is restored::
 
@@ -52,25 +52,26 @@ from etrain_jupyter.log.events import (
 )
 
 NOT_BEGUN = 2**53
-"""Start of a generation without events: it may still load a checkpoint."""
+"""Start step of a generation that has no events yet, because it may still load a checkpoint."""
 
 KEEP_SAVED = 8
-"""Durable checkpoints to remember, in case the job returns to a step before the newest ones."""
+"""Number of durable checkpoints to remember, in case the job returns to a step before the
+newest."""
 
 
 @dataclass(kw_only=True)
 class JobRecord:
     """Record of a job, built from its log. ``apply`` adds one event, in the order of the log.
 
-    The record changes in place, because a log may have a million events. The record does not depend
-    on how the log is split: a prefix and then the rest, single events or blocks of steps.
+    The record is updated in place, because a log may have a million events. The result is the same
+    whether events are added one by one, in blocks of steps, or in several parts.
     """
 
     # --- the job ---
 
     num_events: int = 0
     status: JobStatus = "submitted"
-    """The newest status in the log; not a terminal one if the coordinator died."""
+    """The newest status in the log; not a terminal status if the coordinator died."""
     reason: str = ""
     started_at: float = math.nan
     """When the job was submitted, in seconds since the epoch."""
@@ -81,13 +82,13 @@ class JobRecord:
     plan: JobPlanned | None = None
     """The newest plan."""
     is_planned: bool = False
-    """True if ``plan`` belongs to the current attempt: False from a resume until the next plan."""
+    """True if ``plan`` belongs to the current attempt; False from a resume until the next plan."""
     num_samples_before: int = 0
     """Training samples in the plan of the previous attempt; 0 if there is none."""
     cost: CostUpdated | None = None
     """The newest cost; None if the pool has no prices."""
     user_error: UserErrorRaised | None = None
-    """Error that failed the current attempt."""
+    """Error that caused the current attempt to fail."""
     early_stop: EarlyStopped | None = None
     """The decision to end the current attempt early."""
 
@@ -109,7 +110,7 @@ class JobRecord:
     evaluated_step: int = -1
     """Step of the newest evaluation that no restore has undone; -1 if there is none."""
     best: list[BestReached] = field(default_factory=list)
-    """The best evaluations in the order in which they were reached, best last."""
+    """The best evaluations, in the order in which they were reported; the best is last."""
     best_told: BestReached | None = None
     """The newest ``BestReached``; None once a restore has undone its step. After that, rank 0
     reports the best evaluation again."""
@@ -128,37 +129,37 @@ class JobRecord:
     generation: int = 0
     """Number of the newest generation; 0 before the first."""
     world_size: int = 0
-    """Ranks that train now; 0 while the job waits."""
+    """Number of ranks that are training; 0 while the job waits."""
     ranks: tuple[str, ...] = ()
     """Workers of the newest generation in rank order; empty after a resume."""
     is_ready: bool = False
-    """True if all ranks of the newest generation have stepped."""
+    """True if all ranks of the newest generation have started training."""
     has_trained: bool = False
-    """True if all ranks of any generation have stepped."""
+    """True if all ranks of at least one generation have started training."""
     backend: str = "gloo"
-    """The backend that sums its gradients."""
+    """The backend that sums the gradients of the newest generation."""
     restored_in: int = 0
-    """The newest generation that returned to an older state; 0 if none has."""
+    """The newest generation that returned to an older state; 0 if no generation has."""
 
     # --- workers ---
 
     trainers: dict[str, str] = field(default_factory=dict)
-    """Trainer by worker, for workers that were neither lost nor released."""
+    """Name of the trainer by worker, for workers that were neither lost nor released."""
     num_started: int = 0
-    """Trainers started so far."""
+    """Number of trainers started so far."""
     notices: dict[str, float] = field(default_factory=dict)
     """Deadline in seconds since the epoch, by worker, for machines that will be interrupted."""
     at_risk: set[str] = field(default_factory=set)
     """Workers whose machines are likely to be interrupted."""
     num_preempted: int = 0
-    """Interruption notices so far."""
+    """Number of interruption notices so far."""
     num_lost: int = 0
-    """Workers that were lost without a notice."""
+    """Number of workers that were lost without a notice."""
 
     _starts: dict[int, int] = field(default_factory=dict)  # step by generation, where known
     _planned_start: int = 0  # step at which the newest generation was meant to begin
-    # Ranks of the newest generation that have neither left nor been lost; None if its beginning is
-    # not in the log, or the job has since been resumed.
+    # Ranks of the newest generation that have neither left nor been lost; None if the log does not
+    # contain its beginning, or if the job has been resumed since.
     _present: frozenset[str] | None = None
 
     # --- derived values ---
@@ -191,7 +192,7 @@ class JobRecord:
 
     @property
     def early_stop_generation(self) -> int:
-        """The generation that decided to end early; 0 if none has."""
+        """The generation that decided to end early; 0 if no generation has."""
         return self.early_stop.generation if self.early_stop else 0
 
     # --- the fold ---
@@ -203,8 +204,8 @@ class JobRecord:
         match event:
             case StepCompleted():
                 self._apply_step(event)
-            # Any report from a member shows that the generation began at the planned step;
-            # otherwise ``JobRestored`` would precede it.
+            # Any report from a member shows that the generation began at the planned step, because
+            # otherwise ``JobRestored`` would precede the report.
             case GenerationReady() | WeightsHashed() | RankTimed():
                 if isinstance(event, GenerationReady):
                     self.is_ready = self.has_trained = True
@@ -218,7 +219,7 @@ class JobRecord:
                 self.saved_step = event.step
                 self.saved_steps = tuple(sorted({*self.saved_steps, event.step})[-KEEP_SAVED:])
                 self.stalls[event.step] = event.stall_s
-            case BestReached():  # a new rank 0 may repeat it: the newest report for a step counts
+            case BestReached():  # a new rank 0 may report it again; the newest report counts
                 self.best = [*(b for b in self.best if b.step != event.step), event]
                 self.best_told = event
             case CostUpdated():
@@ -260,7 +261,7 @@ class JobRecord:
         return self
 
     def apply_run(self, run: StepRun) -> Self:
-        """Add a run of steps of one generation: only the last one affects the record."""
+        """Add a run of steps of one generation. Only the last step affects the record."""
         last = run.last
         self.num_events += len(run)
         self.changed_at = last.time
@@ -279,8 +280,9 @@ class JobRecord:
     def started_from(self, step: int) -> None:
         """Record where the newest generation begins, if it restores no checkpoint.
 
-        The scheduler knows that when it forms the generation. The log shows it only with the
-        generation's first event, because a generation may also die while it loads a checkpoint.
+        The scheduler knows this when it forms the generation. In the log, the start is known only
+        from the generation's first event, because a generation may also die while it loads a
+        checkpoint.
         """
         self._begin(self.generation, step)
 
@@ -291,7 +293,7 @@ class JobRecord:
             self.samples = event.epoch * self.plan.num_train_samples + event.first + event.samples
             self.total_steps = self.plan.total_steps_after(event)
         self.metrics = self.metrics | {"loss": event.loss, **event.metrics}
-        # A reader that sees only the end of a log learns the generation from its steps.
+        # A reader that sees only the end of a log takes the generation from the steps.
         self.world_size = event.world_size
         if event.generation > self.generation:
             self.generation, self._present = event.generation, None
@@ -328,7 +330,7 @@ class JobRecord:
         self._count_if_paused()
 
     def _apply_resumed(self, event: JobResumed) -> None:
-        """Begin another attempt: no workers from the previous one remain."""
+        """Begin another attempt, in which no workers from the previous attempt remain."""
         self.workers = (event.min_workers, event.max_workers)
         if self.plan is not None:
             self.num_samples_before = self.plan.num_train_samples
@@ -345,7 +347,7 @@ class JobRecord:
         self._count_if_paused()
 
     def _count_if_paused(self) -> None:
-        # In any other status, the next generation event has the number of ranks.
+        # In any other status, the next generation event contains the number of ranks.
         if self.status == "paused" and self._present is not None:
             self.world_size = len(self._present)
 

@@ -1,8 +1,8 @@
 """Break down each worker's time from the events, for ``job.phases()``.
 
-A worker's efficiency is the ratio of its samples per second to those of a single worker. The latter
-was measured while the job had one worker; if it never had, the worker's own times without
-communication are used instead.
+A worker's efficiency is the ratio of its samples per second to those of a single worker. The
+single-worker rate is measured while the job has one worker. If that never happens, it is estimated
+from the worker's own times without communication.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class _Spent:
 
     @property
     def own_samples_per_s(self) -> float:
-        # As if the worker never waited for others.
+        # The rate if the worker never waited for others.
         return _rate(self.samples, self.seconds["elapsed_s"] - self.seconds["communication_s"])
 
 
 def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return one record per worker, in the order in which they first took part.
+    """Return one record per worker, in the order in which the workers first appear.
 
-    Each has ``worker``, ``rank`` (its newest), ``num_steps``, ``samples`` (that it trained itself),
-    ``samples_per_s``, ``efficiency`` (1.0 equals a single worker), and in seconds ``elapsed_s`` (of
-    all its steps) with its parts ``data_s``, ``compute_s``, ``communication_s`` and
-    ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
+    Each record has ``worker``, ``rank`` (the newest), ``num_steps``, ``samples`` (those that this
+    worker trained on), ``samples_per_s``, ``efficiency`` (1.0 is that of a single worker) and times
+    in seconds: ``elapsed_s`` of all its steps, with its parts ``data_s``, ``compute_s``,
+    ``communication_s`` and ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
     """
     workers: dict[str, _Spent] = {}
-    alone = _Spent()  # all times with a single worker, regardless of which one
+    alone = _Spent()  # total of the times with a single worker, whichever it was
     for event in runs_of(events):  # steps arrive as runs and are skipped
         if isinstance(event, RankTimed):
             workers.setdefault(event.worker, _Spent()).add(event)

@@ -1,4 +1,4 @@
-"""Store finished parts of a log as columns in separate files: a long log is read in a second.
+"""Store finished parts of a log as columns in separate files, so that a long log loads in a second.
 
 ::
 
@@ -7,7 +7,7 @@
                     000000020001-000000040000.npz  ...
 
 A segment is a copy that may be deleted at any time. It is written once and never changes. It
-records the position of its lines in the log and a checksum of the last one: if these do not match,
+records the position of its lines in the log and a checksum of the last line. If these do not match,
 the lines are read instead.
 """
 
@@ -52,11 +52,11 @@ class SegmentLocation:
     """Position of a segment's lines in the log."""
 
     begin: int
-    """Bytes before the first line."""
+    """Byte offset of the first line."""
     end: int
-    """Bytes up to the end of the last line."""
+    """Byte offset of the end of the last line."""
     last_line: int
-    """CRC-32 of the last line: proof that the segment belongs to this log."""
+    """CRC-32 of the last line, with which the segment is matched to this log."""
 
 
 def segments_of(log_path: Path) -> Path:
@@ -67,7 +67,7 @@ def segments_of(log_path: Path) -> Path:
 def read_log(path: str | os.PathLike[str], *, since: int = 0) -> Events:
     """Return the events of a log with ``seq > since``, from its segments and then its lines.
 
-    A torn last line, which a crash may leave, is skipped; a missing file counts as empty.
+    A last line that a crash has truncated is skipped; a missing file counts as empty.
 
     Raises:
         EtrainError: If a complete line outside all segments is not an event: the file is damaged.
@@ -95,7 +95,8 @@ def finished_segments(
     """
     end = first = 0
     while True:
-        # By name, without listing the folder: later segments are of no use after a missing one.
+        # Open by name instead of listing the folder, because segments after a missing one are not
+        # used.
         path = segments_of(log_path) / _name_of(first + 1)
         try:
             with _open_segment(path) as file:
@@ -113,13 +114,13 @@ def finished_segments(
 def compact(log_path: Path) -> int:
     """Write the missing segments of a log; return how many were written.
 
-    It may be killed at any time, and several processes may run it at the same time.
+    The process may be killed at any time, and several processes may call this at the same time.
 
     Raises:
         EtrainError: If a line is not an event, or if a segment does not reproduce its lines.
     """
     num_done = num_new = end = 0
-    for _, place in finished_segments(log_path, since=1 << 62):  # the positions, without blocks
+    for _, place in finished_segments(log_path, since=1 << 62):  # only positions, no blocks
         num_done, end = num_done + 1, place.end
     while True:
         reader = LogReader(log_path, offset=end, lines=(num_done + num_new) * EVENTS_PER_SEGMENT)
@@ -138,7 +139,8 @@ def compact(log_path: Path) -> int:
 
 
 def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
-    # Other events, and steps with fields from a newer version: columns would drop these fields.
+    # Keep other events, and steps with fields from a newer version, because columns would drop
+    # these fields.
     known = {"event", "job_id", "seq", "metrics", *step_columns()}
     return {
         place: line
@@ -149,9 +151,9 @@ def _lines_to_keep(lines: list[bytes], events: list[Event]) -> dict[int, bytes]:
 
 def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]) -> None:
     # write under a hidden name -> fsync -> read back and compare -> rename -> fsync the folder
-    #
-    # Killed before the rename: the hidden file stays until ``_remove_abandoned``. Two processes
-    # that write at the same time write the same events, so it does not matter whose rename is last.
+    # If the process is killed before the rename, the hidden file remains until
+    # ``_remove_abandoned``. Processes that write at the same time write the same events, so it does
+    # not matter which one renames last.
     path.parent.mkdir(exist_ok=True)
     _remove_abandoned(path.parent)
     hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
@@ -176,24 +178,25 @@ def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]
 def _remove_abandoned(folder: Path) -> None:
     # Files left by killed writers. Recent ones may belong to a running process.
     for left in folder.glob(".*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # another process may clean up, too
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it first
             if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
                 left.unlink()
 
 
 @contextlib.contextmanager
 def _open_segment(path: Path) -> Iterator[Any]:
-    # Opened here, because numpy would leave an invalid file open. Never unpickle: a log may come
-    # from any user.
+    # Open the file here, because numpy would leave an invalid file open. Never unpickle, because a
+    # log may come from any user.
     with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
-        # Our segments are never compressed; a compressed file may expand to any size.
+        # Segments are never compressed. Reject compressed files, because they may expand to any
+        # size.
         if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
             raise ValueError(f"{path} is compressed")
         yield arrays
 
 
 def _reproduces(block: Block, events: list[Event]) -> bool:
-    # Compared by ``repr``, because NaN is not equal to itself.
+    # Compare by ``repr``, because NaN is not equal to itself.
     pairs = zip(block.events(), events, strict=True)
     return block.num_events == len(events) and all(repr(one) == repr(two) for one, two in pairs)
 
@@ -214,7 +217,7 @@ def _arrays_of(block: Block, place: SegmentLocation) -> dict[str, Any]:
         "places": block.places,
         "metric_set": block.metric_set,
         **{f"column.{name}": column for name, column in block.columns.items()},
-        # By number, because a metric may have any name.
+        # Metrics are stored by number, because a metric may have any name.
         **{f"metric.{i}": column for i, column in enumerate(block.metrics.values())},
     }
 
@@ -261,7 +264,8 @@ def _is_in_log(place: SegmentLocation, log_path: Path) -> bool:
     return zlib.crc32(last) == place.last_line
 
 
-# Bytes to search for the last line. If it is longer, for example a traceback, the lines are read.
+# Number of bytes in which to search for the last line. If that line is longer (for example a
+# traceback), the lines are read instead of the segment.
 _MAX_TAIL_BYTES = 4 * 1024 * 1024
 
 
@@ -274,7 +278,7 @@ def _as_bytes(data: bytes) -> Any:
 
 
 def _sync(path: Path) -> None:
-    # Makes a file, or the names in a folder, durable; a missing one is ignored.
+    # Make a file, or the names in a folder, durable. A missing path is ignored.
     try:
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

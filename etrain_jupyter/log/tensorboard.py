@@ -1,9 +1,10 @@
 """Write a job's log as TensorBoard event files: ``python -m etrain_jupyter.log.tensorboard``.
 
-The files are written from the durable log and not by a rank: rank 0 may die or change, and the job
-may undo a step that rank 0 would already have written. The log records when the job goes back to an
-older step; a ``START`` record then makes TensorBoard drop the steps from there on. If a writer is
-killed, its successor writes a new file, which first makes TensorBoard drop everything from step 0.
+The files are written from the durable log and not by a rank, because rank 0 may die or change, and
+the job may undo a step that rank 0 would already have written. The log records when the job goes
+back to an older step; a ``START`` record then makes TensorBoard drop the steps from there on. If a
+writer is killed, its successor writes a new file, which first makes TensorBoard drop everything
+from step 0.
 
 The writer is a separate process next to the coordinator, which must stay responsive. It does not
 load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the tensorboard package.
@@ -33,11 +34,11 @@ from etrain_jupyter.log.events import (
 )
 
 SUFFIX = ".etrain"
-"""Suffix of the files of this package; other files in the folder are not touched."""
+"""Suffix of the files that this package writes; other files in the folder are not touched."""
 POLL_S = 1.0
 """Interval in seconds for reading new events."""
 LINGER_S = 2.0
-"""Seconds to wait after the job's end for late messages from its workers."""
+"""Seconds to keep reading after the job has ended, for late messages from its workers."""
 _READ_EVENTS = 5_000
 PHASES = ("data_s", "compute_s", "communication_s", "optimizer_s")
 
@@ -46,7 +47,7 @@ def require_tensorboard() -> None:
     """Check that the tensorboard package is installed.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If it is not installed.
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
@@ -95,7 +96,7 @@ class TensorBoardFiles:
                 self._drop_from(event.step + 1, event.time)
                 self._step = event.step
             elif isinstance(event, StepCompleted):
-                if event.step <= self._step:  # the log goes back without a restore
+                if event.step <= self._step:  # the log went back without a restore
                     self._drop_from(event.step, event.time)
                 self._step = event.step
                 self._write(event)
@@ -129,18 +130,18 @@ class TensorBoardFiles:
 
 def _remove_old_files(folder: Path) -> None:
     # TensorBoard reads files in the order of their names, which begin with their creation time in
-    # seconds. It stops if the file that it is reading disappears, so keep the newest one, and
-    # create ours in a later second.
+    # seconds. It stops if the file that it is reading disappears. Therefore keep the newest file,
+    # and create the next one in a later second.
     ours = sorted(folder.glob(f"events.out.tfevents.*{SUFFIX}"))
     for old in ours[:-1]:
         old.unlink(missing_ok=True)
-    waits_until = time.monotonic() + 2.0  # not longer: the clock may have been set back
+    waits_until = time.monotonic() + 2.0  # bounded, because the clock may have been set back
     while ours and time.monotonic() < waits_until and int(time.time()) <= _second_of(ours[-1]):
         time.sleep(0.05)
 
 
 def _second_of(file: Path) -> int:
-    """Return when an event file was created, in seconds since the epoch.
+    """Return the time at which an event file was created, in seconds since the epoch.
 
     >>> _second_of(Path("events.out.tfevents.1763712000.host.4711.0.etrain"))
     1763712000
@@ -163,7 +164,7 @@ def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
     reader = LogReader(log_path)
     ends_at = float("inf")
     while True:
-        # Decide before reading, so that events written just before the end are still read.
+        # Decide before reading, so that events written just before the end are not missed.
         is_last = not is_wanted() or time.monotonic() > ends_at
         while news := reader.read(_READ_EVENTS):
             files.add(news)
@@ -187,7 +188,7 @@ def _when_to_end(news: list[Event], ends_at: float) -> float:
 def follow_elsewhere(
     log_path: Path, folder: Path, on_failure: Callable[[str], None]
 ) -> threading.Thread:
-    """Follow a log in another process, which ends with the job or with this process.
+    """Follow a log in another process, which exits when the job ends or when this process exits.
 
     Args:
         log_path: The log.
@@ -225,8 +226,8 @@ def main() -> None:
     """Follow the log given on the command line while the given parent process is alive."""
     os.nice(10)
     log_path, folder, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    # Linux gives an orphan another parent. In that case the coordinator is dead, and its successor
-    # starts another writer.
+    # If the coordinator dies, Linux gives this process another parent. The next coordinator starts
+    # another writer.
     follow(log_path, folder, lambda: os.getppid() == parent)
 
 

@@ -13,7 +13,7 @@ from etrain_jupyter.notebook.job.screen import Screen
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 HISTORY_S = 2.0
-"""Maximum wait for a job's history before its dashboard is drawn, in seconds."""
+"""Maximum time to wait for a job's history before drawing its dashboard, in seconds."""
 
 
 def show(job: TrainingJob) -> None:
@@ -38,8 +38,8 @@ def open_panel() -> None:
         return
 
     def attach_quietly(job_id: str) -> str:
-        # Not `attach`: a click in the panel must not change the most recently used job, which
-        # `%etrain stop` without a name would stop.
+        # Do not use `attach`: a click in the panel must not change the most recently used job,
+        # which is the job that `%etrain stop` without a name stops.
         follow(hold(open_runs().find(job_id)))
         return ""
 

@@ -67,7 +67,10 @@ class Leftovers:
 
 
 class Pool(Protocol):
-    """A source of workers. Each kind has one file, one registry line and one contract suite."""
+    """A source of workers.
+
+    Each kind of pool has one module, one line in the registry, and one contract test suite.
+    """
 
     is_head_elsewhere: bool
     """True if the scheduler runs on another machine, so that jobs must be stored in a bucket."""
@@ -100,9 +103,9 @@ class Pool(Protocol):
         ...
 
     def cost(self) -> CostReport:
-        """Return the cost of the nodes so far."""
+        """Return the cost that the nodes have incurred so far."""
         ...
 
     def down(self, *, timeout_s: float) -> Leftovers:
-        """Shut down the cluster and its jobs; idempotent, and callable from any process."""
+        """Shut down the cluster and its jobs. Idempotent; may be called from any process."""
         ...

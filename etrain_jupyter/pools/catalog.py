@@ -11,7 +11,7 @@
       address: tls://10.0.3.7:8786
 
 The file is read from the notebook's folder and from the user's configuration folder; if both define
-a name, the notebook's folder wins. That folder may be a clone of an untrusted repository, so the
+a name, the notebook's folder wins. This folder may be a clone of an untrusted repository, so the
 file contains plain values only and nothing in it is executed.
 """
 
@@ -32,7 +32,7 @@ from etrain_jupyter.untrusted import read_regular
 
 FILE = "pools.yaml"
 FILE_VARIABLE = "ETRAIN_POOLS"
-"""Environment variable with the path of a file to read instead of all others."""
+"""Environment variable with the path of a file that is read instead of all other files."""
 MAX_BYTES = 1_000_000
 
 S = TypeVar("S", bound=Section)
@@ -59,7 +59,8 @@ class PoolsFileError(CellError):
 
     def render(self) -> list[str]:
         """Return the message with the file name, the marked line, and the hint."""
-        # Errors in a cell give a line number but no file. Only the first line has that prefix.
+        # The base class renders errors in cells: line number, but no file name. Add the file name
+        # to the prefix, which only the first line has.
         first, *others = super().render()
         return [first.replace("etrain: line", f"etrain: {self.file}, line", 1), *others]
 
@@ -80,7 +81,7 @@ class PoolEntry:
         """Validate the keys as the options of one kind of pool.
 
         Raises:
-            ConfigError: At the position of the first invalid key.
+            ConfigError: If a key is invalid. The error points at the first invalid key.
         """
         try:
             return parse_section(self.values, section, self.source)
@@ -112,7 +113,7 @@ def read_catalog() -> dict[str, PoolEntry]:
     """Return the pools from all files, by name.
 
     Raises:
-        ConfigError: If a file is invalid, with the position of the error.
+        ConfigError: If a file is invalid. The exception contains the position of the error.
     """
     found: dict[str, PoolEntry] = {}
     for file in files():
@@ -126,7 +127,7 @@ def read_own_catalog() -> dict[str, PoolEntry]:
     """Return the pools of the user's own file, by name.
 
     Raises:
-        ConfigError: If the file is invalid, with the position of the error.
+        ConfigError: If the file is invalid. The exception contains the position of the error.
     """
     return {entry.name: entry for entry in _read(own_file())}
 
@@ -159,7 +160,8 @@ def _entry(name: str, value: Any, source: SourceMap, file: Path) -> PoolEntry:
     if not isinstance(value, Mapping):
         message = f"pool '{name}' must be a group of keys, but it is {in_words(value)}"
         raise _at_place(source, (), message, f"write '{name}: {{kind: aws-spot, ...}}'", file)
-    # In a cell, these names mean the local pool or an address, whatever the file defines.
+    # In a cell, these names always mean the local pool or an address, so a file must not define
+    # them.
     if "://" in name or name == "local":
         message = f"a pool cannot be called '{name}': this name is reserved"
         raise _at_place(source, (), message, "choose another name", file)

@@ -51,8 +51,8 @@ def describe_pools() -> str:
             continue
         clusters.setdefault(cluster.settings().pool, []).append(f"  {cluster.cluster_id} {state}")
     lines = []
-    # A running cluster may belong to a pools.yaml that is not visible from this folder.
-    # Configured pools first, in the order of the files.
+    # The pool of a running cluster may be defined in a pools.yaml that is not read from this
+    # folder. List the configured pools first, in the order of the files.
     for name in [*pools, *(name for name in clusters if name not in pools)]:
         lines.append(f"{name}: {pools.get(name, 'defined by a pools.yaml in another folder')}")
         lines += clusters.get(name, ["  no cluster is up"])
@@ -65,7 +65,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     """Return a cluster's load, and its cost if it has machines that cost money."""
     address = cluster.address(record)
     try:
-        # Short timeouts: one hanging cluster must not hold up the list of the others.
+        # Use short timeouts so that one hanging cluster does not delay the list of the others.
         state = describe_load(ask(address, DescribeCluster(), timeout_s=3.0))
         costs = ask(address, ListCosts(), timeout_s=3.0).costs
         nodes = ask(address, ListNodes(), timeout_s=3.0).nodes
@@ -129,7 +129,7 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
             # The scheduler may be gone for good, which is not an error here.
             unreachable.append(f"{address.address} was not changed: {exc}")
         else:
-            # None means that nothing of ours was installed, so there is nothing to report.
+            # None means that our plugins were not installed, so there is nothing to report.
             if end is not None:
                 leftovers[f"etrain on {address.address}"] = end
     text = _report(leftovers, "" if unreachable else "No cluster is up.")
@@ -228,7 +228,7 @@ def reap(
 
     Raises:
         ConfigError: If no region is configured.
-        PoolError: If resources remain, or if AWS does not answer.
+        PoolError: If resources remain, or if AWS does not respond.
     """
     from etrain_jupyter.pools.ec2.reaping import by_cluster, remove_found, should_remove
 
@@ -276,7 +276,8 @@ def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
             spec = AwsSpotSpec.model_validate(cluster.settings().spec)
             found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
     if region and all(known[0] != region for known in found):
-        # The spec requires a bucket; the tags of each cluster name the actual one.
+        # The spec requires a bucket name, so use a placeholder: the actual bucket is in each
+        # cluster's tags.
         found[region, None, None] = AwsSpotSpec(region=region, bucket="not-known")
     return list(found.values())
 

@@ -1,8 +1,9 @@
 """Base class of pools whose scheduler runs on this machine, detached from the kernel.
 
-``up()`` finds or starts the cluster for a pool and a Python environment. This code runs in the
-kernel or in any other process and owns no resources: the keeper process owns the cluster and runs
-the scheduler process (``etrain_jupyter.head.keeper`` and ``etrain_jupyter.head.main``)::
+``up()`` finds or starts the cluster for a pool and a Python environment. This code may run in the
+kernel or in any other process, because it does not own resources. The keeper process owns the
+cluster and runs the scheduler process (``etrain_jupyter.head.keeper`` and
+``etrain_jupyter.head.main``)::
 
     kernel                     keeper                        scheduler process
     holds the start lock  -->  inherits lock and pipe  -->   inherits lock and pipe
@@ -46,7 +47,7 @@ from etrain_jupyter.wire.requests import (
 START_S = 60.0
 """Start timeout in seconds. A start usually takes 1 s, but the first imports may be slow."""
 ERROR_PREFIX = f"{PoolError.__name__}: "
-"""Prefix of errors that state both cause and remedy, and are shown without the log."""
+"""Prefix of errors that state the cause and the remedy, so they are shown without the log."""
 
 
 class DetachedPool:
@@ -130,7 +131,7 @@ class DetachedPool:
         """Clean up after dead clusters, while holding the start lock.
 
         Returns:
-            The folder of a cluster to take over because its keeper has died, if any.
+            The folder of the cluster to take over, if the keeper of one has died; otherwise None.
         """
         raise NotImplementedError
 
@@ -166,7 +167,8 @@ class DetachedPool:
                 address = self._find()
                 if address is not None:
                     return address
-                # Still under the lock: no head may start while dead ones are removed or taken over.
+                # Hold the lock while dead heads are removed or taken over, so that no other head
+                # starts.
                 orphan = self.prepare_start(root)
                 return start_cluster(root, settings, lock_fd, orphan)
         except TimeoutError as exc:
@@ -195,8 +197,8 @@ def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
         ask(cluster.address(record), TouchCluster(), timeout_s=ANSWER_S)
         return True
     except PoolError:
-        # The cluster may have ended since its record was read. It is an error only if the cluster
-        # still runs.
+        # The cluster may have ended since its record was read. The failed request is an error only
+        # if the cluster is still running.
         if cluster.is_published() and record.is_alive:
             raise
         return False
@@ -270,7 +272,7 @@ def _head_environment(cluster_id: str) -> dict[str, str]:
     package_home = Path(__file__).parents[2]
     installed = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     if package_home not in installed:
-        # A source tree may be on the kernel's sys.path only.
+        # A source tree may be only on the kernel's sys.path.
         kept["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(package_home), os.environ.get("PYTHONPATH")))
         )
@@ -282,7 +284,7 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
     deadline = time.monotonic() + START_S
     line = b""
     while not line.endswith(b"\n"):
-        # Not select(), which rejects descriptors above 1023; notebooks open many files.
+        # Do not use select(): it rejects descriptors above 1023, and notebooks open many files.
         if not wait([pipe.fileno()], max(0.0, deadline - time.monotonic())):
             raise PoolError(
                 f"the cluster did not start within {START_S:g} s. It was stopped. "
@@ -304,8 +306,8 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
 def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
     """Shut down a cluster on this machine: by request, then with SIGTERM, then with SIGKILL.
 
-    The steps get 0.6, 0.2 and 0.2 of ``timeout_s``. SIGKILL goes to every process that carries the
-    cluster's marker in its environment.
+    The three steps may take 0.6, 0.2 and 0.2 of ``timeout_s``. SIGKILL is sent to every process
+    that has the cluster's marker in its environment.
     """
     record = cluster.record()
     if record is not None and not record.is_here:

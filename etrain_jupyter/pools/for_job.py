@@ -13,8 +13,8 @@ def find_pool(parsed: ParsedJob) -> Pool:
     """Return the pool that a cell names; nothing is started yet.
 
     Raises:
-        ConfigError: If there is no such pool, or its entry in ``pools.yaml`` is invalid; with the
-            position of the error.
+        ConfigError: If there is no such pool, or its entry in ``pools.yaml`` is invalid. The
+            exception contains the position of the error.
     """
     name, known = parsed.config.pool, pool_names()
     if name not in known and "://" not in name:
@@ -26,7 +26,7 @@ def find_pool(parsed: ParsedJob) -> Pool:
 def with_shared_checkpoints(
     config: TrainConfig, pool: Pool, *, has_bucket: bool
 ) -> tuple[TrainConfig, tuple[str, ...]]:
-    """Store checkpoints where all the pool's workers can reach them, unless the cell names a place.
+    """Store checkpoints where all the pool's workers can reach them, if the cell names no place.
 
     Args:
         config: The job.

@@ -43,7 +43,7 @@ def state_roots() -> list[Path]:
 
 def find_cluster_dir(cluster_id: str) -> ClusterDir | None:
     """Return the folder of one of this user's clusters; None if this machine has none."""
-    # The id may come from an untrusted record: it must not lead out of the folder.
+    # The id may come from an untrusted record, so it must not lead to a path outside of the folder.
     if not _CLUSTER_ID.fullmatch(cluster_id):
         return None
     for root in state_roots():
@@ -55,11 +55,12 @@ def find_cluster_dir(cluster_id: str) -> ClusterDir | None:
 def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
     """Return the address of a cluster's scheduler; None while it starts or after it has ended.
 
-    The scheduler may run on its own EC2 machine, which has no record here.
+    A scheduler that runs on its own EC2 machine has no record here; its address is in another file.
     """
     record = cluster.record()
     if record is not None:
-        # A record from another machine cannot be checked here; only connecting will tell.
+        # A record from another machine cannot be checked here; only an attempt to connect shows
+        # whether its scheduler runs.
         return None if record.is_here and not record.is_alive else cluster.address(record)
     from etrain_jupyter.pools.ec2.client.head_link import head_address_of
 
@@ -78,8 +79,8 @@ def find_scheduler(cluster_id: str, address: str) -> SchedulerAddress | None:
     ``address`` comes from a job's record and is untrusted. It selects an entry in the user's own
     ``pools.yaml``; no connection is made to it otherwise.
     """
-    # Notes first: they identify this very scheduler. An entry in pools.yaml identifies whatever
-    # listens at the address.
+    # Check the notes first, because each identifies one particular scheduler. An entry in
+    # pools.yaml identifies any scheduler that listens at the address.
     return _noted(cluster_id) or _in_own_pools(address)
 
 

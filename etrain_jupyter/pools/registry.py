@@ -80,7 +80,7 @@ def make_pool(entry: PoolEntry) -> Pool:
 
 def _class_of(kind: str) -> PoolClass:
     module, _, name = KINDS[kind].partition(":")
-    # Imported only now: a kind may need boto3 or other packages that are not installed.
+    # Import the class only now: a kind may need boto3 or other packages that are not installed.
     found: PoolClass = getattr(importlib.import_module(module), name)
     return found
 

@@ -74,7 +74,7 @@ class ClusterRecord:
 
     @property
     def is_here(self) -> bool:
-        """True if the keeper was started on this machine: home folders may be shared."""
+        """True if the keeper was started on this machine; home folders may be shared by several."""
         return self.host == platform.node()
 
     @property
@@ -159,8 +159,8 @@ class ClusterDir:
         try:
             return ClusterRecord(**json.loads((self.path / "cluster.json").read_text()))
         except (OSError, ValueError, TypeError):
-            # Files are replaced atomically, so the record is not half-written: it is missing, or
-            # another version wrote it with different fields (TypeError).
+            # Files are replaced atomically, so the record cannot be half-written. Either it is
+            # missing, or another version wrote it with different fields (TypeError).
             return None
 
     def publish(self, address: str, *, keeper: int | None = None, num_lives: int = 1) -> None:
@@ -176,7 +176,7 @@ class ClusterDir:
             cluster_id=self.cluster_id,
             address=address,
             pid=keeper,
-            stamp=stamp_of(keeper) or "",  # "" matches no process: such a record counts as dead
+            stamp=stamp_of(keeper) or "",  # "" matches no process, so the record counts as dead
             scheduler_pid=os.getpid(),
             scheduler_stamp=stamp_of(os.getpid()) or "",
             num_lives=num_lives,
@@ -204,8 +204,8 @@ class ClusterDir:
         record = self.record()
         if record is None:
             return 0.0, 0
-        # Nothing records a keeper's death. The scheduler updated these files each time it logged a
-        # report, so the newest dates from shortly before it died.
+        # The time of a keeper's death is not recorded. The scheduler updated these files each time
+        # it logged a report, so the newest file was written shortly before the scheduler died.
         signs = [path.stat().st_mtime for path in self.jobs.rglob("*") if path.is_file()]
         return max(signs, default=record.started_at), record.num_lives
 
@@ -254,9 +254,9 @@ def remove_stale(root: Path) -> None:
     own = f"{local_prefix()}-"
     for cluster in cluster_dirs(root):
         if not cluster.cluster_id.startswith("local-"):
-            continue  # it has remote machines, which a new head can take over
+            continue  # the cluster has remote machines, which a new head can take over
         record = cluster.record()
-        # With a home folder on NFS, another host's record proves nothing: only that host can check
+        # With a home folder on NFS, the record may belong to another host: only that host can check
         # whether the keeper is running.
         is_stale = (
             record.is_here and not record.is_alive

@@ -41,7 +41,7 @@ def finish_gpu_query(
     except subprocess.TimeoutExpired:
         logger.warning("nvidia-smi did not answer within %g s: using CPU slots", timeout_s)
         query.kill()
-        query.communicate()  # reap it, and close its pipe
+        query.communicate()  # reap the process, and close its pipe
         return []
     return visible_gpus(parse_gpu_list(text), os.environ.get("CUDA_VISIBLE_DEVICES"))
 

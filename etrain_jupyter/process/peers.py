@@ -167,8 +167,8 @@ def _limit(comm: Any, role: str, allowed: frozenset[str]) -> None:
 
     async def read_allowed(deserializers: Any = None) -> Any:
         message = await read(deserializers)
-        # Streams deliver batches of messages; requests arrive singly. Anything not allowed closes
-        # the connection, because its sender is broken or hostile.
+        # Streams deliver batches of messages, and requests arrive one at a time. Close the
+        # connection on anything that is not allowed, because its sender is broken or hostile.
         for part in message if isinstance(message, list | tuple) else (message,):
             operation = part.get("op") if isinstance(part, dict) else None
             # Dask adds the sender's address to a report, unless the report already has one: with

@@ -59,8 +59,8 @@ def _try_lock(path: Path) -> int | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The previous holder may have deleted the file between our open and our lock. Others then
-        # lock a new file with the same name, and our lock protects nothing:
+        # The previous holder may have deleted the file between our open and our lock. Other
+        # processes then lock a new file with the same name, so our lock has no effect:
         #
         #     holder   locked ────────────── unlinks, closes
         #     this       opens the file ───────────────────── locks the deleted file: retry

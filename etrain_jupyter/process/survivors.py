@@ -50,7 +50,7 @@ class AdoptedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has exited and its pid may have been reused."""
         # The process is not our child, so at any time the keeper may reap it and its pid may be
-        # reused. The check narrows the window.
+        # reused. The check makes it unlikely that the signal reaches another process.
         if self.poll() is None:
             os.kill(self.pid, signal.Signals(number))
 
@@ -77,8 +77,8 @@ class WorkerRecords:
         """Return the recorded processes that are still running, in the order they were started."""
         found = []
         for path in self._folder.glob("w*.json"):
-            # A file may vanish, or have another version's fields; its worker is not adopted in that
-            # case.
+            # A file may vanish, or may have the fields of another version. In that case, its worker
+            # is not adopted.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 survivor = Survivor(name=path.stem, **json.loads(path.read_text()))
                 if stamp_of(survivor.pid) == survivor.stamp:
@@ -89,7 +89,7 @@ class WorkerRecords:
 
     def num_named(self) -> int:
         """Return the highest number in any worker's name so far; names are never reused."""
-        # From the logs, because records are deleted when their processes exit.
+        # Get the names from the logs, because records are deleted when their processes exit.
         numbers = [_number_of(path.stem) for path in self._logs.glob("w*.log")]
         return max(numbers, default=0)
 

@@ -19,7 +19,7 @@ from etrain_jupyter.errors import PoolError
 
 ROLES = ("scheduler", "worker", "client")
 VALID_DAYS = 366
-"""Longer than any job: validity is checked on every new connection, including reconnects."""
+"""Longer than any job, because validity is checked on every new connection and reconnect."""
 
 
 def mint_certificates(cluster_id: str) -> dict[str, str]:
@@ -92,7 +92,7 @@ def _extensions(name: str, public_key: Any, authority_key: Any) -> list[tuple[An
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key), False),
     ]
     if is_authority:
-        # Only key_cert_sign and crl_sign.
+        # Allow only key_cert_sign and crl_sign.
         usage = (False, False, False, False, False, True, True, False, False)
         return [*extensions, (x509.KeyUsage(*usage), True)]
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -232,7 +232,7 @@ def configure_dask(scratch_dir: Path) -> None:
 
 
 DASK_CONFIG: dict[str, Any] = {
-    # No user preloads or web pages in etrain's processes.
+    # Do not run the user's preloads or serve web pages in etrain's processes.
     "distributed.scheduler.preload": [],
     "distributed.worker.preload": [],
     "distributed.scheduler.http.routes": [],

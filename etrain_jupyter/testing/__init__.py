@@ -1,6 +1,6 @@
 """Helpers for tests: contract suites, faults described as data, a simulated AWS.
 
-The rest of the package does not import this.
+The rest of the package does not import this subpackage.
 """
 
 from __future__ import annotations

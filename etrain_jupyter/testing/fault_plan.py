@@ -35,7 +35,7 @@ AT_A_PLACE = ("kill", "segfault", "exit", "error", "stop", "hold_gil", "hang", "
 BY_COORDINATOR = ("notice", "kill_worker")
 """Faults that affect the rank's worker, once the step is committed."""
 PLANTED = ("lose_sample", "repeat_sample", "diverge", "nan_loss")
-"""Planted bugs, for the audit or the step itself to detect."""
+"""Planted bugs that the audit or the step itself must detect."""
 KINDS = (*AT_A_PLACE, *BY_COORDINATOR, *PLANTED)
 
 
@@ -48,7 +48,7 @@ class PlannedFault:
     rank: int | None
     """The affected rank; None for the first rank that reaches the place."""
     step: int
-    """Number of the update, from 1; the fault happens at this one or the next possible one."""
+    """Number of the update, from 1; the fault happens at this update or the next possible one."""
     at: str = "forward"
     """One of ``PLACES``; ignored for faults that do not happen in a trainer."""
     notice_s: float = 120.0
@@ -179,8 +179,8 @@ class FaultPlan:
         Args:
             seed: Random seed.
             num_steps: Steps of the job; faults are spread over all of them.
-            num_ranks: Faults affect ranks below this; those for a rank that never exists do not
-                happen.
+            num_ranks: Faults affect ranks below this number. A fault for a rank that never exists
+                does not happen.
             max_faults: The plan has between 2 and this many faults.
             kinds: Kinds to choose from.
             places: Places to choose from.
@@ -198,7 +198,7 @@ class FaultPlan:
                 step = {"warm": 0, "form": step // 2, "sync": step // 2}.get(place, step)
                 plan = plan.add(kind, rank=rng.randrange(num_ranks), step=step, at=place)
             elif kind == "notice":
-                # Some machines end before the notice is over.
+                # Some machines end before their notice period is over.
                 notice_s = rng.choice([0.0, 0.2, 120.0])
                 plan = plan.notice(rank=rng.randrange(num_ranks), step=step, notice_s=notice_s)
             else:
@@ -226,7 +226,7 @@ def submit_with_faults(
         names = {**caller.f_globals, **caller.f_locals}
     job = launch.plan_job(parse_mapping(dict(body), names), names)
     job.print_warnings()
-    # The same as %%distributed after planning, plus the faults.
+    # Submit like %%distributed does after planning, but with the faults.
     return submit_job(
         job.config,
         job.bundle,

@@ -12,8 +12,8 @@ module cannot evaluate must not count as checked.
 Rules, from the IAM user guide ("Policy evaluation logic", "IAM JSON policy elements"):
 
 - A request is allowed if a statement allows it and none denies it.
-- All operators of a condition must match, and all keys of an operator. If a key has several values,
-  one must match.
+- All operators of a condition must match, and so must all keys of an operator. If a key has several
+  values, one must match.
 - A key that the request lacks does not match, except with ``...IfExists`` and ``ForAllValues:``;
   ``Null: true`` requires it to be missing.
 - ``*`` and ``?`` are wildcards in actions, resources, ``StringLike`` and ``ArnLike``. ``*`` matches

@@ -15,7 +15,8 @@ def assert_invariants(log: Iterable[Event]) -> None:
         log: All events, in order.
 
     Raises:
-        AssertionError: With the audit's report, or with the workers whose process changed.
+        AssertionError: If a guarantee is violated; the message is the audit's report, or names the
+            workers whose process changed.
     """
     events = list(log)
     report = audit_log(events)
@@ -24,7 +25,8 @@ def assert_invariants(log: Iterable[Event]) -> None:
 
 
 def _assert_survivors_kept_their_process(events: list[Event]) -> None:
-    # I4: a worker in two consecutive generations that was not lost keeps its trainer process.
+    # I4: a worker that is in two consecutive generations, and was not lost in between, keeps its
+    # trainer process.
     lost: set[str] = set()
     before: dict[str, int] = {}
     for event in events:

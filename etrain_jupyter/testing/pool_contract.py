@@ -101,7 +101,7 @@ class PoolContract:
         begin = time.monotonic()
         pool.want(1, reason="contract")
 
-        # Far less than a machine needs to boot. A local pool may have started the node already.
+        # A machine needs far longer to boot. A local pool may have started the node already.
         assert time.monotonic() - begin < 2.0
         assert len(pool.nodes()) <= 1
 

@@ -160,7 +160,7 @@ class RunStoreContract:
         assert job.status == "finished"
         summary = there.summarize(there.find("digits-1"))
         assert (summary.status, summary.total_steps, summary.is_gone) == ("finished", 6, False)
-        # The other machine may keep a copy of the log: it must also get later events.
+        # The other machine may keep a copy of the log, which must also get later events.
         place.log(made, [JobStatusChanged(**_COMMON, status="running")])
         again = TrainingJob(place.open("there").find("digits-1"), None)
         assert len(again.events()) == 4

@@ -66,7 +66,7 @@ class S3Endpoint:
         return counted
 
     def list_keys(self, bucket: str, prefix: str = "") -> list[str]:
-        """Return up to 1,000 keys below a prefix. Bypasses faults, like the next three."""
+        """Return up to 1,000 keys below a prefix. Bypasses faults, like the next three methods."""
         query = urllib.parse.urlencode({"list-type": 2, "prefix": prefix})
         listed = self._send("GET", f"/{bucket}?{query}").decode()
         return [html.unescape(key) for key in re.findall("<Key>(.*?)</Key>", listed)]

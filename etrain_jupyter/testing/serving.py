@@ -36,7 +36,7 @@ class Server(Protocol):
 
 def serve_in_thread(server: Server, name: str) -> threading.Thread:
     """Serve on a daemon thread; return the thread."""
-    # 0.05 s is the interval at which the server checks whether it is to shut down.
+    # 0.05 s is the interval at which the server checks whether it should shut down.
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)
     thread.start()
     return thread
@@ -45,7 +45,7 @@ def serve_in_thread(server: Server, name: str) -> threading.Thread:
 def make_wsgi_server(
     app: Any, *, host: str = "127.0.0.1", port: int = 0, dated: bool = True
 ) -> Any:
-    """Return a threaded, silent HTTP/1.1 server for a WSGI application; it does not serve yet.
+    """Return a threaded, silent HTTP/1.1 server for a WSGI application; it is not started.
 
     Args:
         app: The application.

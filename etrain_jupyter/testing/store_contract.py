@@ -105,9 +105,9 @@ class StoreContract:
         assert newest_valid(store)[0].step == 100
 
     def test_keys_are_never_used_twice(self, store: CheckpointStore, place: StorePlace) -> None:
-        """A second attempt at a step uses another folder, and a part is written once."""
-        # The writer of the first attempt may still be alive: an evicted rank that has not noticed
-        # yet.
+        """A second attempt at a step uses another folder, and each part is written only once."""
+        # The writer of the first attempt may still be alive: an evicted rank that has not detected
+        # its eviction yet.
         folder = store.begin(100)
         store.put_part(folder, "model.safetensors", b"first")
         other = place.open().begin(100)
@@ -211,7 +211,7 @@ class StoreContract:
     def test_keys_outside_of_the_store_are_refused(
         self, store: CheckpointStore, place: StorePlace, key: str
     ) -> None:
-        """A manifest cannot make a reader open another file, regardless of its writer."""
+        """A manifest cannot make a reader open another file, regardless of who wrote it."""
         # The manifest is valid except for the key: `to_json` computes its digest, as an attacker
         # with access to the folder could.
         part = Part(key=key, sha256="0" * 64, size=1)

@@ -11,21 +11,21 @@ from etrain_jupyter.trainer.schedule import Mark
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """The boundary after a committed step, as the loop reports it to its hooks."""
+    """Describes the boundary after a committed step; the loop passes it to its hooks."""
 
     group: RankGroup
     """The process group of the current generation."""
     step_s: float
     """Duration of the last step in seconds, excluding checkpoints and evaluations before it."""
     is_save_agreed: bool = False
-    """True if all ranks have agreed, in the last step, to write a checkpoint together."""
+    """True if all ranks agreed during the last step to write a checkpoint together."""
 
 
 class BoundaryHooks(Protocol):
-    """Methods that a training loop calls at the boundaries of a generation, in its main thread."""
+    """Methods that the training loop calls in the main thread, at step boundaries unless noted."""
 
     def wants_save(self, before: Mark, after: Mark) -> bool:
-        """Return True if rank 0 wants all ranks to write a checkpoint of the state after a step.
+        """Return True if rank 0 requests a joint checkpoint of the state after a step.
 
         Called on rank 0, within the step. Has no side effects.
         """
@@ -36,12 +36,12 @@ class BoundaryHooks(Protocol):
         ...
 
     def after_eval(self, group: RankGroup) -> None:
-        """Handle an evaluation, or the start of a generation whose state is already evaluated."""
+        """Handle an evaluation, or the start of a generation whose state has been evaluated."""
         ...
 
 
 class NoHooks:
-    """Hooks that do nothing; a base class for hooks that need only some of the methods."""
+    """No-op hooks; a base class for hooks that implement only some of the methods."""
 
     def wants_save(self, before: Mark, after: Mark) -> bool:
         """Return False: nothing is saved."""

@@ -1,9 +1,9 @@
 """Compile the model with torch.compile, for ``compile: true``.
 
 The model is compiled in place: names, hooks, DDP and checkpoints still see the notebook's model.
-All compilation happens in the warm-up, while no other rank waits. Nothing is compiled afterwards,
-and an unexpected shape or branch runs eagerly: a compilation in the middle of a step would stall
-all ranks, and would look like a hung rank.
+All compilation happens in the warm-up, while no other rank waits. Afterwards, nothing is compiled,
+and an unexpected shape or branch runs eagerly. A compilation in the middle of a step would stall
+all ranks, and this rank would appear to be hung.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def freeze_compiled() -> None:
 @contextlib.contextmanager
 def heartbeats(beat: Callable[[], None]) -> Iterator[None]:
     """Send heartbeats from a thread while the main thread is in a long torch call."""
-    # A compilation may take minutes, during which no pass sends a heartbeat. The limit keeps a hung
-    # compiler from looking alive forever.
+    # A compilation may take minutes, during which no pass sends a heartbeat. The time limit ensures
+    # that a hung compiler is detected.
     is_over = threading.Event()
     until = time.monotonic() + COMPILE_TIMEOUT_S
 
@@ -90,7 +90,7 @@ def _tensors_in(batch: Any) -> Iterable[torch.Tensor]:
 
 def reason_of(exc: BaseException) -> str:
     """Return the error as a single line."""
-    # The first line may name only the backend that raised; the second line has the error.
+    # The first line may contain only the name of the backend; the second line has the error.
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()][:2]
     text = f"{type(exc).__name__}: {' '.join(lines)}".rstrip(": ")
     return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]} ..."

@@ -22,9 +22,9 @@ class Share(NamedTuple):
 
     indices: Indices
     seed: int = 0
-    """Seed for the process that fetches them, this one or a loader process: all numbers that a data
-    set draws from torch, numpy or random depend only on it. The data set's own generators cannot be
-    seeded."""
+    """Seed for the process that fetches the samples (this process or a loader process). All numbers
+    that a data set draws from torch, numpy or random depend only on this seed. The data set's own
+    generators cannot be seeded."""
 
 
 Delivered = tuple[NDArray[np.int64], Any]
@@ -92,7 +92,7 @@ def open_samples(
 
 def _columns_of(data: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
     # Tensors that are indexed by batch; None if samples must be fetched one by one. ``isinstance``
-    # will not do: a subclass may override ``__getitem__``.
+    # is not sufficient, because a subclass may override ``__getitem__``.
     if type(data) is TensorDataset:
         return tuple(data.tensors)
     if isinstance(data, Mapping) and data and all(_is_array(v) for v in data.values()):
@@ -169,10 +169,10 @@ class ItemSource:
         # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
         return DataLoader(
             cast("Dataset[Any]", self._fetcher),
-            batch_sampler=cast("Any", self._shares),  # passes each order on unchanged
+            batch_sampler=cast("Any", self._shares),  # yields each order unchanged
             num_workers=num_workers,
             collate_fn=_unchanged,  # the fetcher has already collated
-            # Without its own generator the loader would draw from the model's.
+            # Without its own generator, the loader would draw from the one that the model uses.
             generator=torch.Generator(),
             persistent_workers=True,
             multiprocessing_context="spawn",
@@ -190,7 +190,8 @@ class _Shares:
 
 
 class _Order(NamedTuple):
-    # A share as sent to a loader process, with plain integers, which any data set accepts.
+    # A share in the form in which it is sent to a loader process. Its indices are plain integers,
+    # which any data set accepts.
     indices: list[int]
     seed: int
 
@@ -203,7 +204,8 @@ class _Fetcher:
     # Fetches and collates samples, here or in a loader process, and also returns their indices: the
     # step header counts the samples that were delivered, not those that were planned.
     #
-    # Pickled by value: plain pickle would look for the notebook's classes in a module.
+    # Pickled by value, because plain pickle would try to import the notebook's classes from a
+    # module.
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._data = data
         self._collate = collate
@@ -215,7 +217,7 @@ class _Fetcher:
         return len(self._data)
 
     def __getitems__(self, order: _Order) -> tuple[list[int], Any]:
-        # torch's fetcher calls this method if it exists, with each item of the batch sampler.
+        # If this method exists, torch's fetcher calls it with each item of the batch sampler.
         with seeded(order.seed):
             return self._fetch(order.indices)
 

@@ -10,10 +10,10 @@ import torch
 def compute_deterministically(device: torch.device) -> None:
     """Make torch's kernels deterministic, for the rest of this process.
 
-    A CPU uses one thread, because a kernel splits a sum into as many pieces as there are threads.
-    An operation that has no deterministic kernel raises, and torch's message names it. The result
-    still depends on the hardware: different CPUs or GPUs may use different kernels, so equal
-    digests are guaranteed only for machines of the same type.
+    On a CPU, torch is limited to one thread, because a kernel splits a sum into as many parts as
+    there are threads. An operation without a deterministic kernel raises an error, in which torch
+    names the operation. The result still depends on the hardware: different CPUs or GPUs may use
+    different kernels, so equal digests are guaranteed only for machines of the same type.
     """
     if device.type == "cpu":
         torch.set_num_threads(1)

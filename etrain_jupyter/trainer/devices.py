@@ -9,23 +9,24 @@ import torch
 import torch.distributed as dist
 
 _NCCL_ENVIRONMENT = {
-    # The coordinator handles a lost peer: the watchdog must neither end this process nor wait for
-    # the peer. ``RankGroup.abort`` aborts the communicator of a generation.
+    # The coordinator handles a lost peer, so NCCL's watchdog must neither end this process nor wait
+    # for the peer. ``RankGroup.abort`` aborts the communicator of a generation.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    # A wait returns when the work is queued on the device; an event waits until it is done.
+    # ``wait`` returns as soon as the work is queued on the device; use an event to wait until it is
+    # complete.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     # By default the watchdog rethrows a CUDA error from its thread, which kills the process with
     # SIGABRT before Python has reported the error.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # After an error on a peer the watchdog sleeps for four times this timeout, 15 s by default,
-    # while holding a lock that every new collective takes: an abort would wait for it.
+    # After an error on a peer, the watchdog sleeps for four times this timeout (15 s by default).
+    # It holds a lock that every new collective takes, so an abort would have to wait for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
-"""These override the environment: with other values, losing a peer would kill or block the
-survivors. Source: ``ProcessGroupNCCL.hpp`` of torch 2.13."""
+"""These override the user's environment, because with other values, losing a peer would kill or
+block the surviving ranks. Source: ``ProcessGroupNCCL.hpp`` of torch 2.13."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class DeviceFacts:
 
 
 def choose_device() -> torch.device:
-    """Return the GPU of this worker's slot, the only visible GPU; the CPU if there is none."""
+    """Return this worker's GPU, the only one visible to it; the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     os.environ.update(_NCCL_ENVIRONMENT)

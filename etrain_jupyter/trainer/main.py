@@ -64,7 +64,8 @@ def open_page(descriptor: int) -> tuple[ProgressPage, Pulse]:
     """Map the progress page, and update its pulse as long as this process can run Python code."""
     os.set_inheritable(descriptor, False)
     # The handler writes in the signal context, so its report includes a thread that holds the GIL.
-    # Register it before the first pulse, which permits the signal.
+    # Register it before the first pulse, because the supervisor sends the signal only after a
+    # pulse.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     page = ProgressPage(descriptor)
     return page, start_pulse(page)
@@ -78,7 +79,7 @@ def print_any_text() -> None:
 
 
 def main() -> None:
-    """Wait as a warm spare, then train."""
+    """Wait for a job as a warm spare, then train."""
     die_with_parent(int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0")))
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles interrupts

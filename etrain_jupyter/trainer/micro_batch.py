@@ -66,8 +66,9 @@ class MicroBatch:
 
     def shrink(self, exc: BaseException) -> bool:
         """Halve the size after an out-of-memory error; return True if it was halved."""
-        # Later passes may need more memory than the trial, because of longer texts or another
-        # process on the GPU. The retries are bounded, because the size cannot go below one sample.
+        # Later passes may need more memory than the trial, for example for longer texts, or if
+        # another process uses the GPU. The number of retries is limited, because the size cannot go
+        # below one sample.
         if not self.is_auto or not is_out_of_memory(exc) or self.size in (None, 1):
             return False
         assert self.size is not None
@@ -102,7 +103,7 @@ def largest_pass(batch: BatchConfig, num_samples: int) -> int:
 
 
 def largest_fit(fits: Callable[[int], bool], most: int) -> int:
-    """Return a size up to ``most`` that fits; 0 if not even 1 does.
+    """Return a size up to ``most`` that fits; 0 if not even one sample fits.
 
     Halve ``most`` until it fits, in at most ``log2(most) + 1`` trials. Then bisect the gap to the
     smallest size that did not fit, in at most ``NUM_REFINEMENTS`` trials. The result is at least
@@ -237,8 +238,8 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 def _state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     # Returns sizes in bytes. A copy of the optimizer makes a step on tiny parameters, one per real
-    # parameter. A state tensor of the size of the tiny parameter will have the size of the real
-    # one. A step on the real parameters would itself need the memory that is being measured.
+    # parameter. A state tensor that is as large as the tiny parameter will be as large as the real
+    # parameter. A step on the real parameters would itself need the memory that is being measured.
     parameters = [p for p in _parameters_of(optimizer) if p.requires_grad]
     tiny = [torch.zeros([min(2, n) for n in p.shape]).to(p) for p in parameters]
     try:
@@ -247,7 +248,7 @@ def _state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
         for stand_in in tiny:
             stand_in.grad = torch.ones_like(stand_in)
         twin.step()
-    except Exception:  # the notebook's own optimizer may raise anything
+    except Exception:  # the notebook's own optimizer may raise any exception
         return [_size_of(p) for p in parameters for _ in range(STATE_TENSORS)]
     return [
         p.numel() * value.element_size()

@@ -17,9 +17,9 @@ Optimizers = Callable[..., torch.optim.Optimizer]
 
 PACKAGE = "pytorch_optimizer"
 _IN_PACKAGE: dict[str, tuple[str, dict[str, Any]]] = {
-    # As in the paper and in Google's own code: the trust ratio also scales the decay, and no rate
-    # is divided by a bias correction (the package does so unless adam_debias is set). You et al.,
-    # "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020.
+    # As in the paper and in Google's own code: the trust ratio also scales the decay, and the rate
+    # is not divided by a bias correction (as the package would unless adam_debias is set). You et
+    # al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020.
     "LAMB": ("Lamb", {"weight_decouple": False, "adam_debias": True}),
     "LARS": ("LARS", {}),
 }
@@ -88,7 +88,7 @@ def _check_dimensions(model: nn.Module) -> None:
     others = [f"{name} {tuple(p.shape)}" for name, p in named if p.ndim != 2]
     if others:
         raise WorkloadError(
-            f"optimizer Muon updates only matrices, and {len(others)} of {len(named)} parameters "
+            f"optimizer Muon updates only matrices, but {len(others)} of {len(named)} parameters "
             f"are not: {', '.join(others[:3])} ... Freeze them with requires_grad_(False), or "
             "use AdamW."
         )

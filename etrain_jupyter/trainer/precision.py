@@ -3,9 +3,9 @@
 Weights, gradients, their sums over the ranks and the optimizer state remain in float32. Small
 gradients would underflow in fp16, so the loss is scaled up before the backward pass and the
 gradients are scaled down before the update (Micikevicius et al., "Mixed Precision Training", ICLR
-2018). If the scale is too large, gradients become infinite. The sums carry the infinities to all
-ranks, which all skip the update and halve the scale. The scale is part of the state in checkpoints
-and state transfers.
+2018). If the scale is too large, gradients become infinite. The sums propagate the infinities to
+all ranks, so all ranks skip the update and halve the scale. The scale is part of the state in
+checkpoints and state transfers.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Precision:
 
     def undo(self) -> None:
         """Reset the scaler after a step that is undone; keep the loss scale."""
-        # Otherwise only ``update`` resets the scaler, which refuses to unscale again without a
-        # reset.
+        # Only ``update`` would reset the scaler, and without a reset, the scaler refuses to unscale
+        # again.
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()
 

@@ -14,4 +14,4 @@ class References(Protocol):
 
 
 class WorkloadError(ValueError):
-    """The notebook's objects do not fit together; the message names them and a fix."""
+    """The notebook's objects do not fit together; the message names them and suggests a fix."""

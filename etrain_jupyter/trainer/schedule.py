@@ -15,7 +15,7 @@ from etrain_jupyter.trainer.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class WorkPlan:
-    """Amount of work in a job: a pure function of the config and the lengths of the data."""
+    """Describes the work in a job; a pure function of the config and the lengths of the data."""
 
     num_train: int
     """Number of samples in the training set."""
@@ -107,7 +107,8 @@ class Every:
 
     def _num_until(self, mark: Mark) -> int:
         if self._steps:
-            # The interval may be a fraction: 0.1 + 0.2 must not miss the step that 0.3 reaches.
+            # The interval may be a fraction, so tolerate rounding errors: 0.1 + 0.2 is not exactly
+            # 0.3.
             return math.floor(mark.step / self._steps + 1e-9)
         return math.floor(mark.position / self._samples + 1e-9) if self._samples else 0
 

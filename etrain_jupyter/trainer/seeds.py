@@ -1,4 +1,4 @@
-"""Counter-based random numbers: there is no RNG state to save or transfer."""
+"""Counter-based random numbers, so that no RNG state has to be saved or transferred."""
 
 from __future__ import annotations
 

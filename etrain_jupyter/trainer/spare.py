@@ -1,14 +1,15 @@
 """Warm spare: a process that has imported torch, and forks a trainer for each job.
 
 Imports take seconds, a fork takes milliseconds. The spare itself runs no user code, so a trainer
-starts with no trace of earlier jobs: modules, random states, CUDA contexts, threads, files::
+starts without any state from earlier jobs, such as modules, random states, CUDA contexts, threads
+or files::
 
     spare   imports torch ── forks ──────────── forks ─────────▶ waits for the next request
                                └▶ trainer of job A   └▶ trainer of job B
 
 A fork copies only the calling thread, and CUDA cannot be used in a fork of a process that has
-initialized it. If imports leave such state in a spare, it does not fork: it becomes the trainer of
-one job, and its worker starts another spare.
+initialized it. If imports leave a spare in such a state, it does not fork. Instead, it becomes the
+trainer of one job, and its worker starts another spare.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _exits_well(pid: int) -> bool:
 
 
 def fork_trainers(channel: Channel, requests: socket.socket) -> list[int] | None:
-    """Fork a trainer per request. Returns in each forked process, and finally in the spare.
+    """Fork a trainer for each request. Returns in each forked process, and finally in the spare.
 
     Args:
         channel: The spare's own channel. A message on it launches this process itself as a trainer.

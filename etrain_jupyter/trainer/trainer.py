@@ -78,7 +78,8 @@ from etrain_jupyter.wire.progress_page import ProgressPage
 DISCONNECTED = "disconnected on purpose"
 """Reason reported for a generation whose connections were closed by an injected fault."""
 
-# Constructing the first optimizer imports it, which takes seconds. A spare does so while idle.
+# Import this now: otherwise, constructing the first optimizer would import it, which takes seconds.
+# A spare imports it while it is idle.
 importlib.import_module("torch._dynamo")
 
 
@@ -128,7 +129,8 @@ class Trainer:
         self._is_fresh = True
         """True while the model has the initial weights from the notebook's code."""
         self._is_forming = False
-        """True while this rank connects, receives or restores; no step runs during that time."""
+        """True while this rank connects, or receives or restores the state; no step runs during
+        that time."""
         self._num_out_of_memory = 0
         """Number of consecutive out-of-memory errors while forming."""
         self._is_busy = True
@@ -142,8 +144,8 @@ class Trainer:
             for message in self._channel.messages():
                 self._handle(message)
         except BaseException:
-            # Without this thread, no abort or shutdown would ever arrive: the trainer would hang in
-            # the first collective with a lost peer.
+            # Without this thread, no abort or shutdown would ever arrive, and the trainer would
+            # hang in the first collective after it loses a peer.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
@@ -162,8 +164,9 @@ class Trainer:
             case JoinGeneration():
                 self._inbox.put((message, self._create_group(message)))
             case ShutDownTrainer():
-                # Released while user code runs: the job was stopped without waiting for this step,
-                # and the main thread would not read its inbox until the generation ends.
+                # The trainer is released while user code runs. The job was stopped without waiting
+                # for this step, and the main thread would not read its inbox until the generation
+                # ends.
                 if self._is_busy:
                     os._exit(0)
                 self._inbox.put(message)
@@ -192,8 +195,9 @@ class Trainer:
                 assert_never(message)
 
     def _create_group(self, message: JoinGeneration) -> RankGroup:
-        # Called in the control thread: a faster rank may publish its address before this rank's
-        # main thread has read its inbox. If no store existed yet, the entry would be lost:
+        # This is called in the control thread, because a faster rank may publish its address before
+        # this rank's main thread has read its inbox. If no store existed yet, the entry would be
+        # lost:
         #
         #     control   JoinGeneration   StoreEntry
         #     main          (leaving the previous generation) ─── form
@@ -202,7 +206,7 @@ class Trainer:
         def publish(key: str, value: bytes) -> None:
             self._channel.send(StoreEntry(generation=generation, key=key, value=value))
 
-        # Cleared before this rank reports that it has joined: after that, the next change may be
+        # Clear this before the rank reports that it has joined. Afterwards, the next change may be
         # announced at any time, even before the loop runs.
         if self._loop is not None:
             self._loop.change_pending.clear()
@@ -237,7 +241,8 @@ class Trainer:
             if is_our_defect(exc):
                 raise
             self._report_user_error(exc, generation=0)
-            # This trainer never becomes ready, but it is alive: the coordinator will release it.
+            # This trainer never becomes ready, but it keeps running until the coordinator releases
+            # it.
         while True:
             todo = self._inbox.get()
             match todo:
@@ -249,7 +254,8 @@ class Trainer:
                     self._run_generation(message, group)
                 case _:
                     assert_never(todo)
-        # Released: first finish the checkpoint in flight, perhaps the only copy of the last steps.
+        # The trainer is released. First finish the checkpoint in flight, which may be the only copy
+        # of the last steps.
         if self._checkpointer is not None:
             self._checkpointer.close()
         if self._loop is not None:
@@ -290,8 +296,8 @@ class Trainer:
         self._loop = loop
         self._beat()
         loop.warm_up()
-        # State that cannot be sent or saved must fail now: later it would fail the first join or
-        # checkpoint, perhaps after hours of training.
+        # Fail now if the state cannot be sent or saved. Otherwise, the first join or checkpoint
+        # would fail, perhaps after hours of training.
         self._take_state()
         starts = self._checkpointer.starts if self._checkpointer is not None else []
         self._checkpointer = Checkpointer(
@@ -307,8 +313,8 @@ class Trainer:
         self._is_fresh = True
 
     def _change_folder(self) -> None:
-        # Makes relative paths and local modules work as in the notebook if its folder exists here:
-        # on the same machine, or on a shared file system.
+        # Makes relative paths and local modules work as in the notebook if the notebook's folder
+        # exists here: on the same machine, or on a shared file system.
         folder = self._launch.cwd
         if folder and Path(folder).is_dir():
             os.chdir(folder)
@@ -358,7 +364,7 @@ class Trainer:
         except CommunicationError as exc:
             self._end_if_device_broke(exc, group)
             failure = self._handle_lack_of_memory(exc, message, group) or failure_of(group, exc)
-            # The only rank has torn its weights: exit, and the job recovers as from any lost
+            # The weights of the only rank are torn, so exit. The job recovers as from any lost
             # trainer. Before the first step, nothing is lost: the initial weights can be rebuilt.
             if self._loop.update.is_torn and self._loop.step and group.world_size == 1:
                 raise
@@ -403,8 +409,8 @@ class Trainer:
 
         Raises:
             BrokenDeviceError: If the notebook's code caused it. The job fails with that error.
-            BaseException: ``exc``, if the machine caused it. The others continue without this
-                trainer.
+            BaseException: ``exc``, if the machine caused it. The other trainers continue without
+                this one.
         """
         error = device_error_in(exc)
         if error is None:
@@ -424,7 +430,7 @@ class Trainer:
     def _handle_lack_of_memory(
         self, exc: BaseException, message: JoinGeneration, group: RankGroup
     ) -> Failure | None:
-        """Handle an out-of-memory error while a generation forms: abort it, drop an old state.
+        """Handle an out-of-memory error while a generation forms: abort it, and drop a stale state.
 
         Returns:
             The failure to report; None if the error was something else.
@@ -491,7 +497,8 @@ class Trainer:
         # A new rank is at step 0; planned faults refer to the step from which the job continues.
         step = max(self._loop.step, message.logged_step)
         self._faults.at("form", rank=group.rank, step=step)
-        # Counted after the fault: a rank that hangs in it must have the fewest collectives.
+        # Count it after the fault, because a rank that hangs in the fault must have the fewest
+        # collectives.
         self._count_collective()
         group.form()
         clock.append(time.monotonic())
@@ -502,8 +509,9 @@ class Trainer:
             self._restore(group, message.log_end)
         moved = self._share_state(group, message, step)
         self._has_state = True
-        # ``message.starts`` ends with the previous generation. This one begins at the step of rank
-        # 0's checkpoint or state, which the coordinator learns from ``GenerationJoined``.
+        # ``message.starts`` ends with the previous generation. The new generation begins at the
+        # step of rank 0's checkpoint or state, which the coordinator learns from
+        # ``GenerationJoined``.
         self._checkpointer.starts.append(self._loop.step)
         clock.append(time.monotonic())
         gradients = self._loop.wrap(group)
@@ -551,7 +559,7 @@ class Trainer:
         takes_part = group.rank in (0, *behind)
         if takes_part:
             self._faults.at("sync", rank=group.rank, step=step)
-        # Counted on every rank; otherwise ranks that do not take part would look like stragglers.
+        # Count it on every rank; otherwise, ranks that do not take part would look like stragglers.
         self._count_collective()
         if not takes_part:
             return None
@@ -567,7 +575,7 @@ class Trainer:
             behind,
             optimizer=workload.optimizer,
             # If every other rank is behind, the sender has the only copy of the newest state. If it
-            # dies, the newest state left is that of a rank that is behind.
+            # dies, the newest remaining state is that of a rank that is behind.
             keep=self._has_state and group.world_size == 1 + len(behind),
             on_overwrite=self._drop_state,
         )
@@ -602,7 +610,8 @@ class Trainer:
         self._beat(phase="saving")
         generation = message.generation
         # This trainer may have had another rank, and rank 0 may have died before it sent the last
-        # steps: act as rank 0 and send the steps missing from the log, before their checkpoint.
+        # steps: act as rank 0 and send the steps that are missing from the log, before the
+        # checkpoint is saved.
         self._reporter.begin(generation=generation, rank=0, logged_step=message.logged_step)
         if self._loop is not None:
             self._loop.evaluations.report(generation)
@@ -626,7 +635,8 @@ class Trainer:
         return self._loop.progress if self._loop is not None and self._has_state else NO_PROGRESS
 
     def _send(self, report: TrainerReport) -> None:
-        # If the supervisor is gone, the control thread reads the end of the channel and exits.
+        # If the supervisor is gone, the control thread reaches the end of the channel and exits the
+        # process.
         with contextlib.suppress(OSError):
             self._reporter.send(report)
 
@@ -662,8 +672,8 @@ class Trainer:
 
 def failure_of(group: RankGroup, exc: BaseException) -> Failure:
     """Return the failure of a generation for this rank's report."""
-    # This rank ended the generation itself, and not because ranks cannot connect: this must not
-    # count towards the budget of failed generations.
+    # This rank ended the generation itself, for a reason other than a failed connection, so this
+    # must not count towards the budget of failed generations.
     if group.failure in (OUT_OF_MEMORY, DISCONNECTED):
         return Failure(error=group.failure, is_excused=True)
     # The coordinator aborted it, and knows the cause.

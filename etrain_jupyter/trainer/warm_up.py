@@ -51,7 +51,7 @@ class PassEffects(NamedTuple):
     moving: RunningBuffers
     """The running buffers: those that a pass changes."""
     has_unused: bool
-    """True if a pass leaves some parameters without a gradient."""
+    """True if some parameters have no gradient after a pass."""
 
 
 class WarmUp:
@@ -152,7 +152,8 @@ class WarmUp:
                 raise
         else:
             return True
-        # Not in the except clause, where the exception keeps the frames, and so the tensors, alive.
+        # This is not done in the except clause, where the exception keeps the frames alive, and
+        # with them the tensors.
         self._undo()
         free_memory()
         return False
@@ -175,7 +176,8 @@ class WarmUp:
     # --- batch.micro: auto ---
 
     def _find_micro_batch(self) -> None:
-        # Makes trial passes, with blocks of memory in place of everything else that training needs.
+        # Makes trial passes while blocks of memory are reserved for everything else that training
+        # needs.
         device = self._workload.device
         reserve = Reserve(self._workload.optimizer, device)
         peak = 0
@@ -257,9 +259,9 @@ class WarmUp:
 
 
 def _two_batches(order: Indices, count: int) -> list[Indices]:
-    """Return a batch of the first samples, and one of the last samples whose size differs by one.
+    """Return two batches, of the first and of the last samples, whose sizes differ by one.
 
-    A batch of one sample is compiled separately, so it is used only if there is no other.
+    A batch of one sample is compiled separately, so it is used only if no other batch is available.
 
     >>> _two_batches(range(9), 4), _two_batches(range(9), 2), _two_batches(range(1), 4)
     ([range(0, 4), range(6, 9)], [range(0, 2), range(6, 9)], [range(0, 1)])

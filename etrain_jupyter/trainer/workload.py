@@ -38,7 +38,7 @@ class Pass(NamedTuple):
 
 @dataclass(kw_only=True)
 class Workload:
-    """The objects that a rank trains with."""
+    """The objects with which a rank trains."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -67,15 +67,16 @@ class Workload:
 
         Args:
             module: This workload's module, possibly wrapped.
-            batch: Some of the samples in the mean.
+            batch: One batch of the samples over which the mean is computed.
             count: Number of samples in the batch.
-            num_samples: Number of samples in the mean, over all batches of all ranks.
+            num_samples: Number of samples over which the mean is computed, in all batches of all
+                ranks.
 
         Returns:
             This batch's shares. ``measures.means`` turns their sums over all batches and ranks into
             means.
         """
-        # Before the batch is moved to the device: the weight is computed in host memory.
+        # Compute the weight before the batch is moved to the device, in host memory.
         weight = self.weight.of(batch, count) if self.weight is not None else None
         portion = Portion(count, num_samples, weight)
         with self.precision.autocast():

@@ -1,6 +1,6 @@
 """Control channel between a supervisor and a trainer: length-prefixed msgpack.
 
-Imports no torch, because the supervisor's process reads the other end.
+This module does not import torch, because the supervisor also uses it to read the other end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LENGTH = struct.Struct("!I")
 
 def frame(data: Encoded) -> bytes:
     """Return one frame: the length in four bytes, big-endian, then the message in msgpack."""
-    # The user's text may not be valid UTF-8: a file name may have a lone surrogate. Escape it: an
-    # exception here would lose the message, which may be an error report.
+    # The user's text may not be valid UTF-8; for example, a file name may contain a lone surrogate.
+    # Escape it, because an exception here would lose the message, which may be an error report.
     body: bytes = msgpack.packb(data, use_bin_type=True, unicode_errors="backslashreplace")
     return _LENGTH.pack(len(body)) + body
 
@@ -48,12 +48,12 @@ class FrameDecoder:
 
 
 class Channel:
-    """The trainer's end: one thread blocks on reads, any thread may write."""
+    """The trainer's end: one thread blocks on reads, and any thread may write."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        # ``sendall`` may write a large frame in several parts. Another thread's frame in between
-        # would make the rest of the stream unreadable.
+        # ``sendall`` may write a large frame in several parts. If another thread's frame came in
+        # between, the rest of the stream would be unreadable.
         self._lock = threading.Lock()
         self._decoder = FrameDecoder()
         # Persists between calls to ``messages``: the start-up code reads until LaunchTrainer, the

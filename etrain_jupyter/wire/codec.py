@@ -1,8 +1,8 @@
 """Encode messages as plain dicts; decode and check messages from a peer.
 
 A message on the wire is one dict of plain values, ``{"kind": "JoinGeneration", ...}``, because our
-processes exchange only msgpack (see ``process.peers``). Data from a peer is checked once, here;
-after that, the dataclass's types can be trusted.
+processes exchange only msgpack (see ``process.peers``). Data from a peer is checked once, in this
+module. Afterwards, the dataclass's types can be trusted.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class EventFields:
     @functools.cached_property
     def allowed(self) -> frozenset[str]:
         """Names of the fields that the dict may contain."""
-        # The coordinator sets both: a peer must not log to another job or choose a position in the
-        # log.
+        # The coordinator sets these two fields, so that a peer cannot log to another job or choose
+        # a position in the log.
         excluded = {"job_id", "seq", *self.without}
         return frozenset(f.name for f in dataclasses.fields(self.event)) - excluded
 
@@ -131,8 +131,8 @@ class Vocabulary(Generic[M]):
             raise MalformedMessageError(
                 f"unknown message {str(kind)[:80]!r}; known: {', '.join(self._by_kind)}"
             )
-        # Check the version before the fields: a hello from another version may have other fields,
-        # and "has no field x" would not reveal the cause.
+        # Check the version before the fields: a hello from another version may have different
+        # fields, and "has no field x" would not reveal the cause.
         if VERSION in _shape_of(cls).decoders:
             check_version(data.get(VERSION), self._version)
         return cls
@@ -244,8 +244,8 @@ def _encode_nested(value: Any) -> Any:
 
 
 def _decoder_of(hint: Any) -> Decode:
-    # Called once per field, when a class is first used: an unsupported type fails in any test that
-    # decodes the message, not in production.
+    # This is called once per field, when a class is first used. So an unsupported type fails in any
+    # test that decodes the message, not in production.
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value, path: _with_lists(value)
@@ -355,8 +355,9 @@ def _dataclass(cls: Any) -> Decode:
 
 
 def _event_fields(mark: EventFields) -> Decode:
-    # Step records are most of the traffic, so this path is short: the dict is passed on unchanged,
-    # and each sequence of names is checked once. Peers choose the names, so the cache is bounded.
+    # Step records make up most of the traffic, so this path is short: the dict is returned
+    # unchanged, and each sequence of names is checked only once. Peers choose the names, so the
+    # cache is bounded.
     known: set[tuple[str, ...]] = set()
 
     def decode(value: Any, path: str) -> Any:

@@ -1,6 +1,6 @@
-"""Records between a supervisor and its warm spare: fork requests, and the fate of each process.
+"""Records between a supervisor and its warm spare: fork requests, and process starts and exits.
 
-They do not use the channel, because descriptors travel with them. One packet is one record.
+They do not use the channel, because descriptors are sent with them. One packet is one record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Kind(enum.IntEnum):
     FORK = 2
     """Request: fork a trainer with these descriptors."""
     FORKED = 3
-    """A trainer runs. Its pidfd travels with the record."""
+    """A trainer runs. Its pidfd is sent with the record."""
     FAILED = 4
     """The fork failed, with this error number."""
     EXITED = 5

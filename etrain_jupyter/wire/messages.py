@@ -63,7 +63,7 @@ class TrainerMessage(Message):
 
     trainer: str = ""
     """Name of the trainer, ``JOB/WORKER/NUMBER``. Empty in a trainer's reports: its supervisor
-    fills it in, so no trainer can report under another's name."""
+    fills it in, so that no trainer can report in another trainer's name."""
     generation: int = 0
     """The generation that the message belongs to; 0 if it belongs to none."""
 
@@ -72,7 +72,7 @@ class TrainerMessage(Message):
     @property
     def job_id(self) -> str:
         """The trainer's job."""
-        # Derived from the name instead of sent, so that the two cannot disagree.
+        # Derived from the name rather than sent separately, so that the two cannot disagree.
         return self.trainer.partition("/")[0]
 
 
@@ -85,7 +85,7 @@ class TrainerReport(TrainerMessage):
 
 
 def is_current(message: TrainerMessage, *, generation: int, is_member: bool = True) -> bool:
-    """Return whether to accept a message: the single fence for all messages about trainers.
+    """Return True if a message should be accepted; all messages about trainers are fenced here.
 
     ::
 
@@ -214,7 +214,10 @@ class LogStacks(TrainerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class InjectFault(TrainerMessage):
-    """Inject a fault now. The supervisor injects kinds that need no code in the trainer."""
+    """Inject a fault now.
+
+    The supervisor itself injects the kinds of faults that need no code in the trainer.
+    """
 
     kind_of_fault: str
 
@@ -360,7 +363,7 @@ class GenerationLeft(TrainerReport):
     backend: str = ""
     """The backend that failed; empty if none did."""
     is_excused: bool = False
-    """True if something other than the connections caused the failure, so they are not blamed."""
+    """True if the failure was not caused by the connections, so that they are not blamed."""
     ended_early: (
         Annotated[dict[str, Any], EventFields(events.EarlyStopped, without=("time", "generation"))]
         | None
@@ -497,7 +500,7 @@ class TrainerSummary(Message):
     hello: TrainerHello | None = None
     """Its hello; None until it is warm."""
     left: GenerationLeft | UserCodeFailed | None = None
-    """How it left that generation; None while it is inside."""
+    """How it left that generation; None while it is still in it."""
     progress: Progress = (-1, 0)
     """Progress in that report."""
     ended_with: int = 0
@@ -551,7 +554,8 @@ class MachineNotice(Message):
     notice: str
     """One of the kinds in ``wire.notices``."""
     left_s: float
-    """Seconds until the machine is reclaimed. Not an instant, because machines' clocks differ."""
+    """Seconds until the machine is reclaimed. A duration rather than an instant, because the
+    machines' clocks differ."""
 
 
 ForwardedOrder = (

@@ -1,8 +1,9 @@
 """A trainer's progress in shared memory, which its supervisor can always read.
 
 A trainer cannot respond to messages while it is stopped, or while one of its threads holds the
-interpreter lock. So it writes its progress to a page that both processes map, and the supervisor
-reads the page. This module does not import torch, because the supervisor uses it too.
+interpreter lock. Therefore, it writes its progress to a page that both processes map, and the
+supervisor reads it from there. This module does not import torch, because the supervisor uses it
+too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PULSE_S = 0.25
 PHASES = ("idle", "forming", "syncing", "computing", "evaluating", "saving")
 
 # Slots of the page: aligned and 8 bytes each, so that every read and write is atomic, and the
-# reader needs no lock. A stopped trainer could still be holding a lock.
+# reader needs no lock. A trainer that is stopped while it holds a lock would block the reader.
 _GENERATION, _STEP, _COLLECTIVES, _BEATS, _PHASE, _ALIVE_AT = range(6)
 _SIZE = mmap.PAGESIZE
 
@@ -121,7 +122,7 @@ class ProgressPage:
     # --- the supervisor reads ---
 
     def has_pulsed(self) -> bool:
-        """Return whether the trainer has pulsed. From then on it handles SIGUSR1 (log stacks)."""
+        """Return True if the trainer has pulsed. From then on, it handles SIGUSR1 (log stacks)."""
         return bool(self._slots[_ALIVE_AT])
 
     def read(self) -> TrainerProgress:
@@ -163,7 +164,7 @@ class Pulse(threading.Thread):
 
 
 def start_pulse(page: ProgressPage) -> Pulse:
-    """Start to pulse from a daemon thread."""
+    """Start the pulse in a daemon thread."""
     page.pulse()
     thread = Pulse(page)
     thread.start()

@@ -50,7 +50,7 @@ class NotOursError(Exception):
 
 
 UNKNOWN_JOB = "JobNotFoundError"
-"""Kind of refusal: the scheduler does not have the job."""
+"""Kind of refusal: the job is unknown to the scheduler."""
 
 OTHER_VERSION = "WireVersionError"
 """Kind of refusal: kernel and cluster use different wire versions."""
@@ -96,7 +96,7 @@ class EventBatch:
     """In their JSON form, in order."""
     status: str = ""
     trouble: str = ""
-    """Why the newest events are only in memory; empty if they are durable."""
+    """Why the newest events are not durable yet but only in memory; empty if they are durable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +286,7 @@ class RemoveCoordinator(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class TouchCluster(Request[ClusterIdentity]):
-    """Reset the cluster's idle time, because a job is about to be submitted."""
+    """Reset the cluster's idle timer, because a job is about to be submitted."""
 
     op: ClassVar[str] = "etrain_pool_touch"
     reply: ClassVar[type[Any]] = ClusterIdentity
@@ -355,7 +355,7 @@ def decode_reply(request: Request[R], reply: Any) -> R:
             "coordinator, or no longer runs one"
         )
     values = dict(reply)
-    # Check the version before the error: a refusal by another version may have other keys.
+    # Check the version before the error: a refusal by another version may have different keys.
     try:
         check_version(values.pop(VERSION, None), WIRE_VERSION)
     except WireVersionError as exc:
@@ -439,7 +439,7 @@ def handler_of(
             reply = {"error": exc.kind, "message": str(exc)}
         except Exception as exc:
             # A malformed request is a defect in the kernel; anything else is a defect here or a
-            # disk error. Either way the kernel gets the text.
+            # disk error. In both cases, the reply contains the error message.
             if not isinstance(exc, MalformedMessageError):
                 logger.exception("a request failed")
             reply = {"error": type(exc).__name__, "message": str(exc)}

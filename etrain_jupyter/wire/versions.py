@@ -15,7 +15,7 @@ from etrain_jupyter import __version__
 
 WIRE_VERSION = 3
 """Version of the messages in ``wire.messages`` and ``wire.requests``. Increment it with each change
-that older versions would not understand."""
+that is incompatible with older versions."""
 
 PROTOCOL_KEY = "protocol"
 NAMES = {
@@ -62,7 +62,7 @@ def read_fingerprint() -> dict[str, str]:
 
 
 def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Comparison:
-    """Compare a worker's versions with a notebook's; skip any that either does not report.
+    """Compare a worker's versions with a notebook's; skip those that one of them does not report.
 
     Args:
         theirs: Versions of the worker.
@@ -76,7 +76,7 @@ def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Co
     wrong, notes, remedies = [], [], []
     for key, name in NAMES.items():
         one, other = theirs.get(key), ours.get(key)
-        # None: an older peer does not report this package. "": it is not installed there.
+        # None: the peer is too old to report this package. "": the package is not installed there.
         if one is None or not other or _release(one) == _release(other):
             continue
         difference = f"{name} {one} on {at}, {other} in {here}"

@@ -25,10 +25,10 @@ from typing import BinaryIO
 from etrain_jupyter.wire.messages import BundleRef
 
 LOOK_S = 0.05
-"""Seconds between checks whether another supervisor has fetched the file."""
+"""Interval in seconds at which to check whether another supervisor has fetched the file."""
 
 Fetch = Callable[[str, int], Awaitable[bytes]]
-"""Returns a piece of a bundle from an offset; empty at the end."""
+"""Returns the piece of a bundle at an offset; empty at the end."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -58,7 +58,7 @@ class MachineBundles:
         self._coming = ""
 
     def begin(self, folder: Path) -> None:
-        """Set the folder, and remove unused bundles left behind by killed processes."""
+        """Set the folder, and remove unused bundles that killed processes have left behind."""
         if folder == self._folder:
             return
         self._folder = folder
@@ -148,7 +148,7 @@ class MachineBundles:
             with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
                 offset = 0
                 while offset < size and (data := await self._fetch(path.name, offset)):
-                    # In a thread: a slow disk must not delay the heartbeats.
+                    # Run this in a thread, so that a slow disk does not delay the heartbeats.
                     await asyncio.to_thread(put, file, data)
                     offset += len(data)
             if digest.hexdigest() != path.name:

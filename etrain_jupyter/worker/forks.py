@@ -1,8 +1,8 @@
 """Fork requests to a warm spare, and the processes that it has forked.
 
-Four descriptors go to the spare with each request: the trainer's channel, its progress page, its
-stdout and its stderr. The spare answers with the process's id and pidfd, and later reports its
-exit status, because only a parent process receives it::
+Each request passes four descriptors to the spare: the trainer's channel, its progress page, its
+stdout and its stderr. The spare answers with the process's id and pidfd, and later reports its exit
+status, because only a parent process receives it::
 
     supervisor   fork, 4 descriptors ──▶                                 (process is registered)
     spare                             forks    forked, pid, pidfd ──▶       exited, pid, status ──▶
@@ -28,7 +28,7 @@ FORK_S = 10.0
 
 
 class ForkedProcess:
-    """The needed subset of ``asyncio.subprocess.Process``, for a child of the spare."""
+    """Child process of the spare, with the needed subset of ``asyncio.subprocess.Process``."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -90,7 +90,7 @@ class Forks:
 
     @property
     def is_in_use(self) -> bool:
-        """True if a forked process is running or a request is open: both end with the spare."""
+        """True if a forked process is running or a request is pending; both end with the spare."""
         return bool(self._running or self._requests)
 
     def begin(self) -> None:
@@ -99,21 +99,24 @@ class Forks:
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     def close(self) -> None:
-        """Kill what the spare has forked, and fail the open requests. May be called twice."""
+        """Kill the processes that the spare has forked, and fail the pending requests.
+
+        May be called twice.
+        """
         self.is_ready = False
         if self._socket.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
         self._theirs.close()
         for process in self._running.values():
-            process.kill()  # the kernel does so as well, but maybe a moment later
+            process.kill()  # the kernel also does so, but possibly a moment later
             process.end(-signal.SIGKILL)
         self._running.clear()
         while self._requests:
             self._fail(OSError("the spare has ended"))
 
     async def fork(self, fds: Sequence[int]) -> ForkedProcess:
-        """Let the spare fork a trainer, which inherits these descriptors.
+        """Make the spare fork a trainer, which inherits these descriptors.
 
         Raises:
             OSError: If the spare cannot fork, has ended, or does not answer in time.
@@ -158,12 +161,12 @@ class Forks:
             case Kind.READY:
                 self.is_ready = True
             case Kind.FORKED if not fds:
-                os.kill(pid, signal.SIGKILL)  # it cannot be supervised
+                os.kill(pid, signal.SIGKILL)  # without a pidfd, it cannot be supervised
                 self._fail(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
             case Kind.FORKED:
                 process = self._running[pid] = ForkedProcess(pid, fds[0])
                 request = self._requests.popleft()
-                if request.done():  # its requester was cancelled, or did not wait any longer
+                if request.done():  # the caller was cancelled or timed out
                     process.kill()
                 else:
                     request.set_result(process)
@@ -173,7 +176,7 @@ class Forks:
                 if (ended := self._running.pop(pid, None)) is not None:
                     ended.end(code)
             case Kind.FORK:
-                raise ValueError("a spare does not request forks")
+                raise ValueError("a spare must not send fork requests")
 
     def _fail(self, error: OSError) -> None:
         request = self._requests.popleft()

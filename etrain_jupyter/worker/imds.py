@@ -1,7 +1,8 @@
 """Client for the EC2 instance metadata service, version 2.
 
 Requests use the link-local network, never a proxy, and carry a session token, which is renewed
-before it expires. A missing path, such as that of a notice not yet issued, is not an error.
+before it expires. A missing path, such as the path of a notice that has not been issued, is not an
+error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ TOKEN_S = 21_600
 RENEW_S = 60.0
 """Tokens are renewed this many seconds before they expire."""
 MOST_BYTES = 65_536
-"""Maximum size of a response: whatever responds at the endpoint must not exhaust memory."""
+"""Maximum size of a response, so that an unexpected server at the endpoint cannot exhaust
+memory."""
 VENDOR_FILE = Path("/sys/class/dmi/id/sys_vendor")
 
 

@@ -12,8 +12,8 @@ Installed = tuple[int, ...]
 def read_installed() -> Installed:
     """Return a value that changes when a package is installed, updated or removed.
 
-    It consists of the modification times of the folders of packages. An installer adds and removes
-    entries there, at least the one with the version in its name.
+    It consists of the modification times of the folders of packages. An installer adds or removes
+    entries there, at the very least the one whose name contains the version.
     """
     paths = sysconfig.get_paths()
     folders = {paths["purelib"], paths["platlib"], site.getusersitepackages()}

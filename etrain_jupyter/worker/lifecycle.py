@@ -1,7 +1,8 @@
 """Worker process: one supervisor, connected to one scheduler after another.
 
 The process does no computation itself: its supervisor starts trainers. Worker and trainers outlive
-the scheduler: the worker waits for the next one and reconnects. A finder supplies its address.
+the scheduler: the worker waits for the next one and reconnects. A ``SchedulerFinder`` supplies the
+scheduler's address.
 
 Reactions to a lost connection:
 
@@ -200,7 +201,10 @@ class WorkerLifecycle:
         return self._stop.is_set()
 
     async def _reconnect(self, *, is_dismissed: bool) -> Any | None:
-        """Connect to the next scheduler; None if there is none, or this worker was dismissed."""
+        """Connect to the next scheduler.
+
+        Return None if there is none or this worker was dismissed.
+        """
         lost_at = time.monotonic()
         limit_s = self._finder.away_s
         is_same_tried = self._finder.is_remote and not is_dismissed
@@ -218,9 +222,9 @@ class WorkerLifecycle:
                     worker = await self._connect(CONNECT_S if is_next else RECONNECT_S)
                     self._num_lives = record.num_lives
                     return worker
-            # Neither a new scheduler nor a retry: a remote scheduler has dismissed this worker. A
-            # dying local scheduler takes a moment to exit, so it counts as alive only after
-            # DISMISSED_S.
+            # If there is neither a new scheduler nor a retry, a remote scheduler has dismissed this
+            # worker. A local scheduler that is dying takes a moment to exit, so it counts as alive
+            # only after DISMISSED_S.
             elif self._finder.is_remote or (record.is_serving and away_s > DISMISSED_S):
                 return None
             await asyncio.sleep(LOOK_EVERY_S)
@@ -232,7 +236,7 @@ class WorkerLifecycle:
 
 
 def is_of_network(error: BaseException) -> bool:
-    """Return whether a worker failed to start because of the network."""
+    """Return True if a worker failed to start because of a network error."""
     from distributed.comm.core import CommClosedError
 
     kinds = (TimeoutError, ConnectionError, CommClosedError)
@@ -257,7 +261,7 @@ async def _run(make: Callable[[], WorkerLifecycle]) -> None:
 def run_process(make: Callable[[], WorkerLifecycle], *, scratch: Path) -> None:
     """Run a worker process until it exits; leftover threads do not keep it alive.
 
-    The process exits with its parent, whose exit closes the pipe on standard input.
+    The process exits when its parent exits, which closes the pipe on standard input.
 
     Args:
         make: Creates the worker's lifecycle.

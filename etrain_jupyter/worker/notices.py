@@ -100,7 +100,7 @@ class NoticeWatch:
             logger.exception("a notice could not be reported")
 
     def _note(self, kind: str, trouble: str) -> None:
-        """Log when the service starts and stops returning errors."""
+        """Log when the service begins or stops returning errors."""
         before, self._failing[kind] = self._failing.get(kind, ""), trouble
         if trouble and not before:
             logger.warning("notices of the kind %s cannot be read; retrying: %s", kind, trouble)
@@ -112,5 +112,5 @@ def _read(kind: str, answer: ImdsResponse) -> Notice:
     told = json.loads(answer.text)
     if kind == REBALANCE:
         return Notice(kind=kind)
-    # This machine's clock may be wrong: compute the time left from AWS's clock alone.
+    # This machine's clock may be wrong, so compute the remaining time from AWS's clock alone.
     return Notice(kind=kind, deadline=time.time() + instant_of_iso(told["time"]) - answer.at)

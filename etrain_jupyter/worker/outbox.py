@@ -1,7 +1,7 @@
 """Keep a supervisor's reports until they are acknowledged, and resend them to a new coordinator.
 
-A coordinator may die between logging a report and acknowledging it. It records the number of each
-logged report, so that its successor neither loses reports nor counts any twice::
+A coordinator may die between logging a report and acknowledging it. It therefore records the number
+of each logged report, so that its successor neither loses nor duplicates a report::
 
     supervisor   report 7 ──▶        report 8 ──▶                    hello, 8 again ──▶
     coordinator     logs, records 7     logs, records 8, dies   │ successor: 8 <= 8, dropped
@@ -25,10 +25,12 @@ from etrain_jupyter.wire.messages import (
 )
 
 MAX_UNACKNOWLEDGED = 20_000
-"""Number of unacknowledged reports at which the supervisor stops reading and trainers wait."""
+"""Number of unacknowledged reports at which the supervisor stops reading, so that its trainers
+wait."""
 
 MOST_RECORDS = 100_000
-"""The same limit for step records in these reports: a fast job's reports contain many."""
+"""The same limit for the step records in these reports, because a fast job's reports contain
+many."""
 
 
 class Outbox:
@@ -54,7 +56,8 @@ class Outbox:
     def put(self, report: Encoded, *, trainer: str) -> Encoded:
         """Set the trainer's name and a number in a report; keep and return it."""
         self._newest += 1
-        # Replace the sender's own values: a trainer cannot send reports under another's name.
+        # Replace the sender's own values, so that a trainer cannot send reports in another
+        # trainer's name.
         numbered = {**report, "trainer": trainer, "number": self._newest}
         self._unacknowledged.append(numbered)
         self._num_records += _num_records(report)
@@ -77,7 +80,7 @@ def _num_records(report: Encoded) -> int:
 
 @dataclass
 class TrainerStatus:
-    """State of a trainer for a restarted coordinator, derived from messages both ways."""
+    """State of a trainer for a restarted coordinator, derived from messages in both directions."""
 
     started_at: float
     """In seconds since the epoch: another process reads it."""
@@ -88,7 +91,7 @@ class TrainerStatus:
     left: GenerationLeft | UserCodeFailed | None = None
     """How it left that generation, or why the notebook's code failed in it."""
     progress: Progress = (-1, 0)
-    """As reported at that point."""
+    """Progress in that report."""
     ended_with: int = 0
     """Number of the report of its exit; 0 while it is running."""
 

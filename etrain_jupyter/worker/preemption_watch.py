@@ -42,7 +42,7 @@ class PreemptionWatch:
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        # Python handles signals only in the main thread; event loops in other threads cannot add
+        # Python handles signals only in the main thread, so event loops in other threads cannot add
         # handlers.
         try:
             self._loop.add_signal_handler(signal.SIGUSR1, self._on_signal)

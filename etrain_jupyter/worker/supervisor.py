@@ -28,7 +28,8 @@ logger = logging.getLogger("etrain.supervisor")
 
 SPARE_DELAY_S = 4.0
 """Delay in seconds before another spare is started: its imports must not compete with a job's first
-steps. Not needed if the spare forks the trainers, because it then remains available."""
+steps. Another spare is not needed if the spare forks the trainers, because it then remains
+available."""
 
 RELEASE_TIMEOUT_S = 60.0
 """Heartbeat timeout in seconds for a released trainer, which may be writing a checkpoint."""
@@ -87,19 +88,19 @@ class Supervisor(WorkerPlugin):
         self._bundles = MachineBundles(self._fetch_bundle)
         # By trainer, for trainers that are running or whose exit is not yet acknowledged.
         self._statuses: dict[str, TrainerStatus] = {}
-        # Cleared while the outbox is full. The trainers' channels are then not read, and the
-        # trainers wait.
+        # Cleared while the outbox is full. While it is cleared, the trainers' channels are not
+        # read, and the trainers wait.
         self._may_read = asyncio.Event()
         self._may_read.set()
 
     async def setup(self, worker: Worker) -> None:
-        """Send the coordinator a hello and the reports it lacks, and warm up a spare."""
+        """Send the coordinator a hello and all unacknowledged reports, and warm up a spare."""
         self._worker = worker
         worker.stream_handlers["etrain_order"] = self._receive
         self._is_connected = True
         self._bundles.begin(folder_of(worker.local_directory))
         self._notices.start()
-        # The hello first: a coordinator drops reports from unknown supervisors.
+        # Send the hello first, because a coordinator drops reports from unknown supervisors.
         self._say_hello()
         for report in self._outbox.unacknowledged():
             self._send_encoded(report)
@@ -243,7 +244,7 @@ class Supervisor(WorkerPlugin):
         try:
             if message.dumps_stacks:
                 await trainer.log_stacks()
-        finally:  # the other ranks are waiting for its exit, with or without stacks
+        finally:  # the other ranks wait for its exit, even if log_stacks fails
             trainer.kill(message.why)
 
     async def _start_over(self) -> None:
@@ -266,7 +267,8 @@ class Supervisor(WorkerPlugin):
 
     async def _kill_later(self, trainer: TrainerProcess) -> None:
         """Kill a released trainer that neither exits nor makes progress on its checkpoint."""
-        # Checked once a minute: while ``beats`` increases, it is writing, up to RELEASE_LIMIT_S.
+        # Check once a minute. As long as ``beats`` increases, the trainer is still writing, and is
+        # not killed before RELEASE_LIMIT_S.
         deadline = time.monotonic() + RELEASE_LIMIT_S
         beats = -1
         while (page := trainer.progress()) is not None and page.beats != beats:
@@ -366,7 +368,8 @@ class Supervisor(WorkerPlugin):
             try:
                 pages = dict(self._pages())
             except Exception:
-                # Without a heartbeat the coordinator would declare this worker dead.
+                # Send the heartbeat anyway; without it, the coordinator would declare this worker
+                # dead.
                 logger.exception("the trainers' progress could not be read")
                 pages = {}
             self._send(m.Heartbeat(trainers=pages, is_stuck=self._outbox.is_full))
@@ -377,8 +380,8 @@ class Supervisor(WorkerPlugin):
         for name, trainer in self._trainers.items():
             progress = trainer.progress()
             if progress is not None:
-                # Reading the state takes a system call per trainer, so do it only if the pulse is
-                # late.
+                # Reading the state takes a system call for each trainer, so read it only if the
+                # pulse is late.
                 is_frozen = progress.alive_age_s > FROZEN_S
                 process = trainer.process_state() if is_frozen else ""
                 yield name, m.PageCopy(**vars(progress), process=process)
@@ -401,7 +404,7 @@ class Supervisor(WorkerPlugin):
             self._spare = None
             self._go(self._start_spare(SPARE_DELAY_S))
         elif trainer.name and self._spare is None and not self._closing:
-            self._go(self._start_spare())  # no job's first steps are in the way
+            self._go(self._start_spare())  # no delay: it cannot slow down a job's first steps
         if self._trainers.pop(trainer.name, None) is not None:
             self._report(trainer, encode(m.TrainerExited(cause=cause)))
             if (status := self._statuses.get(trainer.name)) is not None:
@@ -425,7 +428,7 @@ class Supervisor(WorkerPlugin):
             return
         frame = {"op": "etrain_report", "message": message}
         try:
-            self._worker.batched_stream.send(frame)  # Dask sends it later, and may lose it
+            self._worker.batched_stream.send(frame)  # Dask queues the message, and may lose it
         except CommClosedError:
             self._is_connected = False  # the worker is about to close, or to reconnect
 

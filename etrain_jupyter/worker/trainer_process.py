@@ -25,13 +25,13 @@ from etrain_jupyter.worker.installed import read_installed
 logger = logging.getLogger("etrain.supervisor")
 
 MAX_LINES_PER_S = 50
-"""Maximum printed lines per second to pass on; the others are counted and dropped."""
+"""Maximum number of printed lines to forward per second; other lines are counted and dropped."""
 
 STACKS_S = 2.0
 """Timeout in seconds for a trainer to write the stacks of its threads."""
 
 MAX_STACK_LINES = 500
-"""Maximum number of stack lines to pass on."""
+"""Maximum number of stack lines to forward."""
 
 OnMessage = Callable[["TrainerProcess", Encoded], None]
 """Handles a message of a kind that trainers send. Its fields are not checked yet."""
@@ -39,7 +39,10 @@ OnExit = Callable[["TrainerProcess", str], None]
 
 
 class TrainerProcess:
-    """Start a trainer, pass messages both ways, and report its exit. Runs on one event loop."""
+    """Start a trainer, forward messages in both directions, and report its exit.
+
+    Runs on one event loop.
+    """
 
     def __init__(
         self, *, on_message: OnMessage, on_exit: OnExit, may_read: asyncio.Event | None = None
@@ -74,7 +77,7 @@ class TrainerProcess:
 
     @property
     def is_outdated(self) -> bool:
-        """True if packages were installed or removed since it began to import."""
+        """True if packages have been installed or removed since it began its imports."""
         return self._installed != read_installed()
 
     async def start(self, spare: TrainerProcess | None = None) -> None:
@@ -86,7 +89,7 @@ class TrainerProcess:
         Raises:
             OSError: If it could not be started. The call may be retried.
         """
-        # If the process cannot be started, close what was opened for it.
+        # If the process cannot be started, close the resources that were opened for it.
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
@@ -100,10 +103,10 @@ class TrainerProcess:
                     self._process = await spare._forks.fork([theirs.fileno(), page.fd])
             undo.pop_all()
         self.pid = self._process.pid
-        if self._killed_because:  # while it was being started
+        if self._killed_because:  # killed while it was starting
             self._process.kill()
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        for data in self._early:  # in order, before anything sent from now on
+        for data in self._early:  # in order, before any later message
             self._writer.write(data)
         self._early = []
         streams = ((self._process.stdout, "info"), (self._process.stderr, "warning"))
@@ -122,8 +125,8 @@ class TrainerProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                # Unbuffered, and with a stack on a segmentation fault: the last lines explain a
-                # crash.
+                # Output is unbuffered, and a segmentation fault prints a stack, so that the last
+                # lines explain a crash.
                 *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
                 *map(str, fds),
                 pass_fds=fds,
@@ -221,20 +224,20 @@ class TrainerProcess:
                 "The trainer was killed. Restart the worker; for a local cluster, run %etrain down"
             )
         except Exception as exc:
-            # Bytes that are not a message, or a defect in this package: the start of the next
-            # message cannot be found.
+            # The bytes are not a message, or this package has a bug. The start of the next message
+            # cannot be found.
             logger.exception("a message from trainer %d cannot be decoded", self.pid)
             self.kill(f"its message cannot be decoded: {type(exc).__name__}: {exc}")
         # The channel is closed: the process has exited, or is about to.
         #
         #   channel closed -> exit code -> last printed lines -> TrainerExited, via ``_on_exit``
         #
-        # The lines go first, because the coordinator builds the error message from them.
+        # The lines are sent first, because the coordinator builds the error message from them.
         code = await self._exit_code()
         cause = self._cause_of_end(code)
         for task in self._tasks[:2]:
-            # Wait only briefly: a child of the trainer may hold the pipe open. A killed process
-            # printed no explanation.
+            # Wait only briefly: a child of the trainer may hold the pipe open. Do not wait for a
+            # killed process, because it has printed no explanation.
             if code != -signal.SIGKILL:
                 await asyncio.wait([task], timeout=0.2)
             task.cancel()

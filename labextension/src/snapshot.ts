@@ -22,7 +22,7 @@ export interface IWorkerRow {
   rank: number | null;
   /** `starting`, `warm`, `training`, `waiting`, `leaving`, `left`, `lost` or `done`. */
   state: string;
-  /** Reason of the state; empty if the state needs none. */
+  /** Reason for the state; empty if the state needs no explanation. */
   note: string;
   device: string;
   /** Machine type; empty if the pool does not report it. */
@@ -33,7 +33,7 @@ export interface IWorkerRow {
   /** Price per hour when the worker joined. */
   usd_per_h: number | null;
   trainer_pid: number | null;
-  /** Steps that the worker took part in. */
+  /** Number of steps in which the worker took part. */
   steps: number;
   /** Time split of its latest steps; null until reported. */
   split: ITimeSplit | null;
@@ -45,7 +45,7 @@ export interface IWorkerRow {
 export interface IEventLine {
   /** Key of the entry in this view. */
   id: number;
-  /** Sequence number of the event in the log; 0 if the log does not have it. */
+  /** Sequence number of the event in the log; 0 if the event is not in the log. */
   seq: number;
   time: number;
   /** Class name of the event. */
@@ -100,7 +100,7 @@ export interface ILatestCheckpoint {
 export interface ICheckpointDue {
   /** Time of the newest checkpoint, or of the start of training if that is later. */
   since: number | null;
-  /** Null if checkpoints have no known interval. */
+  /** Null if the interval between checkpoints is unknown. */
   limit_s: number | null;
   /** Step and error of a newer checkpoint that failed. */
   failed: string;
@@ -124,7 +124,7 @@ export interface IErrorSummary {
   step: number;
 }
 
-/** The charts of a job. They follow from its configuration, so that no chart appears late. */
+/** The charts of a job, derived from its configuration, so that no chart appears late. */
 export interface IChartList {
   metrics: string[];
   has_eval: boolean;
@@ -135,7 +135,7 @@ export interface ISnapshot {
   job_id: string;
   name: string;
   status: string;
-  /** Reason of the status; empty if it needs none. */
+  /** Reason for the status; empty if it needs no explanation. */
   reason: string;
   pool: string;
   submitted_at: number | null;
@@ -186,7 +186,7 @@ export interface ISnapshot {
   /** Recent throughput. */
   samples_per_s: number | null;
   checkpoint_due: ICheckpointDue;
-  /** Why each request is not possible now; empty if it is. */
+  /** Why each request is not possible now; empty if it is possible. */
   controls: Record<string, string>;
   /** Ranks in order, then newcomers, then workers that are gone. */
   workers: IWorkerRow[];

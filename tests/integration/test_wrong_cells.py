@@ -205,7 +205,7 @@ generator_loss = make_loss()""",
     Case(
         "scaling of a batch that never changes",
         {"scaling": "{rule: linear}"},
-        ["scaling needs a batch that grows with the workers", "write batch: {per_worker: 32}"],
+        ["scaling needs a batch that grows with the number", "write batch: {per_worker: 32}"],
     ),
     Case(
         "invalid bucket name",

@@ -293,7 +293,7 @@ def test_subcommands_of_later_versions_are_refused(run: Run, name: str) -> None:
         ("%etrain show 'digits", "No closing quotation"),
         ("%etrain distributed", "needs a body"),
         ("%%etrain distributed", "key 'model' is missing"),
-        ("%%etrain ls\nmodel: Net\n", "ls takes no body"),
+        ("%%etrain ls\nmodel: Net\n", "ls does not accept a body"),
         ("%%etrain distribute\nmodel: Net\n", "unknown sub-command: %%etrain distribute"),
         ("%%etrain distributed --nmae a\nmodel: Net\n", "did you mean --name?"),
         ("%%etrain distributed -o 2x\nmodel: Net\n", "not a valid variable name"),

@@ -13,16 +13,17 @@ from etrain_jupyter.head.jobs.job_records import JobRecords
 
 
 class Acknowledgements:
-    """Track the numbers of each supervisor's reports.
+    """Track the sequence numbers of each supervisor's reports.
 
     Args:
-        records: Stores the numbers for the next scheduler.
+        records: Stores the sequence numbers for the next scheduler.
     """
 
     def __init__(self, records: JobRecords) -> None:
         self._records = records
-        # All keyed by worker: the newest handled report; jobs whose logs lack events from its
-        # reports because disk writes fail; and the number to acknowledge next.
+        # Keyed by worker: the number of the newest handled report; the jobs whose logs still lack
+        # events from the worker's reports, because disk writes fail; and the number to acknowledge
+        # next.
         self._taken: dict[str, int] = {}
         self._blocked_by: dict[str, list[HostedJob]] = {}
         self._due: dict[str, int] = {}
@@ -48,8 +49,8 @@ class Acknowledgements:
     def take(self, worker: str, number: int, jobs: Iterable[HostedJob]) -> None:
         """Note that a report with events for these jobs was handled."""
         self._taken[worker] = number
-        # Acknowledgements are cumulative: while one of a worker's reports is blocked, so are its
-        # later ones, even those about a job whose log is not behind.
+        # Acknowledgements are cumulative. While one report is blocked, the worker's later reports
+        # are blocked as well, even if they are about a job whose log is up to date.
         behind = [job for job in jobs if job.job_log.is_behind]
         if behind or worker in self._blocked_by:
             known = self._blocked_by.setdefault(worker, [])
@@ -63,7 +64,7 @@ class Acknowledgements:
             known.pop(worker, None)
 
     def collect(self) -> dict[str, int]:
-        """Return, by worker, the number up to which its supervisor may drop reports."""
+        """Return, for each worker, the number of the last report that its supervisor may drop."""
         for worker, jobs in list(self._blocked_by.items()):
             if not any(job.job_log.is_behind for job in jobs):
                 del self._blocked_by[worker]

@@ -52,7 +52,7 @@ class HeadBundles:
         """Store a piece of a bundle whose file this process cannot read.
 
         Raises:
-            RequestError: If it cannot be written, or does not match the announced digest.
+            RequestError: If the bundle cannot be written, or does not match the announced digest.
         """
         _check_name(order)
         path = order.bundle_path
@@ -78,7 +78,7 @@ class HeadBundles:
         """Return the next piece of an active job's bundle; empty at its end.
 
         Raises:
-            RequestError: If no active job has it, or its file is gone.
+            RequestError: If no active job has the bundle, or its file is gone.
         """
         # Jobs with the same objects share a digest; any of their files will do.
         paths = [order.bundle_path for order in self._orders() if order.bundle_digest == digest]
@@ -94,14 +94,14 @@ class HeadBundles:
 
 
 def _check_name(order: JobSpec) -> None:
-    # The kernel chose the name: it must not escape the job's folder or name its other files.
+    # The kernel chose the name. It must not point outside the job's folder or at its other files.
     if not _NAME.fullmatch(order.bundle_file):
         raise RequestError(f"{order.bundle_file!r} is not the name of a bundle file")
 
 
 def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
     draft.parent.mkdir(parents=True, exist_ok=True)
-    # A kernel that retries restarts at offset 0; an earlier attempt may have left a longer draft.
+    # A retry starts over at offset 0; an earlier attempt may have left a longer file.
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if offset == 0 else 0)
     with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
         file.seek(offset)

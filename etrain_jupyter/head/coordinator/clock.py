@@ -1,15 +1,15 @@
 """Clock for the coordinator's decisions.
 
 Changes to the wall clock do not affect it, so they do not shift deadlines or retries. It keeps
-running while the machine sleeps, as does the notice period of a spot machine. Wall time is used
-only in events, and in data from logs and other machines; it is converted once, on arrival.
+running while the machine sleeps, as does the notice period of a spot machine. Wall time occurs only
+in events and in data from logs or other machines. Such data is converted once, on arrival.
 """
 
 from __future__ import annotations
 
 import time
 
-# Available on Linux. Elsewhere the clock may stop while the machine sleeps.
+# Available on Linux. On other systems the clock may stop while the machine sleeps.
 _BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
 
@@ -19,5 +19,5 @@ def now() -> float:
 
 
 def from_wall(instant: float) -> float:
-    """Convert seconds since the epoch, using the current setting of the wall clock."""
+    """Convert seconds since the epoch to this clock, based on the current wall time."""
     return now() + (instant - time.time())

@@ -15,8 +15,9 @@ class Fitness:
     """Compare fingerprints, and log each incompatibility with a job once."""
 
     def __init__(self) -> None:
-        # Job ids, each with worker versions already mentioned in its log: ``fits`` is called for
-        # each worker and job whenever workers are assigned.
+        # Pairs of a job id and worker versions that the job's log already mentions. Without them,
+        # each message would repeat, because ``fits`` is called for each worker and job whenever
+        # workers are assigned.
         self._told: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
 
     def fits(self, worker: WorkerFacts, job: HostedJob) -> bool:

@@ -56,14 +56,14 @@ LAST_UPLOADS_S = 3.0
 """Timeout in seconds for uploading logs to a bucket when the cluster shuts down."""
 
 Handler = Callable[[Any], Awaitable[Any]]
-"""Handles one kind of kernel request."""
+"""Handler for one kind of kernel request."""
 
 
 class Coordinator(SchedulerPlugin, HeadCoordinator):
     """Run the jobs of one cluster. Everything happens on the scheduler's event loop.
 
-    Its mode is ``Serving``, or ``Recovering`` after the death of the previous scheduler, while it
-    is unknown which workers are in use.
+    Its mode is normally ``Serving``. After the death of the previous scheduler, the mode is
+    ``Recovering`` until it is known which workers are in use.
     """
 
     name = "etrain-coordinator"
@@ -90,7 +90,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
         )
         self._money = Money()
-        self._halted = ""  # why the pool starts no more workers; empty if it may start some
+        self._halted = ""  # why the pool starts no more workers; empty if it still may
         self._defects = Defects()
         self._bundles = HeadBundles(lambda: (job.order for job in self._active()))
         self._serve(JobRecords(None))
@@ -101,7 +101,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._ticker: asyncio.Task[None] | None = None
 
     def _serve(self, records: JobRecords) -> None:
-        """Start serving, and keep the data that the next scheduler needs in ``records``."""
+        """Start serving; ``records`` stores the data that the next scheduler needs."""
         self._records = records
         self._acknowledgements = Acknowledgements(records)
         self._serving = Serving(
@@ -185,8 +185,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
         self._bundles.close()
-        # Each log has an upload thread. After the timeout, the rest is left to the next process on
-        # this machine that claims the log.
+        # Each log has an upload thread. What is not uploaded before the timeout is uploaded by the
+        # next process on this machine that claims the log.
         deadline = time.monotonic() + LAST_UPLOADS_S
         while any(job.is_uploading for job in self._jobs.values()) and time.monotonic() < deadline:
             self._write_logs()
@@ -203,8 +203,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def tick(self) -> None:
         """Do everything that is due: logs, acknowledgements, timeouts, decisions."""
-        # Logs first: events written now are acknowledged now. The roster's clock comes before the
-        # timeouts, so that no worker counts as silent after this process was suspended.
+        # Write the logs first, so that reports are acknowledged in the same tick. Advance the
+        # roster's clock before checking timeouts, so that no worker is evicted because this process
+        # was suspended.
         now = clock.now()
         self._write_logs()
         self._acknowledge()
@@ -216,8 +217,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._ticked_at = now
         for job in self._mode.deciding_jobs():
             with self._defects.watch(job, "a tick"):
-                # Trainers waiting for the log to become writable are not hung: the interval since
-                # the last tick counts as if this process had been suspended.
+                # Trainers that wait for the log to become writable are not hung. Treat the time
+                # since the last tick as if this process had been suspended, so that it does not
+                # count towards the hang timeout.
                 is_stuck = self._is_stuck(job)
                 job.handle(s.Tick(asleep_s=passed_s if is_stuck and not asleep_s else asleep_s))
                 self._injector.tick(job)
@@ -259,8 +261,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._halted = why
         what = "The job saves a checkpoint and stops. To continue from it, use %etrain resume"
         self.warn(f"{why.rstrip('.')}. {what}.")
-        # In recovery the jobs do not know their trainers yet: a stop would end them immediately,
-        # without a checkpoint, while the trainers keep training. `_end_recovery` stops them.
+        # During a recovery, the jobs do not know their trainers yet. Stopping a job now would end
+        # it without a checkpoint, while its trainers keep training. `_end_recovery` stops the jobs
+        # later.
         if self._mode is self._serving:
             self._stop_all()
         self._after_change()
@@ -274,7 +277,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         return self._mode.is_busy(worker)
 
     def idle_s(self) -> float:
-        """Return the seconds since the last job ended; 0.0 if one is active or being uploaded."""
+        """Return the seconds since the last job ended; 0.0 while a job or its upload is active."""
         if self._active() or any(job.is_uploading for job in self._jobs.values()):
             return 0.0
         return time.monotonic() - self._idle_since
@@ -396,7 +399,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._mode.greet(facts.name, hello.trainers or {})
 
     def _acknowledge(self) -> None:
-        """Send each supervisor the number up to which it may drop reports."""
+        """Send each supervisor the number of the last report that it may drop."""
         for worker, number in self._acknowledgements.collect().items():
             self._send_to(worker, m.AcknowledgeReports(number=number))
 
@@ -411,14 +414,15 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         if self._nodes.capacity() is not None:
             alive = {node["worker"] for node in self._nodes.nodes()}
         if recovery.is_over(alive):
-            # Set the mode first: the handover processes reports, which may allocate workers.
+            # Set the mode first: the handover handles reports, which may cause workers to be
+            # allocated.
             self._mode = self._serving
             recovery.hand_over(self._serving)
             if self._halted:
                 self._stop_all()
 
     def _reset(self, address: str) -> None:
-        """Send a reset to an evicted supervisor. It ignores repeated ones."""
+        """Send a reset to an evicted supervisor, which ignores repeated resets."""
         incarnation = self._workers.evicted_incarnation(address)
         if incarnation is not None:
             self._send(address, m.ResetSupervisor(incarnation=incarnation))
@@ -449,8 +453,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
         for job in [job for job in self._jobs.values() if job.has_told_its_end and job.is_recorded]:
-            # Not earlier: if this scheduler died first, the next one would reject a kernel still
-            # waiting for the job's end, because it would not know the job.
+            # Do not remove the record earlier. If this scheduler died in between, the next one
+            # would not know the job and would reject a kernel that still waits for the job's end.
             job.is_recorded = False
             self._records.remove(job.order.job_id)
         for job in self._active():
@@ -475,7 +479,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             raise RequestError(
                 f"job {order.job_id} is already on this cluster: it is {known.state.status} at "
                 f"step {known.state.step}. Nothing was submitted. Follow it with %etrain attach, "
-                "or stop it with %etrain stop, which saves a checkpoint, and resume it then."
+                "or stop it with %etrain stop, which saves a checkpoint, and then resume it."
             )
         if self._halted:
             raise RequestError(
@@ -578,7 +582,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     async def _down(self, request: q.ShutDownCluster) -> q.ShuttingDown:
         for job in self._active():
             job.handle(s.StopRequested(now=True))
-        # Later, so that the reply is sent before the scheduler closes its connections.
+        # Delay the shutdown, so that the reply is sent before the scheduler closes its connections.
         asyncio.get_running_loop().call_later(0.05, self._on_shutdown)
         return q.ShuttingDown(message="the cluster is shutting down")
 
@@ -586,7 +590,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         job = self._job(request.job_id)
         self._mode.check_request(job)
         # ``HostedJob.handle`` logs exceptions in our own code instead of raising them. Count them,
-        # so that the user does not see a success.
+        # so that a defect is not reported to the user as a success.
         num_before = self._defects.num_seen
         message = self._requests.do(job, request.request, request.args or {})
         self._after_change()

@@ -61,7 +61,7 @@ class Defects:
         """Log and suppress any exception raised in the block.
 
         Args:
-            job: The job that the block serves; None if it serves no job or all of them.
+            job: The affected job; None if the block concerns no job, or all jobs.
             doing: What the block does, for the message; for example ``writing the log``.
         """
         try:
@@ -93,8 +93,9 @@ class Defects:
             logger.exception("%s: this could not be logged for the job", name)
 
     def _num_unsaid(self, kind: Kind) -> int | None:
-        # The number of exceptions of this kind since one was last logged; None to skip logging this
-        # one too. The interval doubles each time: 10, 20, 40 ... 600 s.
+        # The number of exceptions of this kind since the last one that was logged; None if the
+        # current exception must not be logged either. The interval doubles each time: 10, 20, 40
+        # ... 600 s.
         now = clock.now()
         seen = self._seen.get(kind)
         if seen is None:

@@ -67,7 +67,7 @@ class Injector:
     # --- random faults ---
 
     def begin_chaos(self, job: HostedJob, chaos: Chaos, words: str) -> bool:
-        """Start injecting random faults, and log the start; return whether they replace others."""
+        """Start injecting random faults, and log that; return True if some were already active."""
         was_on = job.order.job_id in self._chaos
         self._chaos[job.order.job_id] = chaos
         job.log(events.LogLine, level="info", worker="", text=f"chaos: {words}")

@@ -12,7 +12,7 @@ class NodeCost:
 
     node_id: str
     workers: tuple[str, ...]
-    """Its workers, present and past."""
+    """Its current and former workers."""
     lifecycle: str
     """``spot`` or ``on-demand``."""
     spent_usd: float
@@ -32,7 +32,7 @@ class NodeSource(Protocol):
     only after its release. Set if each worker has its own machine."""
 
     def want(self, count: int, *, reason: str) -> None:
-        """Start missing workers, up to ``count`` in total or the pool's capacity."""
+        """Start missing workers, up to ``count`` in total, within the pool's capacity."""
         ...
 
     def capacity(self) -> int | None:

@@ -25,7 +25,7 @@ class Notices:
         roster: The workers.
         active: Returns the active jobs.
         allocate: Redistributes the workers among the jobs.
-        nodes: The pool. It receives the notice before the request for a replacement.
+        nodes: The pool. It is notified before a replacement is requested.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Recovering:
     def __init__(self, died_at: float, jobs: Sequence[HostedJob]) -> None:
         self._died_at = died_at
         self._jobs = tuple(jobs)
-        # The trainers of each reconnected worker; and the held messages with their workers' names.
+        # The trainers of each reconnected worker, and the held messages with their workers' names.
         self._by_worker: dict[str, Mapping[str, TrainerSummary]] = {}
         self._held: list[tuple[Held, str]] = []
         # From the logs: the deadlines of machines that will be reclaimed, and machines at risk.
@@ -87,7 +87,7 @@ class Recovering:
         """Do nothing: it is unknown which workers are in use."""
 
     def take_costs(self, costs: Sequence[NodeCost]) -> None:
-        """Do nothing: it is unknown which jobs incurred them."""
+        """Do nothing: it is unknown which jobs incurred the costs."""
 
     def greet(self, worker: str, trainers: Mapping[str, TrainerSummary]) -> None:
         """Note that a worker has reconnected."""

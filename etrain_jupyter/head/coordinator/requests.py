@@ -33,7 +33,7 @@ _OUTCOMES = {
 """Effect of each requested fault; appended to the worker's name in the reply."""
 
 STANDSTILL_S = 5.0
-"""Minimum time in seconds without a step before a reply warns about it, even if steps are short."""
+"""Minimum time without a step, in seconds, before a reply contains a warning."""
 
 
 class RequestError(RefusedRequestError):

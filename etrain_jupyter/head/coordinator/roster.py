@@ -32,7 +32,7 @@ class WorkerFacts:
 
 
 class WorkerRoster:
-    """Track the workers, and fence those that time out. Callers pass in the time.
+    """Track the workers, and fence those that time out. Callers pass in the current time.
 
     A worker that has timed out is evicted, even if its connection is still open. Its later messages
     are dropped until its supervisor has stopped its trainers and sends a hello with a new
@@ -95,7 +95,7 @@ class WorkerRoster:
         return facts
 
     def tick(self, now: float) -> float:
-        """Advance the time, and return how many seconds the coordinator was suspended."""
+        """Set the current time, and return for how many seconds the coordinator was suspended."""
         return self._hearing.tick(now)
 
     def evict_silent(self, now: float) -> list[tuple[WorkerFacts, float]]:

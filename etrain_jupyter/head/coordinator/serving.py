@@ -77,7 +77,7 @@ class Serving:
         self._money.take(costs, self._active())
 
     def greet(self, worker: str, trainers: Mapping[str, m.TrainerSummary]) -> None:
-        """Use a worker that has registered."""
+        """Make a newly registered worker available to the jobs."""
         # A supervisor that reconnects may still have trainers for a job that has since ended.
         self.release_unknown(worker, trainers)
         self.allocate()
@@ -102,7 +102,8 @@ class Serving:
                 job.take_report(message)
                 self._injector.commit_planned(job)
         finally:
-            # Also after an exception: the same report would fail again each time it is resent.
+            # Acknowledge the report even after an exception: it would fail again each time it is
+            # resent.
             if number:
                 self._acknowledgements.take(worker.name, number, [job] if job else [])
 
@@ -141,7 +142,7 @@ class Serving:
         return next((j for j in self._active() if j.order.job_id == message.job_id), None)
 
     def release_unknown(self, worker: str, trainers: Iterable[str]) -> None:
-        """Release those of a worker's trainers that belong to no active job."""
+        """Release a worker's trainers that belong to no active job."""
         known = {name for job in self._active() for name in job.state.members}
         for name in trainers:
             if name not in known:

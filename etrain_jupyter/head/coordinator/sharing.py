@@ -16,7 +16,7 @@ HAND_BACK_S = 2.0
 """An unused worker with a notice is released at least this many seconds before its deadline."""
 
 TAKEN_S = 60.0
-"""A remote machine still running this many seconds after its deadline is terminated. Not earlier:
+"""A remote machine that still runs this many seconds after its deadline is terminated. Not earlier:
 EC2 waives the first hour only for machines that it reclaims, not for those that we terminate."""
 
 
@@ -106,8 +106,8 @@ class Sharing:
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
             self._want_workers()
         else:
-            # Lower the demand first: the worker's exit frees a slot, where the pool would otherwise
-            # start another one.
+            # Lower the demand first. Otherwise the pool would start another worker in the slot that
+            # this one frees.
             self._want_workers()
             self._nodes.release(facts.name, drain_s=max(1.0, left_s))
 

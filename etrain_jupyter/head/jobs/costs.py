@@ -31,11 +31,11 @@ class Money:
         """Update the jobs' costs.
 
         Args:
-            nodes: All nodes, present and past, with their cost so far; empty if the pool is free.
+            nodes: All current and former nodes with their cost so far; empty if the pool is free.
             jobs: The active jobs.
         """
         self._has_prices = self._has_prices or bool(nodes)
-        # Each update covers the time since the previous one, so a new job must be added before it.
+        # Each update covers the time since the previous update, so add new jobs first.
         for job in jobs:
             if job.order.job_id not in self._logged:
                 before = _cost_in(job.record)

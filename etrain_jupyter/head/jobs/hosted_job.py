@@ -141,7 +141,8 @@ class HostedJob:
 
     def _read_log(self) -> None:
         self.record, self.evidence = read_record(self.order, self.order.log_path)
-        # Events carry wall time. From here on, evidence uses the clock that is never adjusted.
+        # Events carry wall time. Convert the evidence to the coordinator's clock, which is never
+        # adjusted.
         self.evidence.shift(clock.from_wall(0.0))
 
     def _recall(self, wishes: PendingRequests) -> None:
@@ -164,7 +165,7 @@ class HostedJob:
         """Adopt the surviving trainers of a recovered job.
 
         Args:
-            summaries: The supervisors' summaries of their trainers, by name.
+            summaries: The supervisors' summaries of their trainers, by trainer name.
             away_s: Seconds without a scheduler.
         """
         recalled, self.recalled = self.recalled, None
@@ -244,13 +245,13 @@ class HostedJob:
     # --- the log ---
 
     def log(self, kind: type[events.Event], **values: Any) -> None:
-        """Append one event that happened now, unless ``values`` contains its ``time``."""
+        """Append one event with the current time, unless ``values`` contains a ``time``."""
         common = {"time": time.time(), "generation": self.state.generation}
         self._append([kind(job_id=self.order.job_id, **{**common, **values})])
 
     def _append(self, new: list[events.Event]) -> None:
-        # The log first: it raises for an event that cannot be encoded, which then stays out of the
-        # record.
+        # Append to the log first: it raises for an event that cannot be encoded, and such an event
+        # must not enter the record.
         self.job_log.append(new)
         for event in new:
             self.record.apply(event)
@@ -283,7 +284,7 @@ class HostedJob:
 
     @property
     def has_told_its_end(self) -> bool:
-        """True if it has ended and listeners may learn that (see ``MirroredLog``)."""
+        """True if it has ended and listeners may receive its end (see ``MirroredLog``)."""
         return self.state.is_ended and self.job_log.is_told
 
     @property
@@ -368,7 +369,8 @@ class HostedJob:
 
     def _form(self, command: c.FormGeneration) -> None:
         # Rank 0 sends the records of steps after ``logged_step``. With ``restore``, steps after the
-        # checkpoint are repeated, so it must not count log entries beyond the start:
+        # checkpoint are repeated, so ``logged_step`` must not exceed the step at which the
+        # generation begins:
         #
         #     log    ... 38 39 40    generation begins at 35    logged_step = 35, log_end = 40
         self.step_clock.ranks = command.trainers
@@ -473,7 +475,7 @@ class HostedJob:
         for item in consequences:
             match item:
                 case Relay():
-                    # Number 0, because numbers count the sender's reports, not these messages.
+                    # Use number 0, because numbers count the sender's reports, not these messages.
                     for trainer in item.trainers:
                         self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
                 case events.Event():

@@ -30,7 +30,7 @@ from etrain_jupyter.log.event_log import EventLog, LogReader
 logger = logging.getLogger("etrain.coordinator")
 
 RECENT_EVENTS = 20_000
-"""Events kept in memory for listeners; older ones are read from the log."""
+"""Number of events kept in memory for listeners; older events are read from the log."""
 
 MAX_READERS = 8
 """Maximum number of listeners whose read position is cached. Any other listener reads the log from
@@ -158,7 +158,8 @@ class JobLog:
                 # One of them is not valid JSON. Write each separately, so that it does not block
                 # the others.
                 self._write_singly(batch)
-            # Only after the write: ``next_seq`` and ``is_behind`` count the waiting events.
+            # Remove the events only after the write: ``next_seq`` and ``is_behind`` count waiting
+            # events.
             for _ in batch:
                 self._waiting.popleft()
             if not self._waiting:

@@ -49,7 +49,8 @@ class JobRecords:
     """Records of a cluster's jobs.
 
     Args:
-        folder: Folder for the records; None to keep none, if no scheduler would read them.
+        folder: Folder for the records; None to keep no records, if no later scheduler would read
+            them.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -99,7 +100,7 @@ class JobRecords:
                 wishes = _wishes_from(msgpack.unpackb((path.parent / "wishes").read_bytes()))
                 # A copied folder would run the job twice, with two writers for one log.
                 if order.job_id != path.parent.name:
-                    raise ValueError(f"it is a record of job {order.job_id!r}")
+                    raise ValueError(f"it is the record of job {order.job_id!r}")
             except (OSError, ValueError, TypeError, KeyError) as exc:
                 logger.error("the record of job %s cannot be read: %s", path.parent.name, exc)
                 continue
@@ -109,7 +110,7 @@ class JobRecords:
     # --- the newest message from each supervisor ---
 
     def heard(self, worker: str) -> int:
-        """Return the number of the newest message processed from a supervisor."""
+        """Return the number of the newest message from a supervisor that was processed."""
         if worker not in self._heard:
             self._heard[worker] = 0
             if self._folder is not None:

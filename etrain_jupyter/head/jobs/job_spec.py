@@ -13,8 +13,8 @@ from etrain_jupyter.storage.bucket_log.place import spool_of
 from etrain_jupyter.storage.checkpoints import place_of_job
 
 LAST_LINES = 400
-"""Printed lines kept per trainer, to report if it crashes or hangs. Python's stack dump has up to a
-hundred lines per thread, and there are several threads."""
+"""Number of printed lines kept per trainer, for the report if it crashes or hangs. Python's stack
+dump has up to a hundred lines per thread, and there are several threads."""
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class JobSpec:
     min_workers: int = 1
     max_workers: int = 1
     resumes: bool = False
-    """True if the job was trained before, so the run folder already exists."""
+    """True if the job has run before, so its run folder already exists."""
     differs: list[str] = field(default_factory=list)
     """Differences from the previous attempt, as text for the log."""
     is_forced: bool = False
@@ -45,8 +45,8 @@ class JobSpec:
     place: str = ""
     """URL of the job in a bucket; empty for a job in a folder."""
     log_end: int | None = None
-    """For a resumed job in a bucket: ``seq`` of the newest event at the time when the kernel saw
-    that the job had no writer. None resumes the job regardless of other writers."""
+    """For a resumed job in a bucket: ``seq`` of the newest event when the kernel found the job
+    without a writer. None resumes the job regardless of other writers."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions installed where the notebook runs (see ``wire.versions``); empty if unknown."""
     faults: list[dict[str, Any]] = field(default_factory=list)

@@ -48,13 +48,14 @@ def open_run(order: JobSpec) -> OpenedRun:
 
     Raises:
         FencedError: If another process is its writer.
-        RunStoreError: If the bucket is not readable and writable from here.
+        RunStoreError: If the bucket cannot be read and written from this machine.
     """
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
     if lock is None:
         raise FencedError(
-            f"the log of job {order.job_id} is still written or uploaded by another process of "
-            "this machine. Nothing was done. Find it with %etrain ls, and retry when it has ended"
+            f"the log of job {order.job_id} is still being written or uploaded by another "
+            "process on this machine. Nothing was done. Find it with %etrain ls, and retry "
+            "when it has ended"
         )
     path = order.log_path
     try:
@@ -64,7 +65,7 @@ def open_run(order: JobSpec) -> OpenedRun:
             uploads = claim(copy, chain, job_id=order.job_id, end=order.log_end)
         else:
             uploads = Uploads(chain, path, writer=new_writer(), seq=0)
-        uploads.beat()  # the bucket now names this writer; write failures surface here
+        uploads.beat()  # the bucket now names this writer; a write failure is raised here
     except BaseException:
         os.close(lock)
         raise
@@ -72,11 +73,11 @@ def open_run(order: JobSpec) -> OpenedRun:
 
 
 def _reopen_run(order: JobSpec) -> OpenedRun:
-    # Continue under the previous writer's name, which is in this folder. Its lock was released when
-    # its process died, so a reader may hold it now, to fill the copy from the bucket.
+    # Continue under the previous writer's name, which is in this folder. The lock was released when
+    # that process died, so a reader may now hold it to fill the copy from the bucket.
     lock = take_lock(order.run_dir, patience_s=LOCK_S)
     if lock is None:
-        raise FencedError(f"another process of this machine writes the log of {order.job_id}")
+        raise FencedError(f"another process on this machine is writing the log of {order.job_id}")
     chain = Chain(RunObjects(order.place, patience_s=UPLOAD_PATIENCE_S))
     return OpenedRun(lock=lock, uploads=Uploads(chain, order.log_path))
 
@@ -145,7 +146,7 @@ class MirroredLog(JobLog):
             and event.status in events.TERMINAL_STATUSES
         ]
         # Otherwise, a job could appear to be running in the bucket after a kernel here reported its
-        # end. Set it before the base class wakes the listeners.
+        # end. Set ``_withheld`` before the base class wakes the listeners.
         if ends and not self._withheld and self.is_uploading:
             self._withheld = ends[0]
             self._ending = self._loop.create_task(self._release_end(ends[0]))
@@ -159,7 +160,7 @@ class MirroredLog(JobLog):
         return [one for one in found if one["seq"] < self._withheld] if self._withheld else found
 
     def close(self) -> None:
-        """Upload what is left. The file is closed once listeners have received the job's end."""
+        """Upload the rest. The file is closed once listeners have received the job's end."""
         # _release_end may still log a warning; it then closes the file itself.
         self._is_closing = True
         if self._ending is None or self._ending.done():

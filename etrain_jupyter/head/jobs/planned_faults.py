@@ -34,8 +34,8 @@ class PlannedFaults:
     def of_newcomer(self, trainer: str, *, among: Collection[str]) -> list[Fault]:
         """Return the faults that a trainer may inject before it becomes a rank.
 
-        A fault without a rank goes to one trainer at a time; otherwise two trainers that warm up
-        together would both inject it.
+        A fault without a rank is given to one trainer at a time. Otherwise two trainers that warm
+        up at the same time would both inject it.
 
         Args:
             trainer: The trainer that is being launched.
@@ -54,8 +54,8 @@ class PlannedFaults:
         return mine
 
     def of_rank(self, rank: int, world_size: int) -> list[Fault]:
-        """Return the faults that a rank may inject. A fault without a rank goes to one rank."""
-        # The id chooses the rank, which spreads several such faults over the ranks.
+        """Return the faults that a rank may inject. A fault without a rank is given to one rank."""
+        # The fault's id determines the rank, so that several such faults are spread over the ranks.
         return [
             fault
             for fault in self._of_trainers()

@@ -1,14 +1,14 @@
 """Limit the number of printed lines in a job's log to keep them from filling the disk.
 
-A job's first lines are all logged. After that, a fixed number per second is logged on average,
-regardless of the number of trainers. The number of dropped lines is logged, too. Errors in the
-notebook's code, and a crashed trainer's last lines, are logged separately and never dropped.
+A job's first lines are all logged. After that, the average number of lines logged per second is
+limited, regardless of the number of trainers. The number of dropped lines is logged, too. Errors in
+the notebook's code, and a crashed trainer's last lines, are logged separately and never dropped.
 """
 
 from __future__ import annotations
 
 BURST = 20_000
-"""Lines logged without a rate limit, at the start and after a long quiet period."""
+"""Number of lines logged without a rate limit, at the start and after a long quiet period."""
 
 PER_S = 5.0
 """Average number of lines logged per second after the burst: about 100 MB of log a day."""
@@ -18,7 +18,7 @@ REPORT_S = 60.0
 
 
 class PrintedLines:
-    """Choose which of a job's printed lines to log. Callers pass in the time.
+    """Choose which of a job's printed lines to log. Callers pass in the current time.
 
     >>> lines = PrintedLines(burst=2, per_s=1.0)
     >>> [lines.take(now=0.0) for _ in range(4)], lines.take(now=1.0)

@@ -79,11 +79,12 @@ class TrainerMessages:
         """
         match report:
             case m.TrainerStarted():
-                facts.pid = report.pid or facts.pid  # needed for messages; repeated in the hello
+                facts.pid = report.pid or facts.pid  # needed in messages; the hello repeats it
             case m.TrainerHello():
                 yield from self._on_hello(report, facts)
             case m.StoreEntry():
-                # Only ranks in the current generation: the fence has dropped older entries.
+                # Relay only to ranks in the current generation: entries of older generations were
+                # fenced.
                 others = (member.trainer for member in state.in_phase("ranked"))
                 yield Relay(entry=report, trainers=tuple(t for t in others if t != report.trainer))
             case m.GenerationJoined():
@@ -242,8 +243,8 @@ class TrainerMessages:
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
     def _on_best(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
-        # Each generation's rank 0 repeats it, because the rank that found it may have died before
-        # its report arrived.
+        # Rank 0 of each generation reports the best result again, because the rank that found it
+        # may have died before its report arrived.
         known = self._record.best_told
         if known is None or any(getattr(known, name) != record[name] for name in record):
             yield self._event(events.BestReached, **record)
@@ -285,7 +286,7 @@ class TrainerMessages:
         yield self._event(events.FaultInjected, worker=facts.worker, **values)
 
     def _cells(self) -> dict[str, CellSource]:
-        # For the labels in a crash report. The report is useful even without them.
+        # The cells' labels for a crash report, which is useful even without them.
         try:
             return read_cells(self._order.bundle_path)
         except (OSError, BundleError):
@@ -294,7 +295,7 @@ class TrainerMessages:
     # --- events for the job itself ---
 
     def restored_to(self, step: int) -> events.Event:
-        """Return the event that announces that the steps after ``step`` will be repeated."""
+        """Return the event for a restore: the steps after ``step`` will be repeated."""
         # A checkpoint may also be ahead of the log; it then contains the missing step records.
         num_undone = max(0, self._record.logged_step - step)
         return self._event(events.JobRestored, step=step, num_undone=num_undone)
@@ -325,7 +326,7 @@ def _user_error(trainer: str, text: str) -> s.UserErrorSeen:
 
 
 def _local_instant(reported_at: float) -> float:
-    # Converted to the coordinator's clock; the current time if the other machine's clock seems to
-    # be off.
+    # Convert to the coordinator's clock. Use the current time if the other machine's clock seems to
+    # be wrong.
     age_s = time.time() - reported_at
     return clock.now() - (age_s if 0 <= age_s < MAX_DELAY_S else 0.0)

@@ -29,7 +29,7 @@ from etrain_jupyter.wire.messages import TrainerSummary
 
 def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence]:
     """Fold a job's log for the coordinator that resumes or takes over the job."""
-    # A machine crash may lose the last second of the log, but not a durable checkpoint:
+    # A machine crash may lose the last second of the log, but no durable checkpoint:
     #
     #     log           generation 3 ... (the events of generation 4 are lost)
     #     checkpoint    from generation 4, step 120

@@ -1,8 +1,8 @@
 """Split a job's log into attempts, each with its own rules, and check their samples.
 
 An attempt lasts from a submit or resume to the next resume. An ordinary resume keeps the rules, so
-its steps are checked as if there had been no interruption. If a resume forces another seed, batch
-or data set, each attempt is checked by its own rules.
+the steps before and after it are checked as if there had been no interruption. If a forced resume
+changes the seed, the batch or the data set, each attempt is checked by its own rules.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def check_attempts(
 
     Args:
         attempts: All attempts in the log.
-        steps: The committed steps that count.
+        steps: The committed steps that led to the newest weights.
         start: The step at which the log begins.
 
     Returns:
-        One row per epoch that was started, or two if the rules changed within it; and the problems
-        as text.
+        One row per epoch that was started (two if the rules changed during the epoch), and the
+        problems as text.
     """
     rows: list[EpochCoverage] = []
     problems: list[str] = []
@@ -82,7 +82,7 @@ def check_attempts(
 def _group_attempts(
     attempts: Sequence[Attempt], steps: Sequence[StepCompleted]
 ) -> list[tuple[Work, list[StepCompleted]]]:
-    """Return the required work with its steps; consecutive attempts with equal rules are merged."""
+    """Return the required work with its steps; merge consecutive attempts with equal rules."""
     # Generation numbers continue across attempts, so they identify each step's attempt:
     #   log          Submitted   1  2  3   Resumed(generation=3)   4  5   Resumed(generation=5)   6
     #   attempt      ---- 0 < g <= 3 ---   ---- 3 < g <= 5 ------------   ------- 5 < g ----------
@@ -101,9 +101,9 @@ def _group_attempts(
             per_worker_batch_size=attempt.planned.per_worker_batch_size,
             total_samples=attempt.planned.total_samples,
         )
-        # Cases: the first attempt; equal rules, which extend the previous group; different rules,
-        # which apply after the last step of the previous groups. An attempt without steps needs no
-        # check.
+        # The first attempt starts a group. An attempt with equal rules extends the previous group;
+        # different rules start a new group after the last step of the previous ones. An attempt
+        # without steps needs no check.
         if not groups:
             groups.append((work, own))
         elif _is_same(groups[-1][0], work):
@@ -122,8 +122,8 @@ def _group_attempts(
 
 def _is_same(one: Work, other: Work) -> bool:
     """Return True if both require the same samples in every step."""
-    # With a per-worker batch, the job ends at a number of samples, so its length determines the
-    # size of the last step. Otherwise a longer job only adds steps.
+    # With a per-worker batch, the job ends after a given number of samples, so the length of the
+    # job determines the size of its last step. Otherwise a longer job only adds steps.
     ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples
     rules = [
         (work.seed, work.num_samples, work.global_batch_size, work.per_worker_batch_size)

@@ -1,8 +1,9 @@
-"""Follow the generations in a log: the steps that count, and the state that each trainer held.
+"""Follow the generations in a log: which steps remain, and which state each trainer held.
 
-A trainer is known to hold a step once the log shows that its generation committed it or was ready
-at it, until the trainer undoes that step or starts to receive another trainer's state. The log
-alone therefore shows whether a survivor held a newer state when a job returned to an older step.
+The log shows that a trainer holds a step if the trainer's generation committed that step or became
+ready at it. The trainer holds the step until it undoes the step or starts to receive another
+trainer's state. The log alone therefore shows whether a survivor held a newer state when a job
+returned to an older step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class WeightHistory:
     start: int = 0
     """The step at which the log begins."""
     steps: list[StepCompleted] = field(default_factory=list)
-    """The steps that count, in the order of the log."""
+    """The steps that were not discarded, in the order of the log."""
     num_rolled_back: int = 0
     """Committed steps that were discarded."""
     formed: dict[int, GenerationFormed] = field(default_factory=dict)
@@ -66,8 +67,9 @@ class _AttemptFollower:
         self._receiving: set[Trainer] = set()
         self._is_cut_due = False
         """True if the first step of the current generation discards all newer steps."""
-        # If the generation restored a checkpoint, rank 0 reports the step, which takes precedence
-        # over the one that the coordinator expected when it formed the generation.
+        # If the generation restored a checkpoint, rank 0 reports the step of that checkpoint. The
+        # reported step takes precedence over the step that the coordinator expected when it formed
+        # the generation.
         self._restored = {e.generation for e in log if isinstance(e, JobRestored)}
         for event in log:
             if isinstance(event, StepCompleted):
@@ -106,8 +108,8 @@ class _AttemptFollower:
                 f"step {event.step} was committed by {event.world_size} ranks, "
                 f"generation {event.generation} had {formed.world_size}"
             )
-        # A new rank 0 resends the records that the previous one could not send. These cover steps
-        # up to the one from which the generation continues, never later ones.
+        # A new rank 0 resends the records that the previous one could not send. These records cover
+        # steps up to the one from which the generation continues, never later steps.
         if event.generation < current.generation and event.step > self._base:
             self._report(
                 f"step {event.step} was committed by generation {event.generation} although "
@@ -123,8 +125,8 @@ class _AttemptFollower:
         # The generation is ready or has committed a step, so each member has received the state.
         if formed is self._current:
             self._receiving -= set(_trainers_of(formed))
-        # Ignore a late record from an earlier generation about a trainer whose state the current
-        # generation overwrites.
+        # Ignore a late record from an earlier generation if the current generation overwrites the
+        # trainer's state.
         for trainer in _trainers_of(formed):
             if trainer not in self._receiving:
                 self._held[trainer] = max(self._held[trainer], step)
@@ -151,16 +153,16 @@ class _AttemptFollower:
                 f"generation {event.generation} went back from step {newest} to {event.step} "
                 f"although {', '.join(better)} had survived"
             )
-        # These ranks drop what they held as soon as they begin to receive, so until the generation
-        # is ready, they hold no state from which to continue.
+        # These ranks discard their state as soon as they begin to receive. Until the generation is
+        # ready, they have no state to continue from.
         for rank in event.behind:
             if rank < len(members):
                 self._receiving.add(members[rank])
                 self._held[members[rank]] = -1
         self._current, self._base = event, event.step
         self.history.formed[event.generation] = event
-        # Newer steps are discarded at the first step of this generation, not now: it may end before
-        # that, and the next one may still continue from a later step.
+        # Discard newer steps at the first step of this generation, not now. The generation may end
+        # before its first step, and the next generation may still continue from a later step.
         self._is_cut_due = event.generation not in self._restored
 
     def _go_back(self, step: int) -> None:

@@ -54,13 +54,13 @@ class AuditReport:
     steps_rolled_back: int = 0
     """Committed steps that were repeated from a checkpoint because no worker survived."""
     steps_compared: int = 0
-    """Committed steps of several ranks with equal fingerprints of part of their weights."""
+    """Committed steps with several ranks whose fingerprints (of part of the weights) are equal."""
     steps_alone: int = 0
-    """Committed steps with a single rank, which has no other rank for comparison."""
+    """Committed steps with a single rank, so there was no other rank to compare with."""
     digests_compared: int = 0
-    """Digests of a rank's weights that were compared with another rank's at the same step."""
+    """Weight digests that were compared with another rank's digest at the same step."""
     last_step: int = 0
-    """The newest step that led to the weights; 0 before the first step."""
+    """The last of the steps that led to the newest weights; 0 before the first step."""
     saved_step: int = 0
     """Step of the newest checkpoint; 0 if there is none."""
     digest_step: int = 0
@@ -89,7 +89,7 @@ class AuditReport:
             return f"audit FAILED: {_count(len(self.problems), 'problem')}"
         if not self.epochs:
             return "audit ok: nothing has been trained yet"
-        # Only the last epoch, or one in which a resume changed the rules, may be incomplete.
+        # Only the last epoch, or an epoch in which a resume changed the rules, may be incomplete.
         num_complete = sum(epoch.is_complete for epoch in self.epochs)
         parts = [f"{_count(num_complete, 'epoch')} complete"] if num_complete else []
         cut_short = _CUT_SHORT.get(self.status, "one in progress")
@@ -169,7 +169,7 @@ class AuditReport:
         return [*listed, f"... and {more} more in report.problems"] if more > 0 else listed
 
     def _listed_epochs(self) -> list[EpochCoverage]:
-        """Return the rows to display: all, or the incorrect ones and the newest correct ones."""
+        """Return all rows or, if there are too many, the incorrect and the newest correct ones."""
         if len(self.epochs) <= _MOST_ROWS:
             return list(self.epochs)
         # Incorrect rows take precedence over correct ones.

@@ -1,7 +1,7 @@
 """Audit a job: prove from the durable log alone that it trained on every sample exactly once.
 
-The ledger contains the samples that each step had to train. The checksums in the log show which
-samples the ranks trained. If the two differ, a sample was lost or repeated. The proof depends on
+The ledger contains the samples that each step had to train on. The checksums in the log show which
+samples the ranks trained on. If the two differ, a sample was lost or repeated. The proof depends on
 the checksum: ranks must compute it from the indices of the batches in their forward and backward
 passes, never from the plan; otherwise the ledger would be compared with itself.
 """
@@ -81,7 +81,7 @@ def _check_log(log: Sequence[Event]) -> Iterator[str]:
     """Report gaps in the log, and events from another job."""
     expected = 1
     for event in log:
-        # Sequence numbers start at 1; an event with 0 has none yet.
+        # Sequence numbers start at 1; an event with number 0 has not been numbered yet.
         if event.seq and event.seq != expected:
             yield f"the log has event {event.seq} where {expected} was expected"
         expected = event.seq + 1 if event.seq else expected + 1
@@ -129,11 +129,11 @@ def _name_steps(first: int, last: int) -> str:
 
 
 def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]:
-    """Check that planned changes undo no step, and that losing a worker undoes at most one.
+    """Check that planned changes undo no step, and that losing a worker undoes at most one step.
 
-    Losses are counted by generation: steps committed before a loss may be logged after it, so the
-    order of the lines proves nothing. Only lost ranks count, because losing a worker that is still
-    joining costs no step.
+    Lost workers are counted by generation, not by their position in the log: a step that was
+    committed before a worker was lost may be logged afterwards. Only lost ranks count, because
+    losing a worker that is still joining costs no step.
     """
     undone: dict[int, set[int]] = defaultdict(set)
     losses: dict[int, set[str]] = defaultdict(set)
@@ -141,8 +141,8 @@ def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]
         if isinstance(event, StepUndone):
             undone[event.generation].add(event.step)
         elif isinstance(event, WorkerLost | FaultInjected):
-            # Without its generation, the log does not show whether the worker was a rank; count it,
-            # so that an incomplete log causes no false alarm.
+            # If the log lacks the generation, it does not show whether the worker was a rank. Count
+            # the worker anyway, so that an incomplete log causes no false alarm.
             formed = history.formed.get(event.generation)
             if formed is None or event.worker in formed.ranks:
                 losses[event.generation].add(event.worker)
@@ -157,7 +157,7 @@ def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]
 
 
 def _follows_broken_connections(event: GenerationFormed) -> bool:
-    """Return True if a fault of the network or the scheduler ended the previous generation.
+    """Return True if a network or scheduler fault ended the previous generation.
 
     A planned change alone does not excuse broken connections, so "broken" counts only as the sole
     reason.
@@ -167,7 +167,7 @@ def _follows_broken_connections(event: GenerationFormed) -> bool:
 
 
 def _is_abrupt_end(event: Event) -> bool:
-    # The current step may be undone although no worker was lost, if the job ends during that step.
+    # If the job ends during a step, that step may be undone although no worker was lost.
     if isinstance(event, JobStatusChanged):
         return event.status in TERMINAL_STATUSES
     return isinstance(event, UserErrorRaised)
@@ -194,12 +194,12 @@ def _check_end(
     if planned is None or record.status != "finished":
         return
     reached = max((step.step for step in steps), default=start)
-    # A decision is void once a later generation has continued from an older state.
+    # A decision to stop early is void once a later generation has continued from an older state.
     newest = max((step.generation for step in steps), default=0)
     decided = [e.step for e in log if isinstance(e, EarlyStopped) and e.generation >= newest]
     if decided:
         if decided[-1] != reached:
-            yield f"the job finished at step {reached}, to be stopped early at {decided[-1]}"
+            yield f"the job finished at step {reached}, but was to stop early at step {decided[-1]}"
         return
     # A resume with another batch size changes the number of steps, but not the number of samples.
     # The same holds for a per-worker batch, whose global size changes with the number of workers.

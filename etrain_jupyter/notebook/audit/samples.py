@@ -46,8 +46,8 @@ class Work:
         """Return the number of samples in the first ``step`` steps, for a constant batch size."""
         if not self.base_step:
             return position_after(step, self.num_samples, self.global_batch_size)
-        # First the rest of the epoch in progress at the resume, then whole epochs. Each ends with a
-        # batch that may be smaller:
+        # First comes the rest of the epoch that was in progress at the resume, then whole epochs.
+        # Each ends with a batch that may be smaller:
         #   base_position   num_in_rest steps   end of the epoch   steps_per_epoch steps   ...
         rest = -self.base_position % self.num_samples
         num_in_rest = steps_per_epoch(rest, self.global_batch_size)
@@ -118,7 +118,7 @@ class _EpochCheck:
         self._counts = np.zeros(work.num_samples, dtype=np.int64)
 
     def take(self, step: StepCompleted, due: StepRange) -> Iterator[str]:
-        """Count the samples of a step, and yield their differences from those that were due."""
+        """Count the samples of a step, and yield how they differ from the samples that were due."""
         if (step.epoch, step.first) != (due.epoch, due.first):
             yield (
                 f"step {step.step} began at sample {step.first} of epoch {step.epoch}, "
@@ -128,8 +128,9 @@ class _EpochCheck:
         num_due = self._work.due_at(position, step.world_size).samples
         if step.samples != num_due:
             yield f"step {step.step} trained {step.samples} samples, expected {num_due}"
-        # The checksum is a sum of hashes of the sample indices. If it equals that of the range, the
-        # ranks trained each of its samples once, with an error probability of about 2**-32.
+        # The checksum is a sum of hashes of the sample indices. If it equals the checksum of the
+        # range, the ranks trained on each sample of the range once. The probability that this is
+        # wrong is about 2**-32.
         if self._sum_of(step.first, step.first + step.samples) == step.sample_checksum:
             self._counts[step.first : step.first + step.samples] += 1
         else:
@@ -201,7 +202,7 @@ class _EpochCheck:
         )
 
     def _lookup(self, term: int, first: int, end: int) -> int | None:
-        """Return the position of the sample with this term in a range; None unless it is unique."""
+        """Return the position of the sample with this term; None unless exactly one has it."""
         if not 0 <= term < _TOP:
             return None
         positions = np.flatnonzero(self._terms[first:end] == term)

@@ -33,7 +33,7 @@ class WeightsProof:
 
 
 def compare_weights(log: Sequence[Event], history: WeightHistory) -> WeightsProof:
-    """Compare the ranks' fingerprints and digests in the steps that count."""
+    """Compare the ranks' fingerprints and digests in the steps that led to the newest weights."""
     groups = _digests_by_step(log, history)
     shared = [step for step in history.steps if step.world_size > 1]
     agreed = [step for step in shared if step.ranks_agree]
@@ -48,7 +48,7 @@ def compare_weights(log: Sequence[Event], history: WeightHistory) -> WeightsProo
 
 
 def _check_fingerprints(steps: Sequence[StepCompleted], history: WeightHistory) -> Iterator[str]:
-    """Report each generation's first step in which ranks differ; later ones are consequences."""
+    """Report each generation's first step in which ranks differ; later ones follow from it."""
     reported: set[int] = set()
     for step in steps:
         if not step.ranks_agree and step.generation not in reported:
@@ -61,8 +61,9 @@ def _check_fingerprints(steps: Sequence[StepCompleted], history: WeightHistory) 
 def _digests_by_step(
     log: Sequence[Event], history: WeightHistory
 ) -> dict[int, list[WeightsHashed]]:
-    """Return the digests of the steps that count; an undone attempt at a step has other digests."""
-    # Only steps that count, so a step that was trained twice has the generation of its second run.
+    """Return the digests of the steps in ``history``; undone steps have different digests."""
+    # Undone steps are excluded, so a step that was trained twice has the generation of its second
+    # run.
     committed_by = {step.step: step.generation for step in history.steps}
     groups: dict[int, list[WeightsHashed]] = defaultdict(list)
     for event in log:

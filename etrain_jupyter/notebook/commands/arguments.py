@@ -1,7 +1,7 @@
 """Parsers for the magic's line, derived from the signatures and docstrings of functions.
 
-A mistyped line must not end the kernel, so these parsers raise where argparse would exit. Durations
-are written as in a cell: ``15s``, ``5 min``.
+A mistyped line must not terminate the kernel, so these parsers raise an exception where argparse
+would exit. Durations are written as in a cell: ``15s``, ``5 min``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WORDS: dict[str, tuple[str, ...]] = {
     "mode": MODES,
     "format": FORMATS,
 }
-"""The words that an argument with that name accepts, for completion; ``one_of`` checks them."""
+"""Accepted words by the name of the argument, for completion; ``one_of`` checks them."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises where argparse would exit: a mistyped line must not end a kernel."""
+    """Raises where argparse would exit: a mistyped line must not terminate the kernel."""
 
     @property
     def arguments(self) -> Sequence[argparse.Action]:
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise an error with a hint instead of exiting."""
-        # argparse has no structured errors, so find the flag in the text of the message.
+        # argparse does not report which flag is wrong, so find the flag in the text of the message.
         flags = [word.rstrip(":") for word in message.split() if word.startswith("-")]
         hint = self._hint_for(flags[0]) if flags else ""
         raise ConfigError(f"{self.prog}: {message}", hint=hint or self.format_usage().strip())
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class StoreSeconds(argparse.Action):
-    """A duration above 0, in seconds. An action, as argparse rewrites errors raised by types."""
+    """A duration above 0, in seconds; not a type, because argparse rewrites the errors of types."""
 
     least = math.ulp(0.0)
 
@@ -115,7 +115,7 @@ def question_as_help(words: Sequence[str]) -> list[str]:
 
 
 class HelpAction(argparse.Action):
-    """``--help`` as an exception that carries the text."""
+    """Raise ``--help`` as an exception that contains the help text."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Stop parsing."""
@@ -124,7 +124,7 @@ class HelpAction(argparse.Action):
 
 
 class HelpRequested(Exception):
-    """The line has ``--help``; the only argument is the help text."""
+    """Raised if the line contains ``--help``; its only argument is the help text."""
 
 
 def make_parser(prog: str, summary: str, epilog: str = "") -> Parser:
@@ -165,7 +165,7 @@ def distributed_parser() -> Parser:
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """Spelling of a parameter on the line, in addition to its name and type."""
+    """How a parameter is spelled on the line, in addition to its name and type."""
 
     flags: tuple[str, ...] = ()
     """Other spellings: a short flag such as ``-o``, or an alias such as ``--workers``."""
@@ -283,7 +283,7 @@ def _read_arguments(lines: Sequence[str]) -> dict[str, str]:
         # A continuation line, which is indented further than a name.
         elif line.strip():
             texts[name] += " " + line.strip()
-    # Like argparse's own texts: no capital letter, no full stop.
+    # Follow the style of argparse's own texts: no capital letter, no full stop.
     return {name: _uncapitalized(text.rstrip(".")) for name, text in texts.items()}
 
 

@@ -1,7 +1,7 @@
 """Diagnose problems of this machine and suggest fixes: ``%etrain doctor``.
 
-Each check is read-only, and none imports torch, so that a kernel that trains nothing stays small.
-EC2 is queried only on request, with a short timeout.
+All checks are read-only. None of them imports torch, which would increase the memory use of a
+kernel that does not need it. EC2 is queried only on request, with a short timeout.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Finding:
 
 
 def examine(store: RunStore, *, with_ec2: bool = False, region: str | None = None) -> list[Finding]:
-    """Check everything that a job needs on this machine; a check that fails is itself a finding.
+    """Check everything that a job needs on this machine; report an exception as a finding.
 
     Args:
         store: The run store.
@@ -168,7 +168,7 @@ def _check_tls() -> list[Finding]:
 
 
 def _check_folder(what: str, folder: Path, variable: str) -> Finding:
-    # A folder that does not exist yet is created when it is needed, so check where that would be.
+    # A missing folder is created when it is needed, so check its nearest existing parent instead.
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return Finding(state="ok", what=f"{what} {folder}")
@@ -183,7 +183,7 @@ def _check_run_store(store: RunStore) -> Finding:
         return Finding(
             state="wrong", what=str(exc), remedy=f"set {ROOT_VARIABLE} to another location"
         )
-    # A bucket has its local copies in a folder, which must be writable too.
+    # The local copies of a bucket are in a folder, which must be writable too.
     copies = _check_folder(f"run store {store}, its copies in", store.root, "ETRAIN_STATE")
     is_folder = str(store) == str(store.root)
     return _check_folder("run store", store.root, ROOT_VARIABLE) if is_folder else copies
@@ -210,8 +210,8 @@ def _check_pools() -> list[Finding]:
         findings.append(Finding(state="ok", what=what))
         if entry.kind == AWS:
             spec = _spec_of(entry)
-            # Credentials belong to a profile, so check each profile once, however many pools use
-            # it.
+            # Credentials belong to a profile, so check each profile only once, even if several
+            # pools use it.
             specs.setdefault(spec.profile, spec)
     return findings + (_check_aws(list(specs.values())) if specs else [])
 
@@ -273,7 +273,7 @@ def _query_ec2(spec: AwsSpotSpec) -> list[Finding]:
             results.append(exc)
         has_responded.set()
 
-    # In a daemon thread: a request that hangs must not block the cell, or the kernel's exit.
+    # Use a daemon thread, so that a hanging request blocks neither the cell nor the kernel's exit.
     threading.Thread(target=query, name="etrain-doctor", daemon=True).start()
     # The thread continues if the timeout expires; its result is then ignored.
     if not has_responded.wait(EC2_S):
@@ -298,7 +298,7 @@ def _describe_cluster(region: str, cluster: str, resources: list[Tagged]) -> Fin
     rest = len(resources) - num_machines
     what = f"cluster {cluster} on EC2 in {region}: {_number_of(num_machines, 'machine')}, "
     what += f"{_number_of(rest, 'other resource')}, ${usd:.3g}/h"
-    # An expired cluster should have ended on its own, so it costs money for nothing.
+    # An expired cluster should have shut itself down; until it does, it wastes money.
     if all(one.is_expired for one in resources):
         return Finding(state="wrong", what=f"{what}; has expired", remedy="%etrain reap ends it")
     return Finding(state="ok", what=what)

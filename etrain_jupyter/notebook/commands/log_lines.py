@@ -35,7 +35,7 @@ LOOK_S = 3.0
 
 
 def log_lines(events: Iterable[Event]) -> list[str]:
-    """Return one line per printed line and per event that affected a worker."""
+    """Return a line for each line that was printed and each event that affected a worker."""
     return [line for event in events if (line := _line_of(event))]
 
 
@@ -58,8 +58,8 @@ def follow_lines(job: TrainingJob, store: RunStore, *, number: int) -> Iterator[
     """Yield the last lines of a job's log, then each new line, until the job has ended.
 
     If the cluster ends before the job, wait for a resume, by this kernel or another one, which
-    continues the same log. Unlike ``log_lines``, this includes status changes, and a step every
-    ``STEP_S``.
+    continues the same log. Unlike ``log_lines``, this includes status changes, and at most one step
+    per ``STEP_S``.
     """
     #   queue: all events so far -> print the last `number` lines
     #          each new batch   -> print its lines
@@ -106,11 +106,12 @@ class _LogFollower:
     def of(self, events: Sequence[Event]) -> list[str]:
         """Return the lines of the events that are newer than those of earlier calls."""
         if isinstance(events, Events) and self._newest:
-            # Skips whole blocks, which matters after a resume of a job with a long log.
+            # This skips whole blocks without unpacking them. It saves time after a job with a long
+            # log has been resumed.
             events = events.after(self._newest)
         lines = []
         for event in runs_of(events):
-            # Steps in blocks belong to the history, in which steps get no lines.
+            # Blocks contain only steps from the history, which are not printed.
             if isinstance(event, StepRun):
                 self._newest, self._step_at = event.last.seq, event.last.time
             elif event.seq > self._newest:
@@ -119,7 +120,7 @@ class _LogFollower:
         return [line for line in lines if line]
 
     def _progress_line(self, event: Event) -> str:
-        """Return a line about the job's progress; empty for events that are not shown."""
+        """Return a line about the job's progress; empty if the event is not shown."""
         clock = _clock_of(event)
         if isinstance(event, JobResumed):
             return f"{clock} info    job: resumed after step {event.step}"

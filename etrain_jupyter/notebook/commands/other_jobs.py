@@ -18,7 +18,7 @@ from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
 from etrain_jupyter.process.machine_load import read_load
 
 MAX_CHECKED_JOBS = 50
-"""Maximum number of jobs to check, newest first: each check reads a file, and older jobs are rarely
+"""Maximum number of jobs to check, newest first. Each check reads a file, and older jobs are rarely
 still running."""
 
 
@@ -43,7 +43,8 @@ def find_others(store: RunStore, followed: Collection[str]) -> list[dict[str, An
         # The panel lists the followed jobs itself, from their dashboards.
         if record.job_id in followed:
             continue
-        # From the log's end and the cluster's files: no request to a scheduler.
+        # Read only the end of the log and the cluster's files; do not send a request to the
+        # scheduler.
         known = store.summarize(record)
         if not known.is_gone and known.status not in TERMINAL_STATUSES:
             found.append(

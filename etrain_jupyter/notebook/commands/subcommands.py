@@ -54,7 +54,7 @@ from etrain_jupyter.untrusted import plain_line
 MAX_PROBLEMS = 10
 """Maximum number of unreadable folders that ``ls`` names."""
 IN_DOUBT_S = 60.0
-"""Age of a job's last report, in seconds, above which ``ls`` shows it."""
+"""Age in seconds from which ``ls`` shows when a job last reported."""
 LATER = ("diagnose", "plan")
 """Sub-commands that are planned for a later version."""
 
@@ -63,7 +63,7 @@ Workers = Annotated[int | None, Spelling(flags=("--workers",), metavar="N")]
 
 
 class Surface(Protocol):
-    """The place where a sub-command was typed: a notebook or a terminal."""
+    """Where a sub-command was typed: in a notebook or in a terminal."""
 
     @property
     def store(self) -> RunStore:
@@ -144,7 +144,8 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
     for command in SUBCOMMANDS:
         if command.name == name:
             return command
-    # Say so to a notebook written for a later version, rather than suggest a similar word.
+    # A notebook written for a later version may use these names: say so instead of suggesting a
+    # similar word.
     if name in LATER:
         raise NotSupportedYetError(f"{prog} {name} comes with a later version")
     known = [*others, *(c.name for c in SUBCOMMANDS)]
@@ -200,7 +201,7 @@ def ls(
     end = _describe_problems(listing) + machines
     if not listing.jobs:
         return f"No jobs in {surface.store}.{end}"
-    # Only the jobs that are shown are summarized, since each one reads its log.
+    # Summarize only the jobs that are shown, because each summary reads a log.
     table: list[tuple[str, ...]] = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
     table += [_row(surface.store, record) for record in listing.jobs[:number]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -225,7 +226,7 @@ def _describe_problems(listing: Listing) -> str:
 
 def _row(store: RunStore, record: RunRecord) -> tuple[str, ...]:
     known = store.summarize(record)
-    # The log still has the last world size, but those workers no longer train for the job.
+    # The log still contains the last world size, but those workers are no longer training this job.
     has_none = known.is_gone or known.status in TERMINAL_STATUSES
     return (
         record.job_id,
@@ -237,11 +238,11 @@ def _row(store: RunStore, record: RunRecord) -> tuple[str, ...]:
 
 
 def describe_status(job: JobSummary) -> str:
-    """Return a job's status for a list; if it may be outdated, also when the job was last seen."""
+    """Return a job's status for a list, with the time of the last report if that is long ago."""
     if job.is_gone:
         return "failed (its cluster has ended)"
     status = plain_line(job.status, 40)
-    # Set for a job whose coordinator may have died on another machine.
+    # This is set if the coordinator runs on another machine and may have died.
     age_s = 0.0 if job.last_seen_at is None else time.time() - job.last_seen_at
     return f"{status} (last seen {format_age(age_s)} ago)" if age_s > IN_DOUBT_S else status
 
@@ -264,7 +265,7 @@ def show(surface: Surface, job: str | None = None, *, out: Variable = None) -> s
     Example:
         show digits
     """
-    # Without a job: reject an invalid variable name before the search for the job.
+    # Reject an invalid variable name before searching for the job.
     surface.bind(out)
     found = surface.find(job)
     surface.bind(out, found)
@@ -306,7 +307,7 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
             "continues; %etrain wait without --timeout waits for its end."
         )
     job.raise_for_status()
-    # A stopped job is not a failed one, but "Run All" must not continue with half-trained weights.
+    # A stopped job has not failed, but "Run All" must not continue with half-trained weights.
     if job.was_interrupted or status == "stopped":
         by = "by the interrupt " if job.was_interrupted else ""
         raise EtrainError(
@@ -472,7 +473,8 @@ def preempt(
         preempt --notice 30s
     """
     found = surface.find(job)
-    # The positional argument is a worker here but a job everywhere else, which is easily confused.
+    # The positional argument is a worker here but a job everywhere else, so users may confuse the
+    # two.
     with _job_is_not_a_worker(surface, "preempt", worker):
         return found.preempt(worker, notice_s=notice)
 
@@ -509,7 +511,7 @@ def _job_is_not_a_worker(surface: Surface, command: str, worker: str | None) -> 
         names = {
             name for record in surface.store.records() for name in (record.name, record.job_id)
         }
-        # Not the name of a job either, so there is nothing to add.
+        # The word is not the name of a job either, so do not add a hint.
         if worker not in names:
             raise
         raise PoolError(f"{exc}. {worker!r} is a job: %etrain {command} --job {worker}") from exc
@@ -538,7 +540,7 @@ def chaos(
     Example:
         chaos --mtbf 30s --mode kill --duration 5min
     """
-    # The other arguments describe the faults to inject, so they are ignored here.
+    # The other arguments describe the faults to inject, so they have no effect here.
     if off:
         return surface.find(job).chaos(off=True)
     kind = one_of("--mode", mode, MODES)
@@ -609,12 +611,12 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
             f"version: {plain_line(str(exc.errors()[0]['msg']))}. Nothing was opened."
         ) from exc
     folder = log.tensorboard_of(record.job_id, record.folder)
-    # The job writes no files, or (in a bucket) wrote them on another machine: make them from
-    # the log, next to its local copy.
+    # Either the job writes no files or, if it is in a bucket, it wrote them on another machine.
+    # Create the files from the log, next to its local copy.
     if folder is None or (record.place and not folder.exists()):
         refresh_log(record)
         folder = record.folder / "tensorboard"
-        # Another user may own the run folder, and a link could point to this user's files.
+        # Another user may own the run folder, where a link could point to this user's files.
         if folder.is_symlink():
             raise EtrainError(f"{folder} is a link, which is not followed. Nothing was written.")
         convert(record.log_path, folder)
@@ -706,7 +708,7 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
     return "\n".join(map(str, examine(surface.store, with_ec2=all, region=region)))
 
 
-# Ordered by a job's life cycle, followed by clusters.
+# Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
     kill, chaos, cost, audit, logs, tensorboard, template, pools, up, down, reap, doctor,

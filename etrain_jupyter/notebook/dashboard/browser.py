@@ -18,27 +18,28 @@ WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
 
 def current_shell() -> Any | None:
     """Return the IPython shell of this process, or None."""
-    # Not an import: in a process that has not loaded IPython, there cannot be a front end.
+    # Do not import IPython: in a process that has not loaded it, there cannot be a front end.
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None
 
 
 def cell_numbers() -> Mapping[str, int]:
     """Return the execution count of each cell of this kernel, by the file name of its code."""
-    # Private to ipykernel's compiler: without it, stack dumps show "a cell" instead of a number.
+    # This attribute of ipykernel's compiler is private. If it is missing, stack dumps show "a cell"
+    # instead of a number.
     return dict(getattr(getattr(current_shell(), "compile", None), "_filename_map", {}))
 
 
 def has_front_end() -> bool:
-    """Return whether the shell belongs to a Jupyter kernel, not to a terminal."""
+    """Return True if the shell belongs to a Jupyter kernel, False if it belongs to a terminal."""
     # IPython in a terminal has a shell too, but only ipykernel's shell has a kernel.
     return hasattr(current_shell(), "kernel")
 
 
 def publish(bundle: dict[str, Any], display_id: str, *, update: bool) -> None:
     """Display ``bundle`` in the running cell, or update the display with this ``display_id``."""
-    # An update's parent is the cell running at that time. Front ends find the display by its
-    # ID alone, but nbclient ignores updates whose parent is not the cell it is waiting for.
+    # The parent of an update is the cell that is running at that time. Front ends find the display
+    # by its ID alone, but nbclient ignores updates whose parent is not the cell it is waiting for.
     shell = current_shell()
     if shell is not None:
         shell.display_pub.publish(
@@ -97,7 +98,7 @@ class WidgetChannel:
 
 @cache
 def _widget_class() -> Any:
-    # Defined on first use, because importing anywidget is slow.
+    # The class is defined on first use, because importing anywidget is slow.
     import anywidget
     import traitlets
 

@@ -1,8 +1,8 @@
 """Changes to a snapshot since a channel's last message.
 
-A message contains only changed fields and, for lists, only the changed fields of rows: at ten
-messages per second, whole snapshots of 200 workers would take 800 kB per second. ``lists.ts``
-merges them in the front end.
+A message contains only changed fields and, for lists, only the changed fields of rows. At ten
+messages per second, whole snapshots of a job with 200 workers would take 800 kB per second.
+``lists.ts`` merges them in the front end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ JsonRow = dict[str, Any]
 
 
 class SentSnapshot:
-    """The snapshot that the views of a channel have, in its JSON form."""
+    """The snapshot as last sent to the views of a channel, in its JSON form."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class SentSnapshot:
         """Return the parts of a snapshot to send, and record them as sent.
 
         Args:
-            snapshot: The current snapshot. A list that is missing has not changed.
+            snapshot: The current snapshot. A list that is not in the message has not changed.
 
         Returns:
             ``snapshot`` contains the changed fields. ``lists`` contains, by name: ``rows``, new
@@ -57,8 +57,8 @@ class SentSnapshot:
             if previous.get(key) != row
         ]
         gone = [key for key in previous if key not in current]
-        # The order in which the front end's merge leaves the rows: kept rows, then new ones. Most
-        # messages need no `order`, since new workers and events usually come last.
+        # The order of the rows after the front end has merged the message: kept rows, then new
+        # ones. Most messages need no `order`, since new workers and events usually come last.
         default_order = [key for key in previous if key in current]
         default_order += [key for key in current if key not in previous]
         order = [] if default_order == list(current) else list(current)

@@ -1,4 +1,4 @@
-"""Decide which requests a job accepts, and why it rejects the others: a rule without I/O."""
+"""Decide which requests a job accepts and why it rejects the others, without I/O."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _ENDED = {"finished": "has finished", "stopped": "was stopped", "failed": "has f
 
 
 def controls_of(status: str, *, num_training: int) -> dict[str, str]:
-    """Return for each request why it is not possible now; empty if it is.
+    """Return the reason why each request is not possible now; empty if it is possible.
 
     Args:
         status: Status of the job.
-        num_training: Workers that train, including those about to leave.
+        num_training: Workers that are training, including those about to leave.
     """
     if status in TERMINAL_STATUSES:
         ended = dict.fromkeys(REQUESTS, f"The job {_ENDED[status]}.")
-        # Stopped and failed jobs resume where they stopped. A finished job has no steps left, so it
-        # needs a new length, which a button cannot supply.
+        # Stopped and failed jobs resume where they stopped. A finished job has no steps left.
+        # Resuming it requires a new length, which a button cannot supply.
         longer = "The job has finished. To train longer, run %etrain resume --epochs N."
         return ended | {"resume": longer if status == "finished" else ""}
     refused = dict.fromkeys(REQUESTS, "")

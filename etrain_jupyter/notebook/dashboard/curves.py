@@ -34,7 +34,7 @@ class CurveSet:
 
     def add_run(self, run: StepRun, started_at: float) -> None:
         """Append a run of steps; ``add_step`` has added the step before it."""
-        # So every curve of the run already exists, because all its steps have the same metrics.
+        # All steps of the run have the same metrics, so every curve of the run already exists.
         steps = run.column("step")
         samples = self._num_samples + np.cumsum(run.column("samples"))
         self._num_samples = int(samples[-1]) if len(run) else self._num_samples
@@ -51,8 +51,9 @@ class CurveSet:
             self._append(f"eval.{name}", event.step, value)
 
     def add_world_size(self, world_size: int, *, step: int, elapsed_s: float | None) -> None:
-        """Append the world size if it has changed; ``elapsed_s`` is None before the start."""
-        # Over steps for the charts of a run, over time to show when workers joined and left.
+        """Append the world size if it has changed; ``elapsed_s`` is None before the job starts."""
+        # One curve is over steps, for the charts of a run; the other is over time, to show when
+        # workers joined and left.
         positions = {"world_size": float(step)}
         if elapsed_s is not None:
             positions[f"{BY_TIME}world_size"] = elapsed_s

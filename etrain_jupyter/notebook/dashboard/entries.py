@@ -11,7 +11,7 @@ from etrain_jupyter.notebook.dashboard.snapshot import EventLine, Marker
 
 MAX_ENTRIES = 120
 MAX_ALARMS = 80
-"""Warnings and errors have a limit of their own, so that many other events do not displace them."""
+"""Warnings and errors have a separate limit, so that many other events do not displace them."""
 MAX_MARKERS = 300
 MAX_CHECKPOINT_MARKERS = 60
 
@@ -23,7 +23,7 @@ class Entries:
 
     def __init__(self) -> None:
         self._num = 0
-        # Two queues with limits, merged by id when they are shown.
+        # Two bounded queues, which are merged by id when they are shown.
         self._calm: deque[EventLine] = deque(maxlen=MAX_ENTRIES)
         self._alarms: deque[EventLine] = deque(maxlen=MAX_ALARMS)
 
@@ -76,5 +76,5 @@ class Markers:
         markers.append(marker)
 
     def to_tuple(self) -> tuple[Marker, ...]:
-        """Return the markers in the order of their events."""
+        """Return the markers, ordered by their events."""
         return tuple(sorted([*self._others, *self._checkpoints], key=lambda marker: marker.id))

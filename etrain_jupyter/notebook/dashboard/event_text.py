@@ -54,7 +54,7 @@ class Line:
 @singledispatch
 def describe(event: Event) -> Line | None:
     """Return the line of an event; None for an event that the list omits."""
-    # An event of this version without a text of its own: show its name rather than nothing.
+    # This version has no text for the event: show the event's name instead.
     return Line(text=event.kind)
 
 
@@ -93,7 +93,8 @@ def _describe_scheduler_restarted(event: SchedulerRestarted) -> Line:
 @describe.register
 def _describe_job_planned(event: JobPlanned) -> Line:
     parameters = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
-    # With batch.per_worker, the number of steps depends on the workers, but the samples do not.
+    # With batch.per_worker, the number of steps depends on the number of workers, but the number of
+    # samples does not.
     each = event.per_worker_batch_size
     size = f"{each} per worker and step" if each else f"{event.global_batch_size} per step"
     length = f"{event.total_samples:,} samples" if each else f"{event.total_steps:,} steps"
@@ -107,7 +108,8 @@ def _describe_job_status_changed(event: JobStatusChanged) -> Line:
     text = event.status.capitalize() + (f": {event.reason}" if event.reason else "")
     level = _STATUS_LEVELS.get(event.status, "info")
     if level == "info" and event.reason and not event.seq:
-        # Not in the log: this kernel reports a problem with its connection to the job.
+        # This event is not in the log: with it, this kernel reports a problem with its connection
+        # to the job.
         level = "warning"
     return Line(text=text, level=level)
 
@@ -310,7 +312,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a duration in the unit that fits its length.
+    """Return a duration in a unit that suits its length.
 
     >>> seconds(0.0314), seconds(7.25), seconds(95), seconds(4000)
     ('31 ms', '7.2 s', '1 min 35 s', '1 h 06 min')
@@ -340,7 +342,7 @@ def size(value: float) -> str:
 
 
 def dollars(usd: float) -> str:
-    """Return an amount, with four decimals below ten cents, as for one machine minute.
+    """Return an amount in dollars, with four decimals if it is below ten cents.
 
     >>> [dollars(usd) for usd in (1234.5, 1.5, 0.0512, 0.0)]
     ['$1,234.50', '$1.50', '$0.0512', '$0.00']

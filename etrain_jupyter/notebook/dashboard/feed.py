@@ -28,7 +28,7 @@ Send = Callable[[dict[str, Any], list[bytes]], None]
 Curves = dict[str, tuple[Floats, SmallFloats]]
 
 MAX_RESET_POINTS = 4000
-"""Approximate maximum points per curve of a reset: more than a chart has pixels."""
+"""Approximate maximum number of points per curve in a reset: more than a chart has pixels."""
 MEAN = "mean."
 """Prefix for the names of curves that contain means."""
 LISTS_OF_EVENTS = ("events", "markers")
@@ -36,7 +36,7 @@ LISTS_OF_EVENTS = ("events", "markers")
 
 
 class ViewFeed:
-    """Send a ``JobView`` through one channel, first as a whole and then its changes.
+    """Send a ``JobView`` through one channel: first the whole view, then its changes.
 
     It sends nothing until a view sends ``hello``, so a channel without a view costs nothing. Not
     thread-safe: the owner holds a lock.
@@ -60,8 +60,8 @@ class ViewFeed:
 
     def greet(self, view: JobView, to: str) -> None:
         """Answer the hello of the view ``to``."""
-        # The reset marks everything as sent. The other views ignore it, so first send
-        # them the changes that it contains.
+        # The reset marks everything as sent. The other views ignore the reset, so first send them
+        # the changes that it contains.
         self.flush(view)
         self.is_open = True
         self._reset(view, to)
@@ -77,8 +77,8 @@ class ViewFeed:
         curves = view.curves.to_dict()
         starts = {name: self._num_sent.get(name, 0) for name in curves}
         unsent = {name: (x[starts[name] :], y[starts[name] :]) for name, (x, y) in curves.items()}
-        # A kernel that was busy, or a log that was replayed, leaves more points than a chart can
-        # show.
+        # After the kernel was busy, or after a replay of the log, there may be more points than a
+        # chart can show.
         unsent = thin_all(unsent, MAX_RESET_POINTS)
         # The event list is the longest part of a snapshot and changes least often.
         is_unchanged = view.lists_version == self._lists_version
@@ -88,7 +88,7 @@ class ViewFeed:
 
     def detail(self, view: JobView, to: str, first: float, last: float) -> None:
         """Send the curves from step ``first`` to ``last`` to the view ``to``."""
-        # A zoom is a range of steps, and curves over time have none.
+        # A zoom selects a range of steps, and curves over time have no steps.
         over_steps = {k: v for k, v in view.curves.to_dict().items() if not k.startswith(BY_TIME)}
         near = {name: between(*curve, first, last) for name, curve in over_steps.items()}
         curves = thin_all(near, MAX_RESET_POINTS)

@@ -1,7 +1,7 @@
-"""Decide whether the newest durable checkpoint is too old: a rule without I/O.
+"""Decide whether the newest durable checkpoint is too old, without I/O.
 
-The clock starts at the last checkpoint, or when training last started or resumed if that is later:
-time spent waiting is not at risk.
+The clock starts at the last checkpoint or, if that is later, when training last started or resumed.
+Time spent waiting does not count, because no work is at risk then.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.notebook.dashboard.snapshot import CheckpointDue, Snapshot
 
 OVERDUE_AFTER = 3
-"""Number of missed intervals that counts as overdue: one may be in flight, one late."""
+"""Number of intervals after which a checkpoint is overdue: one may be in flight, one late."""
 MIN_LIMIT_S = 30.0
-"""Minimum time until a checkpoint is overdue, so that short intervals raise no false alarm."""
+"""Minimum time until a checkpoint is overdue, so that short intervals cause no false alarms."""
 
 
 class Freshness:
@@ -41,7 +41,7 @@ class Freshness:
         self._since = max(time, self._since or time)
 
     def commit(self, time: float, duration_s: float) -> None:
-        """Restart the clock: a checkpoint is durable."""
+        """Restart the clock, because a checkpoint is durable."""
         self._since, self._duration_s, self._failed = time, duration_s, ""
 
     def fail(self, step: int, error: str) -> None:
@@ -70,7 +70,8 @@ class Freshness:
             return every.value
         steps = every.value
         if every.unit == "epochs":
-            # Without a plan the length of an epoch is unknown, and so is the limit: None below.
+            # Without a plan, the length of an epoch and thus the limit is unknown: return None
+            # below.
             steps *= steps_per_epoch or 0
         return steps * step_s if step_s is not None and steps else None
 
@@ -85,7 +86,7 @@ def trouble_of(snapshot: Snapshot, now: float) -> str:
     due = snapshot.checkpoint_due
     if due.failed:
         return "failed"
-    # A paused or waiting job trains nothing that could be lost.
+    # A paused or waiting job is not training, so no work could be lost.
     if snapshot.status != "running" or due.since is None or due.limit_s is None:
         return ""
     return "overdue" if now - due.since > due.limit_s else ""

@@ -1,7 +1,8 @@
 """Render a job without JavaScript, for exports, other front ends and terminals.
 
 Sanitizers of untrusted notebooks remove ``<svg>`` and ``<style>``, but keep an ``<img>`` with a
-data URL. So the chart is such an image, in mid tones that are readable on white and on black.
+data URL. The chart is therefore such an image, in mid tones that are readable on white and on
+black.
 """
 
 from __future__ import annotations
@@ -98,13 +99,14 @@ def _cost(cost: CostSummary) -> str:
 
 
 def _warning(snapshot: Snapshot) -> str:
-    # As text too, since a sanitizer may remove the colour.
+    # Show it as text too, since a sanitizer may remove the colour.
     text = _checkpoint_trouble(snapshot)
     return f'<p style="color:{ALARM}">{escape(text)}</p>' if text else ""
 
 
 def _checkpoint_trouble(snapshot: Snapshot) -> str:
-    # Judge as of the newest event, not as of now, so that an old log always looks the same.
+    # Use the time of the newest event, not the current time, so that an old log always looks the
+    # same.
     trouble = trouble_of(snapshot, snapshot.updated_at)
     if not trouble:
         return ""
@@ -204,7 +206,7 @@ def _since_start(event: EventLine, snapshot: Snapshot) -> str:
 
 
 def _chart_image(snapshot: Snapshot, curves: Curves) -> str:
-    # A curve with one point has no line; the headline has its value.
+    # A curve with one point has no line; the headline shows its value.
     loss = curves.get("loss")
     if loss is None or len(loss[0]) < 2:
         return ""
@@ -259,7 +261,7 @@ def _range(curves: Sequence[tuple[Floats, SmallFloats]]) -> tuple[float, float]:
     if not len(values):
         return 0.0, 1.0
     low, high = float(values.min()), float(values.max())
-    # A constant curve has no range to scale by; draw it in the middle.
+    # A constant curve has no range to scale to: draw it in the middle.
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 

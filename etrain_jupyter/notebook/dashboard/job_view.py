@@ -1,6 +1,6 @@
 """Pure fold of a job's events into its snapshot and curves.
 
-The result depends only on the events: not on when they arrive or how they are batched.
+The result depends only on the events, not on when they arrive or how they are batched.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from etrain_jupyter.notebook.dashboard.workers import WorkerTable
 
 JOB_ENDED = "job ended"
 STALLED = frozenset({"paused", "waiting"})
-"""Statuses in which a job has not ended but does not train."""
+"""Statuses of a job that has not ended but is not training."""
 
 
 class JobView:
@@ -72,10 +72,10 @@ class JobView:
 
     Args:
         job_id: The job.
-        cell_numbers: Returns which cell a stack frame is in.
+        cell_numbers: Returns the cell that a stack frame is in.
 
     Attributes:
-        rewinds: Number of times the job returned to an older step and the curves were cut.
+        rewinds: How often the job returned to an older step, so that the curves were cut.
         lists_version: Incremented with each marker and each new or changed entry in the event list.
     """
 
@@ -111,8 +111,8 @@ class JobView:
         for item in runs_of(events):
             if not isinstance(item, StepRun):
                 self._add_event(item)
-            # A run that overlaps known events is folded step by step below, which skips the known
-            # ones.
+            # A run that overlaps known events is folded step by step below, so that known events
+            # are skipped.
             elif item.first_seq > self._last_seq:
                 self._add_run(item)
             else:
@@ -222,7 +222,8 @@ class JobView:
                 facts.total_steps = facts.step  # early stopping
             self._workers.end(self._num_steps)
         elif event.status in STALLED:
-            # Ranks of a paused job keep their state and count; a waiting job has none.
+            # The ranks of a paused job keep their state and still count; a waiting job has no
+            # ranks.
             self._workers.stall("paused" if event.status == "paused" else "")
             num_ranks = self._workers.num_ranks() if event.status == "paused" else 0
             self._set_world_size(num_ranks, event.time)
@@ -246,7 +247,8 @@ class JobView:
     def _fold_generation_formed(self, event: GenerationFormed) -> None:
         if event.step < self._facts.step:
             self._rewind_to(event.step)
-        # The first generation starts the clock of "elapsed"; its workers did not join later.
+        # Elapsed time starts at the first generation. Its workers did not join later, so they get
+        # no markers.
         is_first = self._facts.started_at is None
         if is_first:
             self._facts.started_at = event.time
@@ -269,8 +271,8 @@ class JobView:
 
     @_fold.register
     def _fold_step_completed(self, event: StepCompleted) -> None:
-        # Usually the new generation or the restore has announced a rewind. Cut the curves in any
-        # case: a curve's positions must not decrease.
+        # Usually, a rewind was already announced by the new generation or the restore. Cut the
+        # curves in any case, because a curve's positions must not decrease.
         if event.step <= self._facts.step:
             self._rewind_to(event.step - 1)
         facts = self._facts
@@ -412,7 +414,7 @@ class JobView:
         self.curves.add_world_size(world_size, step=facts.step, elapsed_s=elapsed_s)
 
     def _count_if_paused(self, time: float) -> None:
-        # A running job counts its ranks when the next generation forms.
+        # The world size of a running job changes when the next generation forms.
         if self.status == "paused":
             self._set_world_size(self._workers.num_ranks(), time)
 

@@ -1,7 +1,7 @@
 """Comm between this kernel and JupyterLab with our extension.
 
-JupyterLab draws a job from its saved output and requests updates through this comm, so it still
-draws the job after the kernel has died. Messages about one job have a ``job_id``; ``feed``
+JupyterLab draws a job from its saved output and requests updates through this comm. It therefore
+still shows the job after the kernel has died. Messages about one job have a ``job_id``; ``feed``
 describes them. Messages of the kind ``session`` are about all jobs; ``side_panel`` describes them.
 """
 
@@ -42,8 +42,8 @@ class PanelComm:
     def register(self, job_id: str, receive: Receive) -> None:
         """Route messages about ``job_id`` to ``receive``, replacing any previous receiver."""
         with self._lock:
-            # Remove and add, so that dict order is the order of registration and the oldest job is
-            # dropped first.
+            # Remove and add the entry, so that the dict is in order of registration and the oldest
+            # job is dropped first.
             self._receivers.pop(job_id, None)
             self._receivers[job_id] = receive
             if len(self._receivers) > MAX_LINKED_JOBS:
@@ -72,7 +72,7 @@ class PanelComm:
         with self._lock:
             if self._comm is not None:
                 return
-        # Imported here, because a process without a kernel needs no comm.
+        # Import here, because a process without a kernel needs no comm.
         import comm
 
         opened = comm.create_comm(target_name=LINK_TARGET)

@@ -9,13 +9,13 @@ from etrain_jupyter.log.blocks import StepRun
 from etrain_jupyter.log.events import EvalCompleted, StepCompleted
 
 RATE_WINDOW = 129
-"""Number of logged steps from which the remaining time is estimated."""
+"""Number of logged steps that are used to estimate the remaining time."""
 SMOOTH_WINDOW = 15
 """Number of logged steps whose median throughput is shown."""
 
 
 class StepRate:
-    """Track the throughput from the times of steps and evaluations."""
+    """Track the throughput, based on the times of steps and evaluations."""
 
     def __init__(self) -> None:
         self._instants: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW)
@@ -30,7 +30,8 @@ class StepRate:
 
     def add_run(self, run: StepRun) -> None:
         """Add a run of committed steps."""
-        # Only the newest fit into the windows, so do not convert the others to Python numbers.
+        # Only the newest steps fit into the windows, so do not convert the others to Python
+        # numbers.
         steps, times, rates = (
             run.column(name)[-RATE_WINDOW:].tolist() for name in ("step", "time", "samples_per_s")
         )
@@ -53,7 +54,7 @@ class StepRate:
         return statistics.median(self._rates) if self._rates else None
 
     def remaining_s(self, step: int, total_steps: int) -> float | None:
-        """Estimate the remaining time, with past evaluations spread over the steps."""
+        """Estimate the remaining time, with the time of past evaluations spread over the steps."""
         step_s = self.step_s()
         if step_s is None or not step:
             return None

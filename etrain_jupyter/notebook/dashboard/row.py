@@ -15,7 +15,7 @@ LONG_FIELDS = ("workers", "events", "markers")
 
 def row_of(view: JobView) -> dict[str, Any]:
     """Return ``snapshot`` without its lists and traceback, and ``loss`` as ``{x, y}``."""
-    # A row is sent up to twice per second per job, so it omits all parts that can become large.
+    # Each job's row is sent up to twice per second, so it omits all parts that can become large.
     snapshot = view.snapshot()
     if snapshot.error is not None:
         snapshot = replace(snapshot, error=replace(snapshot.error, traceback=""))

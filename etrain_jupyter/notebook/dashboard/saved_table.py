@@ -11,7 +11,7 @@ HEAD = ("STEP", "AGE", "SIZE", "STALL", "GENERATION", "MARK", "STATE")
 
 
 def table_of_saved(job_id: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table, followed by the problem of each broken checkpoint."""
+    """Return the table, followed by a description of the problem of each damaged checkpoint."""
     if not records:
         return (
             f"Job {job_id} has no checkpoint yet. Checkpoints are written at the interval of "

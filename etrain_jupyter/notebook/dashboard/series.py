@@ -72,10 +72,11 @@ class Series:
 
 
 def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloats]:
-    """Keep about ``max_points`` points, so that every peak and every dip remains visible.
+    """Keep about ``max_points`` points, such that every peak and dip remains visible.
 
     Split the curve into buckets with the same number of points. Keep the minimum and the maximum of
-    each bucket at their positions, and the first and the last point. NaN counts as neither.
+    each bucket at their positions, and the first and the last point. NaN is never a minimum or a
+    maximum.
 
     Args:
         x: Positions, shape ``(n,)``.
@@ -101,7 +102,8 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
     kept = np.concatenate(
         [[0, num_points - 1], _extremes(y, size, np.inf), _extremes(y, size, -np.inf)]
     )
-    # Sorts, and drops a point that is both the minimum and the maximum of its bucket.
+    # Sort the points, and drop duplicates: a point may be both the minimum and the maximum of its
+    # bucket.
     kept = np.unique(kept)
     return x[kept], y[kept]
 
@@ -109,7 +111,7 @@ def thin(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloat
 def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloats]:
     """Average neighbouring points, so that at most ``max_points`` are left.
 
-    NaN is ignored; the mean of NaN only is NaN.
+    NaN values are ignored; the mean is NaN only if all values are NaN.
 
     Args:
         x: Positions, shape ``(n,)``.
@@ -118,12 +120,12 @@ def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloa
     """
     if len(x) <= max_points:
         return x, y
-    # Smoothed lines are drawn from these means. Drawn from the minima and maxima of `thin`, they
-    # would run halfway between the extremes and not where most points are.
+    # Smoothed lines are drawn from these means. If they were drawn from the minima and maxima of
+    # `thin`, they would run halfway between the extremes instead of where most points are.
     starts = np.arange(0, len(x), -(-len(x) // max_points))
     counts = np.diff([*starts, len(x)])
     shown = np.isfinite(y)
-    # In double precision: a sum of many float32 values would lose digits.
+    # Use double precision: a sum of many float32 values would lose digits.
     sums = np.add.reduceat(np.where(shown, y, 0).astype(np.float64), starts)
     num_shown = np.add.reduceat(shown.astype(np.int64), starts)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # 0 / 0 if all are NaN
@@ -133,7 +135,7 @@ def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloa
 
 def between(x: Floats, y: SmallFloats, first: float, last: float) -> tuple[Floats, SmallFloats]:
     """Return the points from ``first`` to ``last``, and one more at each end."""
-    # With a point beyond each end, the line reaches the edge of the chart.
+    # Include a point beyond each end, so that the line reaches the edges of the chart.
     start = max(0, int(np.searchsorted(x, first)) - 1)
     end = int(np.searchsorted(x, last, side="right")) + 1
     return x[start:end], y[start:end]
@@ -141,8 +143,8 @@ def between(x: Floats, y: SmallFloats, first: float, last: float) -> tuple[Float
 
 def _extremes(y: SmallFloats, size: int, never: float) -> Indices:
     """Return the index of each bucket's minimum (``never=inf``) or maximum (``-inf``)."""
-    # `never` is larger or smaller than all values, so it is never chosen: it fills the last bucket
-    # and replaces NaN, which argmin would return otherwise.
+    # `never` is larger or smaller than all values, so it is never chosen. It pads the last bucket
+    # and replaces NaN, which argmin would otherwise return.
     num_buckets = -(-len(y) // size)
     padded = np.full(num_buckets * size, never, np.float32)
     padded[: len(y)] = np.where(np.isnan(y), np.float32(never), y)

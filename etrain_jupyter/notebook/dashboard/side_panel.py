@@ -4,7 +4,7 @@ The front end sends ``watch`` and repeats it every 20 s. As long as it does, it 
 messages per second: ``rows``, one for each attached job that has changed (for all jobs if
 ``whole``); ``gone``, the IDs of jobs that are no longer attached; and less often ``others``,
 running jobs that this kernel can attach to, and ``pools``, the running clusters. Any other request
-contains a name in ``view`` and receives one ``answer`` addressed ``to`` it.
+contains the name of its view in ``view`` and receives one ``answer``, with that name in ``to``.
 """
 
 # Two threads, to keep a slow scan from delaying the rows:
@@ -25,7 +25,7 @@ ROWS_EVERY_S = 0.5
 LOOK_EVERY_S = 20.0
 """Interval of scans for other jobs and for pools."""
 WATCHED_S = 120.0
-"""Validity of a ``watch``. A page in the background repeats it only once per minute."""
+"""How long a ``watch`` is valid; a page in the background repeats it only once per minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class SidePanel:
         post: Sends a message to the front ends.
 
     Attributes:
-        num_errors: Number of failed scans and messages. They are counted, never raised.
+        num_errors: Number of failed scans and messages. Their exceptions are counted, not raised.
     """
 
     def __init__(self, post: Callable[[dict[str, Any]], None]) -> None:
@@ -86,7 +86,7 @@ class SidePanel:
         attach: Callable[[str], str],
         template: Callable[[], str],
     ) -> None:
-        """Set how to scan, how to attach to a job by its ID, and the template of a training cell.
+        """Set the functions that scan, attach to a job by its ID, and return a template cell.
 
         ``attach`` and ``template`` return the text of the answer.
         """
@@ -149,15 +149,15 @@ class SidePanel:
     def _watch(self, *, is_asked: bool) -> None:
         with self._lock:
             self._watched_until = time.monotonic() + WATCHED_S
-            # The front end may have been reloaded since the last `watch`, and then it has no rows.
+            # If the front end was reloaded since the last `watch`, it has no rows.
             self._is_whole_due = True
             self._is_scan_requested |= is_asked
             self._start("etrain-side-panel", self._run)
         self._is_due.set()
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
-        # The caller holds the lock, and a thread removes its name under the lock before it ends. So
-        # a `watch` either finds a thread that will see it, or starts a new one.
+        # The caller holds the lock, and a thread removes its name under the lock before it ends. A
+        # `watch` therefore either finds a thread that will handle it, or starts a new one.
         if name not in self._threads:
             thread = threading.Thread(target=work, name=name, daemon=True)
             self._threads[name] = thread
@@ -167,7 +167,7 @@ class SidePanel:
 
     def _run(self) -> None:
         while self._is_watched():
-            # Cleared before the rows are built, so that a change in the meantime sets it again.
+            # Clear it before building the rows, so that a change in the meantime sets it again.
             self._is_due.clear()
             with self._lock:
                 if self._is_scan_due():
@@ -198,10 +198,10 @@ class SidePanel:
             jobs, sent = dict(self._jobs), self._sent
             is_whole, self._is_whole_due = self._is_whole_due, False
             others = self._others
-        # Outside the lock: building a row acquires its dashboard's lock.
+        # Do this outside the lock, because building a row acquires its dashboard's lock.
         gone = sorted(sent.keys() - jobs.keys())
-        # Read before the rows: a row may be newer than its version, and is then sent twice, but a
-        # change is never missed.
+        # Read the version before the row. A row may then be newer than its version and be sent
+        # twice, but no change is missed.
         versions = {job_id: (id(job), job.version()) for job_id, job in jobs.items()}
         changed = [k for k in jobs if is_whole or versions[k] != sent.get(k)]
         has_new_others = others != self._sent_others
@@ -221,7 +221,7 @@ class SidePanel:
         return self._look is not None and (is_late or self._is_scan_requested)
 
     def _scan(self) -> None:
-        # A disk or bucket that does not respond may block this thread; there is never a second one.
+        # A disk or bucket that does not respond may block this thread; no second thread is started.
         with self._lock:
             look, job_ids = self._look, tuple(self._jobs)
             is_asked, self._is_scan_requested = self._is_scan_requested, False

@@ -1,8 +1,8 @@
 """The state of a job as the front end draws it: a value, and its JSON form.
 
-``job_view`` folds events into a ``Snapshot``. Its front-end type, ``snapshot.ts``, is generated
-from this module by ``typescript``: run ``make snapshot`` after changing a field. The order of the
-fields is the order of the keys on the wire.
+``job_view`` folds events into a ``Snapshot``. Its TypeScript type in the front end,
+``snapshot.ts``, is generated from this module by ``typescript``. Run ``make snapshot`` after
+changing a field. The order of the fields is the order of the keys on the wire.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerRow:
     """``starting``, ``warm``, ``training``, ``waiting``, ``leaving``, ``left``, ``lost`` or
     ``done``."""
     note: str
-    """Reason of the state; empty if the state needs none."""
+    """Reason for the state; empty if the state needs no explanation."""
     device: str
     machine: str
     """Machine type; empty if the pool does not report it."""
@@ -51,7 +51,7 @@ class WorkerRow:
     """Price per hour when the worker joined."""
     trainer_pid: int | None
     steps: int
-    """Steps that the worker took part in."""
+    """Number of steps in which the worker took part."""
     split: TimeSplit | None
     """Time split of its latest steps; None until reported."""
     waits_for: str
@@ -65,7 +65,7 @@ class EventLine:
     id: int
     """Key of the entry in this view."""
     seq: int
-    """Sequence number of the event in the log; 0 if the log does not have it."""
+    """Sequence number of the event in the log; 0 if the event is not in the log."""
     time: float
     kind: str
     """Class name of the event."""
@@ -128,7 +128,7 @@ class CheckpointDue:
     since: float | None = None
     """Time of the newest checkpoint, or of the start of training if that is later."""
     limit_s: float | None = None
-    """None if checkpoints have no known interval."""
+    """None if the interval between checkpoints is unknown."""
     failed: str = ""
     """Step and error of a newer checkpoint that failed."""
 
@@ -157,7 +157,7 @@ class ErrorSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ChartList:
-    """The charts of a job. They follow from its configuration, so that no chart appears late."""
+    """The charts of a job, derived from its configuration, so that no chart appears late."""
 
     metrics: tuple[str, ...] = ()
     has_eval: bool = False
@@ -171,7 +171,7 @@ class Snapshot:
     name: str
     status: str = "submitted"
     reason: str = ""
-    """Reason of the status; empty if it needs none."""
+    """Reason for the status; empty if it needs no explanation."""
     pool: str = ""
     submitted_at: float | None = None
     started_at: float | None = None
@@ -222,7 +222,7 @@ class Snapshot:
     """Recent throughput."""
     checkpoint_due: CheckpointDue = CheckpointDue()
     controls: Mapping[str, str] = field(default_factory=dict)
-    """Why each request is not possible now; empty if it is."""
+    """Why each request is not possible now; empty if it is possible."""
     workers: tuple[WorkerRow, ...] = ()
     """Ranks in order, then newcomers, then workers that are gone."""
     events: tuple[EventLine, ...] = ()
@@ -236,7 +236,7 @@ class Snapshot:
         Args:
             without: Names of fields to leave out.
         """
-        # Not dataclasses.asdict, which copies deeply: this runs for each message.
+        # Do not use dataclasses.asdict, which makes deep copies: this runs for each message.
         names = (name for name in field_names(Snapshot) if name not in without)
         return {name: to_json(getattr(self, name)) for name in names}
 

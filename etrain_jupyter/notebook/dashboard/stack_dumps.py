@@ -14,7 +14,7 @@ CellNumbers = Callable[[], Mapping[str, int]]
 """Returns the execution count of each of the notebook's cells by the file name of its code."""
 
 QUIET_S = 5.0
-"""A dump ends when no line has followed for this many seconds. Nothing marks its end."""
+"""Seconds without a new line after which a dump counts as complete; it has no end marker."""
 # The lines that Python's faulthandler writes, for example:
 #
 #   Fatal Python error: Segmentation fault
@@ -55,7 +55,7 @@ class Dump:
         """Add the next line; return False if it does not belong to a dump."""
         if found := _THREAD.fullmatch(text):
             self.is_in_current = found["is_current"] != "T"
-            # faulthandler lists the current thread somewhere among the others. Put it first.
+            # faulthandler lists the current thread at any position among the others. Put it first.
             self.threads.insert(0 if self.is_in_current else len(self.threads), [])
         elif found := _FRAME.fullmatch(text):
             # A frame without a thread above it does not belong to this dump.
@@ -77,7 +77,8 @@ class Dump:
         at = next((f for f in frames if _is_of_notebook(f.file, numbers)), frames[0])
         what = f"crashed ({fatal['what']}) at" if fatal else "was at"
         place = f"{_place(at.file, numbers)}, line {at.line} in {at.name}"
-        # The notebook's line alone may not explain a hang: name the library call that it is in.
+        # The line in the notebook alone may not explain a hang, so also name the library call in
+        # progress.
         innermost = next(thread for thread in self.threads if at in thread)[0]
         if innermost != at and not _is_of_notebook(innermost.file, numbers):
             place += f", inside {innermost.name} of {PurePath(innermost.file).name}"
@@ -100,7 +101,7 @@ class StackDumps:
             self._open[event.worker] = dump
             return dump
         last = self._open.get(event.worker)
-        # Other threads may print between its lines. That does not end the dump.
+        # Lines that other threads print in between do not end the dump.
         if last is None or event.time > last.updated_at + QUIET_S or not last.take(event.text):
             return None
         last.updated_at = event.time
@@ -114,5 +115,5 @@ def _is_of_notebook(file: str, numbers: Mapping[str, int]) -> bool:
 def _place(file: str, numbers: Mapping[str, int]) -> str:
     if file in numbers:
         return f"Cell In[{numbers[file]}]"
-    # After a restart, a kernel does not know the cell numbers of its predecessor.
+    # After a restart, the kernel does not know the cell numbers from before.
     return "a cell" if _CELL.fullmatch(file) else PurePath(file).name

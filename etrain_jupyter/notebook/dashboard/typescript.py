@@ -3,8 +3,8 @@
 ``make snapshot`` writes the output to ``labextension/src/snapshot.ts``. A unit test compares the
 two. The TypeScript compiles only if ``protocol.ts`` converts every field.
 
-The types describe a snapshot after that conversion: NaN and infinity, which JSON lacks, are numbers
-again.
+The types describe a snapshot after this conversion, in which NaN and infinity, which JSON lacks,
+are numbers again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIMPLE = {int: "number", float: "number", str: "string", bool: "boolean", NoneTy
 
 def generate() -> str:
     """Return the text of ``snapshot.ts``, in Prettier's formatting."""
-    # In source order, in which a dataclass precedes those that use it.
+    # In source order, so that each dataclass comes before those that use it.
     kinds = [kind for kind in vars(snapshot).values() if is_own_dataclass(kind)]
     return "\n".join([HEAD, *(interface_of(kind) for kind in kinds)])
 
@@ -52,7 +52,7 @@ def interface_of(kind: type) -> str:
 
 
 def type_of(hint: Any) -> str:
-    """Return a type hint in TypeScript.
+    """Return the TypeScript equivalent of a type hint.
 
     >>> type_of(int | None), type_of(tuple[str, ...]), type_of(Mapping[str, float])
     ('number | null', 'string[]', 'Record<string, number>')
@@ -92,7 +92,7 @@ def comment_of(text: str, indent: str) -> Iterator[str]:
     text = text.replace("; Null", "; null")
     if not text:
         return
-    # As Prettier leaves it: a single line if it fits, otherwise one line per line of text.
+    # Format it as Prettier does: a single line if it fits, otherwise one line per line of text.
     if len(line := f"{indent}/** {text} */") <= WIDTH:
         yield line
         return

@@ -1,6 +1,7 @@
 """Curves of undone steps, which a rewind has discarded.
 
-The charts draw them faintly, to show what a rewind cost and whether the repeated steps are similar.
+The charts draw them faintly, to show how much a rewind discarded and whether the repeated steps
+have similar values.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ MAX_POINTS = 1000
 
 
 class UndoneCurves:
-    """Keep the newest value that each step had before it was undone, thinned."""
+    """Keep the last value of each step before it was undone, with a limited number of points."""
 
     def __init__(self) -> None:
         self._curves: dict[str, tuple[Floats, SmallFloats]] = {}
 
     def keep(self, name: str, series: Series, step: int) -> None:
-        """Store the point at ``step`` and the later ones, which a curve is about to lose."""
+        """Store the points from ``step`` on, before the curve removes them."""
         #   before          1 2 3 4 5 6 7
         #   rewind to 4     1 2 3 4              undone: 4 5 6 7, so that it starts on the curve
         #   5, then to 2    1 2                  undone: 2 3 4 5 (new) and 6 7 (of the first rewind)
         #
-        # Only the curves that the charts draw faintly; a world size is not repeated.
+        # Keep only the curves that the charts draw faintly: the loss and the metrics.
         if name != "loss" and not name.startswith("metrics."):
             return
         start = int(np.searchsorted(series.x, step))

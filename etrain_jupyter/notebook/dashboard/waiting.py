@@ -1,4 +1,4 @@
-"""Derive how a worker spends its time and what it waits for: rules without I/O."""
+"""Derive how a worker spends its time and what it waits for, without I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from etrain_jupyter.log.events import RankTimed
 from etrain_jupyter.notebook.dashboard.snapshot import TimeSplit
 
 MIN_SHARE = 0.2
-"""Minimum share of the time that counts as waiting."""
+"""Minimum share of the time for a worker to be shown as waiting."""
 
 _BEFORE_TRAINING = {
     "starting": "its trainer to start",
@@ -25,7 +25,8 @@ def split_of(timing: RankTimed | None) -> TimeSplit | None:
         "communication": timing.communication_s,
         "optimizer": timing.optimizer_s,
     }
-    # Separate clock readings can add up to slightly more than the elapsed time; shares must not.
+    # Separate clock readings can add up to slightly more than the elapsed time, but shares must not
+    # exceed 1.
     whole = max(timing.elapsed_s, sum(parts.values()))
     shares = {name: spent / whole for name, spent in parts.items()}
     return TimeSplit(
@@ -37,7 +38,7 @@ def split_of(timing: RankTimed | None) -> TimeSplit | None:
 
 
 def what_it_waits_for(state: str, note: str, timing: RankTimed | None) -> str:
-    """Return what keeps a worker from computing; empty if nothing does.
+    """Return why a worker is not computing; empty if it is.
 
     >>> what_it_waits_for("warm", "", None)
     'the next generation'

@@ -28,7 +28,7 @@ FLUSH_EVERY_S = 0.05
 SAVE_EVERY_S = 5.0
 """Interval between updates of the saved output, in seconds."""
 SAVE_SELDOM_S = 60.0
-"""The same if only an anywidget draws the job: each update remounts its view."""
+"""The interval if only an anywidget draws the job, because each update remounts its view."""
 LINGER_S = 1.0
 """Seconds after the end of a job during which late events are still shown."""
 MAX_SAVED_POINTS = 2000
@@ -97,7 +97,7 @@ class Dashboard:
             link().panel.add(self._job_id, self)
 
     def show(self) -> None:
-        """Display the job in the running cell. Several cells may do so."""
+        """Display the job in the running cell. Several cells may display the same job."""
         if not browser.has_front_end():
             print(self.text())
             return
@@ -108,7 +108,7 @@ class Dashboard:
                 self._widget = self._open_widget()
             self._is_shown = True
             self._start_thread()
-        # Hold the lock, so that a save built from an older state cannot be published after this.
+        # Hold the lock, so that a save of an older state cannot be published after this one.
         with self._saving:
             browser.publish(self.bundle(), self._display_id, update=False)
 
@@ -125,7 +125,8 @@ class Dashboard:
             self._changed.notify_all()
         for thread in threads:
             if thread is not None and thread is not threading.current_thread():
-                # A timeout, because the thread may be blocked in a message to a front end.
+                # Use a timeout, because the thread may be blocked while sending a message to a
+                # front end.
                 thread.join(timeout=5.0)
         self._close_widget()
         link().unregister(self._job_id, self._receive_from_link)
@@ -162,7 +163,7 @@ class Dashboard:
 
     def _snapshot_and_curves(self) -> tuple[Snapshot, Curves]:
         with self._changed:
-            # Copies, because the next event may change the arrays once the lock is released.
+            # Copy the arrays, because the next event may change them once the lock is released.
             curves = self._view.curves.to_dict().items()
             return self._view.snapshot(), {name: (x.copy(), y.copy()) for name, (x, y) in curves}
 
@@ -190,8 +191,8 @@ class Dashboard:
                 break
             self._guarded(self._flush)
             if self._view.is_terminal:
-                # In this thread: _start_saver skips a save while another one runs, and the last
-                # state must not be skipped.
+                # Save in this thread: _start_saver skips a save while another one is running, but
+                # the last state must not be skipped.
                 self._guarded(self._save)
             elif time.monotonic() - saved_at >= self._save_every_s():
                 self._start_saver()
@@ -236,13 +237,14 @@ class Dashboard:
         self._send_out()
 
     def _send_out(self) -> None:
-        # Without holding _changed: a front end that reads slowly must not block add_events.
+        # Do not hold _changed here: a front end that reads slowly must not block add_events.
         with self._sending:
             while self._outbox:
                 self._guarded(self._outbox.popleft())
 
     def _start_saver(self) -> None:
-        # A thread of its own: rendering and publishing would delay the next update of the views.
+        # Use a separate thread, because rendering and publishing would delay the next update of the
+        # views.
         with self._changed:
             if self._is_closed or (self._saver is not None and self._saver.is_alive()):
                 return
@@ -258,8 +260,8 @@ class Dashboard:
                 # A job that is only listed in the side panel has no display to update.
                 if not self._is_shown:
                     return
-                # Cleared before the bundle is built: an event that arrives in the meantime sets it
-                # again.
+                # Clear it before building the bundle, so that an event that arrives in the meantime
+                # sets it again.
                 self._is_unsaved = False
                 is_terminal, widget = self._view.is_terminal, self._widget
             bundle = self.bundle()
@@ -282,7 +284,7 @@ class Dashboard:
 
     def _close_widget(self) -> None:
         with self._changed:
-            # Closed outside the lock: closing sends a message to the browser.
+            # Close it outside the lock, because closing sends a message to the browser.
             widget, self._widget = self._widget, None
             self._widget_feed.is_open = False
         if widget is not None:
@@ -306,14 +308,14 @@ class Dashboard:
         self._receive(self._link_feed, content)
 
     def _receive(self, feed: ViewFeed, content: dict[str, Any]) -> None:
-        # On a thread of the kernel: the subshell that the front end has chosen, if there is one.
+        # Runs on a kernel thread: that of the subshell that the front end has chosen, if any.
         if content.get("kind") == "hello":
             with self._changed:
                 feed.greet(self._view, str(content.get("view", "")))
         elif content.get("kind") == "detail":
             first, last = float(content.get("first", 0)), float(content.get("last", 0))
             with self._changed:
-                # Flush first, so that no point is missing between the last update and the detail.
+                # Flush first, so that no points are missing between the last update and the detail.
                 feed.flush(self._view)
                 feed.detail(self._view, str(content.get("view", "")), first, last)
         elif content.get("kind") == "request":
@@ -322,7 +324,8 @@ class Dashboard:
 
     def _carry_out(self, feed: ViewFeed, content: dict[str, Any]) -> None:
         request, args = str(content.get("request", "")), dict(content.get("args") or {})
-        # Without holding _changed: a request waits for the scheduler's reply; add_events must not.
+        # Do not hold _changed here: a request waits for the scheduler's reply, and add_events must
+        # not wait for it.
         try:
             answer, level = self._on_request(request, args), "info"
         except Exception as error:
@@ -341,7 +344,7 @@ def _saved(snapshot: Snapshot, curves: Curves) -> dict[str, Any]:
     """Return the snapshot with thinned curves, as a notebook saves it."""
     drawn = (item for item in curves.items() if item[0] != "lr" and not item[0].startswith(UNDONE))
     kept = list(itertools.islice(drawn, MAX_SAVED_CURVES))
-    # Points per curve: at most a fifth of all, however few curves there are.
+    # Points per curve: at most a fifth of the total, even if there are fewer than five curves.
     share = MAX_SAVED_POINTS // max(5, len(kept))
     return {
         "version": 1,

@@ -10,7 +10,7 @@ from etrain_jupyter.notebook.dashboard.snapshot import WorkerRow
 from etrain_jupyter.notebook.dashboard.waiting import split_of, what_it_waits_for
 
 MAX_GONE = 6
-"""Maximum rows of workers that left or were lost; the oldest are dropped."""
+"""Maximum number of rows for workers that left or were lost; the oldest rows are dropped."""
 GONE = ("left", "lost")
 
 
@@ -38,7 +38,7 @@ class TrackedWorker:
     rank: int | None = None
     trainer_pid: int | None = None
     steps_before: int = 0
-    """Steps that it took part in before the current generation."""
+    """Steps in which it took part before the current generation."""
     entered_at: int = 0
     """The job's count of committed steps at the start of the current generation."""
     timing: RankTimed | None = None
@@ -46,7 +46,7 @@ class TrackedWorker:
 
     def steps(self, num_steps: int) -> int:
         """Return its steps once the job has committed ``num_steps``."""
-        # Counted by difference, so that a step with 200 workers does not update 200 rows.
+        # Count steps as a difference, so that a step with 200 workers does not update 200 rows.
         current = num_steps - self.entered_at if self.rank is not None else 0
         return self.steps_before + current
 
@@ -84,7 +84,7 @@ class WorkerTable:
 
     def join(self, event: WorkerJoined) -> None:
         """Add a worker that the pool assigned to the job; it may have been there before."""
-        # Removed first, so that the row of a worker that rejoins moves to the end.
+        # Remove the row first, so that the row of a worker that rejoins moves to the end.
         previous = self._rows.pop(event.worker, None)
         self._rows[event.worker] = TrackedWorker(
             worker=event.worker,
@@ -118,7 +118,7 @@ class WorkerTable:
         present = {row.worker for row in self._rows.values() if row.rank is not None}
         for row in self._rows.values():
             row.leave_generation(num_steps)
-            # Not part of the new generation unless the loop below adds it: its trainer is idle.
+            # The worker is idle, unless the loop below adds it to the new generation.
             row.state = "warm" if row.state in ("training", "waiting") else row.state
         for rank, worker in enumerate(ranks):
             row = self._row(worker)
@@ -139,7 +139,7 @@ class WorkerTable:
         return sum(row.rank is not None for row in self._rows.values())
 
     def num_training(self) -> int:
-        """Return the number of workers that train, including those about to leave."""
+        """Return the number of workers that are training, including those about to leave."""
         return sum(row.rank is not None and row.state != "waiting" for row in self._rows.values())
 
     def mark(self, worker: str, state: str, note: str, num_steps: int) -> None:
@@ -152,14 +152,14 @@ class WorkerTable:
             self._drop_oldest_gone()
 
     def end(self, num_steps: int) -> None:
-        """Mark the remaining workers as done: the job has ended."""
+        """Mark the remaining workers as done, because the job has ended."""
         for row in self._rows.values():
             row.leave_generation(num_steps, keep_rank=True)
             if row.state not in GONE:
                 row.state, row.note = "done", ""
 
     def restart(self, num_steps: int) -> None:
-        """Mark all workers as left: the job was resumed with new ones."""
+        """Mark all workers as left, because the job was resumed with new ones."""
         for row in self._rows.values():
             row.leave_generation(num_steps)
             if row.state != "lost":

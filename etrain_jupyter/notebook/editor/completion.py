@@ -36,7 +36,7 @@ _METRIC_OF = (("early_stopping", "metric"), ("checkpoint", "best", "metric"))
 def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
     """Return the completions at the cursor; None if the text is not an etrain line or cell.
 
-    Runs no user code. A cell with errors gets the completions that are possible despite them.
+    Completion runs no user code. A cell with errors still gets the completions that are possible.
 
     Args:
         text: The whole cell.
@@ -61,7 +61,8 @@ def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
 
 
 def _in_cell(offers: Offers, place: CursorContext, body_start: int) -> Offers:
-    # `epochs:|` is not a key until a space follows, so insert it with the completion.
+    # `epochs:|` is not a key until a space follows the colon, so insert the space with the
+    # completion.
     if place.lacks_space:
         offers = Offers(offers.start, tuple(Completion(f" {o.text}", o.kind) for o in offers.items))
     return Offers(body_start + place.start + offers.start, offers.items)
@@ -153,7 +154,7 @@ def _literals(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[
 
 
 def _units(path: KeyPath, word: str) -> Offers | None:
-    # None if the text is not a number or the key has no units.
+    # Returns None if the text is not a number or the key has no units.
     match = _NUMBER.fullmatch(word)
     if match is None:
         return None
@@ -173,7 +174,7 @@ def _units(path: KeyPath, word: str) -> Offers | None:
 
 
 def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
-    """Return the completions of a Python expression; a simple name must fit the key."""
+    """Return the completions of a Python expression; a plain name must fit the key."""
     if _NAME.fullmatch(word):
         # Names are matched case-sensitively here, as in Python; words of the schema are not.
         fitting = names_for(path, facts.names)
@@ -200,7 +201,7 @@ def _module(dotted: str, facts: Facts) -> ModuleType | None:
 
 
 def _of_module(path: KeyPath, name: str, begun: str, *, start: int) -> Offers:
-    # Only if the module is loaded, since an import may run user code.
+    # Do this only if the module is loaded, since an import may run user code.
     module = sys.modules.get(name)
     if module is None or name == "__main__":
         return Offers(start)

@@ -1,7 +1,7 @@
 """Facts about this kernel's notebook: names, jobs, pools, and Python's completions.
 
-A completion must not block typing. A background thread reads lists from the disk; the caller waits
-at most ``MAX_WAIT_S`` for it, then gets the previous list.
+A completion must not block typing. A background thread therefore reads lists from the disk. The
+caller waits at most ``MAX_WAIT_S`` for the new list, then uses the previous one.
 """
 
 #   caller   get(): wait 0.15 s, previous list     get(): new list
@@ -40,7 +40,7 @@ _BUILTINS = frozenset(dir(builtins))
 _UNWANTED = frozenset(keyword.kwlist) - frozenset(
     ("True", "False", "None", "lambda", "not", "and", "or", "if", "else", "for", "in", "is")
 )
-# Each of these matchers would run user code, read the disk, or complete something other than an
+# Each of these matchers would run user code, read from disk, or complete text that is not an
 # expression.
 _DISABLED_MATCHERS = tuple(
     f"IPCompleter.{name}_matcher" for name in ("python_func_kw", "magic", "magic_config", "file")
@@ -72,7 +72,7 @@ class CachedList:
     def get(self, max_wait_s: float = MAX_WAIT_S) -> Sequence[str]:
         """Return the list, or the previous one if loading takes longer than ``max_wait_s``."""
         if self._clock() - self._known_at > FRESH_S and not self._is_loading():
-            # A daemon: a disk that hangs must not keep the kernel from exiting.
+            # A daemon thread, so that a disk that hangs does not keep the kernel from exiting.
             self._thread = threading.Thread(target=self._load, name=self._name, daemon=True)
             self._thread.start()
         # Returns at once if the thread has finished, which is the usual case.
@@ -86,9 +86,9 @@ class CachedList:
     def _load(self) -> None:
         try:
             self._known = self._look_up()
-        except Exception:  # Top level of a thread: a traceback while typing would not help.
+        except Exception:  # Ignore it: a traceback while typing would not help.
             self._known = ()
-        # Set after a failure too, so that a broken disk is not read again at every keystroke.
+        # Set it after a failure too, so that a broken disk is not read again at every keystroke.
         self._known_at = self._clock()
 
 
@@ -116,7 +116,7 @@ class ShellFacts:
         return self._jobs.get()
 
     def pools(self) -> Sequence[str]:
-        """Names of pools; only ``local``, which needs no file, if ``pools.yaml`` is invalid."""
+        """Names of pools. If ``pools.yaml`` is invalid, only ``local``, which needs no file."""
         try:
             return pool_names()
         except EtrainError:
@@ -129,7 +129,7 @@ class ShellFacts:
     def complete_python(self, code: str) -> Offers:
         """Complete an expression with IPython's completer, plus keywords of an open call.
 
-        Uses a completer of its own. The shell's completer uses Jedi, whose first call is slow, and
+        Uses a separate completer. The shell's completer uses Jedi, whose first call is slow, and
         finds keywords by evaluating the function expression without a guard.
         """
         completer = IPCompleter(  # type: ignore[no-untyped-call]
@@ -160,7 +160,8 @@ class ShellFacts:
 
     def _keywords(self, code: str) -> Offers:
         """Return keywords such as ``hidden=`` inside ``Net(``, from the function's signature."""
-        # Find the innermost unclosed call. Nested calls in its arguments would require a parser.
+        # Find the innermost unclosed call. Handling nested calls in its arguments would require a
+        # parser.
         match = _OPEN_CALL.search(code)
         begun = re.search(r"(?:^|[(,])\s*([^\W\d]\w*)?$", code)
         if match is None or begun is None:

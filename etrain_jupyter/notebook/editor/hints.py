@@ -26,7 +26,7 @@ from etrain_jupyter.notebook.editor.place import CursorContext, Outline
 
 @dataclass(frozen=True, kw_only=True)
 class Expression:
-    """A Python expression at the cursor, which IPython itself explains."""
+    """A Python expression at the cursor, to be explained by IPython itself."""
 
     code: str
     cursor: int
@@ -46,7 +46,7 @@ def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
     """Return an explanation of the word at the cursor.
 
     Args:
-        text: The whole cell. Front ends cut it at the cursor while they show completions.
+        text: The whole cell. Front ends truncate it at the cursor while they show completions.
         cursor: Offset in the cell; an offset after its end counts as the end.
         names: The notebook's names, which take precedence over optimizer names.
 
@@ -69,7 +69,8 @@ def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
 
 
 def _on_magic(text: str, cursor: int) -> Hint | None:
-    # "%etrain" is the magic only as the first word of a line; elsewhere it is the user's text.
+    # "%etrain" is a magic only as the first word of a line; elsewhere, it is part of the user's
+    # text.
     line = text[text.rfind("\n", 0, cursor) + 1 :].lstrip()
     word = line.split()[0] if line.split() else ""
     return _preformatted(help_on_magic()) if word in ("%etrain", "%%etrain") else None
@@ -125,7 +126,7 @@ def _on_key(place: CursorContext, outline: Outline) -> Hint | None:
 
 def _on_unknown(path: KeyPath) -> Hint | None:
     """Explain an unknown key: the equivalent of another system's key, or the nearest key."""
-    # Keys of other systems differ in case and dashes.
+    # Ignore case and dashes, in which the keys of other systems differ.
     hint = KNOWN_ELSEWHERE.get(".".join((*path[:-1], path[-1].replace("-", "_").lower())), "")
     group = group_at(path[:-1])
     hint = hint or (did_you_mean(path[-1], keys_of(group)) if group is not None else "")
@@ -136,7 +137,7 @@ def _on_unknown(path: KeyPath) -> Hint | None:
 
 
 def _on_group(path: KeyPath) -> Hint | None:
-    """Explain an empty position: the keys that are possible there."""
+    """Explain an empty position by listing the keys that are possible there."""
     group = group_at(path)
     if group is None:
         return _of(describe(path))
@@ -158,9 +159,10 @@ def _on_value(place: CursorContext, outline: Outline, names: Mapping[str, Any]) 
     is_python = place.is_computed or is_reference(place.path)
     if not is_python or not whole or place.is_whole:
         return own
-    # The value is a Python expression: IPython explains the object; the key's help is the fallback.
+    # The value is a Python expression, so IPython explains the object, with the key's help as
+    # fallback.
     expression = Expression(code=f"{place.word}{place.rest}", cursor=len(place.word))
-    # Then only IPython's reply counts, even if it has found nothing.
+    # Without help for the key, use IPython's reply, even if it is empty.
     if own is None:
         return Hint(plain="", markdown="", expression=expression)
     return Hint(plain=own.plain, markdown=own.markdown, expression=expression)

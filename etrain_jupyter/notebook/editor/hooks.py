@@ -1,8 +1,8 @@
 """Install completion and hints in an IPython shell, and remove them.
 
 IPython calls matchers for every front end, including a terminal. Hints are the kernel's replies to
-Shift-Tab, to the contextual help, and to completion lists that describe each entry. On any error,
-IPython answers alone: no help is better than an exception while typing.
+Shift-Tab, to the contextual help, and to completion lists that describe each entry. After any
+error, only IPython's own reply is used: no help is better than an exception while typing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from etrain_jupyter.notebook.editor.hints import Hint
 
 PRIORITY = 1_000
-"""Higher than that of any IPython matcher, so these are not called in an etrain cell."""
+"""Higher than that of IPython's matchers, so that they are not called in an etrain cell."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class _OnlyOurs(list[SimpleCompletion]):
     """Completions that suppress those of other matchers, even if the list is empty."""
 
     # IPython lets a matcher suppress the others only if it returns completions. In an etrain cell,
-    # file names and Python keywords are wrong in any case.
+    # completions with file names and Python keywords are always wrong.
     def __len__(self) -> int:
         return max(1, super().__len__())
 
@@ -59,7 +59,8 @@ class _Hooks:
             self._matchers.remove(self._matcher)
         if self._inspector is not None:
             self._inspector.is_on = False
-            # If another extension has wrapped the inspector, it stays and forwards all calls.
+            # If another extension has wrapped the inspector, it stays installed and only forwards
+            # calls.
             if vars(self._kernel).get("do_inspect") is self._inspector:
                 del self._kernel.do_inspect
 
@@ -121,8 +122,8 @@ class _Inspector:
         expression = hint.expression
         if expression is not None:
             reply = self._original(expression.code, expression.cursor, *args, **kwargs)
-            # Prefer the kernel's own reply. An awaitable is returned as is: whether the kernel
-            # finds anything is known only after this call has returned.
+            # Prefer the kernel's own reply. Return an awaitable as is: its result is known only
+            # after this call has returned.
             if not isinstance(reply, dict) or reply.get("found"):
                 return reply
         return _reply(hint)

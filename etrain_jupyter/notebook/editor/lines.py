@@ -16,7 +16,7 @@ MAX_JOBS = 200
 """Maximum number of jobs to offer. IPython itself limits a list to 500."""
 
 _CELL = re.compile(r"\s*%%etrain(?![\w?])")
-# Possessive quantifiers (*+, ++): a long line that is not a magic must not backtrack.
+# Possessive quantifiers (*+, ++) prevent backtracking on a long line that is not a magic.
 _LINE = re.compile(r"[ \t]*+(?:[\w.,*()\[\] \t]++=[ \t]*+)?%etrain(?![\w?])")
 
 
@@ -44,7 +44,7 @@ def find_magic(text: str, cursor: int) -> Magic | None:
     is_cell = match is not None
     if match is None:
         match = _LINE.match(text, text.rfind("\n", 0, cursor) + 1)
-    # On the name itself, IPython completes magics and `hints` explains this one.
+    # On the name itself, IPython completes the magic's name and `hints` explains it.
     if match is None or cursor <= match.end():
         return None
     end = text.find("\n", match.end())
@@ -92,7 +92,7 @@ def find_place(line: str, column: int) -> LinePlace | None:
 def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
     """Return the completions at the cursor on the line of a magic."""
     place = find_place(magic.line, cursor - magic.start)
-    # Inside a word, an insertion would leave the rest of the word behind.
+    # Inside a word, inserting a completion would leave the rest of the word behind it.
     if place is None or not place.is_at_end:
         return Offers(cursor)
     start = cursor - len(place.begun)
@@ -140,7 +140,7 @@ def find_flag(parser: Parser, word: str) -> argparse.Action | None:
 
 def _free_flags(parser: Parser, given: Sequence[str]) -> list[str]:
     """Return the longest names of the flags that were not given, with ``--help`` last."""
-    # By identity, since "-n" and "--number" are the same argument.
+    # Compare by identity, since "-n" and "--number" are the same argument.
     used = {id(find_flag(parser, word)) for word in given if word.startswith("-")}
     flags = [a for a in parser.arguments if a.option_strings and id(a) not in used]
     names = [max(a.option_strings, key=len) for a in flags]

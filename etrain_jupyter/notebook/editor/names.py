@@ -1,8 +1,9 @@
 """Select the notebook's names that fit a key, without running user code.
 
-The checks before a submit (``config.references``) are stricter, but may run user code:
-``len`` of a data set does. This module inspects types and signatures only. It does not use
-``isinstance``, which reads the object's ``__class__`` and could make a lazy proxy load.
+The checks before a submit (``config.references``) are stricter, but may run user code, such as a
+data set's ``__len__``. This module inspects types and signatures only. It does not use
+``isinstance``, which reads the object's ``__class__`` and could cause a lazy proxy to load its
+object.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DATA = (("data", "train"), ("data", "eval"))
 _ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
 _SCALARS = (str, bytes, int, float, complex)
 _NUM_ARGUMENTS = {"loss": 2, "metrics": 2, "step": 2, "weight": 1, "optimizer": 1, "data": 1}
-"""Number of arguments with which a key's function is called; ``data`` means ``data.collate``."""
+"""Number of arguments passed to the function of a key; ``data`` stands for ``data.collate``."""
 
 
 def names_for(path: KeyPath, names: Mapping[str, Any]) -> list[Completion]:
@@ -45,14 +46,14 @@ def is_module(value: Any) -> bool:
 def fits(path: KeyPath, value: Any) -> bool:
     """Return True if an object can be a key's value, judged by its type and signature."""
     kind = type(value)
-    # These fit no key, although a str has a length and items, like a data set.
+    # These types fit no key, although a str has a length and items, as a data set does.
     if value is None or issubclass(kind, (*_SCALARS, ModuleType)):
         return False
     if path == ("model",):
         return _is_model(kind) or issubclass(kind, (type, *_ROUTINES))
     if path in _DATA:
         return _is_data(value)
-    # A class is judged by its methods, because its instance is the data set.
+    # Check the methods of a class, because its instance will be the data set.
     if issubclass(kind, type):
         return True
     return callable(value) and _takes(value, _NUM_ARGUMENTS.get(path[0], 1))
@@ -94,7 +95,7 @@ def kind_of(value: Any) -> str:
 
 
 def _must_be_called(path: KeyPath, value: Any) -> bool:
-    """Return True if the name alone would be rejected, because the object needs arguments."""
+    """Return True if the plain name would be rejected because the object needs arguments."""
     is_built = path == ("model",) or path in _DATA
     kind = type(value)
     if not (issubclass(kind, type) or (is_built and issubclass(kind, FunctionType))):

@@ -1,9 +1,9 @@
 """Error-tolerant outline of a cell body, with the key or value at the cursor.
 
-The parser in ``config`` rejects an incomplete body, and a body that is being edited is usually
-incomplete. This reader goes line by line, never raises, and extracts only keys, values and their
-positions: in blocks by indentation, in ``{}`` and ``[]`` by brackets. An open bracket or quote ends
-at a line that looks like the next key.
+A body that is being edited is usually incomplete, and the parser in ``config`` rejects it. This
+reader goes line by line, never raises, and extracts only keys, values and their positions: in
+blocks by indentation, in ``{}`` and ``[]`` by brackets. An open bracket or quote ends at a line
+that looks like the next key.
 """
 
 # Positions of the cursor, marked with |, and what the outline reports:
@@ -59,7 +59,7 @@ class _Reader:
         self._last: KeyPath = ()
         """The last key at block level."""
         self._last_is_open = True
-        """True if its value may follow on the next lines."""
+        """True if the key's value may follow on the next lines."""
         self._depth = 0
         """Number of open brackets."""
         self._base = 0
@@ -70,7 +70,7 @@ class _Reader:
     def read(self) -> None:
         """Read the whole body."""
         pos = 0
-        # <= and not <: an empty last line is a line too, on which a key may start.
+        # Use <= rather than <, because a key may also start on an empty last line.
         while pos <= len(self._text):
             pos = self._read_line(pos)
 
@@ -82,7 +82,7 @@ class _Reader:
         text = line.lstrip(" \t")
         indent = len(line) - len(text)
         begin = pos + indent
-        # An empty line or a comment: the cursor may be in the indentation of the next key.
+        # In an empty line or a comment, the cursor may be in the indentation of the next key.
         if not text or text.startswith("#"):
             if pos <= self._at <= (end if not text else begin):
                 self._see_gap(self._at - pos)
@@ -90,7 +90,8 @@ class _Reader:
         if pos <= self._at < begin:
             self._see_gap(self._at - pos, before=text)
         match = _KEY_LINE.match(self._text, begin, end)
-        # A bracket without a key: the whole body in braces, or a value on the line below its key.
+        # The bracket has no key: either the whole body is in braces, or a value is on the line
+        # below its key.
         if match is None and text[0] in "{[":
             self._base = self._blocks[-1].indent if self._blocks else -1
             pos = self._after_flow(self._read_flow(begin, self._last))
@@ -189,11 +190,12 @@ class _Reader:
                 self._depth -= 1
                 return (pos, False) if is_over else (pos + 1, True)
             is_ready = mark == ","
-            # Too deep: skip the bracket like a comma instead of recursing.
+            # The nesting is too deep: treat the bracket like a comma instead of recursing.
             if is_ready or (mark in "{[" and self._depth > _MAX_DEPTH):
                 pos += 1
             elif mark in "{[":
-                # A group without a key: use a path that no schema contains, so nothing is offered.
+                # The group has no key: use a path that no schema contains, so that nothing is
+                # offered.
                 pos, is_closed = self._read_flow(pos, (*path, ""))
             elif is_group:
                 pos, is_closed, is_torn = self._read_flow_entry(pos, path, is_torn)
@@ -248,7 +250,7 @@ class _Reader:
         return len(self._text) + 1, True
 
     def _is_next_key(self, pos: int) -> bool:
-        # At the level of the key before the bracket, or at an outer level.
+        # This line is at the level of the key before the bracket, or at an outer level.
         line = self._text[pos : self._end_of_line(pos)]
         text = line.lstrip(" ")
         return len(line) - len(text) <= self._base and bool(_KEY_LINE.match(text))

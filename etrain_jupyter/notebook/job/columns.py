@@ -31,10 +31,10 @@ STEP_COLUMNS = (
     "communication_s",
     "optimizer_s",
 )
-"""The columns of every history, in this order; metric columns follow."""
+"""The columns of every history, in this order, followed by those of the metrics."""
 
 _PACK_AT = 4096
-"""Number of single rows after which they are packed into arrays."""
+"""Number of single rows to collect before packing them into arrays."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class History:
             self._evals.setdefault(f"eval_{name}", {})[row] = value
 
     def rewind_to(self, step: int) -> None:
-        """Drop the rows after a step, because those steps will be repeated."""
+        """Drop the rows after a step, because the later steps will be repeated."""
         # Example: chunks with steps 1-4 and 5-8, tail with 9-10, rewind_to(6):
         #   tail 9-10 dropped -> chunk 5-8 popped, its rows 5-6 pushed -> chunks 1-4 and 5-6
         num_rows = self._rows_up_to(step)
@@ -168,5 +168,5 @@ class History:
 
 
 def _column_of(metric: str) -> str:
-    """Return the column of a metric; a metric named like a step column gets a prefix."""
+    """Return the column of a metric, with a prefix if it would be named like a step column."""
     return f"metric_{metric}" if metric in STEP_COLUMNS else metric

@@ -1,8 +1,8 @@
 """Track whether a job's coordinator responds, and schedule retries.
 
-Seen from here, a suspended, swapped-out or disconnected scheduler looks like a dead one; only a
+From the kernel, a suspended, swapped-out or disconnected scheduler looks like a dead one. Only a
 process on the same machine can tell them apart. A timeout alone is therefore reported but never
-final, and the feed keeps retrying.
+treated as final, and the feed keeps retrying.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RETRY_MAX_S = 5.0
 NOTIFY_AFTER = 2
 """Number of consecutive failures, each taking a few seconds, before the user is notified."""
 LOST_AFTER = 2
-"""Number of consecutive responses that deny having the job before it counts as lost."""
+"""Number of consecutive responses that the job is unknown before it counts as lost."""
 
 
 class Contact:
@@ -53,8 +53,9 @@ class Contact:
         #   user               notified   (once, until a response ends the outage)
         # A suspended scheduler is detected by each request's timeout, which adds to the delay.
         self.num_failures += 1
-        # Only a scheduler that responds can deny that it has the job. `UnreachableError` is also a
-        # `JobLostError`, but proves nothing, so it resets the count of denials.
+        # Only a scheduler that responds can report that it does not have the job.
+        # `UnreachableError` is also a `JobLostError`, but does not prove that the job is lost, so
+        # it resets the count of denials.
         is_denial = isinstance(exc, JobLostError) and not isinstance(exc, UnreachableError)
         self._num_denials = self._num_denials + 1 if is_denial else 0
         if self.trouble or self.num_failures < NOTIFY_AFTER:
@@ -69,7 +70,7 @@ class Contact:
         return ""
 
     def is_final(self, exc: BaseException) -> bool:
-        """Return True if ``exc``, already recorded, means that no later request can succeed."""
+        """Return True if ``exc``, already recorded, shows that no later request can succeed."""
         return isinstance(exc, ClusterEndedError) or self._num_denials >= LOST_AFTER
 
     def pause_s(self) -> float:
@@ -81,5 +82,5 @@ class Contact:
 def _what_failed(exc: BaseException) -> str:
     if isinstance(exc, UnreachableError | NoAnswerError):
         return "its scheduler cannot be reached"
-    # The first sentence is the cause; the advice after it is for user requests.
+    # The first sentence is the cause; the rest is advice for requests that a user made.
     return str(exc).partition(". ")[0] or type(exc).__name__

@@ -17,7 +17,7 @@ class JobCost:
     wasted_usd: float = 0.0
     """The part of ``spent_usd`` for booting, warming up or draining after the first step."""
     num_interruptions: int = 0
-    """Number of workers preempted or lost, with or without notice."""
+    """Number of workers that were preempted or lost, with or without notice."""
     num_samples: int = 0
     """Number of samples trained on."""
     is_known: bool = True

@@ -87,15 +87,15 @@ def export_folder(
         check_absent(folder / name, overwrite=overwrite)
     with as_checkpoint_error(record, saved, folder):
         put_file(folder / CONFIG_FILE, lambda file: file.write(config), overwrite=overwrite)
-        # Write the weights last: no library opens a folder without them, so none loads half an
-        # export.
+        # Write the weights last. No library opens a folder without weights, so an incomplete export
+        # is never loaded.
         weights = folder / MODEL_PART
         put_file(weights, lambda file: copy_weights(record, saved, file), overwrite=overwrite)
     return folder
 
 
 def config_text(record: RunRecord, saved: Saved, model: Any) -> bytes:
-    """Return the contents of ``config.json``: for ``model``, or by default the job's model."""
+    """Return the contents of ``config.json`` for ``model``; by default, for the job's model."""
     if model is None:
         if CONFIG_FILE in saved.files:
             return saved.files[CONFIG_FILE].read_bytes()
@@ -144,7 +144,7 @@ def copy_weights(record: RunRecord, saved: Saved, file: IO[bytes]) -> None:
 
 
 def check_absent(path: Path, *, overwrite: bool) -> None:
-    """Refuse to replace an existing file unless ``overwrite`` is set."""
+    """Raise an error if the file exists, unless ``overwrite`` is set."""
     if path.exists() and not overwrite:
         raise ConfigError(
             f"{path} already exists and was not changed",
@@ -155,7 +155,7 @@ def check_absent(path: Path, *, overwrite: bool) -> None:
 def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool) -> None:
     """Write a file under a temporary name, sync it and rename it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because renames and links cannot cross file systems.
+    # Write into the same folder, because renames and links cannot cross file systems.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with removed_at_end(temporary):
         with temporary.open("xb") as file:
@@ -165,8 +165,8 @@ def put_file(target: Path, write: Callable[[IO[bytes]], Any], *, overwrite: bool
         if overwrite:
             os.replace(temporary, target)
         elif not link_if_absent(temporary, target):
-            # The caller has checked that the path is free, but another process may have created
-            # the file since. Unlike a rename, a link does not replace it.
+            # The caller has checked that the file does not exist, but another process may have
+            # created it since. Unlike a rename, a link does not replace an existing file.
             check_absent(target, overwrite=False)
         fsync_folder(target.parent)
 

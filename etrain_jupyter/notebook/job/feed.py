@@ -1,8 +1,8 @@
 """Follow the events of one job, in order, without gaps or duplicates.
 
 The thread ``etrain-feed-<job_id>`` reads the log in the run folder, then requests newer events from
-the coordinator by long polling. All input goes through one inbox (responses and new listeners), so
-each listener first gets the whole history and then each batch once, always from this thread. The
+the coordinator by long polling. Responses and new listeners all go through one inbox. Each listener
+therefore first receives the whole history and then each batch once, always from this thread. The
 thread ends when the log ends, or when the cluster is known to have ended. While the cluster may
 still be alive, the thread keeps retrying.
 """
@@ -42,7 +42,7 @@ KEEP_LINES = 50_000
 TROUBLE_EVERY_S = 60.0
 """Interval between status updates while the coordinator cannot write the log, in seconds."""
 LINGER_S = 2.0
-"""Time in seconds after the job's end during which late output of its workers is collected."""
+"""Seconds after the job's end during which late output of its workers is still collected."""
 AFTERWARDS_S = 0.3
 """Interval between polls after the end of the job, in seconds."""
 
@@ -66,8 +66,8 @@ class EventFeed:
         refresh: Updates ``log_path`` if it is a copy; called before it is read.
 
     Attributes:
-        caught_up: Set once all events from before the start of the feed are folded, or those that
-            are available if the coordinator cannot be reached.
+        caught_up: Set once all events from before the start of the feed are folded. If the
+            coordinator cannot be reached, set once the available events are folded.
         ended: Set once the job is terminal or lost.
         lost: Why the job counts as lost; empty otherwise.
         num_listener_errors: Number of listener calls that raised; they are not retried.
@@ -156,12 +156,13 @@ class EventFeed:
 
         Args:
             timeout: Timeout in seconds.
-            is_last: True to keep later calls from waiting again.
+            is_last: True if later calls must not wait again.
         """
-        # A listener runs in the feed's thread, which would wait for itself.
+        # A listener runs in the feed's thread, so the thread would wait for itself.
         if threading.current_thread() is not self._thread and not self.ended.is_set():
             self._responded.wait(timeout)
-            # Set even after a timeout: a slow scheduler must not delay every call in a cell.
+            # Set it even after a timeout, so that a slow scheduler does not delay every call in a
+            # cell.
             if is_last:
                 self._responded.set()
 
@@ -208,7 +209,8 @@ class EventFeed:
         # Hence the events are not empty if a late subscriber started this thread.
         if not self._events:
             self._take(self._read_log())
-        # If the log had ended before the feed started, no further events can come.
+        # If the log already contained the job's end when the feed started, no further events can
+        # arrive.
         self._is_over = self._is_over or self._is_terminal
         if self._link is None and not self._is_over:
             self._lose("its cluster has ended")
@@ -265,14 +267,15 @@ class EventFeed:
         else:
             self._listeners.append(message.listener)
             known = self._events.copy()
-            # Unlogged events are not part of the history, but describe the current state.
+            # Events that are not logged are not part of the history, but describe the current
+            # state.
             known.extend(self._unlogged)
             self._notify(message.listener, known)
             message.has_history.set()
 
     def _handle_response(self, future: Future[EventBatch]) -> None:
         self._take_response(future)
-        # A reported outage ends the wait too: the status is then the last known one.
+        # Reporting an outage also ends the wait; the status is then the last known one.
         if not self._contact.num_failures or self._contact.trouble:
             self._responded.set()
 
@@ -283,7 +286,7 @@ class EventFeed:
         except (EtrainError, OSError, ValueError, CancelledError, KeyError, TypeError) as exc:
             self._fail(exc)
             return
-        # A gap: the response does not continue the known events, so request them again.
+        # The response does not continue the known events (a gap), so request them again.
         if not self._take(received) and received:
             self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the response"))
             return
@@ -299,12 +302,13 @@ class EventFeed:
 
     def _take_log_trouble(self, trouble: str, *, is_due: bool) -> None:
         """Report to the listeners when log trouble begins, changes or ends."""
-        # For example a full disk or an unreachable bucket: the coordinator sends events that are
-        # not durable yet, and reports why with each response.
+        # While the coordinator cannot write the log, for example because the disk is full or the
+        # bucket is unreachable, it sends events that are not durable yet, and each response
+        # contains the reason.
         before, self._log_trouble = self._log_trouble, trouble
         has_aged = time.monotonic() - self._trouble_sent_at >= TROUBLE_EVERY_S
-        # Report each start and end at once, but a change in the text at most once per interval: it
-        # may contain numbers that keep changing.
+        # Report each start and end immediately, but a change in the text at most once per interval,
+        # because it may contain numbers that keep changing.
         if is_due or bool(trouble) != bool(before) or (trouble != before and has_aged):
             self._trouble_sent_at = time.monotonic()
             if not self._is_terminal:
@@ -332,8 +336,8 @@ class EventFeed:
         if self._contact.trouble and self._is_terminal:
             self._is_over, self._contact.trouble, self._unlogged = True, "", []
         elif is_first_report:
-            # Methods that wait for the whole history get what the log has, instead of blocking
-            # until the scheduler is back.
+            # Methods that wait for the whole history then use the events in the log, instead of
+            # blocking until the scheduler is back.
             self.caught_up.set()
             self._send_unlogged([self._status_now(self._contact.trouble)])
 
@@ -353,7 +357,7 @@ class EventFeed:
             self._notify(listener, events)
 
     def _status_now(self, trouble: str) -> Event:
-        """Return the job's last known status, with ``trouble`` as its reason if not empty."""
+        """Return the job's last known status; its reason is ``trouble`` unless that is empty."""
         known = self._status
         return JobStatusChanged(
             job_id=self.job_id,
@@ -364,7 +368,7 @@ class EventFeed:
         )
 
     def _make_final_event(self, why: str) -> Event:
-        """Return a final event in place of the coordinator's; ``seq`` 0 marks it as unlogged."""
+        """Return a final event in place of the coordinator's; ``seq`` 0 means it is not logged."""
         last = self._events[-1] if self._events else None
         return JobStatusChanged(
             job_id=self.job_id,
@@ -395,7 +399,8 @@ class EventFeed:
     def _take(self, events: Sequence[Event]) -> Sequence[Event]:
         """Append the events that continue the known ones, notify all listeners, and return them."""
         # The log and the responses overlap, since both start after the newest known event. Sequence
-        # numbers ensure that each event counts once, whichever source delivers it first.
+        # numbers ensure that each event is counted once, regardless of which source delivers it
+        # first.
         fresh = self._select_next(events)
         if not fresh:
             return fresh
@@ -415,7 +420,7 @@ class EventFeed:
 
     def _select_next(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return the events that are new, up to the first gap."""
-        # A whole log stays packed in blocks: a million steps as objects would take 1 GB.
+        # A whole log stays packed in blocks, because a million steps as objects would take 1 GB.
         if not self._events and isinstance(events, Events) and events.is_dense_from(1):
             return events
         fresh: list[Event] = []
@@ -428,7 +433,8 @@ class EventFeed:
 
     def _notify(self, listener: Listener, events: Sequence[Event]) -> None:
         try:
-            # A copy for each listener, which may keep it, read it in another thread or change it.
+            # Each listener receives its own copy, which it may keep, read in another thread or
+            # change.
             listener(events.copy() if isinstance(events, Events) else list(events))
         except Exception as exc:  # A failing listener must not stop other listeners or the job.
             self.num_listener_errors += 1

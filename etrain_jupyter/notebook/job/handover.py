@@ -1,4 +1,4 @@
-"""Submit a job to a coordinator, and upload its bundle if the two share no file system."""
+"""Submit a job to a coordinator, and upload its bundle if the coordinator cannot read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError, Unreachable
 from etrain_jupyter.wire.requests import PutBundle, SubmitJob
 
 SUBMIT_S = 120.0
-"""Timeout of a submit in seconds; the scheduler may be busy, and it hashes a large bundle."""
+"""Timeout of a submit, in seconds. The scheduler may be busy, and hashing a large bundle takes
+time."""
 
 PIECE_S = 60.0
 """Timeout of the upload of one chunk of the bundle, in seconds."""
@@ -60,7 +61,8 @@ def _submit(link: JobLink, spec: dict[str, Any]) -> bool:
         return link.call(SubmitJob(job=spec), timeout=SUBMIT_S).wants_bundle
     except NoAnswerError as exc:
         # A scheduler that was suspended reads the request after it resumes, and starts the job. The
-        # callers keep the folder after a JobLostError; otherwise that job would train unseen.
+        # callers keep the folder after a JobLostError; otherwise the job would train without being
+        # listed.
         job_id = spec["job_id"]
         raise UnreachableError(
             f"the scheduler did not answer within {SUBMIT_S:g} s, so job {job_id} may or may not "

@@ -1,7 +1,7 @@
 """The latest values of a job, and the history of its steps in columns.
 
 Steps in blocks are folded by column, so a million steps take milliseconds. One thread adds events
-while any thread may read, hence the lock.
+while any other thread may read, so a lock protects the values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etrain_jupyter.untrusted import open_regular
 __all__ = ["STEP_COLUMNS", "History", "LatestValues", "peek_log"]
 
 NOT_FOLDABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
-"""Exceptions raised by events with invalid values: a log may come from another user."""
+"""Exceptions raised by events with invalid values, since a log may come from another user."""
 PEEK_BYTES = 64 * 1024
 PEEK_MAX_BYTES = 4 * 1024 * 1024
 """Maximum number of bytes to search at the end of a log for a step or a status."""
@@ -74,7 +74,7 @@ def peek_log(path: Path) -> LatestValues:
     """Return a job's latest values after reading only the beginning and the end of its log.
 
     The events in between are not read, so a list of a hundred jobs costs a hundred short reads. A
-    step at the end shows that the job was running, and with how many workers.
+    step near the end shows that the job was running, and how many workers it had.
     """
     # The parts of a long log that are read:
     #   |-- 64 kB --|           not read           |-- 64 kB, 256 kB, 1 MB or 4 MB --|
@@ -109,8 +109,8 @@ def _add_tail(view: LatestValues, events: list[Event]) -> None:
     view.add(events)
     shown = [e for e in events if isinstance(e, StepCompleted | JobStatusChanged)]
     if shown and isinstance(shown[-1], StepCompleted):
-        # A step after the last status proves that the job is running; a status in between may be
-        # unread.
+        # A step after the last status proves that the job is running, even if an earlier status has
+        # not been read.
         view.status, view.reason = "running", ""
 
 

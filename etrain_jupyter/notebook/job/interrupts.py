@@ -1,7 +1,8 @@
 """Handle the interrupt key while a cell waits for a job.
 
 The key is a signal, and a signal can arrive between any two lines. The handler therefore only
-records it; the waiting code polls for it and reacts, in the right cell and without holding a lock.
+records the signal. The waiting code polls for it and reacts, in the right cell and without holding
+a lock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 AGAIN_WITHIN_S = 5.0
-"""Presses that are more than this many seconds apart count as separate first presses."""
+"""If presses are more than this many seconds apart, each counts as a first press."""
 
 
 class Interrupts:
@@ -25,7 +26,7 @@ class Interrupts:
     receives every press. The key works in the main thread only; other threads receive nothing.
 
     Args:
-        job_id: The job, for messages.
+        job_id: Id of the job, for messages.
         stop: Requests a stop; with True, immediately and without a checkpoint.
     """
 
@@ -102,7 +103,7 @@ class _Key:
         # Compare by identity: two waits may have recorded equal lists, for example empty ones.
         self._open[:] = [one for one in self._open if one is not presses]
         # If other code has replaced our handler, do not touch the signal. That code may restore our
-        # handler later, which then forwards every press to the previous one.
+        # handler later; our handler then forwards every press to the previous one.
         if not self._open and signal.getsignal(signal.SIGINT) == self._note:
             with contextlib.suppress(ValueError):  # a coroutine may be finalized in another thread
                 signal.signal(signal.SIGINT, self._before)

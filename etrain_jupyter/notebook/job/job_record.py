@@ -25,7 +25,7 @@ MAX_NAME_LENGTH = 40
 MAX_RECORD_BYTES = 16_000_000
 """Maximum size of a ``job.json``; a larger file was not written by this package."""
 MAX_TIME = 253_370_764_800.0
-"""The year 9999, in seconds since the epoch; a later time is invalid."""
+"""End of the valid range of times: the year 9999, in seconds since the epoch."""
 # `bundle` from the submit, `bundle-<digest>` from a cell that resumed the job.
 _BUNDLE_NAME = re.compile(r"bundle(-[A-Za-z0-9]{1,64})?")
 
@@ -58,7 +58,7 @@ class RunRecord:
     place: str = ""
     """URL of the job in a bucket, where ``folder`` is a local copy; empty for a job in a folder."""
     signature: str = ""
-    """Proof that this user's kernel wrote the record, see ``ownership``; empty in older records."""
+    """Signature by this user's kernel, see ``ownership``; empty in older records."""
 
     @property
     def is_own(self) -> bool:
@@ -139,8 +139,8 @@ def record_from(data: bytes, folder: Path, place: str = "") -> RunRecord:
     # Ignore unknown keys: a newer version may have written them.
     known = {k: values[k] for k in RunRecord.__dataclass_fields__ if k in values}
     _check_types({**_SAMPLE, **known})
-    # A copied or forged record must not pass for another job. `folder` and `place` are replaced
-    # below, so their values in the file do not matter.
+    # A copied or forged record must not be accepted as that of another job. `folder` and `place`
+    # are replaced below, so their values in the file do not matter.
     if not is_job_id(known.get("job_id")) or known["job_id"] != folder.name:
         raise ValueError(
             f"its job_id is {plain_line(str(known.get('job_id')), 60)!r}, which is not the name of "
@@ -154,7 +154,7 @@ def record_from(data: bytes, folder: Path, place: str = "") -> RunRecord:
 
 
 _SAMPLE: dict[str, Any] = {"job_id": None, "name": None, "created": None}
-"""The required keys, each with an invalid value, so that a missing key fails the check."""
+"""The required keys with invalid values, so that the check fails if a key is missing."""
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
@@ -175,7 +175,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 def _is_config(config: Mapping[str, Any]) -> bool:
-    """Return True if the values that are read without ``TrainConfig`` have the right types."""
+    """Return True if the values that are used without ``TrainConfig`` have the right types."""
     # Do not check the whole configuration: a job from another version must still be listed and
     # attachable. A resume validates all of it.
     checkpoint, log = config.get("checkpoint") or {}, config.get("log") or {}

@@ -15,10 +15,10 @@ _ID = re.compile(r"(.+)-[0-9a-f]{8}")
 
 
 def list_known_jobs(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names and then the ids of known jobs, newest first, from one folder scan.
+    """Scan the folder once, and return the names and then the ids of known jobs, newest first.
 
-    No record is read and no bucket is accessed, so for a run store in a bucket, only jobs with a
-    copy on this machine are listed. Unreadable entries are skipped.
+    This neither reads records nor accesses buckets. If the run store is in a bucket, only jobs with
+    a copy on this machine are listed. Unreadable entries are skipped.
     """
     root = environment.get(ROOT_VARIABLE)
     # Completion must be fast, so read the local copies of a bucket only.

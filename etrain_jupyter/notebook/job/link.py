@@ -1,8 +1,8 @@
 """Connection from the kernel to a cluster: blocking calls from any thread, over one event loop.
 
 The thread ``etrain-link``, a daemon that the first call starts, runs one asyncio loop for the whole
-process and owns every connection. Callers pass it a request and wait in slices of 0.1 s, so that
-the kernel notices an interrupt. The thread delays the interpreter's exit by at most 0.5 s.
+process and owns every connection. Callers pass requests to this thread and wait in slices of 0.1 s,
+so that the kernel notices an interrupt. The thread delays the interpreter's exit by at most 0.5 s.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NoCoordinatorError(JobLostError, PoolError):
 
 
 class NoAnswerError(PoolError):
-    """The scheduler did not reply in time; it may still carry the request out."""
+    """The scheduler did not reply in time, but may still carry out the request."""
 
 
 class JobLink(Protocol):
@@ -153,7 +153,7 @@ class ClusterLink:
             self._has_failed = False
             return decode_reply(request, reply)
         except NotOursError as exc:
-            # A scheduler that another tool started was restarted without our coordinator in it.
+            # The scheduler, which another tool started, was restarted without our coordinator.
             raise NoCoordinatorError(
                 f"{exc}. %etrain resume continues a job from its newest checkpoint."
             ) from None
@@ -167,8 +167,9 @@ class ClusterLink:
                 f"{exc.object[start : exc.end + 40]!a} cannot be sent to the scheduler: UTF-8 "
                 "cannot encode it. Nothing was sent. Rename the file, folder or key."
             ) from exc
-        except TimeoutError as exc:  # before OSError, of which it is a subclass
-            # A head that is suspended now may be killed before the next request.
+        except TimeoutError as exc:  # before OSError, its base class
+            # A suspended head may be killed before the next request, so check again whether the
+            # cluster has ended.
             self._has_failed = True
             raise NoAnswerError(
                 f"the scheduler at {self.address} did not respond to {request.op} within "
@@ -216,7 +217,7 @@ class ClusterLink:
 
     async def _find_scheduler(self) -> str:
         """Return the scheduler's address; wait for one that is being restarted."""
-        # Polled: the address comes from a file that the keeper writes.
+        # Poll, because the address comes from a file that the keeper writes.
         for _ in range(int(RESTART_S / SLICE_S)):
             if found := self._locate():
                 return found
@@ -225,7 +226,7 @@ class ClusterLink:
 
     async def _release(self) -> None:
         self._is_released = True
-        # Otherwise the last call in flight, which may be a long poll, closes them.
+        # Otherwise the last call in flight closes them; it may be a long poll.
         if not self._num_in_flight:
             await self._close()
 
@@ -234,7 +235,7 @@ class ClusterLink:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
-        # Cleared before the wait: a request that arrives in the meantime opens a new connection.
+        # Clear it before waiting: a request that arrives in the meantime opens a new connection.
         closing, self._rpc = self._rpc, None
         if closing is not None:
             with contextlib.suppress(OSError):
@@ -242,7 +243,7 @@ class ClusterLink:
 
 
 def open_link(address: SchedulerAddress) -> ClusterLink:
-    """Return a connection to a cluster of this user; it is opened by the first request.
+    """Return a connection to a cluster of this user; the first request opens it.
 
     Args:
         address: From a pool or from ``own_clusters``, never from a file that others can write.
@@ -287,7 +288,7 @@ def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:
         try:
             return future.result(SLICE_S if left is None else min(SLICE_S, max(left, 0.0)))
         except TimeoutError:
-            # Either the slice is over, or the future itself has failed with a TimeoutError.
+            # Either the slice has ended, or the future itself has failed with a TimeoutError.
             if future.done():
                 return future.result()
             if left is not None:
@@ -306,7 +307,7 @@ _thread: threading.Thread | None = None
 
 
 def _loop_is_running() -> bool:
-    # A child process inherits the variable at a fork, but not the thread.
+    # After a fork, the child process has a copy of the variable, but not the thread.
     return _thread is not None and _thread.is_alive()
 
 
@@ -317,7 +318,7 @@ def _run_in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
             _loop = asyncio.new_event_loop()
             _thread = threading.Thread(target=_loop.run_forever, name=THREAD_NAME, daemon=True)
             _thread.start()
-            # The second thread of a process, after a fork, must not register the hook twice.
+            # A process that starts a second thread after a fork must not register the hook twice.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return asyncio.run_coroutine_threadsafe(work, _loop)

@@ -97,8 +97,8 @@ def submit_job(
     try:
         hand_over(link, spec, record.bundle_path)
     except PoolError:
-        # Refused: the job did not start, so nothing is kept. A JobLostError is not caught, because
-        # the job may have started.
+        # The job was refused and did not start, so keep nothing. A JobLostError is not caught,
+        # because the job may have started.
         store.discard(record)
         raise
     note_scheduler(address)
@@ -115,7 +115,8 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
     """
     store = store or open_runs()
     if name_or_id is None:
-        # ETRAIN_RUNS may have changed since a job was used, so ignore jobs of other stores.
+        # ETRAIN_RUNS may have changed since a job was last used, so ignore jobs in other run
+        # stores.
         used = [record for folder, record in _used.items() if folder.parent == store.root]
         record = used[-1] if used else store.latest()
     else:
@@ -133,12 +134,12 @@ def hold(record: RunRecord) -> TrainingJob:
 
     A job that was lost, or was resumed elsewhere, is followed again.
     """
-    # One object per job, so that all variables and the dashboard share one feed.
+    # Keep one object per job, so that all variables and the dashboard share one feed.
     job = _held.get(record.folder)
     if job is None:
         job = _held[record.folder] = TrainingJob(record, link_of(record))
-    # Another kernel may have resumed the job. Then the record names another cluster, or, if it
-    # resumed the job on the same one, the log continues after the end that this feed has seen.
+    # Another kernel may have resumed the job. In that case, either the record names another cluster
+    # or, if the cluster is the same, the log continues after the end that this feed has seen.
     elif job.lost or job.record.cluster != record.cluster or job.has_continued():
         job.follow_again(record, link_of(record))
     return job

@@ -1,8 +1,8 @@
 """Distinguish jobs that this user submitted from those that another user put into the run store.
 
 Resuming a job runs its bundle, so the record must be this user's own. A run store may be shared,
-and anyone with write access can forge a ``job.json``. The key in the user's state directory, which
-signs each record written by this user's kernels, is not available to them.
+and anyone with write access can forge a ``job.json``. Each record that this user's kernels write is
+therefore signed with a key in the user's state directory, which other users cannot read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sign(values: Mapping[str, Any]) -> str:
 def is_signed(values: Mapping[str, Any], signature: str) -> bool:
     """Return True if this user signed the record in its current form."""
     key = _read_key()
-    # `compare_digest` raises a TypeError for a non-ASCII string, which anyone may write.
+    # `compare_digest` raises a TypeError for a non-ASCII string, which a forged record may contain.
     if key is None or not signature.isascii():
         return False
     return hmac.compare_digest(_signature(values, key), signature)
@@ -65,14 +65,15 @@ def _read_key() -> bytes | None:
 
 
 def _make_key() -> bytes | None:
-    """Create the key; if another process was faster, return its key."""
+    """Create the key; if another process has created it first, return that key."""
     # Two kernels may do this at once. Both must end up with the same key, or one of them signs
     # records that later kernels reject:
     #   A: write hidden A               link -> key A exists            read key A
     #   B:          write hidden B            link fails, key exists    read key A
     path = _key_path()
     hidden = path.with_name(f".{KEY_FILE}.{secrets.token_hex(4)}")
-    # Suppressed: on a read-only home folder, jobs stay unsigned and need --trust to be resumed.
+    # Ignore the error: with a read-only home folder, jobs stay unsigned and can only be resumed
+    # with --trust.
     with contextlib.suppress(OSError):
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)

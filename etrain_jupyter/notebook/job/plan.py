@@ -18,9 +18,9 @@ class Plan:
 
     config: TrainConfig
     bundle: Bundle
-    """The captured notebook objects that the job needs, by value."""
+    """The notebook objects that the job needs, captured by value."""
     pool: Pool
-    """The pool named in the cell, resolved once; nothing is started yet."""
+    """The pool named in the cell, resolved once but not started yet."""
     runs: RunStore
     """The run store, resolved once."""
     cell: str = ""
@@ -41,7 +41,7 @@ class Plan:
             ConfigError: If the pool's scheduler cannot reach the run store. Nothing was started.
             PoolError: If the pool does not come up.
         """
-        # Both checks come first, because starting a pool takes time and may cost money. A bucket is
+        # Do both checks first, because starting a pool takes time and may cost money. A bucket is
         # reachable from everywhere; a folder only from machines that mount it, which a scheduler on
         # EC2 does not.
         self.runs.check_writable()

@@ -117,7 +117,7 @@ def worker_marks(events: Sequence[Event]) -> list[tuple[int, str, str]]:
 
 
 def _plot_evaluations(axis: Axes, steps: Sequence[int], losses: Sequence[float]) -> None:
-    # Not strict: a job without evaluations has no such column, so `losses` is empty.
+    # Use strict=False: a job without evaluations has no such column, so `losses` is empty.
     points = [(s, x) for s, x in zip(steps, losses, strict=False) if not math.isnan(x)]
     if points:
         axis.plot(*zip(*points, strict=True), marker=".", linewidth=1, label="evaluation")
@@ -127,7 +127,7 @@ def _mark(axes: Sequence[Axes], marks: Sequence[tuple[int, str, str]]) -> None:
     shown: set[str] = set()
     for step, worker, kind in marks:
         for axis in axes:
-            # Only the first axis has a legend, which should list each kind once.
+            # Only the first axis has a legend, in which each kind should appear once.
             label = "_nolegend_" if kind in shown else f"worker {kind}"
             axis.axvline(step, color=COLORS[kind], linestyle="--", linewidth=1, label=label)
         shown.add(kind)

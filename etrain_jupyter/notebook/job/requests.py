@@ -78,8 +78,9 @@ class JobRequests(ABC):
             max: New maximum number of workers.
             epochs: Number of epochs in total.
             steps: Number of steps in total, instead of epochs.
-            force: Resume even if a difference changes the rest of the curve.
-            trust: Resume even if another user submitted the job: its code runs as you.
+            force: Resume even if a changed setting affects the rest of the curve.
+            trust: Resume even if another user submitted the job. Its code then runs under your
+            account.
 
         Raises:
             ConfigError: If a value is invalid for the job, or no step is left to train.
@@ -109,7 +110,7 @@ class JobRequests(ABC):
         """Stop the job after its next step with a checkpoint; with ``now``, stop immediately."""
         self._latest()
         if self.status in TERMINAL_STATUSES and not self._feed.lost:
-            # Not an error: the job may have ended while the user typed the command.
+            # This is not an error: the job may have ended while the user typed the command.
             return f"{self.record.job_id} has already {ENDED[self.status]}"
         return self.request("stop", now=now)
 
@@ -128,7 +129,7 @@ class JobRequests(ABC):
         return self.request("preempt", worker=worker, notice_s=notice_s)
 
     def kill(self, worker: str | None = None, how: str = "worker") -> str:
-        """Kill or disturb a worker without notice, for fault injection.
+        """Kill a worker, or inject another fault into it, without notice.
 
         Args:
             worker: Its name; by default the coordinator chooses a worker that trains.
@@ -176,7 +177,7 @@ class JobRequests(ABC):
         """
         self._latest()
         status, job_id = self.status, self.record.job_id
-        # A lost job has the status failed too, but needs another message, see below.
+        # A lost job also has the status failed, but needs a different message, see below.
         if status in TERMINAL_STATUSES and not self._feed.lost:
             raise EtrainError(
                 f"job {job_id} has {ENDED[status]}: there is "
@@ -201,7 +202,7 @@ class JobRequests(ABC):
         return outcome.message
 
     def _send_request(self, request: str, args: dict[str, Any]) -> None:
-        # The reply is dropped: the effect is visible in the events.
+        # Ignore the reply, because the effect is visible in the events.
         if self._link is not None:
             control = ControlJob(job_id=self.record.job_id, request=request, args=args)
             self._link.send(control, timeout=REQUEST_S)

@@ -73,7 +73,7 @@ class ResumableJob(Protocol):
 
     @property
     def lost(self) -> str:
-        """Return why it counts as lost; empty if it does not."""
+        """Return why the job counts as lost; empty if it does not."""
 
     @property
     def note(self) -> str:
@@ -101,7 +101,7 @@ class _NextAttempt:
     record: RunRecord
     config: TrainConfig
     bundle: Bundle | None
-    """The cell's objects; None keeps the bundle of the job."""
+    """The cell's objects; None to keep the bundle of the job."""
     differs: list[str]
 
 
@@ -118,11 +118,11 @@ def resume_job(
     Raises:
         UntrustedJobError: If another user may have submitted the job.
         EtrainError: If another cluster or kernel may be training the job.
-        ConfigError: If a difference changes the results, or no work is left.
+        ConfigError: If a changed setting affects the results, or no work is left.
         PoolError: If no cluster accepts the job; its record then remains unchanged.
     """
     store = store_of(job.record)
-    # Each check comes before the step that would do harm without it:
+    # Each check precedes the step that would be harmful without the check:
     #   trusted?             before a connection: the record may name another user's host
     #   not being trained?   two coordinators would write one log and one set of checkpoints
     #   lock, read again     another notebook may do the same at this moment
@@ -169,7 +169,7 @@ def _check_trusted(record: RunRecord, request: ResumeRequest) -> None:
 
 
 def _check_reach(attempt: _NextAttempt, place: str) -> None:
-    """Refuse a pool that cannot read the job's checkpoints: training would start from step 0.
+    """Refuse a pool that cannot read the job's checkpoints: training would restart at step 0.
 
     ``place`` is a URL that the pool's workers can read; empty if they can read local folders.
     """
@@ -234,7 +234,8 @@ def _end_of_log(job: ResumableJob) -> int | None:
     refresh_log(job.record)
     seen = job.events()
     added = read_log(job.record.log_path, since=seen[-1].seq if seen else 0)
-    # Other events may be late uploads of the previous coordinator; these two show a new one.
+    # Other events may be late uploads of the previous coordinator; these two show that a new one
+    # has started.
     if any(isinstance(event, JobResumed | StepCompleted) for event in added):
         raise EtrainError(
             f"job {job.id} was resumed elsewhere after this notebook had read its log. Nothing was "
@@ -281,7 +282,7 @@ def _prepare(
         ) from exc
     new = TrainConfig.model_validate(absolute_paths(new.model_dump(mode="json")))
     stored = _stored_bundle(store, known, is_needed=request.bundle is None)
-    # Only differences with a reason change the results; the others are logged.
+    # Only differences with a reason change the results; other differences are only logged.
     found = compare_configs(old, new)
     if request.bundle is not None:
         found += _compare_bundles(stored, request.bundle)
@@ -307,7 +308,8 @@ def _prepare(
 
 def _stored_bundle(store: RunStore, record: RunRecord, *, is_needed: bool) -> Path | None:
     """Return the path of the bundle that the job was submitted with."""
-    # A cell has its own bundle, and the stored one only serves for comparison.
+    # If a cell resumes the job, it has its own bundle, and the stored one is only used for
+    # comparison.
     try:
         path = store.fetch_bundle(record)
     except (OSError, RunStoreError) as exc:
@@ -354,12 +356,13 @@ def _check_work_is_left(
     known: RunRecord, old: TrainConfig, new: TrainConfig, log: Sequence[Event]
 ) -> None:
     """Refuse to resume a job that would end immediately."""
-    # Only a finished job is complete; a stopped, failed or lost one has steps left.
+    # Only a finished job is complete; a stopped, failed or lost job has steps left.
     done = JobRecord().apply_all(log)
     if done.plan is None or done.status != "finished":
         return
     early = done.early_stop
-    # A decision of an earlier generation is void if a later one continued training.
+    # An earlier generation's decision to stop early is void if a later generation continued
+    # training.
     if early is not None and early.generation == done.generation:
         if old.early_stopping == new.early_stopping:
             raise ConfigError(
@@ -427,7 +430,8 @@ def _submit(
     try:
         hand_over(link, spec, written.bundle_path)
     except PoolError:
-        # Keep the old signature: signing would make a job that was trusted once count as one's own.
+        # Keep the old signature: after signing, a job that was trusted once would count as the
+        # user's own.
         store.rewrite(known, is_signed=False)
         if written.bundle_file != known.bundle_file:
             store.remove_bundle(written)

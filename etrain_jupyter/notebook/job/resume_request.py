@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeRequest:
-    """The user's changes to a resumed job: single values, or a whole cell."""
+    """The user's changes to a resumed job: individual values, or a whole cell."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """Any of ``pool``, ``min``, ``max``, ``epochs``, ``steps``."""
@@ -28,6 +28,6 @@ class ResumeRequest:
     cell: str = ""
     """The text of the cell."""
     is_forced: bool = False
-    """True to resume even if a difference changes the rest of the curve."""
+    """True to resume even if a changed setting affects the rest of the curve."""
     is_trusted: bool = False
     """True to run a job that another user may have submitted."""

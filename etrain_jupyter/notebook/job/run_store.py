@@ -146,8 +146,8 @@ class RunStore:
         latest = peek_log(record.log_path)
         cluster = None if latest.is_terminal else find_cluster(record.cluster, record.host)
         is_gone = cluster is not None and cluster.has_ended
-        # A cluster on another machine, for example: its state is unknown here, so the list shows
-        # when the log was last written.
+        # The state of the cluster is unknown here, for example because it is on another machine, so
+        # the list shows when the log was last written.
         is_in_doubt = cluster is not None and not cluster.is_alive and not is_gone
         return JobSummary(
             status=latest.status,
@@ -175,7 +175,8 @@ class RunStore:
         job_id = check_job_id(job_id) if job_id else new_job_id(str(record["name"]))
         values = {**record, "job_id": job_id, "folder": self.root / job_id}
         made = RunRecord(**{**values, "place": self.place_of(job_id)})
-        # Signed before the rename, so that no reader finds this user's job without its signature.
+        # Sign the record before the rename, so that no reader finds this user's job without a
+        # signature.
         made = replace(made, signature=sign(made.to_dict()))
         # A reader never finds a partial job, wherever the process is killed:
         #   .<id>.<random>/ with the bundle and job.json   hidden; left behind by a crash
@@ -193,7 +194,7 @@ class RunStore:
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
-        # A copy that is not in the bucket would be a job that only this machine lists.
+        # If the upload fails, remove the copy: otherwise, only this machine would list the job.
         try:
             self._publish(made, has_new_bundle=True, is_new=True)
         except BaseException:
@@ -264,13 +265,13 @@ class RunStore:
         return found.sorted()
 
     def find(self, name_or_id: str) -> RunRecord:
-        """Find a job by its id, otherwise the newest by name, otherwise one by a prefix of its id.
+        """Find a job by id, else the newest one with the name, else one by a prefix of its id.
 
         Raises:
             JobNotFoundError: If no job or several jobs match; the message has the closest names.
         """
-        # The jobs are sorted, so the first match of a name is the newest one. An id that is also a
-        # job's name is treated as the id.
+        # The jobs are sorted, so the first match of a name is the newest one. If an id is also the
+        # name of another job, it is treated as the id.
         jobs = self.records()
         for matches in (
             [job for job in jobs if job.job_id == name_or_id],
@@ -321,7 +322,7 @@ def _replace_bundle(path: Path, bundle: Bundle | bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: a reader finds the old bytes or the new ones, never a part."""
+    """Write a file atomically: a reader finds either the old or the new content, never a part."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         _write_new(hidden, data)

@@ -79,7 +79,8 @@ class S3RunStore(RunStore):
         """Remove a job that no cluster accepted; a job with a log is kept."""
         if Chain(self._job(record)).list_pieces(0):
             return
-        # Remove the record first: without it, no machine lists the job, even if the rest fails.
+        # Remove the record first. Without it, no machine lists the job, even if removing the rest
+        # fails.
         for name in (RECORD_FILE, record.bundle_file, ALIVE):
             self._objects.delete(f"{record.job_id}/{name}")
         super().discard(record)
@@ -88,7 +89,8 @@ class S3RunStore(RunStore):
         """Return all jobs, the newest first, and the folders with an invalid record."""
         found = Listing()
         names = self._objects.folders()
-        # One request per job: a hundred jobs one after the other would take seconds.
+        # Each job takes one request. Sent one after the other, a hundred requests would take
+        # seconds.
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="etrain-runs") as pool:
             for name, record in zip(names, pool.map(self._read_record, names), strict=True):
                 if isinstance(record, ValueError):
@@ -112,7 +114,7 @@ class S3RunStore(RunStore):
     def fetch_bundle(self, record: RunRecord) -> Path:
         """Return the path of a job's bundle, downloaded unless this machine has a copy."""
         path = record.bundle_path
-        # The copy may be of a bundle that a cell on another machine has since replaced.
+        # The copy may be outdated: a cell on another machine may have replaced the bundle since.
         if has_digest(path, record.bundle_digest):
             return path
         key = f"{record.job_id}/{record.bundle_file}"
@@ -159,6 +161,6 @@ class S3RunStore(RunStore):
 
 
 def _number_in(values: Mapping[str, Any], name: str) -> int:
-    """Return a count; 0 if missing or invalid, since a node may have written it."""
+    """Return a count. Return 0 if it is missing or invalid, since a node may have written it."""
     value = values.get(name)
     return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0

@@ -25,14 +25,15 @@ def records_of(
         best: Step of the best checkpoint.
         where: URL or path of the store.
         now: Current time, in seconds since the epoch.
-        stalls: Seconds for which each checkpoint blocked training, by step, if logged.
+        stalls: How long each checkpoint blocked training, in seconds, by step; only if logged.
     """
-    # The checkpoint that a resume would load, as far as is known: `verify` may find damage.
+    # The checkpoint that a resume would load, unless `verify` finds that it is damaged.
     newest = next((row.step for row in listed if not row.problem), None)
     records = []
     for row in listed:
         manifest = row.manifest
-        # A damaged manifest does not say where the parts are; derive the folder from the step.
+        # A damaged manifest does not contain the location of the parts, so derive the folder from
+        # the step.
         keys = [part.key for part in manifest.parts.values()] if manifest else []
         folder = keys[0].rpartition("/")[0] if keys else folder_key(row.step)
         records.append(

@@ -11,7 +11,7 @@ from etrain_jupyter.notebook.job.history import LatestValues
 
 
 class Screen(Protocol):
-    """The display of a job: the dashboard, which receives events rather than job objects."""
+    """The display of a job: the dashboard, which receives events and no job objects."""
 
     def show(self) -> None:
         """Display the job in the running cell."""

@@ -1,8 +1,8 @@
 """Follow a job whose cluster is unreachable from here, by polling its log in the run store.
 
-The only supported request is the one for new events: the log is read every ``POLL_S``. In a bucket,
-``alive.json`` shows whether the coordinator is alive. For a folder, this is unknown, so the job is
-followed until its log shows the end.
+The only supported request is that for new events, for which the log is read every ``POLL_S``. In a
+bucket, ``alive.json`` shows whether the coordinator is alive. For a job in a folder, this is
+unknown, so the job is followed until its log contains its end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StoreLink:
         self._executor: ThreadPoolExecutor | None = None
 
     def call(self, request: Request[R], *, timeout: float = 10.0) -> R:
-        """Answer a request from the log; refuse a request that needs the cluster."""
+        """Answer a request from the log; refuse requests that need the cluster."""
         return self.send(request, timeout=timeout).result(timeout)
 
     def send(self, request: Request[R], *, timeout: float = 10.0) -> Future[R]:
@@ -65,7 +65,7 @@ class StoreLink:
                 )
             )
             return refused
-        # A released link may be used again.
+        # A link may be used again after it was released.
         self._is_released.clear()
         if self._executor is None:
             name = f"etrain-store-{self._record.job_id}"
@@ -97,8 +97,8 @@ class StoreLink:
         # Keep the reader between polls, so that each poll parses only the new lines.
         if self._reader is None or self._reader[0] != since:
             reader = LogReader(self._record.log_path)
-            # The copy may be shorter than the feed's history, for example if it was fetched again
-            # because it was damaged; in that case there are no newer events to return.
+            # The copy may be shorter than the feed's history, for example if it was damaged and
+            # fetched again. In that case, there are no newer events to return.
             if self._lines(lambda: reader.skip(since)) < since:
                 return []
             self._reader = (since, reader)
@@ -109,7 +109,8 @@ class StoreLink:
         return [event.to_json_dict() for event in found]
 
     def _lines(self, read: Callable[[], T]) -> T:
-        # Unreachable rather than lost: the disk or the network folder may come back.
+        # The job is unreachable rather than lost, because the disk or the network folder may come
+        # back.
         try:
             return read()
         except OSError as exc:
@@ -157,6 +158,6 @@ def try_refresh_log(record: RunRecord) -> str:
     """Update the copy of a job's log; return the error message, or an empty string."""
     try:
         refresh_log(record)
-    except (RunStoreError, OSError) as exc:  # OSError: the disk with this machine's copy
+    except (RunStoreError, OSError) as exc:  # OSError: from the disk with this machine's copy
         return str(exc)
     return ""

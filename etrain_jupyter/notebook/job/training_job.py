@@ -1,6 +1,6 @@
-"""A training job in the notebook: a view that can be discarded and created again.
+"""A training job in the notebook: a view that can be discarded and recreated at any time.
 
-Nothing in this module runs the training. Values come from the job's events, requests go to its
+This module does not run the training. Values come from the job's events, requests go to its
 coordinator, and weights come from its checkpoints.
 """
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 GLANCE_S = 1.0
 """Total time that properties may wait for the history, in seconds."""
 CATCH_UP_S = 10.0
-"""Timeout of the wait for the history in a method that needs all of it, in seconds."""
+"""Timeout for methods that wait for the whole history, in seconds."""
 RESPONSE_S = 5.0
-"""Timeout of the wait for the coordinator's first response, in seconds."""
+"""Timeout for the coordinator's first response, in seconds."""
 
 Model = TypeVar("Model")
 
@@ -106,7 +106,7 @@ class TrainingJob(JobRequests):
     def has_continued(self) -> bool:
         """Return True if the log continues after the end at which following stopped."""
         is_over = self._feed.ended.is_set() and not self._feed.lost
-        # Another machine writes only to the bucket, so update the copy on this one first.
+        # Other machines write only to the bucket, so update the copy on this machine first.
         if is_over:
             try_refresh_log(self.record)
         return is_over and not peek_log(self.record.log_path).is_terminal
@@ -148,14 +148,14 @@ class TrainingJob(JobRequests):
 
     @property
     def reason(self) -> str:
-        """Why the job has its status, if that needs an explanation, such as a wait or a failure.
+        """Reason for the status, if it needs an explanation, such as a wait or a failure.
 
-        While the scheduler is unreachable, or cannot write the job's log because the disk is full,
-        this says so, and the status is the last known one.
+        If the scheduler is unreachable, or cannot write the job's log because the disk is full, the
+        reason says so, and the status is the last known one.
         """
         view = self._glance()
-        # The trouble is known only after a response or a timeout. Not the last wait: a method with
-        # a longer timeout may wait for the same response.
+        # Any trouble is known only after a response or a timeout. Pass is_last=False, because a
+        # method with a longer timeout may wait for the same response later.
         self._feed.wait_until_responded(self._glance_left(), is_last=False)
         return self._feed.lost or self._feed.trouble or self._feed.log_trouble or view.reason
 
@@ -215,7 +215,8 @@ class TrainingJob(JobRequests):
     def events(self) -> Events:
         """Return the typed events received so far, in order, as a sequence that builds them lazily.
 
-        A million steps take about 100 MB in it; as a ``list`` of objects, ten times as much.
+        In this form, a million steps take about 100 MB; a ``list`` of objects would take ten times
+        as much.
         """
         self._latest()
         return self._feed.events()
@@ -225,7 +226,7 @@ class TrainingJob(JobRequests):
 
         The states are those of the dashboard: starting, warm, training, waiting.
         """
-        # The coordinator of an ended job has released its workers, or has itself exited.
+        # The coordinator of an ended job has either released its workers or exited.
         if self._latest().status in TERMINAL_STATUSES or self._link is None:
             return []
         found = self._link.call(ListWorkers(job_id=self.id), timeout=REQUEST_S)
@@ -254,13 +255,13 @@ class TrainingJob(JobRequests):
         try:
             events = read_log(self.record.log_path)
         except (OSError, EtrainError):
-            # An unreadable log: fall back to the events that the coordinator sent, which may be
-            # incomplete; the audit reports gaps.
+            # If the log is unreadable, fall back to the events that the coordinator sent. They may
+            # be incomplete, but the audit reports gaps.
             events = Events()
         return audit_log(events or self.events())
 
     def plot(self) -> Figure:
-        """Return a Matplotlib figure: loss, learning rate and number of workers by step.
+        """Return a Matplotlib figure of the loss, learning rate and number of workers by step.
 
         Lost and preempted workers are marked. Requires the package matplotlib.
 
@@ -286,10 +287,10 @@ class TrainingJob(JobRequests):
     ) -> str:
         """Block until the job has ended, or until a condition holds; return the status.
 
-        While the scheduler cannot be reached, a message says so and the wait continues: the job may
-        still be running. The first interrupt stops the job with a checkpoint, and the wait
-        continues. A second one within 5 s stops the job immediately, a third one ends the wait.
-        With ``until``, an interrupt only ends the wait.
+        If the scheduler cannot be reached, a message says so and the wait continues, because the
+        job may still be running. The first interrupt stops the job with a checkpoint, and the wait
+        continues. A second interrupt within 5 s stops the job immediately, and a third one ends the
+        wait. With ``until``, an interrupt only ends the wait.
 
         Args:
             timeout: Maximum wait in seconds; no limit by default.
@@ -303,8 +304,7 @@ class TrainingJob(JobRequests):
         """
         self._feed.start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        # With a condition, an interrupt only ends the wait: the cell watches the job and does not
-        # own it.
+        # With a condition, an interrupt only ends the wait, because the cell only observes the job.
         if until is not None:
             return self._wait_until(until, deadline)
         kind = ""
@@ -323,8 +323,8 @@ class TrainingJob(JobRequests):
         started_at = time.monotonic()
         kind = ""
         while True:
-            # Read this before the condition. In the other order, the last events could come in
-            # between, and a condition that they fulfil would count as failed.
+            # Read this before the condition. Otherwise, the last events could arrive in between,
+            # and a condition that they fulfil would count as failed.
             has_ended = self._feed.ended.is_set()
             if condition(self):
                 return self.status
@@ -357,22 +357,23 @@ class TrainingJob(JobRequests):
         with self._interrupts() as interrupts:
             while not self._feed.ended.is_set():
                 printed = self._print_trouble(printed)
-                # A sleep, not a wait for the event: that would block the kernel's event loop.
+                # Sleep instead of waiting for the event, which would block the kernel's event loop.
                 await asyncio.sleep(SLICE_S)
                 self._handle_interrupts(interrupts)
         return self.status
 
     def _interrupts(self) -> Interrupts:
-        # Sent without waiting for the response, so that a second press can still speed it up.
+        # Do not wait for the response, so that a second press can still request an immediate stop.
         return Interrupts(self.id, lambda now: self._send_request("stop", {"now": now}))
 
     def _handle_interrupts(self, interrupts: Interrupts) -> None:
         interrupts.handle()
-        # Stays set after the wait, so that the cell ends with an error and "Run All" stops.
+        # The flag stays set after the wait, so that the cell ends with an error and "Run All"
+        # stops.
         self.was_interrupted |= interrupts.were_any
 
     def _print_trouble(self, printed: str) -> str:
-        """Print the trouble if its kind is not ``printed``, or that it is over; return its kind."""
+        """Print new trouble (not of kind ``printed``), or that it has ended; return its kind."""
         feed = self._feed
         # Print each kind of trouble once, although its text may change at every retry.
         kind = "scheduler" if feed.trouble else "log" if feed.log_trouble else ""
@@ -448,7 +449,7 @@ class TrainingJob(JobRequests):
 
         Args:
             which: ``last`` for the newest valid checkpoint; ``best`` for the one with the best
-                evaluation, see ``checkpoint.best``; a number for the checkpoint of that step.
+                evaluation, see ``checkpoint.best``; a number for the checkpoint at that step.
 
         Raises:
             CheckpointError: If the checkpoint does not exist.
@@ -545,21 +546,22 @@ class TrainingJob(JobRequests):
     def _glance(self) -> LatestValues:
         """Return the values that are known now.
 
-        Until the feed has read the history, which may come from a slow cluster or bucket or a long
-        log, these are the values at the end of the log on this machine.
+        Reading the history may take long if the cluster or the bucket is slow, or the log is long.
+        Until the feed has read it, these are the values at the end of the log on this machine.
         """
         self._feed.start()
-        # All properties share one second per attempt, so a slow bucket delays a cell only once.
+        # All properties share one second of waiting per attempt, so a slow bucket delays a cell
+        # only once.
         if self._feed.wait_until_caught_up(self._glance_left()):
             return self._view
         return peek_log(self.record.log_path)
 
     def _glance_left(self) -> float:
-        # The time starts with the first property that is read, not with the object.
+        # The time starts when the first property is read, not when the object is created.
         if self._glance_until == math.inf:
             self._glance_until = time.monotonic() + GLANCE_S
         return max(0.0, self._glance_until - time.monotonic())
 
 
 _WORKER_STATES = {"reported": "waiting"}
-"""States that have another name in the coordinator."""
+"""States that have a different name in the coordinator."""

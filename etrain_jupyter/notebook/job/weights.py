@@ -63,7 +63,7 @@ def find_saved(record: RunRecord, which: Which, best_evals: Mapping[int, float])
     Args:
         record: The job.
         which: ``last`` is the newest valid checkpoint.
-        best_evals: Values, by step, of the evaluations that were the best so far, from the log.
+        best_evals: Values of the evaluations that were the best so far, by step, from the log.
 
     Raises:
         CheckpointError: If there is none, with the reason for each checkpoint that was refused.
@@ -80,7 +80,7 @@ def find_saved(record: RunRecord, which: Which, best_evals: Mapping[int, float])
 
 def load_weights(saved: Saved) -> dict[str, Any]:
     """Return the tensors of a checkpoint, by parameter name."""
-    # Imported here: it loads torch, which a kernel that only looks at jobs does not need.
+    # Import here: this loads torch, which a kernel that only looks at jobs does not need.
     from etrain_jupyter.trainer.state.capture import load_model_state
 
     return load_model_state(saved.files[MODEL_PART])
@@ -89,16 +89,16 @@ def load_weights(saved: Saved) -> dict[str, Any]:
 def list_saved(
     record: RunRecord, best_evals: Mapping[int, float], *, verify: bool = False
 ) -> tuple[str, list[ListedCheckpoint], int | None]:
-    """Return the store, its checkpoints with the newest first, and the step of the best one.
+    """Return the store, its checkpoints (newest first), and the step of the best checkpoint.
 
-    The best one is the first candidate of ``which="best"``; None if there is none.
+    The best checkpoint is the first one that ``which="best"`` tries; None if there is none.
     """
     store = _store_of(record)
     listed = list_checkpoints(store, job_id=record.job_id, verify=verify)
     sound = [row for row in listed if row.manifest is not None and not row.problem]
     best = None
     if sound and _best_rule(record):
-        # The log overrides the checkpoint, which may be older.
+        # Values from the log take precedence over those in the checkpoint, which may be older.
         values = {**_best_evals_in(store, sound[0].manifest), **best_evals}
         steps = {row.step for row in sound}
         best = next((s for s in _best_first(record, values) if s in steps), None)
@@ -143,8 +143,8 @@ def _find_best(record: RunRecord, best_evals: Mapping[int, float]) -> Saved:
         )
     values = {**_read_best_evals(_open_newest(record).files[STATE_PART]), **best_evals}
     store, refused = _store_of(record), []
-    # The best one may be pruned or damaged, or not durable yet, because checkpoints are written in
-    # the background. Fall back to the next best one.
+    # The best checkpoint may have been deleted, be damaged, or not be durable yet, because
+    # checkpoints are written in the background. Fall back to the next best one.
     for step in _best_first(record, values):
         try:
             return _open_step(store, step, record)
@@ -160,7 +160,7 @@ def _find_step(record: RunRecord, step: int) -> Saved:
     store = _store_of(record)
     steps = store.list_steps()
     if not steps:
-        _open_newest(record)  # raises an error that explains when the first one is written
+        _open_newest(record)  # raises an error that says when the first one is written
     if step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
         raise CheckpointError(

@@ -1,7 +1,8 @@
-"""Determine from this user's own files whether and where a job's cluster is reachable.
+"""Determine whether and where a job's cluster is reachable, from this user's own files only.
 
-A job's record names its cluster, but another user may have written the record. Only the cluster id
-is taken from it and looked up in this user's files. This module opens no connection.
+A job's record names its cluster, but another user may have written the record. Therefore only the
+cluster id is taken from the record and looked up in this user's files. This module opens no
+connection.
 """
 
 from __future__ import annotations

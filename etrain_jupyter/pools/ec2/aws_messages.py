@@ -113,7 +113,8 @@ _BEGINNINGS = (
 
 def kind_of(exc: BaseException) -> Kind:
     """Classify an error: wait for capacity, retry, renew credentials, or stop."""
-    # First, because some of boto3's credential errors are not ClientErrors and have no code.
+    # Check this first, because some of boto3's credential errors are not ClientErrors and have no
+    # code.
     if is_credentials_error(exc):
         return "credentials"
     if isinstance(exc, ClientError):
@@ -149,7 +150,7 @@ def message_of_code(code: str, message: str = "") -> str:
 
 
 def message_of_error(exc: BaseException) -> str:
-    """Return the meaning of a boto3 exception, without credentials."""
+    """Return the meaning of a boto3 exception; the text contains no credentials."""
     if isinstance(exc, ClientError):
         message = str(exc.response.get("Error", {}).get("Message", ""))
         return message_of_code(code_of(exc), message)
@@ -168,7 +169,7 @@ def message_of_error(exc: BaseException) -> str:
 
 
 def pool_error(what: str, exc: BaseException, done: str) -> PoolError:
-    """Return the error for users: ``what`` failed, why, what was ``done``, and what to do next."""
+    """Return an error that states ``what`` failed, why, what was ``done``, and what to do next."""
     # All messages above have the form "cause. advice (code)": put `done` before the advice.
     cause, _, advice = message_of_error(exc).partition(". ")
     code = f" ({code_of(exc)})" if code_of(exc) and code_of(exc) not in cause else ""

@@ -1,10 +1,11 @@
 """Prepare what nodes need to boot: objects in the bucket, launch template, user-data.
 
-User-data can be read by every process on a node and by anyone who may describe the instance, so it
-contains no secret: the certificates are in the bucket, which a node reads with its role. All nodes
-of a pool share the role. A node cannot read the keys of another cluster because it does not know
-the name of their folder: the name cannot be guessed, the role cannot list it, and only the
-cluster's own user-data contains it. The name and the role are each useless without the other.
+Every process on a node can read the user-data, and so can anyone who is allowed to describe the
+instance. The user-data therefore contains no secrets. The certificates are in the bucket, and a
+node reads them with its role, which all nodes of a pool share. A node cannot read the keys of
+another cluster because it does not know the name of the folder that contains them: the name cannot
+be guessed, the role cannot list it, and only that cluster's own user-data contains it. Reading the
+keys requires both the name and the role.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from etrain_jupyter.storage.objects.s3_messages import code_of
 
 AGENT = "etrain_jupyter.pools.ec2.machine.agent"
 MOST_USER_DATA = 16_384
-"""EC2's limit, in bytes; ours takes a few hundred, plus ``image.setup``."""
+"""EC2's limit in bytes. Our script has a few hundred bytes, plus those of ``image.setup``."""
 KEYS = "keys"
 """Parent of the key folders; the role may not list it."""
 NODE_TLS = ("ca.pem", "worker.pem", "worker.key")
@@ -79,14 +80,14 @@ def tags_of(
         "etrain:owner": spec.owner or getpass.getuser(),
         "etrain:expires": str(int(expires_at)),
         "etrain:role": role,
-        # Location of the cluster's objects, for `etrain reap`, which only has credentials.
+        # Location of the cluster's objects. `etrain reap` needs it because it has only credentials.
         "etrain:home": spec.home(cluster_id),
     }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BootFacts:
-    """Facts that a node's agent needs to read its files."""
+    """Information that a node's agent needs to find and read its files."""
 
     keys: str
     """Folder of the cluster's keys, below its home."""
@@ -95,9 +96,9 @@ class BootFacts:
 
 
 def keys_folder(tls_dir: Path) -> str:
-    """Return the folder of a cluster's keys, derived from a key so that all heads agree."""
-    # Derived instead of stored: only a member of the cluster can compute it. The hash does not
-    # reveal the key to those who can read the user-data.
+    """Return the folder of a cluster's keys, which all heads derive from the same key."""
+    # The name is derived instead of stored, so only a member of the cluster can compute it. The
+    # hash does not reveal the key to those who can read the user-data.
     secret = (tls_dir / "worker.key").read_bytes()
     return f"{KEYS}/{hashlib.sha256(b'etrain keys folder' + secret).hexdigest()[:32]}"
 
@@ -119,7 +120,8 @@ def put_node_files(
     try:
         for name in NODE_TLS:
             bucket.put(f"{folder}/{keys}/{name}", (tls_dir / name).read_bytes(), "storing a key")
-        # Not below the nodes' key folder: nodes must not read the scheduler's and client's keys.
+        # Keep these out of the nodes' key folder: nodes must not read the scheduler's and client's
+        # keys.
         for name in HEAD_TLS if with_head else ():
             data = (tls_dir / name).read_bytes()
             bucket.put(f"{folder}/tls-head/{name}", data, "storing a key")
@@ -164,7 +166,7 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
     size = len(text.encode())
     if size > MOST_USER_DATA:
         raise PoolError(
-            f"the script that starts a node has {size} bytes, EC2's limit is {MOST_USER_DATA}. "
+            f"the script that starts a node is {size} bytes long; EC2's limit is {MOST_USER_DATA}. "
             f"{NOTHING} Move commands of image.setup into image.archive."
         )
     if "PRIVATE KEY" in text:
@@ -181,7 +183,7 @@ def _unpack_archive(spec: AwsSpotSpec, boot: BootFacts) -> list[str]:
     if not digest:
         raise PoolError(
             f"image.archive ({archive}) has no image.archive_sha256. {NOTHING} Nodes unpack it at "
-            "/ as root, and therefore only with a digest: add the one that "
+            "/ as root, so a digest is required. Add the digest that "
             f"`sha256sum {archive.rpartition('/')[2]}` prints."
         )
     bucket, key = split_s3_url(archive)
@@ -234,7 +236,7 @@ def make_template(
 ) -> str:
     """Return the id of the cluster's launch template; create it if it does not exist."""
     name = f"etrain-{cluster_id}" + ("" if role == "node" else f"-{role}")
-    # Look it up first: an on-demand head may use templates, but not create them.
+    # Look it up first: an on-demand head is allowed to use templates, but not to create them.
     filters = [{"Name": "launch-template-name", "Values": [name]}]
     if found := clients.ec2.describe_launch_templates(Filters=filters)["LaunchTemplates"]:
         return str(found[0]["LaunchTemplateId"])

@@ -85,7 +85,7 @@ class CapacitySpec(Section):
     placement: Literal["single-az", "spread"] = "single-az"
     """single-az keeps workers in one zone: traffic between zones costs more than GPUs."""
     on_shortage: Literal["shrink", "migrate", "spread"] = "migrate"
-    """With single-az, if capacity is missing: shrink, migrate all workers, or use other zones."""
+    """What single-az does without capacity: shrink, migrate all workers, or use other zones."""
     allocation: Literal[
         "price-capacity-optimized", "capacity-optimized", "lowest-price", "diversified"
     ] = "price-capacity-optimized"

@@ -41,7 +41,7 @@ S3_LIMITS = S3Limits(
     patience_s=20.0,
     deadline_s=20.0,
 )
-"""For the lease and the head's other objects: requests must not block the head for long."""
+"""Limits for requests for the lease and the head's other objects, which must not block it long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Instance:
     launched_at: float
     private_ip: str = ""
     reason: str = ""
-    """EC2's code for why it was, or will be, terminated."""
+    """EC2's reason code for its termination, past or upcoming."""
     ended_at: float | None = None
     """None if EC2 does not report it."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Clients:
 
     @property
     def pricing(self) -> Any:
-        """Client for on-demand rates, which only a few regions serve."""
+        """Client for on-demand rates, which are served by only a few regions."""
         return self._client(
             "pricing", {"mode": "standard", "total_max_attempts": 2}, region="us-east-1"
         )
@@ -146,7 +146,7 @@ class Clients:
         """
         bucket = self._spec.bucket
         owner = named_owner(bucket) or self._spec.bucket_owner or self._account()
-        expect_owner(bucket, owner)  # also for a run store and checkpoints in that bucket
+        expect_owner(bucket, owner)  # also applies to a run store and checkpoints in that bucket
         return expected_owner(bucket)
 
     def _account(self) -> str:
@@ -170,7 +170,7 @@ class Clients:
             return self._own_account
 
     def forget(self) -> None:
-        """Drop all clients and read the credentials again: they have expired."""
+        """Drop all clients, so that the next one reloads the credentials, which have expired."""
         with self._lock:
             # Threads that still hold an old client fail once more, and then get a new one.
             self._made.clear()
@@ -178,7 +178,7 @@ class Clients:
 
     def _s3(self, config: Config) -> Any:
         with self._lock:
-            # `Bucket` requests a new client when the credentials have expired: read them again.
+            # `Bucket` requests a new client when the credentials have expired, so reload them.
             self._session = None
         return self._open().client("s3", endpoint_url=self._spec.endpoint_url, config=config)
 
@@ -220,7 +220,7 @@ def list_instances(
 ) -> list[Instance]:
     """Return the machines with our tag, oldest first.
 
-    All filters are optional: one cluster, some states, some ids. Ids unknown to EC2 are ignored.
+    ``cluster_id``, ``states`` and ``ids`` are optional filters. Ids unknown to EC2 are ignored.
     """
     by_tag = {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]}
     filters = [by_tag if cluster_id else {"Name": "tag-key", "Values": [CLUSTER_TAG]}]
@@ -243,7 +243,7 @@ _AT = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)")
 
 
 def _instance(data: Mapping[str, Any]) -> Instance:
-    # The only field with the end time: "User initiated (2026-11-22 08:00:00 GMT)".
+    # Only this field contains the end time: "User initiated (2026-11-22 08:00:00 GMT)".
     transition = str(data.get("StateTransitionReason") or "")
     at = _AT.search(transition)
     ended = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC) if at else None
@@ -257,7 +257,7 @@ def _instance(data: Mapping[str, Any]) -> Instance:
         launched_at=data["LaunchTime"].timestamp(),
         private_ip=data.get("PrivateIpAddress") or "",
         reason=(data.get("StateReason") or {}).get("Code") or transition,
-        # A stopped machine also has such text, but may still cost money.
+        # This field is also set for a stopped machine, which may still cost money.
         ended_at=ended.timestamp() if ended and state not in LIVING else None,
         tags={tag["Key"]: tag["Value"] for tag in data.get("Tags", ())},
     )
@@ -302,7 +302,8 @@ def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) ->
     """Return EC2's placement score for each zone, 1 to 10; empty if not available."""
     try:
         zones = ec2.describe_availability_zones()["AvailabilityZones"]
-        # Scores use zone ids (use1-az1), everything else the account's own names (us-east-1a).
+        # Scores use zone ids (use1-az1), but all other requests use the account's own names
+        # (us-east-1a).
         names = {zone["ZoneId"]: zone["ZoneName"] for zone in zones}
         answer = ec2.get_spot_placement_scores(
             InstanceTypes=list(types),
@@ -311,7 +312,7 @@ def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) ->
             RegionNames=[region],
         )
     except (*AwsErrors, ResponseParserError):
-        return {}  # Scores only rank zones, and the role may lack permission.
+        return {}  # Scores are optional: they only rank zones, and the role may lack permission.
     scores = answer.get("SpotPlacementScores", ())
     return {names.get(s.get("AvailabilityZoneId", ""), ""): int(s["Score"]) for s in scores}
 
@@ -333,7 +334,7 @@ def console_tail(ec2: Any, instance_id: str, num_lines: int = 20) -> str:
 def terminate(ec2: Any, ids: Sequence[str]) -> None:
     """Terminate machines, even if EC2 does not know some of the ids (yet).
 
-    A response, or its absence, proves nothing: list the machines again.
+    Neither a response nor an error proves whether the machines will terminate; list them again.
     """
     if not ids:
         return

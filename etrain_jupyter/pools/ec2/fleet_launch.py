@@ -53,10 +53,10 @@ def create_fleet(
             if kind == "credentials":
                 raise
             if kind != "transient":
-                # This is an answer, too: EC2 has rejected the request as a whole, so no machine was
-                # launched.
+                # A rejection is also an answer: EC2 has rejected the whole request, so it has not
+                # launched any machine.
                 return FleetResult(refusals=(_refusal("", "", code_of(exc), str(exc)),))
-    # Unknown: EC2 may have launched the machines. The caller repeats the request with its token.
+    # EC2 may or may not have launched the machines. The caller repeats the request with its token.
     return None
 
 
@@ -81,7 +81,7 @@ def _arguments(
     # All machines in a request have the same number of workers. With WeightedCapacity, EC2 might
     # launch more workers than requested.
     return {
-        # Synchronous, and leaves no fleet that would replace interrupted machines on its own.
+        # An instant fleet is launched synchronously and does not replace interrupted machines.
         "Type": "instant",
         "ClientToken": request.token,
         "LaunchTemplateConfigs": [
@@ -110,7 +110,7 @@ def _result(
     now = time.time()
 
     def place(one: Mapping[str, Any]) -> tuple[str, str]:
-        # Machines and errors carry these facts in different places.
+        # EC2 returns the type and zone in different fields for machines and for errors.
         override = one.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
         zone = override.get("AvailabilityZone") or zones.get(override.get("SubnetId", ""), "")
         return one.get("InstanceType") or override.get("InstanceType", ""), zone

@@ -1,4 +1,4 @@
-"""State of the fleet's rules: launches in progress, back-offs, failures.
+"""State that the fleet's rules keep between ticks: launches in progress, back-offs, failures.
 
 Plain data, written to disk before each launch. A launch goes through these states::
 
@@ -29,12 +29,12 @@ STATE_FILE = "fleet.json"
 """In the cluster's folder; written before each launch."""
 
 PoolKey = tuple[str, str, str]
-"""Type, zone and lifecycle: EC2's unit of capacity."""
+"""Type, zone and lifecycle, which identify one of EC2's capacity pools."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """A request for machines with one lifecycle and the same number of workers each."""
+    """A request for machines that have the same lifecycle and number of workers."""
 
     token: str
     """Makes the request idempotent: EC2 returns the same machines for the same token."""
@@ -51,7 +51,7 @@ class LaunchRequest:
 
     @property
     def keys(self) -> tuple[PoolKey, ...]:
-        """The capacity pools that it may be filled from."""
+        """The capacity pools from which EC2 may fill the request."""
         return tuple((type, zone, self.lifecycle) for type, zone in self.overrides)
 
 
@@ -98,7 +98,7 @@ class BackOff:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetState:
-    """State of the rules, in addition to EC2's listing."""
+    """State that the rules keep in addition to EC2's listing."""
 
     life: int = 1
     """Incarnation number of the head; part of the tokens."""
@@ -166,7 +166,8 @@ class FleetState:
     def listed(self, ids: Iterable[str]) -> FleetState:
         """Record which machines EC2 lists, in any state."""
         seen = set(ids)
-        # From now on, they count through the listing; in `acks`, they would count twice.
+        # From now on, these machines are counted in the listing; in `acks`, they would be counted
+        # twice.
         return self.with_(acks=tuple(ack for ack in self.acks if ack.id not in seen))
 
     def looked_up(self, found: Iterable[str], missing: Iterable[str], now: float) -> FleetState:

@@ -91,13 +91,13 @@ def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
             what = f"capacity.gpu ({capacity.gpu.count} of {capacity.gpu.memory_gib:g} GiB)"
         else:
             known = describe_types(clients.ec2, capacity.types)
-            # In the user's order. Types that the region lacks are left out; it is an error only if
+            # Keep the user's order. Leave out types that the region lacks; it is an error only if
             # none remain.
             found = {name: known[name] for name in capacity.types if name in known}
             what = f"capacity.types ({', '.join(capacity.types)})"
     except AwsErrors as exc:
         raise pool_error(f"the types of {spec.region} cannot be listed", exc, NOTHING) from exc
-    # Filtered before the check for an empty result, so that the error names this key.
+    # Filter before the check for an empty result, so that the error names this key.
     if spec.network.require_nitro_encryption:
         found = {name: facts for name, facts in found.items() if facts.encrypts_traffic}
         what += " with network.require_nitro_encryption"

@@ -1,8 +1,8 @@
 """Cost of machines: a pure function of their run times and the prices at those times.
 
-Nothing is accumulated from tick to tick: a restarted head computes the same amounts from the same
-rows. Spot machines are charged per second at the price in force, for at least a minute; one that
-EC2 reclaims in its first hour is free; disks are charged while they exist.
+Amounts are not accumulated from tick to tick, so a restarted head computes the same amounts from
+the same rows. Spot machines are charged per second at the price in force, for at least a minute. A
+machine that EC2 reclaims in its first hour is free. Disks are charged as long as they exist.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 LEAST_S = 60.0
-"""EC2's minimum charge in seconds, also for disks."""
+"""EC2's minimum charge in seconds; it applies to disks, too."""
 FIRST_HOUR_S = 3600.0
 TAKEN_BY_EC2 = "Server.SpotInstance"
 """Prefix of the reason if EC2 reclaimed a machine."""
@@ -56,8 +56,8 @@ class PriceBook:
         points = self.spot.get((type, zone), ())
         if not points:
             return None
-        # Each price applies from its point to the next; the first also before it, the last to the
-        # end.
+        # Each price applies from its point to the next. The first price also applies before its
+        # point, and the last price applies until the end.
         total = 0.0
         for number, (at, usd) in enumerate(points):
             #   points        p0         p1         p2
@@ -141,8 +141,8 @@ def charge_of(row: Row, prices: PriceBook, now: float) -> Charge:
     """
     begin = row.launched_at
     end = max(begin, now if row.ended_at is None else row.ended_at)
-    # A running machine is charged for its run time; one that ended, for at least a minute.
-    # `committed` sets ended_at to now, and thus counts the minimum for running machines as well.
+    # A running machine is charged for its run time, and a machine that has ended for at least a
+    # minute. `committed` sets ended_at to now, so it counts the minimum for running machines, too.
     charged_end = end if row.ended_at is None else max(end, begin + LEAST_S)
     full = prices.on_demand.get(row.type)
     on_demand = None if full is None else (charged_end - begin) / 3600 * full

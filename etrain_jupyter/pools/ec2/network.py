@@ -115,7 +115,7 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
 
 
 def _admits_members(group: Mapping[str, Any]) -> bool:
-    """Return True if the rule exists. An on-demand head may use the group, but not change it."""
+    """Return True if the rule exists; an on-demand head is not allowed to add it."""
     return any(
         rule.get("IpProtocol") == "-1" and pair.get("GroupId") == group["GroupId"]
         for rule in group.get("IpPermissions", ())

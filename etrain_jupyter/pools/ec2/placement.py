@@ -115,8 +115,8 @@ def within_budget(
     if room_usd is None:
         return list(candidates), count
     best: tuple[list[Offer], int] = ([], 0)
-    # Trade off the number of machines against the number of pools, each of which may lack capacity:
-    # among limits that allow the same number of machines, the highest one keeps the most pools.
+    # Choose the price limit that allows the most machines. Among limits that allow the same number,
+    # choose the highest: it keeps the most pools, and each pool may lack capacity.
     for limit in sorted({offer.usd(lifecycle) or 0.0 for offer in candidates}):
         each = limit + disk_usd
         fit = count if each <= 0 else min(count, int(room_usd / each + 1e-9))

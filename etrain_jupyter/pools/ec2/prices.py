@@ -86,8 +86,8 @@ class Prices:
         have = {type for type, _ in self.spot}
         if now - self.fetched_at < REFRESH_S and have >= set(wanted):
             return
-        # A new type needs its whole history, so the others are fetched again, too; duplicates are
-        # dropped below.
+        # A new type needs its whole history. The request then returns the history of the other
+        # types again; the duplicates are dropped below.
         begin = since if not self.fetched_at or not have >= set(wanted) else self.fetched_at - 60
         fetched = spot_history(self.clients.ec2, wanted, min(begin, now - 60))
         for pool, points in fetched.items():
@@ -103,8 +103,8 @@ class Prices:
                     found[type] = usd
             self.source = f"Pricing API, {time.strftime('%Y-%m-%d', time.gmtime())}"
         except (*AwsErrors, ValueError, KeyError):
-            # A separate service: the role may lack permission, and a simulation may lack the
-            # service.
+            # The Pricing API is a separate service: the role may not have permission to use it, and
+            # a simulation of AWS may not provide it.
             self.source = f"built-in table, {TABLE_REGION}, {TABLE_DATE}"
         for type in types:
             # The table also fills gaps of the Pricing API.

@@ -171,7 +171,7 @@ def remove(
         region: The cluster's region.
         cluster_id: The cluster.
         timeout_s: When to stop retrying, in seconds.
-        home: URL of its objects, in case no tagged resource is left.
+        home: URL of the cluster's objects, used if no tagged resource is left.
         spares_head: Keep the head's machine, which is this one, with its template and security
             group.
         pause: Waits between two attempts.
@@ -250,8 +250,8 @@ def _delete(ec2: Any, one: Tagged) -> str:
 
 
 def _remove_objects(clients: Clients, home: str, cluster_id: str) -> list[str]:
-    # The URL comes from a tag, which anyone who may tag resources can write: never delete anything
-    # but the folder of this cluster, and only in the bucket that the clients were made for.
+    # The URL comes from a tag, so anyone who is allowed to tag resources can change it. Delete only
+    # the folder of this cluster, and only in the bucket for which the clients were created.
     if not home.startswith(S3) or not home.endswith(f"/clusters/{cluster_id}"):
         return []
     name, key = split_s3_url(home)
@@ -275,10 +275,11 @@ def by_cluster(found: Sequence[Tagged]) -> dict[str, list[Tagged]]:
 
 
 def should_remove(own: Sequence[Tagged], *, cluster_id: str, all_clusters: bool) -> bool:
-    """Return True if a cluster should be removed: by id, because it has expired, or with all."""
+    """Return True if a cluster is to be removed: by its id, as expired, or with all clusters."""
     if cluster_id:
         return own[0].cluster_id == cluster_id
-    # `all`: a running head postpones the expiry of its machines, template and group, not of disks.
+    # Check all resources: a running head postpones the expiry of its machines, template and group,
+    # but not that of its disks.
     return all_clusters or all(one.is_expired for one in own)
 
 

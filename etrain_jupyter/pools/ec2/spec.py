@@ -197,7 +197,7 @@ class AwsSpotSpec(Section):
     profile: str | None = None
     """Profile in ~/.aws; None to use the environment."""
     head: Literal["notebook", "on-demand"] = "notebook"
-    """Where the scheduler runs: on this machine, which nodes must reach, or on its own machine."""
+    """Where the scheduler runs: on this machine, if nodes can reach it, or on its own machine."""
     head_host: str | None = None
     """Address of this machine at which nodes reach its scheduler; None to detect it."""
     head_tunnel: Literal["none", "ssm"] = "none"

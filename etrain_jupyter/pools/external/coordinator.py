@@ -37,8 +37,8 @@ from etrain_jupyter.wire import requests as q
 logger = logging.getLogger("etrain.coordinator")
 
 SILENCE_S = 60.0
-"""Heartbeat timeout here: other users' tasks share the supervisor's process, and some hold the GIL
-for a long time."""
+"""Heartbeat timeout in seconds. It is long because other users' tasks run in the supervisor's
+process, and some hold the GIL for a long time."""
 
 POLL_S = 0.1
 DRAIN_S = 10.0
@@ -49,7 +49,7 @@ ANSWER_S = 10.0
 
 
 class GuestNodes(NoNodes):
-    """Workers that others start. We can only retire them."""
+    """Workers of an external cluster, which the coordinator can retire but not start."""
 
     def __init__(self) -> None:
         self.leaving: dict[str, asyncio.Task[Any]] = {}
@@ -98,7 +98,7 @@ class GuestCoordinator(Coordinator):
         self._work = asyncio.Event()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Create a new one in the receiving process, because it belongs to an event loop."""
+        """Create a new coordinator in the receiving process, because each needs an event loop."""
         return _make, (self._cluster_id,)
 
     def register(self, scheduler: Scheduler) -> None:
@@ -123,14 +123,14 @@ class GuestCoordinator(Coordinator):
             await asyncio.sleep(TICK_S)
             with self._defects.watch(None, "a tick"):
                 self.tick()
-            # Rest only when nothing is left to write or to acknowledge: no later event would wake
-            # us.
+            # Stop ticking only when all logs are written and all messages are acknowledged: no
+            # later event would start the ticks again.
             is_behind = any(job.job_log.is_behind for job in self._jobs.values())
             if not (self._active() or is_behind) and self._acknowledgements.is_empty:
                 self._rest()
 
     def tick(self) -> None:
-        """Run due actions, and mark a scheduler with jobs as busy: our jobs are not Dask tasks."""
+        """Run due actions, and mark a scheduler with jobs as busy, as they are not Dask tasks."""
         super().tick()
         if self._active():
             # Otherwise `idle_timeout` or an adaptive cluster would shut the scheduler down during a
@@ -138,7 +138,7 @@ class GuestCoordinator(Coordinator):
             self._scheduler.idle_since = None
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Return the workers that Dask may close on its own: it does not see our ranks."""
+        """Return the workers that Dask may close on its own, because no job uses them."""
         return [state for state in workers if not self.is_busy(str(state.name))]
 
     def _wake(self) -> None:
@@ -146,10 +146,11 @@ class GuestCoordinator(Coordinator):
             return
         self._work.set()
         now = clock.now()
-        # The roster treats the time without ticks as a suspension of this process, not as silence.
+        # The roster treats the time without ticks as a suspension of this process, so it does not
+        # count towards heartbeat timeouts.
         self._workers.tick(now)
         for facts in self._workers:
-            self._workers.hear(facts.address, now)  # it sent no heartbeats while it rested
+            self._workers.hear(facts.address, now)  # it sent no heartbeats while it was idle
             self._send_to(facts.name, m.WakeSupervisor())
 
     def _rest(self) -> None:
@@ -161,7 +162,7 @@ class GuestCoordinator(Coordinator):
 
     def _greet(self, hello: m.SupervisorHello, worker: str, now: float) -> None:
         super()._greet(hello, worker, now)
-        # None if this incarnation is fenced: it stays unfit, and asleep.
+        # None if this incarnation is fenced: it stays unfit and idle.
         facts = self._workers.hear(worker, now)
         if facts is not None:
             self._unfit.pop(facts.name, None)
@@ -187,13 +188,13 @@ class GuestCoordinator(Coordinator):
 
     async def _submit(self, request: q.SubmitJob) -> q.Submitted:
         job = request.job
-        # If there is a place, the run is in a bucket, and no folder is shared.
+        # If `place` is set, the run is stored in a bucket, so a shared folder is not needed.
         if not job.get("place"):
             await self._check_folder(str(job["run_dir"]))
         self._wake()
         reply = await super()._submit(request)
         if job["job_id"] not in self._jobs:
-            return reply  # the kernel sends its bundle first
+            return reply  # the kernel must first send the job's bundle
         for name, why in self._unfit.items():
             _log_unfit(self._jobs[job["job_id"]], name, why)
         return reply
@@ -270,8 +271,8 @@ class GuestCoordinator(Coordinator):
         facts = self._workers.get(worker)
         jobs = [job for job in self._active() if job.state.of_worker(worker) is not None]
         if jobs:
-            # The same path as EC2's notice, so the ranks leave at a step boundary and the state is
-            # copied.
+            # Treat the release like an interruption notice from EC2, so that the ranks leave at a
+            # step boundary and the state is copied.
             self._injector.give_notice(worker, drain_s)
             return q.Done()
         if facts is not None:

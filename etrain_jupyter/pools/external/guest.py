@@ -37,7 +37,7 @@ class GuestSupervisor(WorkerPlugin):
     async def setup(self, worker: Any) -> None:
         """Start the supervisor, or log why it cannot start."""
         try:
-            # Not at the top: this module is sent as code, see its docstring.
+            # Do not import this at the top: this module is sent as code, see its docstring.
             from etrain_jupyter.pools.external.guest_worker import make_supervisor
 
             self._supervisor = make_supervisor(self._version)
@@ -63,8 +63,8 @@ _num_sending = 0
 @contextlib.contextmanager
 def sent_as_code() -> Iterator[None]:
     """Make Dask pickle this module's definitions by value while the context is active."""
-    # cloudpickle's registry is global to the process and keeps no count: the first thread to finish
-    # would switch it off for the others.
+    # cloudpickle's registry is global to the process and does not count registrations. Without our
+    # own count, the first thread to finish would unregister the module for the other threads.
     global _num_sending
     import cloudpickle
 

@@ -16,7 +16,7 @@ from etrain_jupyter import __version__
 from etrain_jupyter.errors import PoolError
 
 PROBE_S = 2.0
-"""Timeout for opening a connection, to find out why a scheduler does not answer."""
+"""Timeout for opening a connection to find out why a scheduler does not respond."""
 REQUIRED = ("python", "etrain-jupyter", "torch")
 """Packages whose versions must match the kernel's.
 
@@ -88,7 +88,8 @@ async def unreachable(address: str, exc: BaseException) -> PoolError:
             "that cluster. If it is the right file, another machine may answer at that address."
         )
     # A scheduler without TLS may send its first bytes before ours arrive. Depending on which side
-    # is faster, OpenSSL reports a wrong version, or tornado a connection that it cannot convert.
+    # is faster, OpenSSL reports a wrong version, or tornado reports that it cannot convert the
+    # connection.
     plain_text_errors = ("WRONG_VERSION_NUMBER", "record layer", "cannot convert to SSL")
     if is_tls and any(error in text for error in plain_text_errors):
         return PoolError(

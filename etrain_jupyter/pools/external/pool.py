@@ -1,8 +1,8 @@
 """The ``address`` pool: an existing Dask scheduler with its own workers.
 
-``up()`` registers the coordinator as a scheduler plugin and the supervisor as a worker plugin, also
-on workers that connect later. ``down()`` unregisters both. The pool starts no scheduler and no
-worker, and stops a worker only in ``release()``.
+``up()`` registers the coordinator as a scheduler plugin and the supervisor as a worker plugin,
+including on workers that connect later. ``down()`` unregisters both. The pool does not start a
+scheduler or workers, and stops a worker only in ``release()``.
 """
 
 from __future__ import annotations
@@ -269,7 +269,8 @@ class AddressPool:
             import distributed
 
             make: Any = distributed.Client
-            # Create the client before awaiting it: one that fails to connect must be closed too.
+            # Create the client before awaiting it, because a client that fails to connect must be
+            # closed, too.
             client = make(
                 self._address.address,
                 security=self._address.security() if self._address.tls_ca else None,
@@ -307,7 +308,7 @@ class AddressPool:
         await self._check_workers(client, here)
         info = client.scheduler_info()
         coordinator = GuestCoordinator(cluster_id=str(info["id"]))
-        # The coordinator first: supervisors report to it as soon as they start.
+        # Register the coordinator first: supervisors report to it as soon as they start.
         await client.register_plugin(coordinator)
         # Pickle the plugin by value: if pickled by name, it would keep workers without
         # etrain-jupyter from starting.
@@ -330,7 +331,7 @@ class AddressPool:
             raise PoolError(unfit_scheduler(address, exc, here)) from exc
         if found["etrain-jupyter"] != __version__:
             raise PoolError(of_other_version(address, found, here))
-        # A class of ours with another name is the coordinator of a local or EC2 cluster.
+        # Any other coordinator class of ours belongs to a local or EC2 cluster.
         if found["coordinator"] not in ("", "GuestCoordinator"):
             raise PoolError(
                 f"{address} is a cluster that etrain started itself. Nothing was done. Remove the "
@@ -341,7 +342,7 @@ class AddressPool:
         """Reject a cluster with no usable worker; notify the user of unusable workers."""
         from etrain_jupyter.pools.external.guest_worker import look_here
 
-        # "return": one broken worker must not hide the others' answers.
+        # on_error="return": one broken worker must not hide the responses of the others.
         found = await client.run(look_here, on_error="return")
         if not found:
             self._notify_once(

@@ -3,8 +3,8 @@
 ============================================================  ====================================
 trainers of the newest generation                             what happens
 ============================================================  ====================================
-all are present, and have stepped in it                       it continues: its ranks have trained
-                                                              on and need nothing
+all are present, and have stepped in it                       it continues: its ranks are training
+                                                              and need no command
 all are present, but it was still forming                     it is aborted (``restart``)
 some are missing                                              it is aborted (``lost``; ``restart``
                                                               if no worker was lost)
@@ -28,7 +28,7 @@ LOST_MEANWHILE = "lost while the scheduler was down"
 
 def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
     """Adopt the trainers that were found, and count the other workers as lost."""
-    # Trainers train on while no scheduler runs:
+    # Trainers keep training while the scheduler is down:
     #
     #   scheduler 1   forms generation 4   dies
     #   trainers      ------ step 40 ------------ 41 -- 42 -- 43 -----------
@@ -97,5 +97,5 @@ def _phase_of(found: s.SurvivorFound) -> MemberPhase:
     if found.is_inside:
         return "ranked"
     if found.progress != s.NO_PROGRESS:
-        return "reported"  # at a step boundary, with a state that others may lack
+        return "reported"  # at a step boundary, with a state that other trainers may not have
     return "warm" if found.is_warm else "starting"

@@ -33,7 +33,7 @@ class AbortGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class FormGeneration:
-    """Make these trainers, in rank order, the next generation."""
+    """Form the next generation from these trainers, which are in rank order."""
 
     generation: int
     trainers: tuple[str, ...]

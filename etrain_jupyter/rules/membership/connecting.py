@@ -28,11 +28,11 @@ _STRANGER_REMEDY = (
 
 
 def count_failed_form(turn: Turn) -> None:
-    """Count the generation that was just aborted, unless a lost worker explains it."""
+    """Count the generation that was just aborted, unless a lost worker explains the abort."""
     state, current, faults = turn.state, turn.state.current, turn.state.faults
     if state.phase != "collecting" or state.ending:
         return
-    # A lost rank explains the break, as does one missing since the scheduler's restart.
+    # The cause is a lost rank, or a rank that has been missing since the scheduler's restart.
     if current.has_lost or len(state.in_phase("reported")) < current.world_size:
         turn.update_faults(replace(faults, failed_forms=faults.failed_forms.after_loss()))
         return
@@ -51,7 +51,7 @@ def count_failed_form(turn: Turn) -> None:
     if current.is_ready and "stalled" in state.next_whys:
         turn.update_faults(replace(faults, failed_forms=failed))
         return
-    form_at = turn.now + failed.wait_s  # longer each time; the last failure fails the job
+    form_at = turn.now + failed.wait_s  # the wait grows; the last failure fails the job
     turn.update_faults(replace(faults, failed_forms=failed, form_at=form_at))
     turn.log(f"{_describe_break(state)}{_describe_cause(failed)}")
     if failed.is_final:

@@ -1,8 +1,8 @@
 """Count generations that break although no worker was lost, and decide when to retry.
 
-A lost worker explains a broken generation, which then does not count as a failure. Otherwise, the
+A generation that breaks because a worker was lost does not count as a failure. Otherwise, the
 connections between the ranks are the cause: retry, at most twice with NCCL, and fail the job when
-retrying is useless.
+another attempt is useless.
 
 ========================  =====================  =======================================
 the generation broke ...  consecutive failures   consecutive NCCL failures
@@ -121,7 +121,7 @@ NO_FAILED_FORMS = FailedForms()
 def is_of_nccl(breaks: Sequence[Break], backend: str) -> bool:
     """Return whether NCCL broke a generation: a rank reports it, or none reports an error.
 
-    When a rank leaves, its gloo connections close: the others may report only that.
+    When a rank leaves, its gloo connections close, and this may be all that the other ranks report.
     """
     # NCCL reports an error              {"nccl", "gloo"}, {"nccl"}     yes
     # only gloo does                     {"gloo"}                       no: its own connections
@@ -134,5 +134,5 @@ def _cause(breaks: Sequence[Break], backend: str) -> str:
     # The most specific error comes from the generation's own backend; gloo connections also close
     # when a rank leaves for another reason.
     found = [b for b in breaks if b.error]
-    found.sort(key=lambda b: b.backend != backend)  # stable: the first to report comes first
+    found.sort(key=lambda b: b.backend != backend)  # stable, so the first report comes first
     return f"{found[0].worker}: {found[0].error}" if found else ""

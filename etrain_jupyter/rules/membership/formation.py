@@ -40,8 +40,8 @@ from etrain_jupyter.rules.membership.turn import (
 )
 
 ADMISSION_GRACE_S = 1.0
-"""Seconds that warm newcomers wait for others still warming up, so that one change admits them
-all."""
+"""Seconds for which warm newcomers wait for others that are still warming up, so that one change
+admits all of them."""
 
 MAX_FAULTS = 3
 """Consecutive faults in the same place (before the first step, or in one step) after which the job
@@ -90,7 +90,8 @@ def _check_budgets(turn: Turn) -> None:
         return
     if faults.num_warm_ups >= MAX_FAULTS:
         text = f"{faults.num_warm_ups} trainers in a row exited before they were ready to train"
-    # If the step has been committed since, the code gets past it: the budget no longer applies.
+    # If the step has been committed in the meantime, the code can complete it, so the budget no
+    # longer applies.
     elif step == state.step and len(generations) >= MAX_FAULTS:
         did = "lost a trainer" if faults.last.workers else "did not complete"
         text = f"step {step + 1} {did} in {len(generations)} generations in a row"
@@ -112,12 +113,13 @@ def _announce_if_due(turn: Turn) -> None:
     #   notice -> background checkpoint -> ... trains on ... -> save_at -> change -> report
     #          -> last checkpoint (``_save_before_it_is_gone``) -> release -> interruption
     if not (stays or newcomers):
-        # None would remain: all continue training as long as possible, and the state is backed up.
+        # If no member would remain, all of them continue training as long as possible, and a
+        # checkpoint is saved in the background.
         _back_up(turn, ranked)
         leaves = [m for m in leaves if m.save_at <= turn.now]
     elif len(stays) + len(newcomers) < state.min_workers:
-        # Too few would remain, and the job would wait: ranks that still have time continue
-        # training.
+        # If too few members would remain, the job would have to wait, so ranks that still have time
+        # continue training.
         leaves = [m for m in leaves if not _has_time(m, turn.now)]
     # Newcomers that are waiting for others count too: they will join soon.
     is_short = len(ranked) + len(_newcomers(turn.state)) < state.min_workers
@@ -162,8 +164,9 @@ def _newcomers(state: JobState) -> list[Member]:
 
 def _settle(turn: Turn) -> None:
     """Form the next generation, wait, or end the job. Called while no rank is stepping."""
-    # The order matters: a non-finite loss removes its step from the undone ones, and may fail or
-    # pause the job; logging undone steps needs the survivors; a failed attempt may fail the job.
+    # The order of these calls matters. A non-finite loss removes its step from the undone steps,
+    # and may fail or pause the job. Undone steps must be logged while the survivors are still
+    # members. A failed attempt may fail the job.
     _settle_nan_loss(turn)
     publish_undone(turn)
     count_failed_form(turn)
@@ -238,16 +241,16 @@ def _save_before_it_is_gone(turn: Turn, *, has_enough: bool) -> bool:
         True if the next generation has to wait for the checkpoint.
     """
     if saver_of(turn.state) is not None:
-        return True  # the order to form would queue behind the checkpoint
+        return True  # the trainer would form the next generation only after the checkpoint
     holders = newest_holders(turn.state)
     if not holders or not all(m.leaving for m in holders):
         return False  # one holder stays, or there is no state
     if _has_successor(turn.state) or is_newest_durable(turn.state):
-        return False  # a member that stays will receive it, or a checkpoint has it
+        return False  # a member that stays will receive the state, or a checkpoint contains it
     is_due = all(m.save_at <= turn.now for m in holders)
     is_known = any(m.save_at < math.inf for m in holders)
-    # Before the deadline: continue training if there are enough ranks, otherwise use the time to
-    # save. Without a deadline there is no hurry.
+    # Before the deadline, continue training if there are enough ranks; otherwise use the time to
+    # save. If the deadline is unknown, do not save yet.
     if not is_due and (has_enough or not is_known):
         return False
     save_newest(turn)
@@ -263,7 +266,7 @@ def _why_it_saves(state: JobState) -> str:
 def _why_too_few(state: JobState, num_here: int) -> str:
     known = [f"{m.worker} is warming up" for m in state.in_phase("starting")]
     known += [f"{w} was lost: {cause}" for w, cause in state.faults.lost if not state.of_worker(w)]
-    # The workers that held the state are gone: say that it is not lost.
+    # The workers that held the state are gone: say that a checkpoint still contains it.
     has_no_holder = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))
     if state.step > 0 and has_no_holder and state.saved_step >= state.step:
         known.append(f"the state is in the checkpoint of step {state.saved_step}")
@@ -276,18 +279,19 @@ def _release_leavers(turn: Turn) -> list[Member]:
     holders = turn.state.in_phase("reported")
     newest = newest_holders(turn.state)
     if any(not m.leaving for m in newest):
-        # The newest state is kept. All leaving members go; but if too few ranks would remain to
-        # train, those with time until their deadline stay.
+        # A member that stays holds the newest state, so all leaving members can go. But if too few
+        # ranks would remain to train, those that still have time until their deadline stay.
         going = [m for m in holders if m.leaving]
         num_left = len(holders) - len(going) + len(_newcomers(turn.state))
         if num_left < turn.state.min_workers:
             going = [m for m in going if not _has_time(m, turn.now)]
     elif any(m.save_at > turn.now for m in newest) or not _has_successor(turn.state):
-        # Only leaving members hold it. Those past ``save_at`` go; the others keep it until it is
-        # durable or handed over.
+        # Only leaving members hold the newest state. Those past ``save_at`` go; the others keep the
+        # state until it is durable or handed over.
         going = [m for m in holders if m.leaving and m.save_at <= turn.now]
     else:
-        # All of them are due: they hand it over in the next generation, and leave after that.
+        # All holders are past ``save_at``: they hand the state over in the next generation, and
+        # then leave.
         return holders
     stays = [m for m in holders if m not in going]
     # In any case, never release the last holder of a state that is not durable, or a member that
@@ -318,8 +322,8 @@ def _has_successor(state: JobState) -> bool:
 
 
 def _still_missing(state: JobState, num_ranks: int) -> tuple[tuple[str, str], ...]:
-    # A lost worker may return under its own name or be replaced by another: a job with its maximum
-    # number of ranks is missing none.
+    # A lost worker may return under its own name or be replaced by another worker. If the job has
+    # its maximum number of ranks, no worker is missing.
     num_missing = max(0, state.max_workers - num_ranks)
     away = [pair for pair in state.faults.lost if state.of_worker(pair[0]) is None]
     return tuple(away[-num_missing:]) if num_missing else ()

@@ -1,7 +1,7 @@
 """Back off on workers whose trainers keep exiting.
 
-A job survives any number of machine faults, but a broken machine that keeps coming back must not
-disturb the others each time: each consecutive fault doubles the wait.
+A job survives any number of machine faults. Each consecutive fault doubles the wait, so that a
+broken machine that keeps coming back does not disturb the other machines each time.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def after_fault(
     (1.0, 7.0)
     """
     num_faults = 1
-    # Consecutive: no long healthy phase and no long pause between this fault and the previous one.
+    # Faults are consecutive unless a long healthy phase or a long pause is between them.
     if previous is not None and stepped_s < HEALTHY_S and now - previous.last_at < FORGET_S:
         num_faults = previous.num_faults + 1
-    wait_s = wait_after(num_faults - was_ready)  # one less if it was ready: no wait the first time
+    wait_s = wait_after(num_faults - was_ready)  # no wait after the first fault if it was ready
     return Health(num_faults=num_faults, last_at=now, retry_at=now + wait_s)
 
 

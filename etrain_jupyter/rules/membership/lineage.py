@@ -32,6 +32,6 @@ def is_of_job(*, generation: int, step: int, starts: Sequence[int]) -> bool:
     >>> is_of_job(generation=3, step=40, starts=starts)
     True
     """
-    # ``starts[generation]`` belongs to the next generation, because generations count from 1. All
-    # later ones matter: the third may begin at an earlier step than the second.
+    # ``starts[generation]`` belongs to the next generation, because generations count from 1. Check
+    # all later generations: the third may begin at an earlier step than the second.
     return all(step <= start for start in starts[generation:])

@@ -13,7 +13,7 @@ from etrain_jupyter.rules.membership.turn import Turn, begin_collecting, start_m
 
 
 def take_worker_gone(turn: Turn, stimulus: s.WorkerGone) -> None:
-    """Remove a worker that is gone, with its trainer. This counts against no budget."""
+    """Remove a worker that is gone, with its trainer. This does not count against any budget."""
     turn.unassign(stimulus.worker)  # until the coordinator assigns it again
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
@@ -25,7 +25,7 @@ def take_trainer_lost(turn: Turn, stimulus: s.TrainerLost) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None:
         return
-    # Counted first: the rule depends on the member's phase, and on the other members.
+    # Count the fault first: the rule depends on the member's phase, and on the other members.
     if not stimulus.injected:
         _count_fault(turn, member, stimulus)
     _lose(turn, member, stimulus.cause, stimulus.detected_s)
@@ -34,9 +34,9 @@ def take_trainer_lost(turn: Turn, stimulus: s.TrainerLost) -> None:
 
 
 def exclude_newcomer(turn: Turn, member: Member, stimulus: s.UserErrorSeen) -> None:
-    """Continue without a newcomer on which the notebook's code fails: it works on the others.
+    """Continue without a newcomer on which the notebook's code fails, although it works on others.
 
-    Its worker may lack a file or a package. The next trainer starts there after a back-off.
+    Its worker may lack a file or a package. The worker gets its next trainer after a back-off.
     """
     error = "\n".join(text for text in (stimulus.error, stimulus.traceback) if text)
     turn.log(
@@ -50,8 +50,9 @@ def exclude_newcomer(turn: Turn, member: Member, stimulus: s.UserErrorSeen) -> N
 def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
     """Distinguish machine faults from faults in the notebook's code, which would recur forever.
 
-    Faults count regardless of the worker: a repeated step gives the same samples to each rank. And
-    if the others can train without a broken machine, they commit steps in the meantime.
+    Faults count regardless of the worker, because a repeated step gives the same samples to each
+    rank. If a machine is broken and the others can train without it, they commit steps in the
+    meantime, so the count starts again.
     """
     state = turn.state
     _back_off(turn, member)  # counts against its worker in any phase
@@ -72,7 +73,7 @@ def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
 def count_step_fault(
     turn: Turn, error: str, *, output: str = "", workers: tuple[str, ...] = ()
 ) -> None:
-    """Count a generation that broke in the current step; no ``workers`` if the cause is unknown."""
+    """Count a generation that broke in the current step; ``workers`` is empty if unknown."""
     state = turn.state
     fault = UserError(error=error, traceback=output, workers=workers, step=state.step)
     turn.update_faults(state.faults.with_step_fault(fault, generation=state.generation))

@@ -69,7 +69,7 @@ class Member:
     is_warned_of: bool = False
     """True if the log already has a warning that it is stalled."""
     killed_at: float = 0.0
-    """When its supervisor was ordered to kill it; 0.0 if it was not."""
+    """When its supervisor was instructed to kill it; 0.0 if it was not."""
     killed_why: str = ""
 
 
@@ -90,9 +90,9 @@ class Saving:
     """Progress of a checkpoint that blocks the job, because its state could otherwise be lost."""
 
     trainer: str = ""
-    """The trainer that was ordered to write it and has not answered; empty if there is none."""
+    """The trainer that was instructed to write it and has not responded; empty if there is none."""
     since: float = 0.0
-    """Time of the order; 0.0 if no checkpoint was ordered."""
+    """When the checkpoint was requested; 0.0 if none was requested."""
     failed: tuple[str, ...] = ()
     """Trainers that could not write it in the current round."""
     num_rounds: int = 0
@@ -126,7 +126,7 @@ class GenerationState:
     breaks: tuple[Break, ...] = ()
     """Reports from its ranks that it broke."""
     undone: tuple[tuple[int, str], ...] = ()
-    """Steps that survivors began and undid, each with its worker, until they are logged."""
+    """Pairs of a step that a survivor began and undid, and its worker; kept until logged."""
     nan_loss: NanLoss | None = None
     """The step that it ended with, if the loss of that step was not finite."""
 
@@ -149,9 +149,9 @@ class Faults:
     lost: tuple[tuple[str, str], ...] = ()
     """Lost workers that are still missing, each with the cause; at most ``KEEP_LOST``."""
     num_warm_ups: int = 0
-    """Consecutive trainers that exited before any was warm, while none held the state."""
+    """Consecutive trainers that exited during the warm-up while no other had completed it."""
     at_step: tuple[int, tuple[int, ...]] = (-1, ())
-    """A step, and the generations that broke in it because of a trainer or for unknown reasons."""
+    """A step, and the generations that broke in it: a trainer exited, or the cause is unknown."""
     last: UserError | None = None
     """The newest of the faults above; it fails the job when a budget is used up."""
 
@@ -181,7 +181,7 @@ class Timings:
     step_s: float = 0.0
     """Current duration of a step; 0 while it is unknown."""
     warm_s: float = 0.0
-    """The longest warm-up of a trainer: no forward and backward pass takes longer."""
+    """The longest warm-up of a trainer; an upper bound for a forward and backward pass."""
     save_s: float = 0.0
     """Recent duration of a checkpoint, from the step boundary until it is durable; 0 while it is
     unknown."""
@@ -261,7 +261,7 @@ class JobState:
     """Trainers started so far; makes their names unique."""
     current: GenerationState = GenerationState()
     next_whys: tuple[FormReason, ...] = ("start",)
-    """Reasons of the next generation."""
+    """Reasons for the next generation."""
     has_trained: bool = False
     """True once all ranks of some generation have stepped: the notebook's code works."""
     faults: Faults = Faults()

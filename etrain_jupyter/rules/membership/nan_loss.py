@@ -13,7 +13,7 @@ class NanLoss:
     loss: float
     """The mean over the ranks: NaN, or infinite."""
     sources: tuple[tuple[int, str], ...] = ()
-    """Rank and worker of each rank that has reported a non-finite share of its own."""
+    """Rank and worker of each rank that has reported a non-finite loss on its own samples."""
 
     def to_text(self, saved_step: int) -> str:
         """Describe what happened, where, and which state remains.
@@ -25,7 +25,8 @@ class NanLoss:
         'the loss of step 12 is nan on rank 1 (w1); no rank updated its weights, which are those \
 of step 11; the newest checkpoint is of step 8'
         """
-        # All ranks have the mean, but only the ranks that caused it report that, and may be lost.
+        # All ranks report the mean, but only the ranks that caused it report themselves as sources,
+        # and these may be lost.
         named = [f"rank {rank} ({worker})" for rank, worker in self.sources]
         where = f" on {', '.join(named)}" if named else " (the ranks that computed it were lost)"
         newest = f"the newest checkpoint is of step {saved_step}"

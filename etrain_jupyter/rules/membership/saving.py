@@ -19,7 +19,7 @@ SAVE_WAITS_S = (5.0, 10.0, 20.0)
 checkpoint. A job that is ending retries once per entry, then ends without the checkpoint."""
 
 SAVE_TIME_DECAY = 0.8
-"""A faster checkpoint lowers the estimated duration to no less than this fraction of it."""
+"""A faster checkpoint lowers the estimated duration to at least this fraction of its value."""
 
 
 def newest_holders(state: JobState) -> list[Member]:
@@ -30,9 +30,9 @@ def newest_holders(state: JobState) -> list[Member]:
 
 
 def is_newest_durable(state: JobState) -> bool:
-    """Return whether no steps would be lost along with all holders of the newest state.
+    """Return whether the newest state is durable, so that no steps are lost with its holders.
 
-    True before the first step.
+    Returns True before the first step.
     """
     return newest_step(state) <= max(0, state.saved_step)
 
@@ -43,7 +43,7 @@ def saver_of(state: JobState) -> Member | None:
 
 
 def save_newest(turn: Turn) -> None:
-    """Order one holder of the newest state to save it, unless one is doing so or must wait."""
+    """Instruct a holder of the newest state to save it, unless one does or a retry must wait."""
     # One round over three holders of the newest state, and the next one:
     #
     #   w1 fails -> w2 fails -> w3 fails | wait 5 s | w1 ... succeeds: ``Saving()``
@@ -95,7 +95,8 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
 
 
 def _is_given_up(state: JobState) -> bool:
-    # Only as the job ends: before an interruption, it retries as long as the machine exists.
+    # The job gives up only when it ends. Before an interruption, it retries as long as the machine
+    # exists.
     return state.phase == "closing" and state.saving.num_rounds > len(SAVE_WAITS_S)
 
 

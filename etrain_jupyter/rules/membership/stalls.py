@@ -1,10 +1,11 @@
 """Find the straggler from the ranks' progress counters, which their supervisors report.
 
-All ranks start the same collectives in the same order. So when no rank makes progress, the rank
-that has started the fewest is the one that the others wait for. A process that is stopped, or in
-which one thread holds the GIL, may have started just as many; the age of its pulse identifies it.
-Only the straggler is killed. Without a clear straggler, the connections may be the cause: the
-generation is aborted, and the next one forms. A rank that does hang then fails to report.
+All ranks start the same collectives in the same order. If no rank makes progress, the other ranks
+are therefore waiting for the rank that has started the fewest collectives. A process that is
+stopped, or in which one thread holds the GIL, may have started as many as the others, but it is
+recognized by the age of its pulse. Only the straggler is killed. Without a clear straggler, the
+connections may be the cause, so the generation is aborted and the next one forms. If a rank does
+hang, it then fails to report.
 
 ========================================  ========================================================
 no progress for ``patience_s`` and ...    action
@@ -31,7 +32,10 @@ STEPS_PER_LIMIT = 10
 """Maximum time without progress, in multiples of the duration of a step."""
 
 WARM_UPS_PER_LIMIT = 3
-"""The same before the first step, in multiples of a warm-up, which includes a pass."""
+"""Maximum time without progress before the first step, in multiples of a warm-up's duration.
+
+A warm-up includes a forward and backward pass.
+"""
 
 RESTORE_PATIENCE = 10
 WARM_UP_PATIENCE = 4
@@ -83,7 +87,7 @@ def check_stalls(turn: Turn) -> None:
 
 def excuse_sleep(turn: Turn, asleep_s: float) -> None:
     """Do not count the time during which the coordinator itself was suspended."""
-    # Shift every time that a timeout is measured from.
+    # Shift all times from which timeouts are measured.
     for member in list(turn.state.members.values()):
         signs = member.signs
         if signs is not None:
@@ -149,7 +153,7 @@ def find_suspects(state: JobState, *, now: float, quiet_s: float) -> list[Member
         quiet_s: Seconds for which no rank has made progress.
     """
     ranked = state.in_phase("ranked")
-    # Frozen ranks first: they may have started as many collectives as the ranks that wait.
+    # Check for frozen ranks first: they may have started as many collectives as the waiting ranks.
     frozen = [m for m in ranked if _is_frozen(m, now, quiet_s, state.hang_s)]
     if frozen:
         return frozen
@@ -168,9 +172,9 @@ def _place(state: JobState, member: Member) -> tuple[bool, int]:
 
 
 def _is_frozen(member: Member, now: float, quiet_s: float, hang_s: float) -> bool:
-    # Frozen: its process has run no Python code since the ranks last made progress, or for
-    # ``hang_s``. A busy machine delays a pulse, but not by that much. The factor is for a rank that
-    # froze in the middle of a step, a little after the last progress.
+    # A rank is frozen if its process has not run Python code since the ranks last made progress, or
+    # for ``hang_s``. A busy machine delays a pulse, but not by that much. The factor 0.9 allows for
+    # a rank that froze in the middle of a step, shortly after the last progress.
     if member.signs is None:
         return False
     age_s = member.signs.seen.alive_age_s  # when its supervisor read the page
@@ -190,13 +194,13 @@ def _have_fresh_reports(turn: Turn, members: list[Member]) -> bool:
 
 
 def _restart_generation(turn: Turn, quiet_s: float) -> None:
-    # The connections may be the cause, and a new generation connects again. If one rank does hang,
-    # it is the one that does not report, and ``_check_reports`` kills it.
+    # The connections may be the cause, and a new generation connects again. If a rank does hang, it
+    # does not report, and ``_check_reports`` kills it.
     state = turn.state
     num_ranks = len(state.in_phase("ranked"))
     what = f"{num_ranks} ranks made no progress for {quiet_s:.0f} s, without a clear straggler"
     turn.log(f"{what}, at step {state.step + 1}; aborting generation {state.generation}")
-    if state.current.is_ready:  # otherwise no step had begun: blame the network
+    if state.current.is_ready:  # otherwise no step had begun, so the network is the likely cause
         count_step_fault(turn, error=what)
     begin_collecting(turn, "stalled")
 
@@ -205,12 +209,12 @@ def _restart_generation(turn: Turn, quiet_s: float) -> None:
 
 
 def _check_reports(turn: Turn) -> None:
-    # After an abort each rank is on its own: it may still be in the notebook's code, for as long as
-    # a step takes, but no other rank can hold it up.
+    # After an abort, no rank waits for another. A rank may still be running the notebook's code,
+    # but for no longer than a step takes.
     state = turn.state
     limit_s = max(state.hang_s, STEPS_PER_LIMIT * state.timings.step_s)
     for member in state.in_phase("ranked"):
-        # Without the other members, whose reports would count as progress.
+        # Leave out the other members, because their reports would count as progress.
         quiet_s = turn.now - _moved_at(replace(state, members={}), [member])
         if quiet_s > limit_s:
             is_frozen = _is_frozen(member, turn.now, quiet_s, state.hang_s)
@@ -220,7 +224,7 @@ def _check_reports(turn: Turn) -> None:
 
 
 def _check_saver(turn: Turn) -> None:
-    # A slow store is not a hang: be patient with a writer that is alive.
+    # A slow store is not a hang: allow a writer that is alive more time.
     state = turn.state
     saver = saver_of(state)
     _check_frozen(turn, [saver] if saver else [], state.hang_s)

@@ -1,7 +1,7 @@
 """Decide who trains with whom, and when: ``handle(state, stimulus, now) -> (state, commands)``.
 
-No I/O, no clock, no randomness. The coordinator turns messages into stimuli and carries out the
-commands; the tests simulate thousands of schedules in seconds.
+This module uses no I/O, no clock and no randomness. The coordinator turns messages into stimuli and
+carries out the commands, and the tests simulate thousands of schedules in seconds.
 
 Each pass through this loop is one generation::
 
@@ -46,7 +46,7 @@ LAST_SAVE_S = 30.0
 it. At most half of the notice period, unless checkpoints are known to take longer."""
 
 SAVES_PER_LEAD = 1.5
-"""Time reserved for the last checkpoint, as a multiple of the duration of recent ones."""
+"""Time reserved for the last checkpoint, as a multiple of the duration of recent checkpoints."""
 
 
 def handle(
@@ -121,7 +121,7 @@ def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
         is_assigned = member.worker in stimulus.workers
         if not is_assigned and not member.leaving:
             request_leave(turn, member, "scaled down")
-        # Scaled up again before it left. A preempted member leaves in any case.
+        # The job was scaled up again before the member left. A preempted member leaves in any case.
         elif is_assigned and member.leaving == "scaled down":
             turn.put(replace(member, leaving=""))
     start_missing(turn)
@@ -134,7 +134,7 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
     #
     # Only the last holder of the state uses the time until ``save_at``; every other member leaves
     # at the next step boundary.
-    turn.unassign(stimulus.worker)  # or the next trainer would start there
+    turn.unassign(stimulus.worker)  # otherwise, the next trainer would start there
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
         left_s = max(0.0, stimulus.deadline - turn.now)
@@ -159,7 +159,7 @@ def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
     turn.update_faults(replace(turn.state.faults, num_warm_ups=0))
     timings = turn.state.timings
     turn.update_timings(replace(timings, warm_s=max(timings.warm_s, stimulus.warm_s)))
-    # Not known earlier: a trainer reports its device and GPU when it is warm.
+    # This could not be checked earlier: a trainer reports its device and GPU when it is warm.
     why = why_not_with_nccl(turn.state)
     if why:
         seen = s.UserErrorSeen(
@@ -230,8 +230,8 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
 
 
 def _expect_reports(turn: Turn) -> None:
-    # No command is needed: all ranks decide alike (a change, the last step, a non-finite loss), and
-    # leave after the same step.
+    # No command is needed: all ranks make the same decision (because of a change, the last step, or
+    # a non-finite loss), and leave after the same step.
     if turn.state.phase == "running":
         turn.enter_phase("changing")
 
@@ -243,7 +243,7 @@ def _take_nan_loss(turn: Turn, stimulus: s.NonFiniteLossSeen) -> None:
     step = stimulus.progress[0] + 1
     turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
     turn.committed(stimulus.progress[0])
-    # Every rank reports the same mean, but only the sources had a non-finite share of their own.
+    # Every rank reports the same mean, but only the sources computed a non-finite loss themselves.
     # Collect the sources until all ranks have reported (``_settle_nan_loss``).
     current = turn.state.current
     found = current.nan_loss or NanLoss(step=step, loss=stimulus.loss)
@@ -318,7 +318,8 @@ def _take_stop(turn: Turn, stimulus: s.StopRequested) -> None:
 
 
 def _take_tick(turn: Turn, stimulus: s.Tick) -> None:
-    # Before the check: otherwise every rank would seem stalled after the head was suspended.
+    # Do this before the check; otherwise every rank would seem stalled after a suspension of the
+    # head.
     if stimulus.asleep_s:
         excuse_sleep(turn, stimulus.asleep_s)
     check_stalls(turn)

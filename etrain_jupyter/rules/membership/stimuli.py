@@ -16,7 +16,7 @@ NO_PROGRESS: Progress = (-1, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersAssigned:
-    """The workers of the job from now on, in order of preference; it may use no others."""
+    """The only workers that the job may use from now on, in order of preference."""
 
     workers: tuple[str, ...]
 
@@ -93,7 +93,7 @@ class TrainerReported:
 class NonFiniteLossSeen:
     """A rank has undone a step whose mean loss is NaN or infinite, and left its generation.
 
-    All ranks of the generation do so, unless they are lost: they see the same mean.
+    All ranks of the generation do so unless they are lost, because they compute the same mean.
     """
 
     trainer: str
@@ -234,8 +234,8 @@ class Tick:
     """Time has passed."""
 
     asleep_s: float = 0.0
-    """Seconds of that time for which the coordinator itself was suspended. It could receive nothing
-    then, so silences and stalls in it do not count."""
+    """Seconds of that time for which the coordinator itself was suspended. It could not receive
+    messages in this time, so the time does not count towards heartbeat and stall timeouts."""
 
 
 Stimulus = (

@@ -74,7 +74,7 @@ class Turn:
             self.publish(events.JobStatusChanged, status=status, reason=reason)
 
     def pause(self, reason: str = "") -> None:
-        """Pause the job. A user's request has no reason, and keeps that of an earlier pause."""
+        """Pause the job. A user's request has no reason and does not replace an earlier reason."""
         if reason or self.state.pause is None:
             self.state = replace(self.state, pause=Pause(reason=reason))
 
@@ -83,16 +83,16 @@ class Turn:
         self.state = replace(self.state, pause=None)
 
     def finish(self, reason: str) -> None:
-        """Head for ``finished``, unless the job is stopped or fails."""
+        """Plan to end the job as ``finished``, unless it is being stopped or is failing."""
         if isinstance(self.state.ending, Finishing | None):
             self.state = replace(self.state, ending=Finishing(reason=reason))
 
     def stop(self) -> None:
-        """Head for ``stopped``."""
+        """Plan to end the job as ``stopped``."""
         self.state = replace(self.state, ending=Stopping())
 
     def fail(self, error: UserError) -> None:
-        """Head for ``failed``, whatever the job was heading for."""
+        """Plan to end the job as ``failed``, in place of any other planned end."""
         self.state = replace(self.state, ending=Failing(error=error))
 
     def train_on(self) -> None:
@@ -161,7 +161,8 @@ class Turn:
 
     def ready(self) -> None:
         """Record that all ranks of the newest generation have formed."""
-        # From now on, newcomers are blamed for their own errors: ``state_machine._is_dispensable``.
+        # From now on, an error on a newcomer is attributed to the newcomer's worker: see
+        # ``state_machine._is_dispensable``.
         current = replace(self.state.current, ready_at=self.now)
         self.state = replace(self.state, current=current, has_trained=True)
 
@@ -264,8 +265,8 @@ def end_job(turn: Turn, *, unsaved: str = "") -> None:
     """Release all trainers and log how the job ended.
 
     Args:
-        turn: The job, which is heading for an end.
-        unsaved: Why its last checkpoint is missing. A job without its weights has not finished.
+        turn: The job, which has a planned end.
+        unsaved: Why its last checkpoint is missing; without it, the job does not count as finished.
     """
     for member in list(turn.state.members.values()):
         turn.do(ReleaseTrainer(trainer=member.trainer))

@@ -61,8 +61,8 @@ class GradientNoise:
     def gain(self, *, world_size: int, base_workers: int) -> float:
         """Return the factor of the learning rate: 1.0 at ``base_workers``, at most linear.
 
-        Before the first estimate a smaller batch is scaled linearly, and a larger one not at all:
-        its first step gives an estimate.
+        Before the first estimate, the factor is linear for a smaller batch and 1.0 for a larger
+        batch, whose first step gives an estimate.
 
         >>> noise = GradientNoise(variance=4.0, square_norm=1.0, num_estimates=1)
         >>> noise.gain(world_size=4, base_workers=1), noise.gain(world_size=1, base_workers=1)

@@ -38,7 +38,8 @@ def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple
     ...           Claim(job_id="b", min_workers=1, max_workers=2)], ["w1", "w2"])
     {'a': ('w1',), 'b': ('w2',)}
     """
-    # First the numbers, then the names. With 5 workers, a job of 1 to 4 and a job of exactly 2:
+    # Determine first how many workers each job gets, and then which ones. For example, with 5
+    # workers, a job of 1 to 4 workers and a job of exactly 2:
     #
     #             minimum   maximum (what is left, in order of submission)
     #   job a        1         1 + 2 = 3

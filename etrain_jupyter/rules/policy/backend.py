@@ -59,7 +59,8 @@ def choose_backend(devices: Sequence[tuple[str, str]]) -> str:
     >>> choose_backend([("cuda:0", "GPU-1f"), ("cuda:0", "GPU-1f")])
     'gloo'
     """
-    # By identifier: ``cuda:0`` is a different GPU on each machine, and perhaps in each process.
+    # Compare identifiers: ``cuda:0`` is a different GPU on each machine, and perhaps in each
+    # process.
     gpus = [gpu for device, gpu in devices if device.startswith("cuda") and gpu]
     return NCCL if devices and len(gpus) == len(set(gpus)) == len(devices) else GLOO
 

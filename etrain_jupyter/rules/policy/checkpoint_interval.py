@@ -1,9 +1,10 @@
 """Choose the interval of ``checkpoint.every: auto`` from the cost and the benefit of a checkpoint.
 
-As long as one rank survives, it has the weights, and no checkpoint is read. So what matters is not
-how often workers are lost, but how often all ranks are lost before a replacement has the state, or
-the job resumes on another cluster. This rate and the measured cost of a checkpoint give the
-interval that wastes the least time.
+A checkpoint is not read as long as one rank survives, because that rank has the weights. The rate
+at which single workers are lost is therefore less important than the rate at which a checkpoint is
+needed: all ranks are lost before a replacement has the state, or the job resumes on another
+cluster. This rate and the measured cost of a checkpoint determine the interval that wastes the
+least time.
 
 Sources:
     J. W. Young, A first order approximation to the optimum checkpoint interval, Communications of
@@ -53,7 +54,7 @@ class Interruptions:
     num_lost: int = 0
     """Workers that were lost or interrupted, together with all others or alone."""
     worker_s: float = 0.0
-    """Worker-seconds over which that happened."""
+    """Worker-seconds of training over which ``num_lost`` was counted."""
     num_all_lost: int = 0
     """Number of times that no trainer held the state any more."""
     job_s: float = 0.0
@@ -96,9 +97,10 @@ def worker_loss_rate(seen: Interruptions) -> float:
 def total_loss_rate(seen: Interruptions) -> float:
     """Return the expected rate of losing all holders of the state, per second.
 
-    The sum of three rates: one event takes all at once (observed, and a prior); one loss takes the
-    others with it; all are lost one by one, before the first is replaced. The last is the rate at
-    which ``n`` units with independent failures and repairs are down together:
+    This is the sum of three rates. First, one event ends all holders at once (as observed, with a
+    prior). Second, the loss of one holder takes the others with it. Third, all holders are lost one
+    by one before the first is replaced; this is the rate at which ``n`` units with independent
+    failures and repairs are down together:
     ``n / r * (x / (1 + x)) ** n``, where ``x`` is the failure rate times the repair time ``r``.
 
     >>> alone, four = (total_loss_rate(Interruptions(num_holders=n)) for n in (1, 4))
@@ -106,7 +108,7 @@ def total_loss_rate(seen: Interruptions) -> float:
     (2.0, 1.4)
     """
     rate, num = worker_loss_rate(seen), max(1, seen.num_holders)
-    at_once = (1 + seen.num_all_lost) / (PRIOR_JOB_S + seen.job_s)  # the prior is one loss, again
+    at_once = (1 + seen.num_all_lost) / (PRIOR_JOB_S + seen.job_s)  # again, the prior is one loss
     share = (
         rate * REPLACEMENT_S / (1 + rate * REPLACEMENT_S)
     )  # fraction of the time for which a worker is missing
@@ -145,8 +147,9 @@ def choose_interval(costs: Costs, seen: Interruptions) -> Choice:
     optimum_s, limit = daly_interval(costs.cost_s, 1 / rate), ""
     if optimum_s > LONGEST_S:
         optimum_s, limit = LONGEST_S, "longest"
-    # Lower bounds override the upper one: checkpoints of 10 s each stay below 1 % of the time,
-    # although their interval then exceeds ``LONGEST_S``. The largest bound applies, and is named.
+    # The lower bounds override the upper bound: with checkpoints that cost 10 s each, the cost must
+    # stay below 1 % of the time even if the interval exceeds ``LONGEST_S``. The largest lower bound
+    # applies, and its name is returned.
     least = {
         "shortest": SHORTEST_S,
         "writing": costs.duration_s / MAX_WRITING_SHARE,

@@ -80,7 +80,8 @@ class Trend:
 
     def after(self, found: EvaluationRecord, *, mode: Mode, min_delta: float) -> Trend:
         """Return the trend after one more evaluation."""
-        # ``min_delta`` is measured from the best one, so small gains add up until they count.
+        # ``min_delta`` is measured from the best evaluation, so small gains add up until they
+        # count.
         if is_better(found.value, self.best, mode=mode, min_delta=min_delta):
             return Trend(best=found.value, best_step=found.step, step=found.step)
         return dataclasses.replace(self, step=found.step, num_stale=self.num_stale + 1)

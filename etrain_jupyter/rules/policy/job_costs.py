@@ -41,7 +41,7 @@ class RunningCost:
     on_demand_usd: float = 0.0
     """Cost of the same machine hours at on-demand prices."""
     wasted_usd: float = 0.0
-    """Part of ``spent_usd`` for time, after the job's first step, in which nodes did not train."""
+    """Part of ``spent_usd`` for nodes that did not train, after the job's first step."""
 
     def plus(self, other: RunningCost) -> RunningCost:
         """Return the sum."""
@@ -136,7 +136,8 @@ class JobCosts:
             paid[job_id] = paid.get(job_id, RunningCost()).plus(share)
 
     def _refund(self, node_id: str, amount_usd: float) -> None:
-        # In proportion to the payments. ``on_demand_usd`` is a price, not a payment: keep it.
+        # Divide the refund in proportion to the payments. ``on_demand_usd`` does not change,
+        # because it is a price and not a payment.
         payers = self._paid[node_id]
         total = sum(paid.spent_usd for paid in payers.values())
         left = max(0.0, 1.0 - amount_usd / total) if total else 0.0

@@ -38,7 +38,8 @@ class LrSchedule:
         >>> [schedule.factor(position, 100) for position in (0, 100, 200, 600, 900)]
         [0.5, 1.0, 1.0, 0.5, 0.125]
         """
-        # The end of the step counts in the warm-up, its start in the decay: the factor is never 0.
+        # Use the end of the step in the warm-up and its start in the decay, so that the factor is
+        # never 0.
         if position < self.warmup:
             return min(1.0, (position + count) / self.warmup)
         if self.decay == "none":

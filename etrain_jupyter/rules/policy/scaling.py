@@ -7,9 +7,10 @@ decreases immediately, because the previous rate may be unstable for a smaller b
 buffer itself never changes.
 
 Source: Lin et al., "Dynamic Mini-batch SGD for Elastic Distributed Training", 2019, arXiv
-1904.12043. Its compensation is a linear ramp of the rate over T steps; T follows from the condition
-that the old buffer is never amplified: after j steps it still has the weight ``mu ** j``, and
-``(1 + (r - 1) j / T) mu ** j <= 1`` for all j means ``T >= (r - 1) / ln(1 / mu)``.
+1904.12043. The paper increases the rate linearly over T steps. We choose T so that the old momentum
+buffer is never amplified. After j steps, the buffer still has the weight ``mu ** j``, and the
+condition ``(1 + (r - 1) j / T) mu ** j <= 1`` for all j is equivalent to
+``T >= (r - 1) / ln(1 / mu)``.
 """
 
 from __future__ import annotations

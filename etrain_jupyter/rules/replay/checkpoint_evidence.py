@@ -1,7 +1,7 @@
 """Fold a job's checkpoints and interruptions from its log, for ``checkpoint_interval``.
 
-It uses only events, so a coordinator that resumes a job gets the same result as the previous one,
-and the death of rank 0 loses nothing.
+It uses only events. A coordinator that resumes a job therefore gets the same result as the previous
+one, and the evidence does not depend on rank 0, which may be lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Split the samples of one step across the ranks of a generation.
 
-A step means the same at any world size: shares may be unequal, and on the last step of an
-epoch some may be empty, because gradients are summed over samples and never averaged over ranks.
+A step is equivalent at any world size, because gradients are summed over samples and never
+averaged over ranks. The ranks' shares may therefore be unequal, and some may be empty on the last
+step of an epoch.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def plan_step(
         count: Samples of this step, see ``ledger.cursor_at``.
         world_size: Ranks in this generation.
         micro_batch_size: Maximum samples per forward pass on one rank; None for no limit.
-        min_share: Minimum samples for a rank that gets any, if the step has that many. With 2, no
-            rank gets a single sample, on which BatchNorm fails, in an epoch's small last step.
+        min_share: Minimum samples for a rank that gets any, if the step has that many. BatchNorm
+            fails on a single sample, which a value of 2 prevents in an epoch's small last step.
         num_passes: Minimum passes per rank, as long as each has ``min_share`` samples.
 
     >>> plan_step(count=5, world_size=3, micro_batch_size=1)
@@ -51,7 +52,8 @@ def plan_step(
     counts = share_samples(count, num_busy) + (0,) * (world_size - num_busy)
     starts = tuple(accumulate(counts[:-1], initial=0))
     micro = micro_batch_size or max(counts[0], 1)
-    # From the largest share, that of rank 0; the passes of smaller shares are smaller.
+    # The largest share, which rank 0 has, determines the number of passes. Ranks with a smaller
+    # share have the same number of smaller passes.
     num_wanted = min(num_passes, max(1, counts[0] // min_share))
     num_micro_steps = max(1, num_wanted, -(-counts[0] // micro))  # rounded up
     return StepPlan(starts=starts, counts=counts, num_micro_steps=num_micro_steps)

@@ -65,7 +65,7 @@ class Cursor:
         # A step within one epoch has one permutation, and each epoch visits every sample once.
         end = self.first + count
         if count < 0 or end > num_samples:
-            raise ValueError(f"{count} samples from {self.first} leave the epoch of {num_samples}")
+            raise ValueError(f"{count} samples from {self.first} exceed the epoch of {num_samples}")
         return type(self)(
             epoch=self.epoch + (end == num_samples), first=0 if end == num_samples else end
         )
@@ -170,8 +170,8 @@ def total_steps(
 ) -> int:
     """Return the number of updates of a job: ``steps`` if given, otherwise from ``epochs``.
 
-    A fraction of an epoch is rounded up to whole steps, so that at least that many samples are
-    trained.
+    A fraction of an epoch is rounded up to whole steps, so that the job trains on at least that
+    many samples.
 
     >>> total_steps(3, None, 100, 32), total_steps(0.5, None, 100, 32)
     (12, 2)

@@ -6,8 +6,8 @@ the smaller part on the left, and so on down to single shards. Floating-point ad
 associative, but the tree is the same for every number of ranks, and so is the sum, bit for bit.
 
 A rank has a contiguous range of shards. It adds up the largest subtrees within that range; it
-cannot add more without the other ranks' shards. The rest of the tree is added where these partial
-sums meet (``trainer.gradients.tree_sum``).
+cannot add more without the other ranks' shards. ``trainer.gradients.tree_sum`` exchanges these
+partial sums and adds them along the rest of the tree.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def subtrees_within(shards: range, num_shards: int) -> tuple[Subtree, ...]:
         if tree.stop <= shards.start or shards.stop <= tree.first:
             return
         if shards.start <= tree.first and tree.stop <= shards.stop:
-            yield tree  # whole: its halves need not be added separately
+            yield tree  # the whole subtree, so its halves are not yielded
             return
         for half in tree.halves():
             yield from search(half)
@@ -151,8 +151,8 @@ def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[Sh
 
     Args:
         subtrees: The rank's subtrees, from left to right.
-        adds_in_place: True if a shard's value may be accumulated onto its left neighbour's. That
-            gives the same sum only if the value is computed in one piece.
+        adds_in_place: True if a shard's value may be added directly to its left neighbour's sum.
+            This gives the same result only if the value is computed in one piece.
 
     >>> for p in plan_passes([Subtree(0, 4)], adds_in_place=True):
     ...     print(p.shard, p.slot, p.is_fresh, p.merges)
@@ -175,7 +175,7 @@ def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[Sh
             passes.append(ShardPass(right.first, slot, False, ()))
             return
         descend(right, slot + 1)
-        # The last pass completes the right half; its own merges come first.
+        # The last pass completes the right half. Merges that it already has come first.
         passes[-1] = passes[-1]._replace(merges=(*passes[-1].merges, (slot, slot + 1)))
 
     for slot, tree in enumerate(subtrees):

@@ -7,10 +7,10 @@
     events.segments/000000000001-000000020000.npz    the latter as columns
 
 An object of ``log/`` is named after its first event and written only if its key is free. This
-fences writers: a writer that continues from the end of the log finds the next key taken if another
-writer has done so first. Packs are copies. Their writer deletes the objects of ``log/`` that they
-contain, except the first object of each writer, so that the keys at which other writers were
-fenced stay taken.
+fences writers: a writer that continues from the end of the log cannot create the next object if
+another writer has already done so. Packs are copies. After writing a pack, its writer deletes the
+objects of ``log/`` that the pack contains. It keeps the first object of each writer, so that the
+keys at which other writers were fenced stay taken.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Chain:
         return None if data is None else parse_piece(data, first, f"{self.objects}/{key}")
 
     def put_piece(self, piece: LogObject) -> LogObject:
-        """Write an object if its key is free; return the object under the key afterwards."""
+        """Write an object if its key is free; return the object that the key then holds."""
         for _ in range(_RELISTS):
             if self.objects.put_if_absent(piece_key(piece.first), piece.to_bytes()):
                 return piece
@@ -199,12 +199,13 @@ class Chain:
                 num_tries = 0
             newest = self.list_pieces(at)
             if not newest or newest[-1] < at:
-                return  # no object begins after the last event that was read: the log's end
+                return  # the end of the log: no object begins after the last event that was read
             num_tries += 1
             if num_tries == _RELISTS:
                 raise RunStoreError(
-                    f"event {at} of the log is missing: {self.objects} has none of {piece_key(at)} "
-                    f"and its packs, but events from {newest[-1]} on. Those before are complete"
+                    f"event {at} of the log is missing: {self.objects} contains neither "
+                    f"{piece_key(at)} nor a pack with it, but events from {newest[-1]} on. The "
+                    "events before the gap are complete"
                 )
 
     def _read_listed(self, seq: int) -> Iterator[tuple[int, Sequence[bytes]]]:
@@ -223,7 +224,7 @@ class Chain:
             # Of the objects that begin at or before the wanted event, only the last can contain it.
             begins = [first for first in pieces if first <= at][-1:]
             wanted = begins + [first for first in pieces if first > at]
-            # In batches, so that a consumer that stops early has not fetched the whole log.
+            # Fetch in batches, so that a consumer that stops early does not fetch the whole log.
             for start in range(0, len(wanted), 8 * FETCH_THREADS):
                 batch = wanted[start : start + 8 * FETCH_THREADS]
                 for piece in pool.map(self.read_piece, batch):

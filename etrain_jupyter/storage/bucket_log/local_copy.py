@@ -1,8 +1,8 @@
 """This machine's copy of a job's log, filled from the bucket by readers.
 
-Only one process at a time changes a copy: the coordinator that writes the log, otherwise a reader
-that fills the copy. It holds a lock (``flock``) on ``.copy.lock``. A reader that does not get the
-lock reads the copy as it is.
+Only one process at a time changes a copy: the coordinator while it writes the log, otherwise a
+reader that fills the copy. This process holds a lock (``flock``) on ``.copy.lock``. A reader that
+does not get the lock reads the copy as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from etrain_jupyter.storage.bucket_log.chain import Chain, columns_key
 
 LOCK_FILE = ".copy.lock"
 RELIST_S = 15.0
-"""Time without new events after which the log is listed again: new ones may already be packed."""
+"""Time without new events after which the log is listed again, because new events may already be
+packed."""
 _TAIL_BYTES = 64 * 1024
 
 
@@ -41,7 +42,8 @@ class LogCopy:
         self._chain = chain
         self.path = log_path
         self._is_checked = False
-        """True once the copy was compared with the log: one of the two is a prefix of the other."""
+        """True once the copy was compared with the log, and one of them is a prefix of the
+        other."""
         self._listed_at = 0.0
 
     def refresh(self) -> None:
@@ -57,9 +59,9 @@ class LogCopy:
                 self.forget()
 
     def fill(self) -> int:
-        """Fill the copy; the caller holds the lock. Return the ``seq`` up to which both agree.
+        """Fill the copy; the caller holds the lock. Return the ``seq`` up to which they agree.
 
-        A copy that differs from the log is renamed: its writer was fenced.
+        A copy that differs from the log is renamed, because its writer was fenced.
         """
         # The key of the next object follows from `seq`, so one request shows whether there are new
         # events, without a listing. If that key is missing, its events may already be packed, and
@@ -76,7 +78,7 @@ class LogCopy:
         return seq
 
     def forget(self) -> None:
-        """Compare the copy with the log again in the next ``refresh``."""
+        """Make the next ``refresh`` compare the copy with the log again."""
         self._is_checked = False
 
     def _fill_from(self, seq: int, line: bytes) -> int:

@@ -35,8 +35,8 @@ class Mirror:
 
     Args:
         uploads: The uploader; from now on used only by the background thread.
-        lock: An open file with the lock of the copy; closed when this process neither writes nor
-            reads the copy any more.
+        lock: An open file that holds the lock of the copy; closed when this process neither writes
+            nor reads the copy any more.
         name: The job, for the thread's name.
         on_trouble: Called from the thread with the reason when the bucket fails, and with an empty
             string when all events are uploaded again.
@@ -84,7 +84,7 @@ class Mirror:
         self._wake.set()
 
     def finish(self) -> None:
-        """Upload the rest and end: no more events follow."""
+        """Upload the remaining events and end the thread. No more events may follow."""
         self._finished_at = time.monotonic()
         with self._ending:
             self._is_finishing.set()
@@ -102,7 +102,7 @@ class Mirror:
             logger.error("%s", exc)
             self._on_fenced(str(exc))
         except Exception as exc:
-            # A bug. The job must not fail because of it: its log is complete on this machine.
+            # A bug must not end the job, because the log is complete on this machine.
             logger.exception("uploading the log has stopped")
             self._on_trouble(f"{type(exc).__name__}: {exc}")
         finally:
@@ -112,7 +112,7 @@ class Mirror:
             self.is_done.set()
 
     def _unlock_at_end(self) -> None:
-        # The two conditions become true in either order, on two threads:
+        # The job and the upload thread end in either order, on two threads:
         #
         #   finish() first    the job has ended, and the thread uploads the rest
         #   thread first      it was fenced or failed, while the job still appends to the copy
@@ -167,7 +167,7 @@ class Mirror:
         try:
             self._uploads.pack()
         except RunStoreError as exc:
-            # A last pack that fails is not worth GIVE_UP_S of retries.
+            # Do not retry the last pack for GIVE_UP_S: packs are only copies.
             if not is_last:
                 raise
             logger.warning("%s; all events are in the bucket nevertheless", exc)

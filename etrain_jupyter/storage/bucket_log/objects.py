@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from etrain_jupyter.storage.objects.s3_bucket import Bucket
 
 DEADLINE_S = 20.0
-"""Timeout of one request; bytes that arrive extend it."""
+"""Timeout of one request; it is extended while bytes arrive."""
 PROBE = ".etrain-runs"
-"""Key of an object at the root of each run store: proof that conditional writes work."""
+"""Key of the object at the root of each run store with which conditional writes are checked."""
 
 
 class RunObjects:
-    """Reads and writes whole objects. The first method call connects to S3.
+    """Read and write whole objects. The first method call connects to S3.
 
     Args:
         url: ``s3://bucket/prefix``, for a run store or for one of its jobs.
@@ -126,7 +126,8 @@ class RunObjects:
         """Check that the store can be written, and that it supports conditional writes.
 
         Raises:
-            RunStoreError: If not: two writers could then write the same log.
+            RunStoreError: If a check fails. Without conditional writes, two writers could write the
+                same log.
         """
         # The first request may create the probe. The second one must find it, so if it succeeds,
         # the endpoint has ignored the condition.

@@ -27,13 +27,13 @@ from etrain_jupyter.storage.bucket_log.chain import (
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 
 MARK_FILE = ".uploaded.json"
-"""In the copy's folder: the writer, and the last event that it has uploaded."""
+"""File in the copy's folder that contains the writer and the last event that it has uploaded."""
 ALIVE = "alive.json"
 CLAIM_TRIES = 5
 
 
 class Uploads:
-    """Uploads a log from its folder to the bucket. Not thread-safe.
+    """Upload a log from its folder to the bucket. Not thread-safe.
 
     Args:
         chain: The log in the bucket.
@@ -54,7 +54,7 @@ class Uploads:
         """First events of our objects that may be deleted once they are packed, in order. Those
         from an earlier process with the same writer are unknown, and stay in the bucket."""
         self._packed: dict[int, int] = {}
-        """Last packed event by size of the packs; empty before the first listing."""
+        """Last packed event by pack size; empty before the first listing."""
         # The key of our first object stays taken forever: it is what fences the previous writer.
         self._began_at = self.seq + 1
         self._reader: LogReader | None = None
@@ -92,13 +92,13 @@ class Uploads:
         return True
 
     def write_next(self, line: bytes) -> None:
-        """Append a line to a log that is fully uploaded: to the chain, then to the copy.
+        """Append a line to a fully uploaded log, first to the chain, then to the copy.
 
         Raises:
             FencedError: If another writer has taken over this log; nothing was written.
         """
-        # The chain first: if the key is taken, the copy must not change. After a crash between the
-        # two writes, the copy lacks the line, and the next `LogCopy.fill` adds it.
+        # Write to the chain first: if the key is taken, the copy must not change. After a crash
+        # between the two writes, the copy lacks the line, and the next `LogCopy.fill` adds it.
         piece = LogObject(first=self.seq + 1, lines=(line,), writer=self.writer)
         found = self.chain.put_piece(piece)
         if found != piece:
@@ -130,7 +130,7 @@ class Uploads:
             for size in PACKS:
                 self._packed[size] = max((end for n, end in ends if n >= size), default=0)
         for size in PACKS:
-            # Events in a larger pack need no smaller pack.
+            # Events that are in a larger pack need no smaller one.
             self._packed[size] = max(n for s, n in self._packed.items() if s >= size)
             while self._packed[size] + size <= self.seq:
                 first = self._packed[size] + 1
@@ -148,14 +148,15 @@ class Uploads:
                 columns = (self._path.parent / columns_key(first)).read_bytes()
             except FileNotFoundError:
                 return False  # the columns are written in the background: try in the next round
-            # Before the pack, so that a reader that finds the pack also finds its columns.
+            # Upload the columns before the pack, so that a reader that finds the pack also finds
+            # them.
             self.chain.objects.put_if_absent(columns_key(first), columns)
         self.chain.put_pack(first, lines)
         return True
 
     def _remove_packed(self, first: int, size: int) -> None:
-        # An object ends where our next one begins. It may start before this pack: then the
-        # previous pack has its first events. One that ends after this pack stays.
+        # An object ends where our next one begins. If it starts before this pack, the previous pack
+        # has its first events. An object that ends after this pack is kept.
         end = first + size
         following = [*self._own[1:], self.seq + 1]
         covered = [own for own, next_ in zip(self._own, following, strict=True) if next_ <= end]
@@ -169,7 +170,7 @@ class Uploads:
     def beat(self, *, has_ended: bool = False) -> None:
         """Write the job's status, which is also the writer's heartbeat.
 
-        Readers compute its age by S3's clock, so the clocks of the machines do not matter.
+        Readers compute its age from S3's clock only, so the clocks of the machines do not matter.
         """
         status = {
             **self.facts,
@@ -205,8 +206,8 @@ def _status_lines(lines: tuple[bytes, ...]) -> list[bytes]:
 def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -> Uploads:
     """Become the only writer of a log; the caller holds the lock of its copy.
 
-    Events that only this machine has are uploaded first. Then a line that names the new writer
-    claims the next key in the chain, which only one of several writers can get.
+    Events that only this machine has are uploaded first. Then the next key in the chain is claimed
+    with a line that names the new writer. Only one of several writers can create this key.
 
     Args:
         copy: This machine's copy.

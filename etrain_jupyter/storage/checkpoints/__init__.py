@@ -83,7 +83,7 @@ def _open_s3(url: str) -> CheckpointStore:
 
 
 _STORES: dict[str, Callable[[str], CheckpointStore]] = {"file": _open_folder, "s3": _open_s3}
-"""Add a new store here."""
+"""The functions that open a store, by URL scheme. Add a new store here."""
 
 
 def place_of_job(to: str, job_id: str) -> str:

@@ -36,16 +36,17 @@ def ignore_progress(num_bytes: int) -> None:
 class CheckpointStore(Protocol):
     """A folder, or a prefix of a bucket, with the checkpoints of one job.
 
-    Write with ``begin``, any number of ``put_part`` (from any process; only the folder's key is
-    needed), and ``commit``. A write that is interrupted before ``commit`` leaves older checkpoints
-    unchanged. If the store fails, all methods raise ``CheckpointError`` and nothing else.
+    To write a checkpoint, call ``begin``, then ``put_part`` for each part (in any process that has
+    the folder's key), and then ``commit``. A write that is interrupted before ``commit`` leaves
+    older checkpoints unchanged. If the store fails, all methods raise ``CheckpointError`` and
+    nothing else.
 
     ``testing.StoreContract`` is the test suite that every store must pass.
     """
 
     @property
     def is_remote(self) -> bool:
-        """True if each machine has its own connection, so that several write faster than one."""
+        """True if several machines write faster than one, because each has its own connection."""
         ...
 
     @property
@@ -75,8 +76,8 @@ class CheckpointStore(Protocol):
         """Write the manifest if the step has none.
 
         Returns:
-            True if this manifest is now the step's manifest: for only one of several writers, and
-            for a repeated call with the same manifest.
+            True if this manifest is now the step's manifest. Of several writers, only one gets
+            True. If it repeats the call with the same manifest, it gets True again.
         """
         ...
 
@@ -96,8 +97,8 @@ class CheckpointStore(Protocol):
         """Delete all other checkpoints, and leftovers of crashed writers up to the newest kept one.
 
         The manifest is deleted first, then the parts, so that a crash in between leaves no
-        checkpoint that looks complete. Parts of steps after the newest kept one stay, because they
-        may still be being written.
+        checkpoint that looks complete. Parts of steps after the newest kept one stay, because a
+        writer may still be writing them.
 
         Returns:
             The deleted keys: manifests and folders of parts.
@@ -131,7 +132,7 @@ def open_newest(
             ``CheckpointError`` to skip it.
 
     Raises:
-        CheckpointError: If none is valid, with the reason for each.
+        CheckpointError: If no checkpoint is valid; the message gives the reason for each.
     """
     skipped: list[str] = []
     for step in reversed(store.list_steps()):
@@ -183,8 +184,8 @@ def used_folders(
         try:
             parts = store.read_manifest(step).parts.values()
         except CheckpointError:
-            # This may be a network error, and the manifest may be readable later: keep all folders
-            # that may contain its data.
+            # A network error may be the cause, so the manifest may be readable later. Keep all
+            # folders that may contain its data.
             used |= {name for name in names if step_of_folder(name) == step}
         else:
             # One manifest may use two folders: if a rank is late with its part, rank 0 writes that

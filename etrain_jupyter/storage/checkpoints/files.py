@@ -22,7 +22,7 @@ from etrain_jupyter.errors import CheckpointError
 _CHUNK_BYTES = 4 << 20
 _SCRATCH, _LOCK = "etrain-checkpoint-", "lock"
 _SCRATCH_AGE_S = 60.0
-"""A younger scratch folder may not be locked yet."""
+"""A scratch folder younger than this may not be locked yet."""
 # Errors from link() on file systems such as FAT, some FUSE mounts and some network shares.
 _HAS_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -63,7 +63,7 @@ def _chunks_of(data: bytes | memoryview | Path) -> Iterator[bytes | memoryview]:
 
 
 def link_if_absent(source: Path, target: Path) -> bool:
-    """Give a file a new name; return False if the name exists."""
+    """Give a file a second name; return False if that name exists."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -76,8 +76,8 @@ def link_if_absent(source: Path, target: Path) -> bool:
 
 
 def _copy_if_absent(source: Path, target: Path) -> bool:
-    # Exclusive creation still selects one of several writers. A crash may leave a truncated copy,
-    # which readers detect: the manifest contains its own digest.
+    # Exclusive creation still lets only one of several writers succeed. A crash may leave a
+    # truncated copy, which readers detect: the manifest contains its own digest.
     try:
         write_new(target, source)
     except FileExistsError:
@@ -107,7 +107,7 @@ def removed_at_end(path: Path) -> Iterator[None]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make names durable; otherwise a power failure may lose a file that was synced."""
+    """Make names durable; otherwise a power failure may lose a file even though it was synced."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -118,7 +118,8 @@ def fsync_folder(folder: Path) -> None:
 class ScratchFile(PosixPath):
     """The path of a temporary file, from ``new_scratch_file``.
 
-    The file is deleted when this object is garbage-collected. Paths derived from it delete nothing.
+    The file is deleted when this object is garbage-collected. Paths derived from it do not delete
+    the file.
     """
 
 
@@ -140,8 +141,9 @@ def new_scratch_file() -> ScratchFile:
             f"no folder for copies of checkpoints can be created in {tempfile.gettempdir()}: "
             f"{exc.strerror}. Free space there, or set TMPDIR"
         ) from exc
-    # A string, because a reference to the path itself would keep it alive forever. Not in __init__:
-    # from Python 3.12 on, it also runs for each path that is derived from this one.
+    # Pass a string, because a reference to the path itself would keep it alive forever. Do not
+    # register it in __init__, which from Python 3.12 on also runs for each path derived from this
+    # one.
     weakref.finalize(path, _unlink, os.fspath(path))
     return path
 

@@ -39,7 +39,7 @@ _MAX_MANIFEST_BYTES = 64_000_000
 
 
 class LocalStore:
-    """A folder of checkpoints; ``CheckpointStore`` documents the methods.
+    """Checkpoint store in a folder; ``CheckpointStore`` documents the methods.
 
     Args:
         root: The folder, usually the job's run folder. The first write creates it.
@@ -66,9 +66,9 @@ class LocalStore:
             while True:
                 key = folder_key(step, attempt)
                 try:
-                    # mkdir is atomic: only one of several processes creates the folder. A folder
-                    # that exists is never reused, since its writer may have been evicted but
-                    # still be running.
+                    # mkdir is atomic: only one of several processes creates the folder. An existing
+                    # folder is never reused, because its writer may have been evicted but may still
+                    # be running.
                     (self.root / key).mkdir()
                 except FileExistsError:
                     attempt += 1
@@ -140,7 +140,7 @@ class LocalStore:
         return path
 
     def prune(self, keep_steps: Collection[int]) -> list[str]:
-        """Delete other checkpoints, manifest first, and leftovers before the newest kept one."""
+        """Delete other checkpoints, manifests first, and leftovers before the newest kept one."""
         self._refuse_links()
         listed = self.list_steps()
         kept = [step for step in listed if step in keep_steps]
@@ -148,8 +148,8 @@ class LocalStore:
             removed = [manifest_key(step) for step in listed if step not in keep_steps]
             for key in removed:
                 (self.root / key).unlink(missing_ok=True)
-            # The manifests must be gone for good before the first part is deleted. Otherwise, a
-            # power failure could bring a manifest back whose parts are missing.
+            # The deletion of the manifests must be durable before the first part is deleted.
+            # Otherwise, after a power failure, a manifest could reappear whose parts are missing.
             if removed:
                 fsync_folder(self.root / MANIFESTS_FOLDER)
             dropped = set(listed) - set(kept)

@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The list of a checkpoint's parts; a checkpoint exists once its manifest does."""
+    """The list of a checkpoint's parts; a checkpoint exists once its manifest is written."""
 
     step: int
     """Number of committed steps in it."""
@@ -68,7 +68,7 @@ class Manifest:
 
 
 class AlteredError(CheckpointError):
-    """A part has its size, but not its SHA-256."""
+    """A part has the expected size, but not the expected SHA-256."""
 
 
 def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
@@ -85,16 +85,16 @@ def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
         version = body.pop("version")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointError(f"{name}: its manifest is truncated or not a manifest") from exc
-    # Before the digest: a later format may compute its digest in another way.
+    # Check the format before the digest, which a later format may compute in a different way.
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{name}: its manifest has format {version}, this version reads {FORMAT_VERSION}"
         )
     if digest != _digest_of({"version": version} | body):
-        raise CheckpointError(f"{name}: its manifest was modified after it had been written")
+        raise CheckpointError(f"{name}: its manifest was modified after it was written")
     manifest = _manifest_from(body, name)
     if manifest.step != step:
-        raise CheckpointError(f"{name}: its manifest is of step {manifest.step}")
+        raise CheckpointError(f"{name}: its manifest is for step {manifest.step}")
     return manifest
 
 
@@ -123,7 +123,7 @@ def check_file(part: Part, path: Path) -> None:
         CheckpointError: If it is missing, or its size or SHA-256 differs.
     """
     try:
-        # The size first: it finds a truncated file without reading gigabytes.
+        # Compare the size first: this detects a truncated file without reading gigabytes.
         size = path.stat().st_size
         if size != part.size:
             raise CheckpointError(f"{part.key} has {size} bytes instead of {part.size}")
@@ -145,7 +145,7 @@ def sha256_of(path: Path) -> str:
 
 
 def step_name(step: int) -> str:
-    """Return for example ``step_00001200``."""
+    """Return a step's name, for example ``step_00001200``."""
     return f"step_{step:08d}"
 
 

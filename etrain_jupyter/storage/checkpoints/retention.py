@@ -30,11 +30,11 @@ def choose_folders_to_remove(
     dropped: Collection[int],
     used: Collection[str],
 ) -> list[str]:
-    """Return the folders of parts that no kept manifest refers to and no writer may be using.
+    """Return the folders of parts that no kept manifest refers to, and that no writer may be using.
 
     Args:
         names: Existing folders; names in another format are ignored.
-        kept: Steps whose manifests are kept. Parts of newer steps may still be being written.
+        kept: Steps whose manifests are kept. A writer may still be writing parts of newer steps.
         dropped: Steps whose manifests were deleted.
         used: Folders that the kept manifests refer to.
 

@@ -61,7 +61,7 @@ def _checkpoint_errors(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class S3Store:
-    """A prefix of checkpoints; ``CheckpointStore`` documents the methods.
+    """Checkpoint store below a prefix of a bucket; ``CheckpointStore`` documents the methods.
 
     Args:
         url: ``s3://bucket/prefix``. The first method call connects to S3.
@@ -76,7 +76,7 @@ class S3Store:
         self._local: WeakValueDictionary[Part, ScratchFile] = WeakValueDictionary()
         """Verified copies of parts whose paths are still referenced."""
         self._is_conditional = False
-        """True once the endpoint was found to refuse keys that exist."""
+        """True once the endpoint is known to refuse a write to an existing key."""
         self.notice = ""
         self._may_not_list_uploads = False
 
@@ -135,9 +135,9 @@ class S3Store:
         known = self._bucket.head(part.key, f"{part.key} cannot be read back")
         if known is None:
             raise CheckpointError(f"{part.key} is missing after it was written to {self}")
-        # S3 computed the checksum from the bytes that it stored. Some compatible services have
-        # none. For these, only a download, which verifies SHA-256, shows that the object is
-        # correct.
+        # S3 computed the checksum from the bytes that it stored. Some compatible services do not
+        # report one. For these, only a download with a check of the SHA-256 shows that the object
+        # is correct.
         if not stored.is_confirmed_by(known) or known["ContentLength"] != part.size:
             self._fetch(part)
 
@@ -239,7 +239,7 @@ class S3Store:
         for key in keys:
             if _folder_of(key) in unused:
                 self._bucket.delete(key, what)
-        # The uploads come last: a role that may not list them can still delete everything else.
+        # Abort the uploads last: a role that may not list them can still delete everything else.
         folders = set(unused) | self._abort_uploads(kept, dropped)
         return removed + [f"{PARTS_FOLDER}/{name}" for name in sorted(folders)]
 
@@ -251,7 +251,7 @@ class S3Store:
 
     def _abort_uploads(self, kept: Collection[int], dropped: Collection[int]) -> set[str]:
         """Abort incomplete multipart uploads; return their unused folders. Raises nothing."""
-        # After a denial, do not repeat the request with each checkpoint.
+        # After access was denied once, do not repeat the request with each checkpoint.
         if self._may_not_list_uploads:
             return set()
         what = "incomplete uploads of crashed writers cannot be aborted"
@@ -260,8 +260,8 @@ class S3Store:
             names = {_folder_of(key) for key, _ in uploads}
             used, unused = self._split_folders(names, kept, dropped) if names else (set(), [])
             for key, upload in uploads:
-                # In a folder that a manifest refers to, all parts are complete: an upload still
-                # open there is from a late rank whose part rank 0 has written elsewhere.
+                # In a folder that a manifest refers to, all parts are complete. An upload that is
+                # still open there belongs to a late rank whose part rank 0 has written elsewhere.
                 if _folder_of(key) in used.union(unused):
                     self._bucket.abort(key, upload, what)
         except AccessDeniedError:

@@ -1,7 +1,7 @@
 """Expected owners of buckets: S3's ``ExpectedBucketOwner``.
 
-Once a bucket is deleted, any account may claim its name. With the expected owner in a request, S3
-refuses access to a bucket in another account, so that we neither read that account's data nor store
+Once a bucket is deleted, any account may claim its name. If a request contains the expected owner,
+S3 refuses access to a bucket in another account. We then neither read that account's data nor store
 ours there.
 
 ``ETRAIN_BUCKET_OWNERS=my-bucket=111122223333,other=any`` names the owner of each bucket. A pool
@@ -43,7 +43,7 @@ def named_owner(bucket: str) -> str:
 
 
 def expect_owner(bucket: str, owner: str) -> None:
-    """Expect this owner in this process from now on, unless the environment names another one."""
+    """Require this owner in this process from now on, unless the environment names another one."""
     _registered[bucket] = owner
 
 

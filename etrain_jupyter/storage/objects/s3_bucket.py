@@ -44,14 +44,14 @@ class AgedObject:
 
     data: bytes
     age_s: float
-    """Seconds since it was written, by S3's clock alone: local clocks do not matter."""
+    """Seconds since it was written. Only S3's clock is used, so local clocks do not matter."""
 
 
 class Bucket:
     """The objects under a prefix; safe to use from several threads.
 
-    In all methods, ``what`` names the action for the error message, such as ``"lease.json cannot be
-    read"``. All of them raise ``StoreError`` and nothing else.
+    In all methods, ``what`` is the beginning of the error message, such as ``"lease.json cannot be
+    read"``. All methods raise ``StoreError`` and nothing else.
 
     Args:
         name: The bucket.
@@ -82,7 +82,7 @@ class Bucket:
         return str(self._s3)
 
     def endpoint(self) -> str:
-        """Return the address that requests go to, for messages."""
+        """Return the address of the endpoint, for messages."""
         return self._s3.endpoint()
 
     # --- small objects ---
@@ -138,8 +138,8 @@ class Bucket:
             key: Relative to the prefix.
             data: The object's bytes.
             what: The action, for the error message.
-            token: Stored with the object, to recognize it: if the response to a successful request
-                is lost, the retry finds our own object under the key, and returns True.
+            token: Stored with the object to identify it. If the response to a successful request is
+                lost, the retry recognizes our own object under the key, and returns True.
         """
         # Why the token is needed:
         #

@@ -1,9 +1,9 @@
 """Overall deadlines for boto3 requests.
 
-boto3's timeouts apply to each connection attempt and each read: a server that sends a byte now and
-then never exceeds them. ``Deadline`` limits everything that a thread does in a block. When the time
-is up, a watcher thread shuts down the connections that the block uses, so that pending reads and
-writes fail immediately, and new requests are refused::
+boto3's timeouts apply to each connection attempt and each read, so a server that sends a byte now
+and then never exceeds them. ``Deadline`` limits everything that a thread does in a block. When the
+time is up, a watcher thread shuts down the connections that the block uses, so that pending reads
+and writes fail immediately, and new requests are refused::
 
     guard(client)
     with Deadline(20.0) as deadline:
@@ -44,7 +44,7 @@ class DeadlineError(OSError):
 #   a new request raises DeadlineError
 #   __exit__ raises DeadlineError
 class Deadline:
-    """Limit the time of this thread's requests to guarded clients, as a context manager.
+    """Context manager that limits the time of this thread's requests with guarded clients.
 
     Args:
         seconds: Timeout, from entry.
@@ -54,7 +54,7 @@ class Deadline:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
-        """Duplicates of the connections in use: they stay valid if the owner closes its own."""
+        """Duplicates of the sockets in use, which stay valid if the owner closes the originals."""
         self.at = 0.0
         self.is_over = False
 
@@ -71,8 +71,9 @@ class Deadline:
         """Stop watching; the connections stay open.
 
         Raises:
-            DeadlineError: If the deadline passed, even if the block succeeded: a response that was
-                cut off in its headers may look complete, or fail anywhere in boto3.
+            DeadlineError: If the deadline has passed, even if the block succeeded, because a
+                response that was cut off in its headers may look complete, or may fail anywhere in
+                boto3.
         """
         _local.deadline = self._outer
         _watcher.remove(self)
@@ -161,7 +162,7 @@ class _Watcher:
                 for deadline in [one for one in self._deadlines if one.at <= now]:
                     self._deadlines.discard(deadline)
                     deadline.cut()
-                # A deadline that was extended only wakes us too early, which is harmless.
+                # If a deadline was extended, this thread only wakes too early, which is harmless.
                 ends = [one.at for one in self._deadlines]
                 self._changed.wait(max(0.0, min(ends) - now) if ends else None)
 
@@ -199,8 +200,8 @@ class _Guarded:
 
 
 def _check_deadline() -> None:
-    # boto3 retries when the watcher has shut a connection down. Refuse that request at once instead
-    # of connecting again, which may take the whole connect timeout.
+    # boto3 retries a request whose connection the watcher has shut down. Refuse the retry
+    # immediately, because connecting again may take the whole connect timeout.
     if (deadline := current()) is not None and deadline.is_over:
         raise DeadlineError(_OVER)
 

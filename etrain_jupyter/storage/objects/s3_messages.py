@@ -67,7 +67,7 @@ _CODES: dict[str, str] = {
 CREDENTIAL_CODES = frozenset(
     code for code, text in _CODES.items() if text in (_EXPIRED, _REJECTED) or code == "400"
 )
-"""Worth a retry with a new session: the files or the role may have other credentials by then."""
+"""Errors after which a new session may succeed: the files or the role may have new credentials."""
 
 _BOTO: tuple[tuple[type[Exception], str], ...] = (
     (
@@ -99,7 +99,7 @@ _BOTO: tuple[tuple[type[Exception], str], ...] = (
 )
 
 # In order: access key ids, "name=value" pairs of a signed request, and anything as long as a
-# secret key (40 characters of base64), because services repeat them in unforeseen places.
+# secret key (40 characters of base64), because services repeat them in unexpected places.
 _SECRETS = re.compile(
     r"(?:AKIA|ASIA)[A-Z0-9]{8,}|(?i:signature|token|secret|credential)[^\s=:]*\s*[=:]\s*\S+"
     r"|[A-Za-z0-9/+=]{40,}"
@@ -114,7 +114,7 @@ def code_of(exc: BaseException) -> str:
 
 
 def is_credentials_error(exc: BaseException) -> bool:
-    """Return whether other credentials would help."""
+    """Return whether new credentials may resolve the error."""
     kinds = (
         boto.NoCredentialsError,
         boto.PartialCredentialsError,
@@ -136,8 +136,8 @@ def message_of(exc: BaseException, *, setting: str = "checkpoint.to") -> str:
     message = _message_of(exc)
     if setting == "checkpoint.to":
         return message
-    # The texts are written for checkpoints. Elsewhere no checkpoint follows, and the machine is
-    # not always a worker: a notebook that follows a job in a bucket is not.
+    # The texts are written for checkpoints. For other requests, no checkpoint follows, and the
+    # machine may not be a worker: for example, a notebook may follow a job in a bucket.
     message = message.replace("checkpoint.to", setting)
     message = message.replace("The next checkpoint retries", "The next request retries")
     for worker in ("of this worker", "on this worker", "the worker reads", "the worker's"):
@@ -155,7 +155,7 @@ def _message_of(exc: BaseException) -> str:
             return f"{message} ({type(exc).__name__})"
     if isinstance(exc, OSError):
         return exc.strerror or type(exc).__name__
-    # Other errors come from urllib3, whose texts repeat the URL: only their class is shown.
+    # Other errors come from urllib3. Their messages contain the URL, so show only their class.
     is_boto_error = isinstance(exc, BotoCoreError)
     message = _service_message(exc) if is_boto_error else "the connection was closed"
     return f"{message} ({type(exc).__name__})"

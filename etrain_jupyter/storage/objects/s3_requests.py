@@ -42,7 +42,7 @@ from etrain_jupyter.storage.objects.s3_messages import (
 T = TypeVar("T")
 
 PROBE_S = 5.0
-"""Timeout of the request that finds out whether a denial is due to the bucket's owner."""
+"""Timeout of the request that checks whether access was denied because of the bucket's owner."""
 
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _DENIED = frozenset({"403", "AccessDenied"})
@@ -144,7 +144,7 @@ class S3Requests:
             num_bytes: Bytes to transfer, if known: extends the deadline.
 
         Raises:
-            StoreError: After the last attempt; its subclasses distinguish expected cases.
+            StoreError: If the last attempt failed; its subclasses distinguish expected cases.
         """
         # Three layers of timeouts and retries, from the inside out:
         #
@@ -162,7 +162,7 @@ class S3Requests:
                 with deadline:
                     return act()
             except (BotoCoreError, ClientError, HTTPError, OSError, ResponseParserError) as exc:
-                # Not retried: the deadline is at least as long as patience_s in all our limits.
+                # Do not retry: in all our limits, the deadline is at least as long as patience_s.
                 if deadline.is_over:
                     raise StoreError(
                         f"{what} in {self}: S3 did not complete the request within "
@@ -227,7 +227,7 @@ class S3Requests:
             return self._client
 
     def endpoint(self) -> str:
-        """Return the address that requests go to, for messages."""
+        """Return the address of the endpoint, for messages."""
         return endpoint_of(self.connect().meta.endpoint_url)
 
     def full_key(self, key: str) -> str:
@@ -246,7 +246,7 @@ class S3Requests:
     def _message_of(self, exc: Exception) -> str:
         message = message_of(exc, setting=self._setting)
         # S3 reports a wrong owner as "access denied", like a missing permission. Only a request
-        # without an expected owner tells the two apart.
+        # without an expected owner distinguishes the two cases.
         owner = self._owner_argument().get("ExpectedBucketOwner")
         if code_of(exc) not in _DENIED or not owner:
             return message
@@ -284,7 +284,7 @@ def config_of(limits: S3Limits, retries: Mapping[str, Any]) -> Config:
             "total_max_attempts": retries.get("max_attempts") or limits.num_requests,
         },
         max_pool_connections=max(10, 2 * limits.num_threads),
-        # We always send SHA-256; boto3's default CRC32 is unknown to some endpoints.
+        # We always send SHA-256; some endpoints do not support boto3's default CRC32.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         user_agent_extra="etrain-jupyter",
@@ -293,7 +293,7 @@ def config_of(limits: S3Limits, retries: Mapping[str, Any]) -> Config:
 
 def client_of_environment(config: Config, *, region: str = "") -> Any:
     """Return a client with the credentials that boto3 finds now."""
-    # Not the default session: it is shared, and caches the credentials that it has found.
+    # Do not use the default session: it is shared, and it caches credentials.
     session = boto3.session.Session(botocore_session=botocore.session.get_session())
     region = region or session.region_name or "us-east-1"
     return session.client("s3", region_name=region, config=config)
@@ -310,7 +310,7 @@ def _user_setting(core: botocore.session.Session, name: str) -> Any:
 
 
 def _is_worth_retrying(exc: Exception) -> bool:
-    # boto3 has already retried the usual errors. What is left for us:
+    # boto3 has already retried the usual errors. The remaining cases:
     #
     #   a bare status as the code, not of HEAD    the error's body was cut off (HEAD has no body)
     #   invalid or expired credentials            the files or the role may have new ones by now
@@ -323,6 +323,6 @@ def _is_worth_retrying(exc: Exception) -> bool:
             return False
         is_cut_off = code.isdecimal() and not exc.operation_name.startswith("Head")
         return is_cut_off or code in _TRANSIENT or code in CREDENTIAL_CODES
-    if isinstance(exc, BotoCoreError):  # checked first: some of them are also an OSError
+    if isinstance(exc, BotoCoreError):  # check this first: some of them are also an OSError
         return isinstance(exc, ResponseStreamingError | IncompleteReadError | ReadTimeoutError)
     return isinstance(exc, HTTPError | CutShortError | ConnectionError | TimeoutError)

@@ -1,4 +1,4 @@
-"""Upload and download large objects in chunks, several at once, with SHA-256 of every byte.
+"""Upload and download large objects in parallel chunks, and compute the SHA-256 of all bytes.
 
 boto3's ``TransferManager`` cannot replace this: it has no conditional writes (``IfNoneMatch``),
 and its threads read bodies outside of our deadlines.
@@ -32,8 +32,8 @@ class Stored:
     sha256: str
     """SHA-256 of all bytes, in hexadecimal digits."""
     checksum: str
-    """In S3's format, base64; of a multipart upload, the checksum of its parts' checksums, followed
-    by ``-`` and the number of parts."""
+    """S3's checksum in base64. For a multipart upload, this is the checksum of its parts'
+    checksums, followed by ``-`` and the number of parts."""
 
     def is_confirmed_by(self, known: dict[str, Any]) -> bool:
         """Return whether S3 reports this checksum; some endpoints omit the number of parts."""
@@ -58,7 +58,7 @@ def upload_chunks(
     starts = range(0, size, chunk)
 
     # Runs in the pool. Deadlines belong to a thread, so each chunk has its own deadline and
-    # retries: a broken connection repeats 16 MiB, not the whole object.
+    # retries. After a broken connection, only 16 MiB are transferred again, not the whole object.
     def put(first: int) -> dict[str, Any]:
         data = read_chunk(source, first, min(chunk, size - first))
         part = _upload_part(s3, key, upload, first // chunk + 1, data, what)
@@ -135,7 +135,7 @@ def _results(futures: list[Future[T]]) -> list[T]:
 
 @contextmanager
 def _new_file(path: Path, what: str) -> Iterator[int]:
-    # A descriptor instead of a file object: pwrite needs no shared position, so several threads
+    # Use a descriptor instead of a file object: pwrite needs no shared position, so several threads
     # can write their ranges at the same time.
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

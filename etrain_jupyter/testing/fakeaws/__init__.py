@@ -1,7 +1,7 @@
 """A simulated AWS on this machine: EC2, S3, IAM and whatever else a spot cluster needs.
 
 Instances are real processes that run their real user-data, with a metadata service, a console and a
-bill; only their hardware is this machine's. For tests, and for notebooks that demonstrate a spot
+bill. They only share this machine's hardware. For tests, and for notebooks that demonstrate a spot
 cluster without an account. Requires the extra ``etrain-jupyter[fakeaws]``.
 
 Read in this order: ``cloud`` (the client), ``process`` and ``control`` (the server), ``api`` and

@@ -1,7 +1,7 @@
 """The simulated cloud as one WSGI application, which dispatches requests.
 
 S3 requests go to moto through :class:`~etrain_jupyter.testing.s3_faults.FaultyS3`, EC2 requests
-through ``ec2``; the Pricing API is implemented in this package, and everything else is moto's.
+through ``ec2``; the Pricing API is implemented in this package, and moto handles everything else.
 Faults and the cloud's clock affect all of them.
 """
 
@@ -60,8 +60,8 @@ class CloudApi:
         environ["wsgi.input"] = io.BytesIO(body)
         call = read_call(environ, body)
         # Order of the checks, each of which may respond with an error: the test's faults, the
-        # caller's clock, its permissions. Then the service executes the request. A lost response
-        # comes last, since the request has been executed.
+        # caller's clock, its permissions. Then the service executes the request. A lost response is
+        # injected last, because the request must have been executed.
         chosen = [] if "HTTP_X_ETRAIN_AROUND" in environ else self.faults.choose(call)
         for fault in chosen:
             time.sleep(fault.seconds)
@@ -121,7 +121,7 @@ class CloudApi:
         return [*kept, ("Date", format_datetime(now, usegmt=True))]
 
     def _skew_error(self, environ: Environ, call: Call) -> ApiError | None:
-        """Refuse requests signed with a clock that is too far off the cloud's, as AWS does."""
+        """Refuse requests whose signature time is too far from the cloud's clock, as AWS does."""
         # Checked only in tests that set a skew.
         signed = environ.get("HTTP_X_AMZ_DATE", "")
         if not self.clock_skew_s or not signed:

@@ -1,6 +1,6 @@
 """Access to moto's state: instances, templates, roles.
 
-The other modules do not use moto's classes. Everything here runs under ``lock``.
+The other modules do not use moto's classes. All of this code runs while ``lock`` is held.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TEMPLATE_TAG = "aws:ec2launchtemplate:"
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceFacts:
-    """EC2's facts about an instance that starts."""
+    """EC2's data about an instance that is starting."""
 
     instance_id: str
     pool: CapacityPool
@@ -54,9 +54,9 @@ class InstanceFacts:
     """The role of its instance profile; empty if there is none."""
     tags: Mapping[str, str] = field(default_factory=dict)
     shows_tags: bool = False
-    """It can read its own tags."""
+    """True if the instance can read its own tags."""
     stops: bool = False
-    """A shutdown from inside only stops it, so its disk is still charged."""
+    """True if a shutdown from inside only stops the instance, so that its disk is still charged."""
     disk_gb: int = 8
 
 
@@ -246,14 +246,14 @@ class Backend:
         )
 
     def set_running(self, instance_id: str) -> None:
-        """Set its state to running, unless it has already ended."""
+        """Set an instance's state to running, unless it has already ended."""
         instance = self.find(instance_id)
         if instance.state == "pending":
             state = instance.instance_state
             state.name, state.code = "running", 16
 
     def set_ended(self, instance_id: str, code: str, *, is_stopped: bool = False) -> None:
-        """Set its state to terminated or stopped, with a reason."""
+        """Set an instance's state to terminated or stopped, with a reason."""
         instance = self.find(instance_id)
         if is_stopped:
             instance.stop()

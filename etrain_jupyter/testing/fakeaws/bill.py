@@ -27,7 +27,7 @@ class Usage:
     launched_at: float
     ended_at: float | None = None
     disk_ended_at: float | None = None
-    """None while it exists; a stopped machine keeps its disk."""
+    """None while the disk exists; a stopped machine keeps its disk."""
     reason: str = ""
     disk_gb: int = 8
 
@@ -46,7 +46,7 @@ class BillRow:
     waived_usd: float
     disk_usd: float
     on_demand_usd: float
-    """Cost of the same time on demand, without the waiver."""
+    """Cost of the same time at the on-demand price, without the waiver."""
     is_alive: bool
     reason: str
 
@@ -79,7 +79,7 @@ class Bill:
 
 
 def is_waived(lifecycle: Lifecycle, reason: str, seconds: float) -> bool:
-    """Return whether the machine is free: EC2 reclaimed a spot machine in its first hour."""
+    """Return True if EC2 reclaimed a spot machine in its first hour, which is then free."""
     # A machine that the user terminates is charged, even during an interruption notice.
     return (
         lifecycle == "spot" and reason.startswith("Server.SpotInstance") and seconds < FIRST_HOUR_S

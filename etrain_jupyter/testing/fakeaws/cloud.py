@@ -94,10 +94,10 @@ class FakeAws(Closing):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Own session: Jupyter signals the kernel's whole process group, but the cloud must
-            # first switch off its instances.
+            # Start a new session: Jupyter signals the kernel's whole process group, but the cloud
+            # must switch off its instances before it exits.
             start_new_session=True,
-            # Without this machine's profile, endpoint and clusters.
+            # Leave out this machine's AWS profile and endpoint, and its clusters.
             env={
                 name: value
                 for name, value in os.environ.items()
@@ -129,7 +129,7 @@ class FakeAws(Closing):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables with which boto3 and this package find it."""
+        """Environment variables that direct boto3 and this package to it."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "testing",
@@ -219,7 +219,7 @@ class FakeAws(Closing):
         capacity: int | None = None,
         price_usd: float | None = None,
     ) -> None:
-        """Set on-demand capacity or price, for all types or one."""
+        """Set the on-demand capacity or price, for all types or for one."""
         self._call(
             "change_on_demand",
             instance_type=instance_type,
@@ -249,7 +249,8 @@ class FakeAws(Closing):
             notice_s: Time from the notice to the end, in seconds.
             rebalance_s: Time from a rebalance recommendation to the notice; None for no
                 recommendation.
-            silent: End it now, without a notice; for on-demand instances, too, as a host failure.
+            silent: End it now, without a notice, like a failure of its host. This is also possible
+                for on-demand instances.
         """
         self._call(
             "preempt",
@@ -260,7 +261,7 @@ class FakeAws(Closing):
         )
 
     def recommend_rebalance(self, instance_id: str) -> None:
-        """Send an instance a rebalance recommendation only."""
+        """Send an instance a rebalance recommendation, without an interruption."""
         self._call("recommend_rebalance", instance_id=instance_id)
 
     def console(self, instance_id: str) -> str:
@@ -274,11 +275,11 @@ class FakeAws(Closing):
         return paths
 
     def set_boot(self, seconds: float) -> None:
-        """Set the pending time of instances that are started from now on."""
+        """Set the pending time of instances started from now on."""
         self._call("set_boot", seconds=seconds)
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Set additional environment variables of instances that are started from now on."""
+        """Set additional environment variables for instances started from now on."""
         self._call("set_variables", variables=dict(variables))
 
     def wait_until(self, is_true: Callable[[], object], *, within_s: float = 100.0) -> None:
@@ -325,10 +326,10 @@ class FakeAws(Closing):
         self._call("set_clock_skew", seconds=seconds)
 
     def break_imds(self, instance_id: str, how: ImdsFault) -> None:
-        """Make an instance's metadata service fail until it is set to ``""``.
+        """Make an instance's metadata service fail, until this is called with ``""``.
 
-        ``500`` responds with errors, ``hang`` does not respond, ``expired`` refuses all tokens;
-        ``expire-tokens`` expires existing tokens, once.
+        With ``500`` it responds with errors, with ``hang`` it does not respond, and with
+        ``expired`` it refuses all tokens. ``expire-tokens`` expires the existing tokens once.
         """
         self._call("break_imds", instance_id=instance_id, how=how)
 
@@ -339,13 +340,13 @@ class FakeAws(Closing):
         return Bill(rows=tuple(BillRow(**row) for row in self._call("bill")))
 
     def leftovers(self, cluster: str = "", *, prefix: str = CLUSTERS) -> dict[str, list[str]]:
-        """Return what is left over, by kind; empty if nothing is.
+        """Return the leftover resources by kind; empty if there are none.
 
         Includes instances that are not terminated, volumes, launch templates, security groups,
         objects below the prefix, and processes and network cables of instances that have ended.
 
         Args:
-            cluster: The value of the tag ``etrain:cluster``; empty for any, with or without it.
+            cluster: The value of the tag ``etrain:cluster``; empty for all, tagged or not.
             prefix: Prefix of the clusters' objects; each cluster has a folder with its name.
         """
         found: dict[str, list[str]] = self._call("leftovers", cluster=cluster, prefix=prefix)

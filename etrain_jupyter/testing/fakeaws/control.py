@@ -1,4 +1,4 @@
-"""Control interface of the simulated cloud: each public method is a verb that uses JSON.
+"""Control interface of the simulated cloud: each public method handles one verb.
 
 ``POST /_fakeaws/VERB`` with the arguments as JSON. The client is ``cloud.FakeAws``.
 """
@@ -59,7 +59,7 @@ class Control:
 
     def reset(self) -> None:
         """Restore the initial state: no instances, no objects, the default market, no faults."""
-        # The machines first: as long as one runs, it may still use the account.
+        # Switch off the machines first: a running machine may still use the account.
         self._hypervisor.forget()
         with self._backend.lock:
             moto_api_backend.reset()
@@ -165,7 +165,7 @@ class Control:
         self._hypervisor.boot_s = seconds
 
     def set_variables(self, variables: dict[str, str]) -> None:
-        """Set additional environment variables of instances that are started from now on."""
+        """Set additional environment variables for instances started from now on."""
         self._hypervisor.variables = {**self._variables, **variables}
 
     # Instances ----------------------------------------------------------------------------------
@@ -230,8 +230,8 @@ class Control:
         self._backend.role_ttl_s = seconds
 
     def leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
-        """Return what is left over, including processes of ended instances on this machine."""
-        # Before the lock is taken: this waits for machines that are being switched off.
+        """Return leftover resources, including processes of ended instances on this machine."""
+        # Call this before taking the lock: it waits for machines that are being switched off.
         strays = self._hypervisor.find_strays()
         return {
             **account.find_leftovers(self._backend, cluster=cluster, prefix=prefix),

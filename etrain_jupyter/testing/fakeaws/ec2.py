@@ -1,7 +1,7 @@
 """EC2 actions that moto lacks or simplifies, backed by a market and real machines.
 
 Each method takes a call and returns a response, or None to let moto respond. ``after`` is called
-with moto's response. All run under the backend's lock.
+with moto's response. All methods run while the backend's lock is held.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Ec2:
             )
         launched: list[dict[str, Any]] = []
         errors: list[dict[str, Any]] = []
-        # On-demand first: its machines are taken before the spot part is planned.
+        # Plan the on-demand part first: its machines are taken before the spot part is planned.
         for demand in read_demands(query):
             usable, bad = self._usable(call.region, overrides, demand.lifecycle)
             errors += bad
@@ -163,7 +163,7 @@ class Ec2:
         )
 
     def _overrides(self, region: str, configs: list[Any]) -> Iterator[Override]:
-        # `place` is the index over all configurations: the market's answer refers to it.
+        # `place` counts the overrides of all configurations; the market's response refers to it.
         place = 0
         for config in configs:
             version = self._backend.template(region, config["LaunchTemplateSpecification"])
@@ -276,7 +276,7 @@ class Ec2:
             for pool in self.market.pools()
             if pool.zone.startswith(call.region) and (not types or pool.instance_type in types)
         ]
-        # AWS gives low scores to fewer than three types, regardless of capacity.
+        # With fewer than three types, AWS returns low scores, regardless of capacity.
         most = 10 if len(types) >= 3 else 3
         rows: list[dict[str, Any]] = []
         if query.get("SingleAvailabilityZone") == "true":

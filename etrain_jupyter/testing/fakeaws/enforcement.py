@@ -89,7 +89,7 @@ class Enforcement:
                 return  # an unknown caller: the signature check refuses it
             for request in requests_of(call, self._world_of(call.region)):
                 is_permitted = is_allowed(policies, request)
-                # By text: repeated requests, such as polls, count once.
+                # The text is the key, so that repeated requests, such as polls, count once.
                 self.requests[str(request)] = (request, is_permitted)
                 if not is_permitted:
                     code = "UnauthorizedOperation" if call.service == "ec2" else "AccessDenied"

@@ -17,7 +17,7 @@ from etrain_jupyter.testing.fakeaws.wire import ApiError, Call
 class ApiFault:
     """A fault that affects requests from now on.
 
-    Usual codes: ``RequestLimitExceeded`` (throttled), ``InternalError``, ``Unavailable``,
+    Common codes: ``RequestLimitExceeded`` (throttled), ``InternalError``, ``Unavailable``,
     ``InsufficientInstanceCapacity``, ``InvalidAMIID.NotFound``, ``UnauthorizedOperation``,
     ``AuthFailure``, ``ExpiredToken``.
     """
@@ -37,7 +37,7 @@ class ApiFault:
     match: str = ""
     """Affects only requests with this text in ``METHOD PATH ACCESS_KEY_ID BODY``."""
     seconds: float = 0.0
-    """Delay of the request."""
+    """Delay of the request in seconds."""
     is_answer_lost: bool = False
     """The request is executed, but the connection is closed without a response."""
 
@@ -89,7 +89,7 @@ class FaultList:
             for place, fault in enumerate(self._faults):
                 if not fault.concerns(call):
                     continue
-                # Matching requests 0 to skip - 1 pass, the next `count` are affected.
+                # The first `skip` matching requests pass, and the next `count` are affected.
                 number = self._seen[place] - fault.skip
                 self._seen[place] += 1
                 if number >= 0 and (not fault.count or number < fault.count):

@@ -52,7 +52,7 @@ def loopback_cloud_process() -> Iterator[FakeAws]:
 def fresh_cloud(
     cloud_process: FakeAws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[FakeAws]:
-    """Provide a reset cloud for boto3, for tests of parts that do not clean up."""
+    """Provide a reset cloud for boto3, for tests of components that do not clean up."""
     cloud_process.reset()
     point_boto_at(cloud_process, monkeypatch, tmp_path)
     yield cloud_process
@@ -61,7 +61,7 @@ def fresh_cloud(
 
 @pytest.fixture
 def cloud(fresh_cloud: FakeAws) -> Iterator[FakeAws]:
-    """Provide a reset cloud for boto3; afterwards nothing may be left in it."""
+    """Provide a reset cloud for boto3, and check afterwards that nothing is left in it."""
     yield fresh_cloud
     fresh_cloud.set_faults()  # faults would also affect the check
     assert fresh_cloud.leftovers() == {}

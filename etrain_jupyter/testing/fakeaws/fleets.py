@@ -77,7 +77,7 @@ def describe(one: Override) -> dict[str, Any]:
 
 
 def refusal_entry(refusal: MarketRefusal, overrides: list[Override]) -> dict[str, Any]:
-    """Format why the market gave less than requested."""
+    """Format the reason why the market allocated less than requested."""
     place = refusal.candidate.place if refusal.candidate is not None else 0
     return error_entry(overrides[place], refusal.lifecycle, refusal.code, refusal.message)
 

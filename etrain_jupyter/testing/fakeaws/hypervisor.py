@@ -1,7 +1,7 @@
 """Lifecycle of every instance: start, end and billing.
 
-Ends come from EC2 (``TerminateInstances``), from inside (``shutdown``), from the market (a spot
-interruption, with or without notice) and from host failures.
+An instance is ended by EC2 (``TerminateInstances``), from inside (``shutdown``), by the market (a
+spot interruption, with or without notice) or by a host failure.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class _Guest:
     ended: threading.Event = field(default_factory=threading.Event)
     """Set when EC2 has recorded its end."""
     off: threading.Event = field(default_factory=threading.Event)
-    """Set when nothing of it is left on this machine."""
+    """Set when its processes and its network are gone from this machine."""
     switching: threading.Lock = field(default_factory=threading.Lock)
     timer: threading.Timer | None = None
     off_at: float | None = None
 
 
 class Hypervisor:
-    """Runs the machines, and listens for their shutdown commands.
+    """Run the machines, and listen for their shutdown commands.
 
     Args:
         backend: Moto's instances.
@@ -134,8 +134,8 @@ class Hypervisor:
             self._end(guest, HOST_FAILED)
             return
         with self._backend.lock:
-            # Set it only now: a client that sees it running may use its metadata service, for
-            # example to inject a fault.
+            # Set the state only now: a client that sees it running may use its metadata service,
+            # for example to inject a fault.
             if not guest.ended.is_set():
                 self._backend.set_running(facts.instance_id)
         guest.machine.on_end()
@@ -177,7 +177,8 @@ class Hypervisor:
         return True
 
     def _switch_off(self, guest: _Guest) -> None:
-        # `forget` may call this while another thread does: the second one waits for the first.
+        # `forget` may call this at the same time as another thread; the second call waits for the
+        # first.
         with guest.switching:
             if not guest.off.is_set():
                 guest.machine.power_off()
@@ -191,7 +192,7 @@ class Hypervisor:
             return ""
         is_stopped = guest.machine.facts.stops
         if command.minutes == 0:
-            # Not on this thread: the requesting command is one of the processes to be killed.
+            # Use another thread: the requesting command is one of the processes to be killed.
             self._run(f"off {instance_id}", self._end_from_inside, guest, is_stopped)
             return ""
         # As with shutdown(8), a new request replaces the scheduled one, and -c only cancels it.
@@ -304,7 +305,7 @@ class Hypervisor:
         ]
 
     def find_strays(self) -> dict[str, list[str]]:
-        """Return what is left of machines that are off: processes and cables, by kind."""
+        """Return leftover processes and cables of machines that are off, by kind."""
         # First let machines that have ended finish switching off, or they would count as strays.
         self.wait_until_off()
         guests = list(self._guests.values())
@@ -318,8 +319,8 @@ class Hypervisor:
 
     def forget(self) -> None:
         """Switch all machines off and forget them."""
-        # Not through `_end`: EC2 and the bill are reset or discarded, too, so there is nothing to
-        # record.
+        # Do not call `_end`: EC2 and the bill are reset or discarded as well, so there is nothing
+        # to record.
         with self._backend.lock:
             guests = list(self._guests.values())
             for guest in guests:

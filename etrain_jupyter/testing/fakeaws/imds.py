@@ -30,10 +30,10 @@ from urllib.parse import unquote
 from etrain_jupyter.testing.serving import Closing, serve_in_thread
 
 Page = str | Callable[[], str | None]
-"""The text at a path, or a function that returns it; None responds with 404."""
+"""The text at a path, or a function that returns it; None results in a 404 response."""
 Broken = Literal["", "500", "hang", "expired"]
-"""Kind of failure from now on: none; errors; no response; tokens that have expired before they
-are used."""
+"""Kind of failure: none, error responses, no response, or tokens that expire before they are
+used."""
 
 MAX_TOKEN_S = 21600
 MAX_HANG_S = 60.0
@@ -152,7 +152,7 @@ class ImdsServer(Closing):
 
     def interrupt(self, at: float) -> None:
         """Publish an interruption notice for a time (seconds since the epoch)."""
-        # Two paths with the same time; the second one is EC2's older interface.
+        # Publish the time under two paths; the second one is EC2's older interface.
         action = json.dumps({"action": "terminate", "time": timestamp(at)})
         self.set("meta-data/spot/instance-action", action)
         self.set("meta-data/spot/termination-time", timestamp(at))
@@ -163,7 +163,7 @@ class ImdsServer(Closing):
         self.set("meta-data/iam/security-credentials", role)
 
     def break_(self, how: Broken) -> None:
-        """Fail in this way from now on; ``""`` repairs it."""
+        """Start failing in this way; ``""`` ends the failure."""
         if how not in get_args(Broken):
             raise ValueError(
                 f"A metadata service has no fault {how!r}. Use one of {get_args(Broken)}."
@@ -207,7 +207,7 @@ class ImdsServer(Closing):
 
     def fails_now(self) -> bool:
         """Block while the service hangs; return whether it responds with an error."""
-        # A client gives up long before MAX_HANG_S, which only ends the handler's thread.
+        # A client gives up long before MAX_HANG_S, which serves only to end the handler's thread.
         self._is_responsive.wait(MAX_HANG_S)
         with self._lock:
             return self._broken == "500"

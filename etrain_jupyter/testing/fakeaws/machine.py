@@ -35,7 +35,7 @@ def python_script(name: str, *arguments: str) -> list[str]:
 
 
 class SimulatedMachine:
-    """A machine, initially off; ``start`` and ``power_off`` are called once."""
+    """A machine, initially off; ``start`` and ``power_off`` are each called once."""
 
     def __init__(
         self, facts: InstanceFacts, address: str, network: SimulatedNetwork, folder: Path
@@ -180,7 +180,7 @@ class SimulatedMachine:
             if self._is_off:
                 return
             self._is_off = True
-        # The network first: a machine that loses power sends no last packet, and its peers must
+        # Cut the network first: a machine that loses power sends no last packet, so its peers must
         # detect the loss by a timeout. (Without namespaces there is no cable to cut.)
         if self._process is not None:
             self._network.pull(self.address)
@@ -213,14 +213,14 @@ class SimulatedMachine:
                     one.kill()
 
     def on_end(self) -> None:
-        """Wait until it is off, for any reason."""
+        """Wait until the machine is off, for whatever reason."""
         if self._process is not None:
             self._process.wait()
 
 
 def processes_of(*instance_ids: str) -> list[psutil.Process]:
     """Return the processes of instances, found by the marker in their environment."""
-    # Not by process group or parent: programs on a machine may start sessions of their own.
+    # Do not search by process group or parent: programs on a machine may start new sessions.
     wanted = {f"{MARKER}={instance_id}".encode() for instance_id in instance_ids}
     found = []
     for process in psutil.process_iter():

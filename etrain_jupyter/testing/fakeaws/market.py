@@ -1,8 +1,8 @@
 """The market for machines: capacity and prices, and how a fleet is allocated.
 
-Pure: times are arguments, and nothing is started here. A *pool* is an instance type in a zone with
-a spot capacity and price, which the test sets. On-demand machines have a price and a capacity by
-type.
+This code has no side effects: times are arguments, and nothing is started here. A *pool* is an
+instance type in a zone with a spot capacity and price, which the test sets. On-demand machines have
+a price and a capacity by type.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Candidate:
     """Units of the target that one machine provides."""
     max_price_usd: float | None = None
     priority: float = 0.0
-    """Lower is preferred, for strategies that use it."""
+    """Lower values are preferred by the strategies that use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True)
 class MarketRefusal:
-    """Why a pool, or the whole request (no candidate), gave less than requested."""
+    """Reason why a pool, or the whole request if ``candidate`` is None, got less than requested."""
 
     lifecycle: Lifecycle
     code: str
@@ -175,8 +175,8 @@ class Market:
         self._taken[instance_id] = (pool, lifecycle)
 
     def release(self, instance_id: str, *, is_lost: bool = False) -> None:
-        """Release a machine; ``is_lost`` also reduces the spot capacity: other customers use it."""
-        # Unknown if the machine was already released, or taken in an earlier market.
+        """Release a machine; ``is_lost`` also gives its spot capacity to another customer."""
+        # The machine is unknown if it was already released, or was taken in an earlier market.
         pool, lifecycle = self._taken.pop(instance_id, (None, None))
         if pool is not None and is_lost and lifecycle == "spot" and pool in self._offers:
             self._offers[pool].capacity = max(0, self._offers[pool].capacity - 1)
@@ -238,7 +238,8 @@ class Market:
 
     def score(self, pools: Iterable[CapacityPool], units: int) -> int:
         """Score the likelihood that these pools together meet a target, from 1 to 10."""
-        # AWS does not publish its formula. Here, room for twice the target gives the full score.
+        # AWS does not publish its formula. Here, capacity for twice the target gives the full
+        # score.
         room = sum(self.free(pool, "spot") for pool in pools)
         return max(1, min(10, round(10 * room / max(1, 2 * units))))
 
@@ -311,13 +312,14 @@ class Market:
             return sum(one.pool == candidate.pool for one in got)
 
         def is_new(candidate: Candidate) -> bool:
-            # True if it would exceed the number of pools for ``lowest-price``.
+            # True if the candidate would exceed the number of pools for ``lowest-price``.
             num_used = len({one.pool for one in got})
             return used(candidate) == 0 and num_used >= demand.num_pools
 
         match demand.strategy:
             case "price-capacity-optimized":
-                # Deep pools first, then cheap ones; more than eight machines count the same.
+                # Prefer cheap pools with much capacity; capacity beyond eight machines makes no
+                # difference.
                 return lambda one: (usd(one) / (1 + 0.25 * min(room(one), 8)), one.place)
             case "capacity-optimized":
                 return lambda one: (-room(one), usd(one), one.place)

@@ -24,9 +24,9 @@ from typing import Literal, Protocol
 
 Mode = Literal["namespaces", "loopback"]
 PREFIX = "etfake"
-"""Prefix of bridge names, followed by the harness's process id."""
+"""Prefix of bridge names; the harness's process id follows it."""
 CABLE = "etc"
-"""Prefix of cable names, followed by the harness's process id, ``n`` and a number."""
+"""Prefix of cable names; the harness's process id, ``n`` and a number follow it."""
 IMDS_ADDRESS = ("169.254.169.254", 80)
 _CLONE_NEWNET = 0x40000000
 _MAX_HOSTS = 250
@@ -96,7 +96,7 @@ class _Addresses:
 
 
 class LoopbackNetwork:
-    """Addresses in 127.0.0.0/8, made distinct between harnesses by the process id."""
+    """Addresses in 127.0.0.0/8, derived from the process id to keep harnesses apart."""
 
     mode: Mode = "loopback"
     host_address = "127.0.0.1"
@@ -159,7 +159,7 @@ class NamespaceNetwork:
             if prefix in set(_prefixes()):
                 continue
             _ip(["addr", "add", f"{prefix}.1/24", "dev", self.bridge])
-            # Another harness may have chosen the same one at the same time.
+            # Another harness may have chosen the same network at the same time.
             if list(_prefixes()).count(prefix) == 1:
                 return prefix
             _ip(["addr", "del", f"{prefix}.1/24", "dev", self.bridge])
@@ -212,7 +212,7 @@ class NamespaceNetwork:
         return f"{CABLE}{os.getpid()}n{address.rpartition('.')[2]}"
 
     def pull(self, address: str) -> None:
-        """Take down the near end of the cable."""
+        """Take down this machine's end of the cable."""
         # Packets are lost without an error, as if the machine had lost power.
         with suppress(RuntimeError):
             _ip(["link", "set", self._cable(address), "down"])

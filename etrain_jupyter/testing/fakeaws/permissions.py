@@ -1,8 +1,9 @@
-"""Requests to IAM for one API call: action, resource and condition keys of each.
+"""Requests to IAM for one API call, each with its action, resource and condition keys.
 
-Pure except for two lookups: tags of existing resources, and launch templates. A launch needs about
-ten permissions: for the fleet, each machine with its type, disk, interface, image, subnet, group
-and template, for the tags, and for the role that is passed. All of them must be allowed.
+This code has no side effects. It makes only two lookups: tags of existing resources, and launch
+templates. A launch needs about ten permissions: for the fleet, each machine with its type, disk,
+interface, image, subnet, group and template, for the tags, and for the role that is passed. All of
+them must be allowed.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class _Ec2Call:
 
     def _request(self, action: str, kind: str, id: str, context: Mapping[str, Any]) -> Request:
         # ARNs of images and snapshots have no account. A resource that the call creates has no id
-        # yet: "new" is used for it, and a policy must match it by a wildcard.
+        # yet: "new" is used instead, so a policy must match it with a wildcard.
         account = "" if kind in ("image", "snapshot") else self._world.account
         arn = f"arn:aws:ec2:{self._call.region}:{account}:{kind}/{id}"
         return Request(f"ec2:{action}", arn, {k: v for k, v in context.items() if v})
@@ -165,7 +166,7 @@ class _Ec2Call:
         yield from self._tag_on_create(action, kind, tags)
 
     def _tag_on_create(self, action: str, kind: str, tags: Mapping[str, str]) -> Iterator[Request]:
-        # Tags that are set while a resource is created need a permission of their own.
+        # Setting tags while a resource is created needs a separate permission.
         if tags:
             yield self._request(
                 "CreateTags", kind, "new", {**_request_tags(tags), "ec2:CreateAction": action}
@@ -207,11 +208,11 @@ class _Ec2Call:
         named: Mapping[str, Any] | None,
         tags: Mapping[str, Mapping[str, str]],
     ) -> Iterator[Request]:
-        # One kind of machine, in a fleet or ``RunInstances``. Values of the request take
-        # precedence over those of the launch template.
+        # The requests for one kind of machine, in a fleet or ``RunInstances``. Values of the
+        # request take precedence over those of the launch template.
         id, data = self._world.template(named) if named else ("", {})
         region, account = self._call.region, self._world.account
-        # On every resource of the launch, so that a policy can require a certain template.
+        # Set on every resource of the launch, so that a policy can require a certain template.
         frame = {
             "ec2:LaunchTemplate": id and f"arn:aws:ec2:{region}:{account}:launch-template/{id}"
         }

@@ -53,7 +53,7 @@ def parse_arguments(arguments: list[str]) -> PowerCommand:
 
 
 class PowerSwitch:
-    """Listens in a folder for the ``shutdown`` commands of all instances, in threads."""
+    """Listen for the ``shutdown`` commands of all instances on a socket in a folder, in threads."""
 
     def __init__(self, folder: Path, on_command: Callable[[str, PowerCommand], str]) -> None:
         """Start listening.

@@ -33,7 +33,7 @@ END_S = 5.0
 #   it is killed itself          each one: its own pipe    the janitor, whose pipe has closed, too
 #                                to this process closes
 def main(word: str) -> None:
-    """Serve until the end, then clean up."""
+    """Serve until the process must end, then clean up."""
     settings = Settings(**json.loads(word))
     network = make_network(settings.mode)
     folder = Path(tempfile.mkdtemp(prefix="etrain-fakeaws-"))
@@ -85,7 +85,7 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
         variables=settings.variables,
     )
     app = with_control(api, control)
-    # No date: the application sends it, according to the cloud's clock.
+    # Do not add a date: the application sends one, according to the cloud's clock.
     server = make_wsgi_server(app, dated=False)
     port = server.server_port
     servers = [server]
@@ -109,7 +109,8 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
 
 def end_heads_at(endpoint: str) -> None:
     """Kill the heads on this machine that use this cloud."""
-    # With a real cloud, a head outlives its notebook by design. Here, its cloud goes away, too.
+    # With a real cloud, a head outlives its notebook by design. Here, the head's cloud disappears
+    # as well.
     import psutil
 
     from etrain_jupyter.process.processes import MARKER, wait_until

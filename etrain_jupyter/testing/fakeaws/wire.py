@@ -1,6 +1,6 @@
 """Wire formats of AWS's services: queries, XML, JSON, errors.
 
-Pure: bytes to values, and back.
+Pure functions that convert bytes to values and back.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def listed(query: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def xml(value: Any, tag: str) -> str:
-    """Format a value as an element; a list becomes ``item`` elements, None nothing.
+    """Format a value as an element; a list becomes ``item`` elements, and None is omitted.
 
     >>> xml({"ok": True, "names": ["a&b"], "none": None}, "answer")
     '<answer><ok>true</ok><names><item>a&amp;b</item></names></answer>'

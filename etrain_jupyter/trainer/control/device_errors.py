@@ -15,8 +15,8 @@ machine                         uncorrectable ECC or NVLink errors, a GPU that i
                                 failure", "hardware stack error", a launch that timed out
 ==============================  ==============================================================
 
-A machine error ends the trainer but not the job. If the notebook is the cause after all, the error
-recurs in the same step, and the third occurrence fails the job.
+A machine error ends the trainer but not the job. If the notebook turns out to be the cause, the
+error recurs in the same step, and the third occurrence fails the job.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ _OUT_OF_RANGE = (
 
 def device_error_in(exc: BaseException) -> BaseException | None:
     """Return the CUDA error that led to this exception; None if there is none."""
-    # The oldest one: after the first error, every cleanup call raises another CUDA error.
+    # Return the oldest error, because every cleanup call after it raises another CUDA error.
     found = [link for link in _chain_of(exc) if _is_device_error(link)]
     return found[-1] if found else None
 
 
 def is_of_machine(error: BaseException, *, has_peers: bool) -> bool:
-    """Return True if the machine is blamed for a CUDA error, so that only this trainer ends.
+    """Return True if a CUDA error is attributed to the machine, so that only this trainer ends.
 
     Args:
         error: From ``device_error_in``.
@@ -92,7 +92,7 @@ def is_of_machine(error: BaseException, *, has_peers: bool) -> bool:
     if _ASSERT in text:
         return False
     words = (*_OF_MACHINE, *(_OF_NOTEBOOK_OR_PEER if has_peers else ()))
-    # The notebook is blamed for an unknown error: it fails the job, and the user sees it.
+    # An unknown error is attributed to the notebook, so that it fails the job and the user sees it.
     return any(word.lower() in text for word in words)
 
 
@@ -119,8 +119,8 @@ def code_of_pass(functions: Iterable[Any], cells: Mapping[str, CellSource]) -> s
         if name in cells or not (is_library(name) or is_of_this_package(name)):
             label = cells[name].label if name in cells else f'File "{name}"'
             lines.append(f"  {label}, line {code.co_firstlineno}, in {code.co_name}")
-    # All functions are library code, such as F.cross_entropy: show the config line in the cell that
-    # refers to one of them.
+    # If all functions are library code, such as F.cross_entropy, show the config line in the cell
+    # that refers to one of them.
     for key in ("step", "loss", "model"):
         cell = None if lines else cells.get(f"<etrain {key}>")
         if cell is not None:

@@ -16,7 +16,8 @@ from etrain_jupyter.trainer.micro_batch import is_out_of_memory
 
 _PACKAGE = Path(etrain_jupyter.__file__).parent
 _BORDER = frozenset({"workload.py", "optimizers.py", "data.py", "restore.py"})
-"""Modules that call the notebook's objects: a call with wrong arguments raises in their frames."""
+"""Modules that call the notebook's objects. If such a call passes the wrong arguments, the
+exception is raised in a frame of these modules."""
 
 
 def is_our_defect(exc: BaseException) -> bool:
@@ -43,8 +44,9 @@ def is_our_defect(exc: BaseException) -> bool:
 
 def is_broken_exchange(exc: BaseException) -> bool:
     """Return True if a collective that torch itself started has failed."""
-    # DDP agrees on its buckets in the second step of each generation, and blocks inside gloo. If a
-    # peer dies at that moment, this rank gets a bare RuntimeError before the generation is aborted.
+    # In the second step of each generation, DDP synchronizes its buckets with the other ranks, and
+    # blocks inside gloo. If a peer dies at that moment, this rank gets a bare RuntimeError before
+    # the generation is aborted.
     if isinstance(exc, DistError):
         return True
     return isinstance(exc, RuntimeError) and "gloo/transport" in str(exc)

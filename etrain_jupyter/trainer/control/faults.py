@@ -47,7 +47,7 @@ class FaultInjector:
         self.renew(planned)
 
     def renew(self, planned: Iterable[Fault]) -> None:
-        """Adopt a new generation's plan, which lacks faults that fired in other trainers."""
+        """Adopt a new generation's plan, which omits faults that have fired in other trainers."""
         # Requested faults belong to this trainer, and are not in the coordinator's plan.
         requested = [fault for fault in self._planned if fault["at"] == ANYWHERE]
         mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _CORRUPTIONS]
@@ -59,33 +59,35 @@ class FaultInjector:
         Args:
             place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``,
                 ``evaluated``.
-            rank: This trainer's rank. At ``warm``, where it has none yet, its index among all
+            rank: This trainer's rank. At ``warm``, before it has a rank, its index among all
                 trainers that the job has started.
-            step: The step in progress; between steps, the last committed one.
+            step: The step in progress; between steps, the last committed step.
 
         Raises:
             InjectedError: For the kind ``error``.
         """
-        # Called several times per step: must cost next to nothing if no faults are planned.
+        # This is called several times per step, so it must cost almost nothing without planned
+        # faults.
         if not self._planned:
             return
-        # A copy, because a fault that fires is removed; the control thread may append one.
+        # Iterate over a copy: a fault that fires is removed, and the control thread may append
+        # another.
         for fault in list(self._planned):
             if fault["kind"] in _AT_A_PLACE and fault["at"] in (place, ANYWHERE):
                 self._inject_if_due(fault, rank, step)
 
     def inject(self, kind: str) -> None:
         """Inject a fault that a user requested. Called by the control thread."""
-        # These two must affect the main thread, so they fire when it reaches its next place. The
-        # others affect the whole process, and work even if the main thread is stuck.
+        # These two kinds must affect the main thread, so they fire when it reaches its next place.
+        # The others affect the whole process, and work even if the main thread is stuck.
         if kind in ("hang", "error"):
             self._planned.append({"kind": kind, "rank": None, "step": 0, "at": ANYWHERE})
         else:
             inject_fault(kind, disconnect=self.disconnect)
 
     def corrupt_indices(self, indices: Any, *, rank: int, step: int) -> Any:
-        """Return the samples of a share with one lost or duplicated; the audit must detect it."""
-        # A share must keep at least one sample, so at a share of one sample the fault waits for the
+        """Return a share's samples with one lost or duplicated, which the audit must detect."""
+        # A share must keep at least one sample. If it has only one, the fault is deferred to the
         # next share.
         if not self._planned or len(indices) < 2:
             return indices
@@ -121,8 +123,8 @@ class FaultInjector:
         is_due = fault["rank"] in (None, rank) and fault["step"] <= step
         if is_due:
             self._planned.remove(fault)
-            # Reported before it happens, because the process may not survive it. Without the
-            # report the fault would fire again in the replacement.
+            # Report the fault before it happens, because the process may not survive it. Without
+            # the report, the fault would fire again in the replacement trainer.
             if "id" in fault:
                 self._send(FaultFired(fault_id=fault["id"]))
         return is_due

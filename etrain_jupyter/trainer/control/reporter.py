@@ -16,7 +16,7 @@ from etrain_jupyter.wire.messages import StepRecord, StepsTrained, TrainerReport
 FLUSH_EVERY_S = 0.05
 """Minimum interval between two batches. Records of steps longer than this are sent immediately."""
 KEEP_RECORDS = 10_000
-"""Number of records that a rank keeps in case rank 0 dies before sending its own."""
+"""Number of records that a rank keeps in case rank 0 dies before sending them."""
 
 Report = TrainerReport | StepRecord
 """A report from a rank. The record of a step is a plain dict, and a batch of these records becomes
@@ -26,7 +26,7 @@ Send = Callable[[Report], None]
 
 
 class Reporter:
-    """Send reports up the control channel."""
+    """Send reports over the control channel."""
 
     # Every rank keeps the records of its latest steps, because a step's statistics are the same on
     # all of them. Rank 0 sends them. If it dies, the next rank 0 sends those missing from the log:
@@ -62,8 +62,8 @@ class Reporter:
 
     def adopt(self, records: list[StepRecord]) -> None:
         """Replace the kept records with those of a state that was received or restored."""
-        # This rank's own records may be of undone steps. And without the sender's records, a step
-        # that rank 0 had committed but not reported would never reach the log.
+        # This rank's own records may describe steps that were undone. Without the sender's records,
+        # a step that rank 0 had committed but not reported would never reach the log.
         with self._lock:
             self._kept.clear()
             self._kept.extend(records)
@@ -71,7 +71,7 @@ class Reporter:
 
     def send(self, report: Report) -> None:
         """Send a report. A step's record may wait for the next batch."""
-        # A plain lock and append: this is called in every step.
+        # Only a lock and an append, because this is called in every step.
         if isinstance(report, dict):
             with self._lock:
                 self._kept.append(report)
@@ -84,7 +84,7 @@ class Reporter:
         self._channel.send(report)
 
     def flush(self) -> None:
-        """Send the waiting records."""
+        """Send the pending records."""
         with self._lock:
             records, self._unsent = self._unsent, []
             if records:
@@ -92,7 +92,7 @@ class Reporter:
                 self._channel.send(steps)
 
     def close(self) -> None:
-        """Send the waiting records, and end the thread."""
+        """Send the pending records, and end the thread."""
         self._ended.set()
         self._has_unsent.set()
         with contextlib.suppress(OSError):

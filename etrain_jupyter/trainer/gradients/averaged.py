@@ -20,7 +20,8 @@ from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 
-# torch 2.13 renamed the flag. ``_start_moves`` averages the buffers instead.
+# Disables DDP's own synchronization of buffers, because ``_start_moves`` averages them. torch 2.13
+# renamed the flag.
 _DDP_FLAGS = inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = (
     {"forward_sync_buffers": False}
@@ -118,8 +119,8 @@ class AveragedGradients:
             with self._no_sync():
                 step.run_part(self._module, slot).backward()  # type: ignore[no-untyped-call]
         loss = step.run_part(self._module, slot)
-        # After the last forward pass: the header contains its loss, and the backward pass hides the
-        # communication.
+        # Start the header after the last forward pass, because it contains that pass's loss. Its
+        # communication overlaps with the backward pass.
         step.start_header()
         moves = self._start_moves(step.buffers_before, count / step.span.samples)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -146,12 +147,13 @@ class AveragedGradients:
 
     def _agree_on_buckets(self) -> None:
         # DDP rebuilds its buckets in its second forward pass. The ranks agree on the bucket order
-        # in a broadcast that blocks inside gloo. Doing this here counts it as a collective, which
-        # distinguishes a rank that hangs in the notebook's code from the ranks that wait for it.
+        # in a broadcast that blocks inside gloo. Here, it is counted as a collective, so that a
+        # rank that hangs in the notebook's code can be distinguished from the ranks that wait for
+        # it.
         #
-        # Not in the exchange thread: if the call were abandoned there, the reducer would outlive
-        # its generation, and remove its hooks from the parameters during a backward pass of the
-        # next one.
+        # It must not run in the exchange thread: if the call were abandoned there, the reducer
+        # would outlive its generation and remove its hooks from the parameters during a backward
+        # pass of the next one.
         self._num_steps += 1
         if self._num_steps == 2 and isinstance(self._module, DistributedDataParallel):
             self._group.wait_for(self._module.reducer._rebuild_buckets)
@@ -171,9 +173,9 @@ class AveragedGradients:
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Remove DDP from the model, now and in this thread."""
+        """Remove DDP from the model immediately, in the calling thread."""
         # The reducer removes its hooks from the parameters when it is freed. An exception may keep
-        # it alive and be freed only during a backward pass of the next generation.
+        # the reducer alive until a backward pass of the next generation.
         if isinstance(self._module, DistributedDataParallel):
             del self._module.logger, self._module.reducer
 
@@ -181,11 +183,11 @@ class AveragedGradients:
 def _wrap(model: nn.Module, group: RankGroup, has_unused: bool, hook: CommHook) -> nn.Module:
     if group.world_size == 1:
         return model
-    # No init_sync: all ranks already have the same state, and the broadcasts in the constructor
-    # could not be aborted.
+    # ``init_sync`` is off because all ranks already have the same state, and the broadcasts in the
+    # constructor could not be aborted.
     module = DistributedDataParallel(
         model, init_sync=False, find_unused_parameters=has_unused, **_NO_BUFFER_SYNC
     )
-    # A lambda without annotations: torch requires them to be classes, and ours are strings.
+    # A lambda has no annotations. torch requires annotations to be classes, but ours are strings.
     module.register_comm_hook(None, lambda _, bucket: hook(bucket))
     return module

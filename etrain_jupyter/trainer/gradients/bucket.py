@@ -26,7 +26,7 @@ class GradientBucket:
     such parameters.
 
     No element is ever -0.0: sums start at 0.0, and a sum is -0.0 only if all its terms are. So a
-    shard without samples never changes a bit, whether its zeros are added or not.
+    shard without samples leaves every bit of a sum unchanged, whether or not its zeros are added.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], num_sums: int) -> None:
@@ -62,12 +62,12 @@ class GradientBucket:
             parameter.grad = None if is_fresh else view
 
     def take(self, slot: int, index: int) -> None:
-        """Copy the gradient that a backward pass has left in a parameter into the sum."""
+        """Copy a parameter's gradient into the sum after a backward pass has computed it."""
         parameter, view = self.parameters[index], self._views[slot][index]
         gradient = parameter.grad
         # Otherwise, autograd has already added to the view.
         if gradient is not None and gradient.data_ptr() != view.data_ptr():
-            torch.add(gradient, 0.0, out=view)  # instead of a copy: -0.0 becomes 0.0
+            torch.add(gradient, 0.0, out=view)  # not a copy: turns -0.0 into 0.0
             parameter.grad = view
 
     def fill(self, slot: int) -> None:
@@ -77,7 +77,7 @@ class GradientBucket:
                 parameter.grad = view.zero_()
 
     def merge(self, merges: Sequence[Merge]) -> None:
-        """Add partial sums to each other."""
+        """Add up partial sums in the order of ``merges``."""
         merge(list(self.sums_SN), merges)
 
     def set_flags(self, touched: Collection[torch.Tensor]) -> None:

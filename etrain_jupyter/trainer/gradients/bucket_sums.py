@@ -23,7 +23,7 @@ class BucketSums:
     Args:
         plan: Distribution of the shards over the ranks.
         buckets: The buckets, in the order in which backward passes complete them.
-        last_merges: Sums still to be made after the rank's last shard.
+        last_merges: Merges that remain to be done after the rank's last shard.
     """
 
     def __init__(
@@ -109,9 +109,10 @@ class BucketSums:
                 "activations, write checkpoint(..., use_reentrant=False)."
             )
         self._missing[index].discard(parameter)
-        # torch may replace an exception in a hook, so ``finish`` raises the error for a lost peer.
+        # torch may replace an exception that a hook raises, so ``finish`` raises the error about a
+        # lost peer.
         with contextlib.suppress(CommunicationError):
-            # In order: all ranks must exchange the buckets in the same sequence.
+            # Start them in order, because all ranks must exchange the buckets in the same sequence.
             while self._num_started < len(self._missing) and not self._missing[self._num_started]:
                 self._start_next()
 

@@ -35,7 +35,7 @@ class CommHook:
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Start summing a bucket over the ranks."""
         if self._measures_squares:
-            # Before the sum overwrites this rank's gradient in place.
+            # Measure this before the sum overwrites this rank's gradient in place.
             self._squares.append(_square(bucket.buffer()))
         self._watch.bucket_is_ready()
         return self._send(bucket)
@@ -53,7 +53,7 @@ def square_norm(tensors: Iterable[torch.Tensor]) -> float:
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
-    # Squares overflow in fp16 from 256 on, so the norm is computed in float32.
+    # In fp16, the square of 256 overflows, so the norm is computed in float32.
     norm: torch.Tensor = torch.linalg.vector_norm(values.float())
     return norm.double().square()
 

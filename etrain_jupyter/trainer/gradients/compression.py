@@ -1,4 +1,4 @@
-"""Gradient compression: torch's communication hooks over the generation's collectives.
+"""Gradient compression with torch's communication hooks, over the generation's collectives.
 
 torch's hooks use process groups that cannot be aborted, so they get a substitute that forwards
 their sums to the generation's group.
@@ -68,8 +68,8 @@ def _powersgd(group: RankGroup) -> Send:
 class _SummingGroup(dist.ProcessGroup):
     """The part of a process group that torch's hooks use.
 
-    The hooks wait for one sum in the callback of another. In a gloo thread this could block
-    forever; here each sum is complete when the call returns, and an abort ends it.
+    The hooks wait for one sum in the callback of another, which could block forever in a gloo
+    thread. Here, each sum is complete when the call returns, and an abort ends the call.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -80,7 +80,7 @@ class _SummingGroup(dist.ProcessGroup):
         self, tensors: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Sum a tensor over the ranks, in place."""
-        # As in the group's own hook: ``settle`` raises the error, outside torch's callbacks.
+        # As in the group's own hook, ``settle`` raises the error later, outside torch's callbacks.
         with contextlib.suppress(CommunicationError):
             self._group.sum_now(tensors[0])
         return _Done(tensors)

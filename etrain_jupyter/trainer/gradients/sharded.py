@@ -1,4 +1,4 @@
-"""Gradients for ``reproducible``: bit for bit the same on any number of ranks.
+"""Gradients for ``reproducible``: bit-identical on any number of ranks.
 
 A step has V shards (``rules.samples.shard_plan``). Each shard has its own forward and backward
 pass, with its own random numbers, BatchNorm statistics and micro-batches, as if it were alone: a
@@ -73,7 +73,8 @@ class ShardedGradients:
         is_one_pass = num_passes == 1 and (micro_batch_size or largest) >= largest
         self._passes = shard_plan.plan_passes(self._subtrees, adds_in_place=is_one_pass)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        # New for each generation: an aborted exchange may still write into the old buffers.
+        # The buffers are allocated for each generation, because an aborted exchange may still write
+        # into the old ones.
         self._buckets = make_buckets(trainable, shard_plan.num_slots(self._passes))
         self._sums = BucketSums(group, self._plan, self._buckets, self._passes[-1].merges)
         self._hooks = [
@@ -122,8 +123,8 @@ class ShardedGradients:
         busy = [p for p in self._passes if plan.counts[p.shard]]
         self._sums.begin()
         self._moves.zero_()
-        # A small step may leave no samples for this rank. It runs no pass, but the other ranks wait
-        # for its header and its zeros.
+        # A small step may leave no samples for this rank. The rank then runs no pass, but the other
+        # ranks wait for its header and its zeros.
         if not busy:
             self._start_small_sums(step)
         for p in self._passes:
@@ -163,14 +164,14 @@ class ShardedGradients:
         for number in range(1, num_parts + 1):
             loss = step.run_part(self._model, slot=p.shard)
             # The last backward pass of the shard completes its sum. For the last shard with
-            # samples, it also hides the exchange of the header and the buffers.
+            # samples, the pass also overlaps with the exchange of the header and the buffers.
             if number == num_parts:
                 self._keep_moves(step, p.shard, plan.counts[p.shard])
                 if is_last_busy:
                     self._start_small_sums(step)
                 self._sums.is_open = is_last
             loss.backward()  # type: ignore[no-untyped-call]
-            # A failed exchange is noticed here rather than after the remaining passes.
+            # Detect a failed exchange here rather than after the remaining passes.
             self._group.raise_if_failed()
         for bucket in self._buckets:
             bucket.fill(p.slot)

@@ -44,7 +44,7 @@ class Gradients(Protocol):
         ...
 
     def compute(self, step: Step) -> None:
-        """Compute the step's gradient into ``p.grad`` and complete its header.
+        """Compute the step's gradient, store it in ``p.grad``, and complete the header.
 
         Raises:
             CommunicationError: A peer is lost.
@@ -75,7 +75,7 @@ class Step:
     """The samples of all ranks."""
     header: StepHeader
     buffers_before: list[torch.Tensor]
-    """Copies of the running buffers before the step."""
+    """Copies of the running buffers from before the step."""
     batches: Iterator[Delivered]
     """Delivered micro-batches of this step and all later steps."""
     workload: Workload
@@ -100,9 +100,9 @@ class Step:
 
     def start_header(self) -> None:
         """Start summing the header, after the last forward pass and before its backward pass."""
-        # The header needs the loss of the last forward pass, and the backward pass hides the
-        # communication. Requests are read as late as possible, so that they need not wait for the
-        # next step:
+        # The header needs the loss of the last forward pass, and its communication overlaps with
+        # the backward pass. Requests are read as late as possible, so that they need not wait for
+        # the next step:
         #
         #     forward ── losses, requests ── header ─ ─ ─ ─ ─ sum
         #                                    backward ── buckets ── sums ── wait for all
@@ -120,7 +120,8 @@ class Step:
             slot: Slot of the header; None if the micro-batch does not count.
 
         Returns:
-            Its share of the step's mean loss, scaled by the loss scale, to be differentiated.
+            The micro-batch's share of the step's mean loss, multiplied by the loss scale; a scalar
+            to differentiate.
         """
         with self.watch.fetching():
             indices, batch = next(self.batches)

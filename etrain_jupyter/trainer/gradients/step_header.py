@@ -1,6 +1,6 @@
 """Step header: one small vector that is summed over all ranks in every step.
 
-Its sum is hidden behind the backward pass. Shapes: ``M`` means (loss first, see
+The sum overlaps with the backward pass. Shapes: ``M`` means (loss first, see
 ``objective.measures``), ``S`` slots.
 """
 
@@ -33,13 +33,13 @@ class RequestFlags:
     is_change_pending: bool
     """The rank knows of a planned change; the generation must end after this step."""
     is_eval_due: bool
-    """Rank 0's clock requests an evaluation after this step."""
+    """By rank 0's clock, an evaluation is due after this step."""
     is_save_due: bool = False
     """Rank 0 requests that all ranks write a checkpoint of the state after this step."""
 
 
 class StepHeader:
-    """A vector of integers, and of shares of means in slots, that is summed over the ranks.
+    """A vector that is summed over the ranks: integers, and slots for shares of means.
 
     Integer sums below 2**53 are exact in float64, so their order does not matter. Sums of shares
     are not exact. Either all ranks add to a single slot, or each shard has its own slot, which the
@@ -91,7 +91,7 @@ class StepHeader:
         self._values[REQUESTS] = float(bits)
         self._values[FINGERPRINT], self._values[FINGERPRINT_SQUARED] = mine, mine * mine
         self._world_size = group.world_size
-        # Before the sum: afterwards the slots contain the shares of all ranks.
+        # Check this before the sum, because afterwards the slots contain the shares of all ranks.
         self.is_own_loss_finite = bool(self._means_SM[:, 0].isfinite().all())
         self._sent = group.all_reduce(self._values)
 
@@ -103,12 +103,12 @@ class StepHeader:
 
     @property
     def is_pending(self) -> bool:
-        """True if any rank knows of a planned change after this step."""
+        """True if any rank knows of a planned change; the generation then ends after this step."""
         return bool(self._values[PENDING] > 0)
 
     @property
     def is_eval_requested(self) -> bool:
-        """True if rank 0's clock requests an evaluation."""
+        """True if an evaluation is due by rank 0's clock."""
         return bool(int(self._values[REQUESTS]) & EVAL)
 
     @property

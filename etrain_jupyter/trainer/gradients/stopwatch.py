@@ -31,7 +31,7 @@ class StepTimes:
 
 
 class Stopwatch:
-    """Measures one step after another."""
+    """Measures the parts of consecutive steps."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._is_cuda = torch.device(device).type == "cuda"
@@ -80,8 +80,8 @@ class Stopwatch:
         # begin | fetch  forward  backward | exposed communication | summed | update
         #         data_s                     communication_s                  optimizer_s
         #
-        # compute_s is the rest. The clocks of host and device differ, so it may come out slightly
-        # negative.
+        # compute_s is the rest. The clocks of host and device differ, so ``compute_s`` may be
+        # slightly negative.
         spent = self._summed_at - self._began_at - self._data_s - communication_s
         return StepTimes(
             data_s=self._data_s,

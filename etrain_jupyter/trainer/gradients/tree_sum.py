@@ -21,10 +21,10 @@ from etrain_jupyter.rules.samples.batch_plan import share_range
 from etrain_jupyter.rules.samples.shard_plan import Merge, ShardPlan
 
 DIRECT_BYTES = 1 << 20
-"""Up to this number of received bytes per rank, all ranks send everything to each other, and each
-adds up the whole vector: one round trip instead of two."""
+"""If each rank receives at most this number of bytes, all ranks send everything to each other, and
+each rank adds up the whole vector. This takes one round trip instead of two."""
 SEGMENT_BYTES = 4 << 20
-"""Approximate size of a segment: each is added up while the next is received."""
+"""Approximate size of a segment. One segment is added up while the next one is received."""
 
 
 class Peers(Protocol):
@@ -43,7 +43,7 @@ class Peers(Protocol):
 
 
 class TreeSum:
-    """Repeatedly adds up the partial sums of one vector from all ranks, in its own buffers.
+    """Adds up the partial sums of one vector from all ranks; reusable, with its own buffers.
 
     Args:
         plan: Distribution of the shards over the ranks.
@@ -64,7 +64,7 @@ class TreeSum:
         total = partials[0]
         size_bytes = total.numel() * total.element_size()
         num_others = sum(map(len, plan.subtrees)) - 1
-        # Latency dominates small sums, bandwidth large ones.
+        # Small sums are limited by latency, large sums by bandwidth.
         self._is_direct = size_bytes * num_others <= DIRECT_BYTES
         chunk_bytes = size_bytes // peers.world_size
         self._num_segments = 1 if self._is_direct else max(1, chunk_bytes // SEGMENT_BYTES)
@@ -92,7 +92,10 @@ class TreeSum:
         return [slice(a, b) for a, b in pairwise(bounds)]
 
     def exchange(self) -> None:
-        """Write the total into the first partial sum. Blocks; only inside ``RankGroup.start``."""
+        """Write the total into the first partial sum.
+
+        Blocks, so call it only inside ``RankGroup.start``.
+        """
         # Two ranks, each with one partial sum of two chunks; rank 0 owns chunk a, rank 1 chunk b
         # (in a direct sum, each rank receives and adds both):
         #

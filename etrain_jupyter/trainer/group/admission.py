@@ -9,9 +9,9 @@ which accepted sockets inherit)::
     rank B   releases exactly the announced connections, whose data gloo then reads
     stranger is never released, and so never gets a rank's place
 
-This takes a few milliseconds longer. A stranger that connects to every listener within the
-millisecond before it is held can still prevent forming; such attempts are bounded and reported, see
-``hold``.
+This takes a few milliseconds longer. A stranger can still prevent the group from forming if it
+connects to every listener within the millisecond before ``hold`` takes effect. The number of
+attempts is limited, and the failure is reported, see ``make_held_device``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from etrain_jupyter.trainer.group.socket_filters import detach_filter, pass_only
 ADMIT_EVERY_S = 0.001
 """Interval at which new connections are announced and released; each round trip delays forming."""
 TIMEOUT_S = 10.0
-"""Timeout for connecting a guarded generation; connections through a relay never succeed. Shorter
-than the time after which the coordinator declares a rank hung."""
+"""Timeout for connecting a guarded generation, since connections through a relay never succeed. It
+is shorter than the time after which the coordinator declares a rank hung."""
 
 MAX_DEVICES = 50
 """Number of listeners to try before giving up if strangers connect to each of them."""
@@ -62,7 +62,8 @@ def make_held_device(host: str) -> GlooDevice:
     #     stranger                 connects, sends ──^
     #     this rank                        hold ─ a connection without the mark? next device
     #
-    # Not freed until the end: new devices are recognized by new descriptor numbers.
+    # Rejected devices are not freed until the end, because a new device is recognized by its new
+    # descriptor numbers.
     reached: list[GlooDevice] = []
     try:
         for _ in range(MAX_DEVICES):
@@ -78,7 +79,7 @@ def make_held_device(host: str) -> GlooDevice:
     finally:
         for each in reached:
             each.shut_down()
-        # In a thread, because gloo's destructors wait for its 10 ms epoll ticks.
+        # Free the devices in a thread, because gloo's destructors wait for its 10 ms epoll ticks.
         threading.Thread(target=reached.clear, daemon=True, name="etrain-free").start()
     raise UnknownPeerError(
         f"an unknown process connects to this job's ports: it reached {num_reached} new ports "
@@ -87,7 +88,7 @@ def make_held_device(host: str) -> GlooDevice:
 
 
 def hold(device: GlooDevice) -> bool:
-    """Keep gloo from reading data from connections. Call this before publishing the address.
+    """Prevent gloo from reading data from connections. Call this before publishing the address.
 
     Returns:
         False if gloo may already have read data from a stranger. In that case, use another device.
@@ -104,8 +105,8 @@ def hold(device: GlooDevice) -> bool:
 def _hold_back(listener: socket.socket) -> None:
     pass_only_a_number(listener)
     # gloo's epoll does not report a socket below the low-water mark as readable. The filter drops
-    # FIN and RST segments, which would wake gloo, and packets of more than 8 bytes. The order
-    # matters: a socket that inherits the mark has then inherited the filter, too.
+    # FIN and RST segments, which would wake gloo, and packets of more than 8 bytes. The filter is
+    # set before the mark, so that a socket that inherits the mark also inherits the filter.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOW_WATER)
 
 
@@ -150,7 +151,7 @@ class Admission:
         waiting = taken.keys() - self._released
         if waiting:
             # The other rank lists the connection from its own end: its (near, far) is our (far,
-            # near). A stranger cannot announce, because the store is authenticated.
+            # near). A stranger cannot announce a connection, because the store is authenticated.
             for near, far in self._pairs_of_others():
                 if (far, near) in waiting:
                     self._release(taken[far, near], (far, near))
@@ -162,7 +163,7 @@ class Admission:
             raise UnknownPeerError(text)
 
     def _pairs_of_others(self) -> list[Pair]:
-        # ``check`` does not block: some ranks may not have connected yet.
+        # Use ``check``, which does not block, because some ranks may not have connected yet.
         there = [key for key in self._keys if self._store.check([key])]
         return [pair for key in there for pair in decode(json.loads(self._store.get(key)))]
 
@@ -170,6 +171,6 @@ class Admission:
         # An OSError means that the connection has ended; its descriptor may have been reused.
         with contextlib.suppress(OSError), self._device.socket_at(fd, pair) as connection:
             detach_filter(connection)
-            # Also wakes gloo if the rank's number has already arrived.
+            # This also wakes gloo if the rank's number has already arrived.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
             self._released.add(pair)

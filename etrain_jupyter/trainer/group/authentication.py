@@ -6,8 +6,9 @@ its connections over the authenticated control channel. Each pair of ranks must 
 connection, once from each end. All ranks compare the same lists, so all of them accept the group or
 all refuse it, before any tensor is sent.
 
-Not detected: an attacker on the path between two machines (a router, ARP) who changes no addresses;
-only encryption protects against that. Connections through NAT have different ends, and are refused.
+This does not detect an attacker on the path between two machines (a router, ARP spoofing) that
+leaves the addresses unchanged; only encryption protects against that. The two ends of a connection
+through NAT do not match, so such connections are refused.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from etrain_jupyter.trainer.group.gloo_device import GlooDevice
 from etrain_jupyter.trainer.group.rendezvous import FORM_TIMEOUT_S, CommunicationError
 
 MAX_UNCLAIMED = 1024
-"""Maximum number of connections without a rank's number. Each rank opens one; many more would
-exhaust the file descriptors, and gloo terminates the process if ``accept`` fails."""
+"""Maximum number of connections that have not sent a rank's number. Each rank opens only one
+connection. Many more would exhaust the file descriptors, and gloo terminates the process if
+``accept`` fails."""
 
 DESCRIPTION_TIMEOUT_S = 5.0
 """Timeout for receiving other ranks' descriptions of unknown connections."""
@@ -62,7 +64,8 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
     claimed = [each.pair for each in device.connections() if each.is_claimed]
     _publish(store, rank, claimed)
     reports = _collect(store, "connections", range(world_size))
-    # Sealed only after all ranks have published: until then a rank may still have to connect.
+    # Seal the listener only after all ranks have published, because until then a rank may still
+    # have to connect.
     device.seal()
     errors = [
         f"rank {other}: {value['error']}" for other, value in reports.items() if value["error"]
@@ -85,8 +88,8 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
 
 def give_up(store: Any, rank: int, error: Exception) -> None:
     """Publish that this rank could not connect, so that the other ranks do not wait for it."""
-    # Use the key that ``authenticate`` waits for on the other ranks. Only the first line: C++
-    # errors have a stack trace in the lines after it.
+    # Use the key that ``authenticate`` waits for on the other ranks. Publish only the first line,
+    # because the following lines of a C++ error are a stack trace.
     _publish(store, rank, [], error=str(error).strip().partition("\n")[0] or type(error).__name__)
 
 
@@ -99,7 +102,7 @@ def raise_if_flooded(device: GlooDevice) -> None:
     num_waiting = device.num_unclaimed()
     if num_waiting <= MAX_UNCLAIMED:
         return
-    # Seal first: listing the connections uses descriptors, too.
+    # Seal first, because listing the connections also uses descriptors.
     device.seal()
     waiting = [each.pair for each in device.connections() if not each.is_claimed]
     described = list_ends(waiting)
@@ -122,7 +125,7 @@ def _collect(
 
 
 def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
-    # A stranger opens connections of its own; a relay redirects those that this rank opens.
+    # A stranger opens its own connections, whereas a relay redirects those that this rank opens.
     with device.listener() as listener:
         port = listener.getsockname()[1]
     came = [pair for pair in unknown if pair[0][1] == port]

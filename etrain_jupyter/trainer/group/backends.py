@@ -20,7 +20,7 @@ from etrain_jupyter.trainer.group.rendezvous import BroadcastStore, Communicatio
 
 GLOO, NCCL = "gloo", "nccl"
 COLLECTIVE_TIMEOUT = timedelta(seconds=1800)
-"""A last resort: the coordinator detects a lost peer much earlier."""
+"""Timeout of last resort: normally, the coordinator detects a lost peer much earlier."""
 
 Keep = Callable[[Any], None]
 ConnectNccl = Callable[[BroadcastStore, int, int, Keep], None]
@@ -29,7 +29,7 @@ _NAME = "etgloo"
 
 
 def connect_gloo(store: BroadcastStore, rank: int, world_size: int, device: GlooDevice) -> Any:
-    """Return a connected gloo backend on its own device. Blocks; may have no timeout."""
+    """Return a connected gloo backend on its own device. Blocks, possibly without a timeout."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # The generation's own device, not torch's shared one: shutting down its sockets unblocks only
     # this generation's collectives.
@@ -40,7 +40,7 @@ def connect_gloo(store: BroadcastStore, rank: int, world_size: int, device: Gloo
 
 
 def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) -> None:
-    """Create an NCCL backend and connect it. Blocks; may have no timeout.
+    """Create an NCCL backend and connect it. Blocks, possibly without a timeout.
 
     Args:
         store: The rendezvous store of the generation.
@@ -53,9 +53,9 @@ def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) 
     prefixed = c10d.PrefixStore(NCCL, store)
     backend: Any = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
     keep(backend)
-    # NCCL connects in its first collective. Run one here, where a failure counts as a failed
-    # attempt to form, rather than in the backward pass. The sum also proves that all ranks take
-    # part.
+    # NCCL connects in its first collective. Run a collective here, where a failure counts as a
+    # failed attempt to form, rather than in the backward pass. The sum also proves that all ranks
+    # take part.
     count = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
     backend.allreduce([count]).wait()
     # The conversion synchronizes with the device.
@@ -64,7 +64,7 @@ def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) 
 
 
 def end_nccl(backend: Any, *, gently: bool) -> None:
-    """Free an NCCL backend in a separate thread: either call may wait for a stuck kernel."""
+    """Free an NCCL backend in a separate thread, because this may wait for a stuck kernel."""
     # ``abort`` cancels collectives in flight. An intact generation has none.
     end = backend.shutdown if gently else backend.abort
     threading.Thread(target=end, daemon=True, name="etrain-nccl-end").start()

@@ -17,7 +17,7 @@ Pair = tuple[End, End]
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Difference between the listed connections and one connection per pair of ranks."""
+    """How the listed connections differ from exactly one connection per pair of ranks."""
 
     unknown: tuple[tuple[int, Pair], ...]
     """Connections that no other rank lists from the other end, each with the rank that lists it."""
@@ -26,7 +26,7 @@ class Mismatch:
 
 
 def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
-    """Return the difference from one connection per pair of ranks; None if there is none.
+    """Return how the lists differ from one connection per pair of ranks; None if they do not.
 
     A connection to a stranger or a relay has an end that no rank lists.
 
@@ -61,7 +61,7 @@ def pair_of(connection: socket.socket) -> Pair:
 
 
 def _end(address: tuple[str, int]) -> End:
-    # Normalized because both ends must list the same text: the interface in a link-local address
+    # Normalized because both ends must list the same text. The interface in a link-local address
     # (fe80::1%eth0) differs between machines, and one end may see IPv4 mapped to IPv6.
     host = address[0].partition("%")[0]
     return host.removeprefix("::ffff:"), int(address[1])

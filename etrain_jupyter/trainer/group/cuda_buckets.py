@@ -51,8 +51,8 @@ def future_for(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 class _Moment:
-    # A point in the current stream that another thread can wait for. A blocking event: by default,
-    # the wait would spin on a core that the training thread may need.
+    # An event in the current stream, for which another thread can wait. It is a blocking event,
+    # because by default the wait would spin on a core that the training thread may need.
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: Any = None
         if tensor.is_cuda:
@@ -73,7 +73,7 @@ def _stream_for(buffer: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def moment_of_device() -> Callable[[], None]:
-    """Return a function that waits, in another thread, for the work queued on the device."""
+    """Return a function that another thread calls to wait for the work queued on the device."""
     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     wait: Callable[[], None] = event.synchronize

@@ -28,7 +28,7 @@ class Exchange:
         return future
 
     def end(self) -> None:
-        """Drop work items that have not started, and let the thread end, without waiting for it."""
+        """Drop work items that have not started, and let the thread exit. Does not wait for it."""
         self._ended = True
         self._pieces.put(None)
 
@@ -48,5 +48,6 @@ class Exchange:
                 future.set_exception(exc)
             else:
                 future.set_result(None)
-            # The work refers to tensors, and these names would keep it until the next item arrives.
+            # The work refers to tensors. These variables would keep it alive until the next item
+            # arrives.
             del piece, work, future

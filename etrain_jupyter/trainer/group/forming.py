@@ -5,7 +5,7 @@
     builder thread   gloo connects | authentication | NCCL connects (if the ranks use it)
     caller           counts strangers, admits ranks | waits until ready, timed out or aborted
 
-The caller leaves as soon as the generation is aborted, even if the builder is stuck in torch.
+The caller returns as soon as the generation is aborted, even if the builder is stuck in torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ WATCH_EVERY_S = 0.02
 
 @dataclass(kw_only=True)
 class _Building:
-    # Only the builder thread writes these attributes, each at most once after its default, so the
-    # caller may read them without a lock.
+    # Only the builder thread writes these attributes, each at most once after initialization, so
+    # the caller may read them without a lock.
     stage: str = GLOO
     """The backend that is connecting."""
     is_authenticated: bool = False
@@ -142,8 +142,8 @@ class Forming:
         try:
             gloo = connect_gloo(self._store, self._rank, self._world_size, device)
         except RuntimeError as exc:
-            # The other ranks wait for this rank's list of connections: let them fail now, with this
-            # rank's error, instead of timing out.
+            # The other ranks wait for this rank's list of connections. Make them fail now, with
+            # this rank's error, instead of letting them time out.
             give_up(self._store, self._rank, exc)
             raise
         authenticate(device, self._store, rank=self._rank, world_size=self._world_size)

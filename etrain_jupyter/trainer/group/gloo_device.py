@@ -23,8 +23,9 @@ from etrain_jupyter.trainer.group.socket_filters import drop_everything
 
 _DESCRIPTORS = "/proc/self/fd"
 _ONESHOT = 1 << 30
-"""``EPOLLONESHOT`` is set until gloo gives a rank's place to a connection: gloo is waiting for the
-8-byte number of a pair, or no pair has the number that arrived. A test checks this."""
+"""``EPOLLONESHOT`` is set until gloo assigns a connection to a rank. Until then, gloo is waiting
+for the 8-byte number of a pair, or it has received a number that belongs to no pair. A test checks
+this."""
 
 
 class Connection(NamedTuple):
@@ -56,7 +57,8 @@ class GlooDevice:
         # after; the lock keeps two devices from being created at the same time.
         with self._making:
             before, known = set(_links().values()), set(_descriptors())
-            # Not lazy: all connections must exist before the ranks authenticate each other.
+            # Connections are not lazy, because all of them must exist before the ranks authenticate
+            # each other.
             self.device = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
             if on_listening is not None:
                 _call_with_listener(on_listening, set(_descriptors()) - known)
@@ -77,7 +79,7 @@ class GlooDevice:
         return found
 
     def num_unclaimed(self) -> int:
-        """Return the number of connections that gloo has accepted but not given to a rank."""
+        """Return the number of connections that gloo has accepted but not assigned to a rank."""
         return sum(bool(events & _ONESHOT) for _, events in self._sockets())
 
     @contextlib.contextmanager
@@ -87,7 +89,7 @@ class GlooDevice:
         # have been reused.
         with _socket_of(fd) as connection:
             if pair_of(connection) != pair:
-                raise OSError(f"descriptor {fd} belongs to another connection now")
+                raise OSError(f"descriptor {fd} now belongs to another connection")
             yield connection
 
     @contextlib.contextmanager
@@ -100,7 +102,7 @@ class GlooDevice:
                     break
                 found.close()
         else:
-            raise CommunicationError("the listener of this rank is gone")
+            raise CommunicationError("this rank's listener no longer exists")
         with found:
             yield found
 
@@ -110,23 +112,24 @@ class GlooDevice:
         Raises:
             CommunicationError: The listener cannot be found.
         """
-        # Not by closing the listener: gloo terminates the process if ``accept`` fails.
+        # Do not close the listener, because gloo terminates the process if ``accept`` fails.
         with self.listener() as listener:
             drop_everything(listener)
 
     def shut_down(self) -> None:
         """Shut down the device's connections and seal its listener."""
-        # Without /proc (on systems other than Linux) this has no effect. Even then waits are
-        # abandoned, and the coordinator notifies the peers.
+        # Without /proc (on systems other than Linux) this has no effect. Waits are still abandoned,
+        # and the coordinator notifies the peers.
         if self._epoll is None:
             return
         # Shut down only the reading side: gloo then sees the end of the stream, fails all waits,
-        # and closes the connection itself. It would not report a failed write in its own thread.
+        # and closes the connection itself. gloo would not report a write that fails in its own
+        # thread.
         for fd, _ in _watched(self._epoll):
             with contextlib.suppress(OSError), _socket_of(fd) as connection:
                 if _is_listening(connection):
-                    # A thread stuck inside gloo keeps the listener open: seal it, so that no flood
-                    # of connections reaches it.
+                    # A thread stuck inside gloo keeps the listener open: seal it, so that it cannot
+                    # be flooded with connections.
                     drop_everything(connection)
                 else:
                     connection.shutdown(socket.SHUT_RD)

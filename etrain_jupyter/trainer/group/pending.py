@@ -29,14 +29,17 @@ class Waiters:
         """Backend that failed, ``gloo`` or ``nccl``; empty after an abort."""
 
     def fail(self, why: str, *, backend: str = "") -> CommunicationError:
-        """Record the failure unless there is an earlier failure; return the exception to raise."""
+        """Record the failure unless one is already recorded; return the exception to raise."""
         # The first failure is the cause. An abort breaks all collectives, whose errors follow.
         if not self.failure:
             self.failure, self.failed_backend = why, backend
         return CommunicationError(self.failure)
 
     def register(self, wake: Callable[[], None]) -> int:
-        """Call ``wake`` on an abort; at once if already aborted. Returns a token for ``forget``."""
+        """Call ``wake`` on an abort, or immediately if already aborted.
+
+        Return a token for ``forget``.
+        """
         # ``fail`` and ``wake_all`` are two calls. A wait that registers before ``wake_all`` takes
         # the lock is woken by it, or sees the failure here:
         #
@@ -47,7 +50,7 @@ class Waiters:
                 self._num_registered += 1
                 self._wakes[self._num_registered] = wake
                 return self._num_registered
-        # Outside the lock: a wake may call ``forget``.
+        # Call it outside the lock, because ``wake`` may call ``forget``.
         wake()
         return 0
 
@@ -58,7 +61,7 @@ class Waiters:
 
     def wake_all(self) -> None:
         """Wake all registered waits, after ``fail``."""
-        # Called outside the lock, which a wake may need.
+        # Call them outside the lock, because they may need it.
         with self._lock:
             wakes = list(self._wakes.values())
             self._wakes.clear()
@@ -81,7 +84,7 @@ class Pending:
         """Block until complete. Raises CommunicationError on a failure or an abort."""
         if self._future is None:
             return
-        # Not future.wait(): it would block without a timeout if the peer is silent.
+        # Do not use future.wait(), which would block without a timeout if the peer is silent.
         ready = threading.Event()
         token = self._waiters.register(ready.set)
         self._future.add_done_callback(lambda _: ready.set())
@@ -100,7 +103,8 @@ def error_of(future: Any) -> BaseException | None:
     """Return the error of a completed future from torch or from the exchange thread."""
     try:
         if isinstance(future, Future):
-            # Not raised here: the traceback would keep this future, and so the generation, alive.
+            # The error is not raised here, because the traceback would keep this future alive, and
+            # with it the generation.
             return future.exception()
         future.value()
     except (RuntimeError, CancelledError) as exc:
@@ -111,7 +115,8 @@ def error_of(future: Any) -> BaseException | None:
 def text_of(exc: BaseException) -> str:
     """Return an exception's text for a report, bounded and without a C++ trace, or its type.
 
-    Not only the first line, because NCCL puts its own message last, after ``Last error:``.
+    It contains more than the first line, because NCCL puts its own message last, after ``Last
+    error:``.
     """
     text = str(exc).partition(_CPP_TRACE)[0].strip() or type(exc).__name__
     return text.encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]

@@ -1,13 +1,13 @@
 """Process group of one rank in one generation, formed and broken within a running process.
 
-Three measured facts (see ``benchmarks/README.md``) shape this file:
+The design of this file is based on three measurements (see ``benchmarks/README.md``):
 
 * No torch call unblocks a gloo collective with a silent peer; only the group's own timeout does.
   Shutting down the sockets of the group's device unblocks it within milliseconds. So each
   generation has its own device.
 * Even then a thread can stay inside gloo. So nothing waits inside gloo: a wait ends when the
 operation's future completes *or* the generation is aborted, whichever comes first. In the second
-case the operation is abandoned to its timeout.
+case, the operation is abandoned, and ends at its own timeout.
 * The constructor of ``ProcessGroupGloo`` may block without a timeout, so it runs in a thread that
   can be abandoned (``forming``).
 
@@ -88,7 +88,8 @@ class RankGroup:
         self._default_group: dist.ProcessGroup | None = None
         self._exchange: Exchange | None = None
         self._lock = threading.Lock()
-        """Protects ``_exchange``, ``_closed`` and the device's descriptors from an abort."""
+        """Guards ``_exchange``, ``_closed`` and the device's descriptors against a concurrent
+        abort."""
         self._closed = False
         self.contributes = True
         """False if this rank has no samples in the current step, so that its gradients are zero."""
@@ -163,7 +164,8 @@ class RankGroup:
             if self._exchange is not None:
                 self._exchange.end()
             self._break_connections()
-        # Wake the main thread last: it closes the group, and then the device is gone.
+        # Wake the main thread last, because it closes the group, after which the device no longer
+        # exists.
         self._waiters.wake_all()
         self._transport.end(gently=False)
 
@@ -176,8 +178,8 @@ class RankGroup:
     def close(self) -> None:
         """Leave the group and free it; the slow part runs in a separate thread.
 
-        DDP must already be removed from the model: if it holds the last reference to the group, its
-        destructor waits here for gloo's.
+        Remove DDP from the model first. Otherwise, DDP may hold the last reference to the group,
+        and its destructor would wait here for gloo's destructor.
         """
         # The connections of an intact group are not shut down: a peer may still be reading the end
         # of the last collective.
@@ -196,8 +198,8 @@ class RankGroup:
         remains = [self._default_group, self._gloo, self._device]
         self._default_group = self._gloo = self._device = None
         if any(part is not None for part in remains):
-            # gloo's destructor waits for its 10 ms epoll ticks, or for a stuck operation: this must
-            # not delay the next generation.
+            # gloo's destructor waits for its 10 ms epoll ticks, or for a stuck operation, which
+            # must not delay the next generation.
             threading.Thread(target=remains.clear, daemon=True, name="etrain-free").start()
 
     # --- collectives ---
@@ -261,7 +263,7 @@ class RankGroup:
 
         Args:
             work: Must not wait for other work in the same thread.
-            is_counted: True if every rank does this, so that it counts as progress like a
+            is_counted: True if every rank runs this work, so that it counts as progress, like a
                 collective.
         """
         self.raise_if_failed()
@@ -273,8 +275,8 @@ class RankGroup:
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Run ``work`` in the exchange thread; return its future."""
         with self._lock:
-            # Created on demand, because many generations never use it. Never created after a
-            # failure: ``abort`` has already run, and nothing would end the thread.
+            # Created on demand, because many generations never use it. It is never created after a
+            # failure, because ``abort`` has already run, so nothing would end the thread.
             if self._exchange is None and not self.failure:
                 self._exchange = Exchange()
         self.raise_if_failed()
@@ -282,7 +284,9 @@ class RankGroup:
         return self._exchange.submit(work)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        """Start sending a contiguous CPU tensor. Only inside the ``work`` of ``start``.
+        """Start sending a contiguous CPU tensor.
+
+        Call this only inside the ``work`` of ``start``.
 
         Returns:
             Torch's ``Work``, whose ``wait`` blocks.
@@ -290,7 +294,9 @@ class RankGroup:
         return self._peers().send([tensor], dst, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
-        """Start receiving into a contiguous CPU tensor. Only inside the ``work`` of ``start``.
+        """Start receiving into a contiguous CPU tensor.
+
+        Call this only inside the ``work`` of ``start``.
 
         Returns:
             Torch's ``Work``, whose ``wait`` blocks.
@@ -299,8 +305,8 @@ class RankGroup:
 
     def _peers(self) -> Any:
         # Use this generation's own connections, not torch's default group. An abandoned exchange
-        # thread may call this after the next generation has replaced the default group, and would
-        # send old gradients to it.
+        # thread may call this after the next generation has replaced the default group, to which it
+        # would then send stale gradients.
         gloo = self._gloo
         self.raise_if_failed()
         if gloo is None:
@@ -308,18 +314,21 @@ class RankGroup:
         return gloo
 
     def sum_on_host(self, tensor: torch.Tensor) -> None:
-        """Sum a host tensor over the ranks, in place. Only inside the ``work`` of ``start``."""
+        """Sum a host tensor over the ranks, in place.
+
+        Call this only inside the ``work`` of ``start``.
+        """
         self._peers().allreduce([tensor]).wait()
 
     # --- gradients ---
 
     def ddp_hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket of gradients over the ranks, as DDP's communication hook."""
-        # Nothing is divided: each rank's loss is already scaled to its share of the step's mean. A
-        # failure also completes the future, because DDP waits for it without a timeout. ``settle``
-        # raises the error after the backward pass.
+        # The sum is not divided, because each rank's loss is already scaled to its share of the
+        # step's mean. A failure also completes the future, because DDP waits for it without a
+        # timeout. ``settle`` raises the error after the backward pass.
         buffer: torch.Tensor = bucket.buffer()
-        # A rank without samples runs another rank's samples, which must not count twice.
+        # A rank without samples uses another rank's samples, which must not count twice.
         if not self.contributes:
             buffer.zero_()
         return self._transport.sum_bucket(buffer)

@@ -11,7 +11,8 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 FORM_TIMEOUT_S = 120.0
-"""A last resort: much earlier, the coordinator detects a rank that does not connect."""
+"""Timeout of last resort: normally, the coordinator detects a rank that does not connect much
+earlier."""
 
 
 class CommunicationError(RuntimeError):
@@ -43,12 +44,12 @@ class BroadcastStore(c10d.Store):
 
     def drop(self, prefix: str) -> None:
         """Forget the keys with this prefix, on this rank only."""
-        # For keys that are set for each checkpoint: a generation may last for days.
+        # Used for keys that are set for each checkpoint, because a generation may last for days.
         with self._changed:
             self._values = {k: v for k, v in self._values.items() if not k.startswith(prefix)}
 
     def abort(self) -> None:
-        """Make every current and future wait raise."""
+        """Raise an error from all current and future waits."""
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
@@ -64,7 +65,7 @@ class BroadcastStore(c10d.Store):
         self._publish(key, data)
 
     def clone(self) -> BroadcastStore:
-        """Return this store: torch requests a second connection, but the store uses none."""
+        """Return this store: torch asks for a second connection, which this store does not need."""
         return self
 
     def get(self, key: str) -> bytes:
@@ -80,7 +81,7 @@ class BroadcastStore(c10d.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Block until all keys are set."""
         # gloo calls this from C++ while it connects, often with its own timeout. An abort must end
-        # the call, or the builder thread would stay in it for two minutes.
+        # the call. Otherwise, the builder thread would be stuck in it for two minutes.
         deadline = time.monotonic() + (timeout.total_seconds() if timeout else FORM_TIMEOUT_S)
         with self._changed:
             while not all(key in self._values for key in keys):

@@ -135,7 +135,7 @@ class GlooTransport:
         """Do nothing: the futures that DDP has waited for complete together with the sums."""
 
     def end(self, *, gently: bool) -> None:
-        """Do nothing: the group itself ends gloo."""
+        """Do nothing: the group itself shuts down gloo."""
 
 
 class NcclTransport:
@@ -155,8 +155,9 @@ class NcclTransport:
             CommunicationError: If the generation has been aborted in the meantime. ``end`` may
                 already have been called, and would not be called again.
         """
-        # ``abort`` sets the failure before it calls ``end``. So either this sees the failure, or
-        # ``end`` sees the backend; without an abort, the backend would block in NCCL forever.
+        # ``abort`` sets the failure before it calls ``end``. So either the failure is seen here, or
+        # ``end`` sees the backend and aborts it. A backend that is not aborted would block in NCCL
+        # forever.
         with self._lock:
             is_late = bool(self._waiters.failure)
             self.backend = None if is_late else backend
@@ -168,7 +169,7 @@ class NcclTransport:
         try:
             return self._sum(buffer)
         except CommunicationError:
-            # As with gloo: ``settle`` raises the error, outside autograd's callback.
+            # As with gloo, ``settle`` raises the error later, outside autograd's callback.
             done = future_for(buffer)
             done.set_result(buffer)
             return done
@@ -200,14 +201,15 @@ class NcclTransport:
 
     def settle(self) -> None:
         """Wait for the device: DDP's futures complete as soon as the sums are queued on it."""
-        # In the exchange thread, because a sum never completes on the device if a peer is lost.
+        # Wait in the exchange thread, because a sum never completes on the device if a peer is
+        # lost.
         if self.backend is not None:
             future = self._collectives.submit(moment_of_device())
             Pending(self._waiters, future).wait()
             self._collectives.raise_if_failed()
 
     def end(self, *, gently: bool) -> None:
-        """Release the backend in a thread, because either way may wait for a stuck kernel."""
+        """Release the backend in a thread, because this may wait for a stuck kernel."""
         # Called by ``abort`` and by ``close``, from two threads: only one of them gets the backend.
         with self._lock:
             backend, self.backend = self.backend, None

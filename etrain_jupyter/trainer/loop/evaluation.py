@@ -70,9 +70,10 @@ class Evaluation:
         at_batch: Callable[[], None],
     ) -> EvaluationResult | None:
         """Evaluate the current weights; return None if a planned change interrupts it."""
-        # A planned change may stop an evaluation, but only on all ranks after the same batch: a
-        # rank that stopped alone would leave the others in a collective. So the ranks sum a flag
-        # with every batch, and read the sum one batch later, when it has arrived and costs no wait:
+        # A planned change may stop an evaluation, but all ranks must stop after the same batch. A
+        # rank that stopped alone would leave the others blocked in a collective. So the ranks sum a
+        # flag with every batch, and read the sum one batch later, when it has arrived and can be
+        # read without waiting:
         #
         #     turn        1                2                           3
         #     each rank   sends, batch 1   reads 1, sends 2, batch 2   reads 2, sends 3, batch 3
@@ -96,7 +97,8 @@ class Evaluation:
                 sending = group.all_reduce(pending)
                 at_batch()
                 next(passes, None)  # this rank may have fewer batches than turns
-                # A batch may take a long time: do not start another one in an aborted generation.
+                # A batch may take a long time, so do not start another batch in an aborted
+                # generation.
                 group.raise_if_failed()
         if sending is not None:
             sending.wait()  # no collective may be in flight when the generation ends
@@ -128,7 +130,7 @@ class Evaluation:
         )
         fetched = self._workload.eval.batches(shares)
         for (slot, samples), (indices, batch) in zip(batches, fetched, strict=True):
-            # Seeded by the position in the set: any rank would draw the same numbers.
+            # Seeded by the position in the set, so that the numbers do not depend on the rank.
             seed_all(self._seed, step=step, rank=samples.start)
             passed = self._workload.forward(
                 self._workload.module, batch, len(indices), self._num_samples
@@ -175,7 +177,8 @@ class Evaluation:
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, and restore the mode of every module afterwards."""
-    # Not model.train() at the end: the notebook may have frozen some layers in evaluation mode.
+    # Do not simply call model.train() at the end, because the notebook may have frozen some layers
+    # in evaluation mode.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

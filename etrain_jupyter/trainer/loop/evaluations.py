@@ -33,8 +33,8 @@ class Evaluations:
     def is_due(self) -> bool:
         """Return True if the current state must be evaluated before the next step."""
         state = self._state
-        # The second condition also covers an evaluation made before this rank received or restored
-        # the state.
+        # The second condition also covers evaluations that took place before this rank received or
+        # restored the state.
         if state.workload.eval is None or state.step == state.evaluated_step:
             return False
         # All ranks must make the same decision, so no clock is read here. An interval in seconds is
@@ -58,8 +58,8 @@ class Evaluations:
         )
         if result is None:
             return False
-        # All of this precedes the report: if a rank dies after this point, the survivors have the
-        # same counters, and the next rank 0 reports the evaluation again.
+        # Update the counters before the report. If a rank dies after this point, the survivors have
+        # the same counters, and the next rank 0 reports the evaluation again.
         state.num_evals += 1
         state.evaluated_step, state.is_eval_owed = state.step, False
         self.every.restart(time.monotonic())
@@ -77,8 +77,8 @@ class Evaluations:
         state.best_tracker.take(state.step, {"loss": result.loss, **result.metrics})
         self._record = {
             "step": state.step,
-            # The epoch of the last sample trained on: at the end of an epoch, ``position`` is in
-            # the next one.
+            # The epoch of the last sample trained on. At the end of an epoch, ``position`` already
+            # belongs to the next epoch.
             "epoch": (state.position - 1) // state.plan.num_train,
             "samples": result.num_samples,
             "loss": result.loss,
@@ -95,8 +95,8 @@ class Evaluations:
         #     rank 0   evaluated 40 ── (dies)
         #     rank 1   evaluated 40 ── becomes rank 0 ── reports 40
         state, record = self._state, self._record
-        # If the state was restored or received, the counters differ: the record is of another
-        # state.
+        # If the counters differ, this rank has restored or received a state, and the record belongs
+        # to another state.
         if record is not None and record["step"] == state.step == state.evaluated_step:
             self._send(EvalFinished(generation=generation, record=record))
         best = state.best_tracker.best_record()

@@ -61,8 +61,8 @@ class LearningRate:
         factor = 1.0 if self._schedule is None else self._schedule.factor(position, count)
         if self._scaling is not None:
             self._next = self._next_ramp(self._scaling, world_size)
-            # A larger target is approached over several steps, but the bound from the noise applies
-            # at once.
+            # A larger factor is approached over several steps, but the limit from the noise applies
+            # immediately.
             factor *= min(self._next.factor, self._max_factor(self._scaling, world_size))
         for group in self._optimizer.param_groups:
             rate = group[BASE] * factor
@@ -78,14 +78,14 @@ class LearningRate:
         return self._scaling is not None and self._scaling.rule == "adascale"
 
     def take_noise(self, *, mean_of_squares: float, square_of_mean: float, world_size: int) -> None:
-        """Add the gradients of the next update to the noise, see ``GradientNoise.take``."""
+        """Update the gradient noise for the next update, see ``GradientNoise.take``."""
         self._next_noise = self._noise.take(
             mean_of_squares=mean_of_squares, square_of_mean=square_of_mean, world_size=world_size
         )
 
     @property
     def warning(self) -> str:
-        """Known problem of this optimizer with this rule; empty if there is none."""
+        """Known problem of using this optimizer with this rule; empty if there is none."""
         if self._scaling is None:
             return ""
         return warning_for(self._rule(self._scaling), type(self._optimizer).__name__)
@@ -143,7 +143,7 @@ def rule_for(optimizer: str) -> Rule:
 
 
 def warning_for(rule: Rule, optimizer: str) -> str:
-    """Return the known problem of an optimizer with a rule; empty if there is none.
+    """Return the known problem of using an optimizer with a rule; empty if there is none.
 
     >>> warning_for("sqrt", "Lamb")
     ''

@@ -33,7 +33,8 @@ def check_loss(step: Step) -> None:
     """Raise NonFiniteLossError if the step's mean loss is NaN or infinite."""
     loss = step.header.means()[0]
     if not math.isfinite(loss):
-        # One rank's NaN makes the sum NaN on all ranks. Each rank reports whether its own share was
-        # finite before the sum, so that the job's error can name the source.
+        # One rank's NaN makes the sum NaN on all ranks. Each rank therefore reports whether its own
+        # share, before the sum, was finite, so that the job's error can name the rank that caused
+        # it.
         is_source = not step.header.is_own_loss_finite
         raise NonFiniteLossError(NonFiniteLoss(loss=loss, is_source=is_source))

@@ -13,7 +13,8 @@ from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.wire.messages import RankTimesMeasured
 
 FIRST_REPORT_S = 2.5
-"""Interval before the first report of a generation; it then doubles up to ``REPORT_EVERY_S``."""
+"""Interval before the first report of a generation. It is then doubled, up to
+``REPORT_EVERY_S``."""
 REPORT_EVERY_S = 30.0
 """Longest interval between two reports."""
 EPOCH_REPORT_S = 10.0
@@ -43,7 +44,7 @@ class RankTimes:
     def begin(self, group: RankGroup) -> None:
         """Begin a generation."""
         # If the previous generation failed before reporting its last steps, report them now, under
-        # its own number.
+        # that generation's number.
         self.report()
         self._clear()
         self._interval_s = FIRST_REPORT_S

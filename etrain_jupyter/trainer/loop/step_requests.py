@@ -21,20 +21,20 @@ class StepRequests:
 
     state: TrainState
     change_pending: threading.Event
-    """Set when this rank has learned of a planned change."""
+    """Set once this rank knows of a planned change."""
     evaluations: Evaluations
     hooks: BoundaryHooks
 
     def collect(self, group: RankGroup, span: StepRange) -> RequestFlags:
-        """Return this rank's requests; evaluations and checkpoints are up to rank 0."""
+        """Return this rank's requests; only rank 0 requests evaluations and checkpoints."""
         is_rank_0 = group.rank == 0
         # The boundaries before and after the step in progress, which is not committed yet.
         before = Mark(self.state.step, self.state.position)
         after = Mark(self.state.step + 1, self.state.position + span.samples)
-        # The sum of all headers decides, and is the same on all ranks. Any rank may be the first to
-        # learn of a planned change, so each may request a stop. Only rank 0 makes the other
-        # requests: clocks differ between ranks, and only rank 0 knows how old the newest checkpoint
-        # is.
+        # The decision depends on the sum of all headers, which is the same on all ranks. Any rank
+        # may be the first to learn of a planned change, so each may request a stop. Only rank 0
+        # makes the other requests: clocks differ between ranks, and only rank 0 knows how old the
+        # newest checkpoint is.
         return RequestFlags(
             is_change_pending=self.change_pending.is_set(),
             is_eval_due=is_rank_0 and self.evaluations.every.is_time_over(time.monotonic()),

@@ -61,7 +61,7 @@ nothing is left to train, ``nan`` if the loss of a step was not finite."""
 
 
 class TrainLoop:
-    """Train a job through its plan, one generation after another.
+    """Train a job according to its plan, one generation after another.
 
     Args:
         page: Progress page that the supervisor reads; None if there is no supervisor.
@@ -152,8 +152,8 @@ class TrainLoop:
         """
         # With ``batch.per_worker`` the batch grows with the number of ranks.
         self._batch_size = self.state.config.batch.size(group.world_size)
-        # Not done in the exception handler in ``run``, where the exception still keeps the frames
-        # of the failed pass, and so its tensors, alive.
+        # This is not done in the exception handler in ``run``, because there the exception still
+        # keeps the frames of the failed pass alive, and with them its tensors.
         self.micro.free_failed_pass()
         config, num_shards = self.state.config, self.state.config.num_shards()
         if num_shards is not None:  # ``reproducible``
@@ -240,9 +240,9 @@ class TrainLoop:
             with self._times.checkpointing():
                 hooks.after_eval(group)
         while True:
-            # Evaluate before checking for the end, because the final state is evaluated, too; and
-            # before the step, because an evaluation that the previous generation did not finish is
-            # due now.
+            # Evaluate before checking for the end, because the final state is evaluated, too.
+            # Evaluate before the step, because an evaluation that the previous generation did not
+            # finish is due now.
             if self.evaluations.is_due() and not self._evaluate(group, hooks):
                 return self._leave("planned")
             if self.state.is_done:
@@ -250,8 +250,8 @@ class TrainLoop:
                 return self._leave("done")
             step = self._train_step(group, gradients, batches, requests)
             self._end_step(group, step, hooks)
-            # The sum of all headers, not this rank's own flag, which may have been set since: all
-            # ranks leave after the same step.
+            # Use the sum of all headers, not this rank's own flag, which may have been set in the
+            # meantime. This ensures that all ranks leave after the same step.
             if step.header.is_pending:
                 return self._leave("planned")
 
@@ -307,11 +307,12 @@ class TrainLoop:
                 )
         except BaseException as exc:
             # After a CUDA error, every copy on the device would raise and hide the first error. The
-            # process exits, so nothing needs to be undone.
+            # process exits anyway, so the step need not be undone.
             if device_error_in(exc) is None:
                 self._undo(step)
             raise
-        # From here on nothing may raise: the weights have moved, and the counters must follow.
+        # From here on, nothing may raise an exception: the weights have changed, so the counters
+        # must be updated.
         self._commit(step, means.weight)
         self._report_step(step, means, is_skipped=not is_updated)
         return step
@@ -361,16 +362,17 @@ class TrainLoop:
         self.places.faults.corrupt_weights(self.workload.model, rank=rank, step=state.step)
 
     def _undo(self, step: Step) -> None:
-        # The weights and the optimizer have not changed yet (or are torn, see ``Update``). But a
-        # forward pass has changed the running buffers, and ``unscale`` the fp16 scaler.
+        # The weights and the optimizer have not changed yet (or are torn, see ``Update``). But the
+        # forward pass has changed the running buffers, and ``unscale`` has changed the fp16 scaler.
         self._effects.moving.put_back(step.buffers_before)
         self._forget_gradients()
         self.workload.precision.undo()
 
     def _forget_gradients(self) -> None:
         self.workload.optimizer.zero_grad(set_to_none=True)
-        # Includes parameters that the optimizer does not have. On old ranks their gradients would
-        # accumulate and count in the clipping norm, but not on new ranks: the ranks would diverge.
+        # This includes parameters that the optimizer does not have. Otherwise, their gradients
+        # would accumulate and count in the clipping norm on old ranks but not on new ranks, and the
+        # ranks would diverge.
         self.workload.model.zero_grad(set_to_none=True)
 
     # --- evaluation ---
@@ -394,7 +396,7 @@ class TrainLoop:
 
     def _report_step(self, step: Step, means: Means, *, is_skipped: bool) -> None:
         now, times = time.perf_counter(), self._watch.times()
-        # Two clock readings may be equal, and the rate is divided by their difference.
+        # The lower bound avoids a division by zero, because two clock readings may be equal.
         elapsed_s = max(now - self._committed_at, 1e-9)
         self._committed_at = now
         self._times.add_step(self.step, times, samples=step.num_own, elapsed_s=elapsed_s)

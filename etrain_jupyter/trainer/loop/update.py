@@ -22,11 +22,12 @@ class Update:
         self.rates = LearningRate(
             workload.optimizer, lr_schedule_of(config, plan), scaling_of(config)
         )
-        # The rates have a state only with scaling: a schedule is a function of the position.
+        # The rates have a state only if they scale with the batch size; a schedule is a function of
+        # the position.
         if scaling_of(config) is not None:
             workload.extras = {**workload.extras, "learning_rate": self.rates}
         self.is_torn = False
-        """True if an update was interrupted: some weights have moved and others have not."""
+        """True if an update was interrupted: some weights have been updated and others have not."""
 
     def make(self, step: Step, *, position: int, weight: float) -> bool:
         """Update the weights; return False if all ranks skip the update.
@@ -50,8 +51,8 @@ class Update:
         self.rates.prepare(
             position=position, count=step.span.samples, world_size=step.group.world_size
         )
-        # Dividing by zero would make all weights NaN. All ranks have the same sum, and skip the
-        # update.
+        # Dividing by zero would make all weights NaN. All ranks have the same sum, so all of them
+        # skip the update.
         if not weight:
             return False
         if self._workload.weight is not None:
@@ -59,9 +60,9 @@ class Update:
         self._workload.precision.unscale(optimizer)
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad_norm)
-        # If the optimizer raises midway, some weights have moved, and there is no copy of the old
-        # ones: it would cost as much memory as the model. Instead, the rank drops its state and
-        # receives another rank's.
+        # If the optimizer raises midway, some weights have been updated. The old weights are not
+        # copied, because a copy would need as much memory as the model. Instead, the rank drops its
+        # state and receives another rank's.
         self.is_torn = True
         is_updated = self._workload.precision.step(optimizer)
         self.is_torn = False

@@ -10,7 +10,7 @@ from etrain_jupyter.trainer.data import DataError
 from etrain_jupyter.trainer.references import WorkloadError
 
 TARGET_KEYS = ("labels", "label", "target", "targets")
-"""Keys that may hold the target of a dict batch."""
+"""Keys that may hold the target if the batch is a dict."""
 
 
 class Split(NamedTuple):
@@ -77,7 +77,7 @@ def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, 
     if missing or not kwargs:
         takes = ", ".join(p.name for p in named) or "no argument by name"
         raise WorkloadError(
-            f"the model's forward takes {takes}, and a batch has the keys {_listed(inputs)} for "
+            f"the model's forward takes {takes}, but a batch has the keys {_listed(inputs)} for "
             f"it{f' (missing: {_listed(missing)})' if missing else ''}. Use the same names in the "
             "data set or in data.collate, or write step: a function (model, batch)."
         )

@@ -1,4 +1,4 @@
-"""Means over the samples of a step or an evaluation, summed from the shares of single passes.
+"""Means over the samples of a step or an evaluation, each a sum of the passes' shares.
 
 Shapes: ``M`` means: the loss, the metrics and, with ``weight``, the mean weight of a sample.
 """
@@ -43,7 +43,7 @@ class Portion(NamedTuple):
 
     @property
     def of_weight(self) -> float:
-        """Factor of the pass's mean loss in the mean of all passes."""
+        """Factor by which the pass's mean loss contributes to the mean of all passes."""
         return self.of_samples if self.weight is None else self.weight / self.num_samples
 
 
@@ -51,9 +51,9 @@ class Measures:
     """Average the values of the passes, by name.
 
     Per-sample values are averaged over the samples. A single number for a batch is already a mean,
-    and is averaged like the loss, by ``weight`` if there is one. Neither average depends on how the
-    samples are split into batches. The first pass, in the warm-up, determines the names and the
-    kind of each value; all ranks make this pass with the same samples.
+    and is averaged like the loss: weighted by ``weight`` if it is set. Neither average depends on
+    how the samples are split into batches. The first pass, in the warm-up, determines the names and
+    the kind of each value; all ranks make this pass with the same samples.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], *, is_weighted: bool) -> None:
@@ -154,10 +154,11 @@ def share_of_loss(value: Any, portion: Portion, *, source: str) -> torch.Tensor:
             f"Return the mean over the batch, or one value per sample: shape ({portion.size},)."
         )
     if portion.weight == 0:
-        # Do not multiply by zero: the mean over nothing is NaN, and NaN times zero is NaN.
+        # Do not multiply by zero: the mean over no samples is NaN, and NaN times zero is NaN.
         return value.sum().masked_fill(torch.ones_like(value.sum(), dtype=torch.bool), 0.0)
     if value.ndim == 0:
-        # A single batch is multiplied by exactly 1.0, so the result is bit for bit a plain loop's.
+        # A single batch is multiplied by exactly 1.0, so the result is bit-identical to a plain
+        # loop's.
         return value * portion.of_weight
     if portion.weight is None:
         return value.sum() / portion.num_samples

@@ -2,7 +2,7 @@
 
 ``DistributedDataParallel`` wraps this module, not the model alone. So everything that the
 notebook's ``step`` calls (``model(x)``, ``model.encode(x)``, ``model.training_step(batch)``, the
-model twice) happens within the one forward pass that DDP sees, on one rank and on several alike.
+model twice) happens within the one forward pass that DDP sees, regardless of the number of ranks.
 The loss is computed within the pass, so the model's output may be any object.
 """
 
@@ -40,7 +40,7 @@ class Objective(Protocol):
 
 
 class LossOfOutput:
-    """Objective for ``loss``, a function of output and target, or for a model with its own loss.
+    """Objective for ``loss`` (a function of output and target), or for a model with its own loss.
 
     Args:
         loss: The notebook's function; None if the model's output contains the loss.

@@ -28,7 +28,7 @@ class Weight:
 
     The mean loss of a batch of weight 0 is NaN (0 / 0), and so are its gradients; zero times NaN is
     not zero. So a hook on each parameter replaces its gradient with zeros in the backward pass of
-    such a batch. The pass is still made, because the other ranks wait for the sums that it starts.
+    such a batch. The pass still runs, because the other ranks wait for the sums that it starts.
     """
 
     def __init__(self, function: Callable[[Any], Any], model: nn.Module) -> None:
@@ -44,7 +44,7 @@ class Weight:
         """Return the weight of a batch, in the unit; the next backward pass must be for this batch.
 
         Args:
-            batch: The batch in host memory, so that the value does not wait for a GPU.
+            batch: The batch in host memory, so that computing the weight does not wait for a GPU.
             count: Number of samples in it, for the message.
 
         Raises:

@@ -1,7 +1,8 @@
 """Metrics from torchmetrics over the whole of data.eval.
 
-Such a metric accumulates a state and computes its value at the end; an F1 or an AUROC is not a mean
-over batches. Here each slot (a rank or, with ``reproducible``, a shard) has its own state::
+Such a metric accumulates a state and computes its value at the end, because a value such as F1 or
+AUROC is not a mean over batches. Here each slot (a rank or, with ``reproducible``, a shard) has its
+own state::
 
     every rank    update its slots with its batches -> all ranks gather all states
                   -> merge them in the order of the slots -> compute
@@ -9,7 +10,7 @@ over batches. Here each slot (a rank or, with ``reproducible``, a shard) has its
 So all ranks compute the same value as a single process. With ``reproducible`` it is bit for bit the
 same, because the slots then do not depend on the number of ranks.
 
-The synchronization built into torchmetrics is switched off: it gathers by rank, in a collective
+The synchronization built into torchmetrics is disabled, because it gathers by rank, in a collective
 that cannot be aborted. torchmetrics objects are recognized by the names of their classes, because
 the library may not be installed on the worker.
 """
@@ -79,7 +80,7 @@ class WholeSetMetric:
         self._prototype = metric
 
     def new(self, device: torch.device | str) -> Any:
-        """Return a copy with an empty state that does not communicate with other ranks."""
+        """Return a copy that has an empty state and does not communicate with other ranks."""
         copy = self._prototype.clone().to(device)
         copy.reset()
         # Otherwise, torchmetrics would itself gather over torch's default group.
@@ -98,7 +99,7 @@ class WholeSetMetric:
         value = None
         with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
             warnings.simplefilter("ignore")
-            value = tried.compute()  # an error would prove nothing: some metrics need more samples
+            value = tried.compute()  # ignore errors: some metrics need more samples
         # In their first update, some metrics set attributes that are not states. ``compute`` needs
         # them, but runs on a copy that was never updated.
         self._prototype = tried
@@ -247,7 +248,8 @@ def _gather(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list
 
 
 def _can_merge(reduction: Any, *, is_list: bool) -> bool:
-    # None means that torchmetrics would only gather: lists can be concatenated, tensors cannot.
+    # With None, torchmetrics would only gather the states. Lists can be concatenated, tensors
+    # cannot.
     if reduction is None:
         return is_list
     if getattr(reduction, "__module__", "") != _REDUCTIONS:

@@ -1,7 +1,7 @@
 """Hash the weights of one step boundary in the background, while training continues.
 
-At the boundary, the weights are copied into host memory, which the next copy reuses. All ranks do
-this at the end of each epoch and of the job, and the audit compares their digests.
+At the boundary, the weights are copied into host memory, and the next copy reuses this memory. All
+ranks do this at the end of each epoch and of the job, and the audit compares their digests.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class BackgroundDigest:
 
     def finish(self) -> None:
         """Wait for the digest, sending heartbeats as long as the thread makes progress."""
-        # No progress, no heartbeat: if hashing hangs, this rank must be detected as hung.
+        # Send no heartbeat without progress, so that this rank is detected as hung if hashing
+        # hangs.
         thread, seen = self._thread, -1
         while thread is not None and thread.is_alive():
             if self._num_pieces != seen:

@@ -1,7 +1,8 @@
 """Track the best evaluations and decide on early stopping.
 
 The tracker is a stateful component of the trainer: it is sent to new ranks and saved in
-checkpoints, so restored weights come with the results of their own and all earlier evaluations.
+checkpoints, so weights are restored together with the results of their own and all earlier
+evaluations.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class BestTracker:
 
     @property
     def _metrics_in_use(self) -> dict[str, Any]:
-        # Saved with the numbers because a resumed job may use another metric or direction, whose
+        # Saved with the values, because a resumed job may use another metric or direction, and its
         # values must not be compared with these.
         asked = {"best": self._best_config, "trend": self._stop_config}
         return {

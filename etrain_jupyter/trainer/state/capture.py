@@ -1,4 +1,4 @@
-"""Capture the complete state of a trainer as named tensors and a JSON header, and reload it.
+"""Capture a trainer's complete state as named tensors and a JSON header, and load it again.
 
 The prefix of a name identifies the owner of a tensor:
 
@@ -102,8 +102,9 @@ def _take_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[
 
 
 def _has_standard_state(optimizer: torch.optim.Optimizer) -> bool:
-    # If torch's own ``state_dict`` applies, the state can be read and set directly, without copies.
-    # An override or a hook may convert it in a way that only its counterpart can undo.
+    # If the optimizer uses torch's own ``state_dict``, its state can be read and set directly,
+    # without copies. An override or a hook may convert the state in a way that only its counterpart
+    # can undo.
     base, kind = torch.optim.Optimizer, type(optimizer)
     has_hooks = any(
         getattr(optimizer, f"_optimizer_{when}_hooks", None)
@@ -121,9 +122,9 @@ def _has_standard_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _names_in_host_memory(tensors: Tensors, optimizer: torch.optim.Optimizer) -> list[str]:
-    # Returns the tensors that stay in host memory even if the model is on a GPU. The receiver's
-    # device may be of a different kind from the sender's, so the tensor's own device is not
-    # decisive:
+    # Returns the tensors that stay in host memory even if the model is on a GPU. The sender and the
+    # receiver may have different kinds of devices, so the tensor's current device does not decide
+    # this:
     #
     #     sender's model   tensor in host memory          stays in host memory on the receiver
     #     on a GPU         any                            yes: its owner keeps it there
@@ -248,7 +249,8 @@ def _put_model(model: nn.Module, modules: dict[str, Any], tensors: Tensors) -> N
         model.load_state_dict(values)
     for name, tensor in living.items():
         value = tensors.get(name)
-        # A cache that has grown on another rank has another shape; it grows here when it is used.
+        # A cache that has grown on another rank has a different shape. On this rank, it grows when
+        # it is used.
         if name.startswith(BUFFER) and value is not None and value.shape == tensor.shape:
             tensor.copy_(value)
 

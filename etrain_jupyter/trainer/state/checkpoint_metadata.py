@@ -1,4 +1,4 @@
-"""Metadata of a checkpoint, and loading its state into a job that has changed since.
+"""Checkpoint metadata, and loading a checkpoint into a job that has changed in the meantime.
 
 There is no RNG state: random numbers depend only on the seed, the step and the rank or shard, and
 the order of the samples only on the seed and the epoch. ``seed`` and the counters are sufficient.
@@ -87,7 +87,7 @@ def put_checkpoint(
     if not is_same_kind:
         change = f"from {metadata['optimizer']} to {_kind_of(optimizer)}"
         warn(f"the optimizer has changed {change}: its state starts from scratch")
-        # Load into a stand-in, so that the new optimizer keeps its initial state.
+        # Load into a placeholder, so that the new optimizer keeps its initial state.
         target = torch.optim.SGD(workload.model.parameters(), lr=0.0)
         header = header | {"optimizer": {"state": [], "param_groups": _plain_groups(target)}}
     try:
@@ -103,7 +103,7 @@ def put_checkpoint(
         return
     if asked != config.optimizer.model_dump(mode="json"):
         warn("the optimizer's options have changed: training uses the cell's options")
-        # The state was loaded with its old options: put the cell's options back.
+        # The state was loaded with its old options, so restore the cell's options.
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group.update(own)
 

@@ -16,8 +16,8 @@ RETRY_S = 30.0
 class CheckpointPace:
     """Timer for ``checkpoint.every: auto``; the coordinator chooses the interval."""
 
-    # No lock: the control thread calls ``adopt`` while the main thread queries, but both read and
-    # write single numbers, and a slightly outdated value does no harm.
+    # No lock is needed. The control thread calls ``adopt`` while the main thread queries, but both
+    # read and write single numbers, and a slightly stale value does no harm.
     def __init__(self, *, now: float) -> None:
         self.interval_s = FIRST_S
         self._last_at = now
@@ -25,7 +25,7 @@ class CheckpointPace:
     def adopt(self, pace: PaceUpdate, *, now: float) -> None:
         """Adopt the coordinator's interval and, if given, the age of the newest checkpoint."""
         self.interval_s = pace.interval_s
-        # An age rather than a time, because the machines' clocks differ.
+        # The message contains an age rather than a time, because the machines' clocks differ.
         if pace.age_s is not None:
             self._last_at = now - pace.age_s
 
@@ -85,7 +85,7 @@ class CheckpointPolicy:
     def take_step(
         self, before: Mark, after: Mark, *, is_rank_0: bool, is_agreed: bool, now: float
     ) -> None:
-        """Record a committed step. A checkpoint that it makes due is owed until ``take_start``.
+        """Record a committed step. If a checkpoint is now due, it is owed until ``take_start``.
 
         Args:
             before: Progress before the step.
@@ -95,8 +95,8 @@ class CheckpointPolicy:
             now: The current time.
         """
         # Every rank records this, not only rank 0. A rank that becomes rank 0 after a failure does
-        # not know whether the last checkpoint of the previous rank 0 became durable, so it saves
-        # again:
+        # not know whether the previous rank 0's last checkpoint became durable, so it saves another
+        # one:
         #
         #     rank 0   step 100 is due ── starts ── (dies while writing)
         #     rank 1   step 100 is owed ───────────── becomes rank 0 ── saves step 101
@@ -104,12 +104,13 @@ class CheckpointPolicy:
             self._is_owed = True
             if self._every is not None and not self._is_requested.is_set():
                 self._every.restart(now)
-        # The checkpoint is owed even if the coordinator has reported a newer one since the step's
-        # header, so that it is no longer due: the other ranks are already writing their parts.
+        # The ranks agreed on a checkpoint in the step's header, and the other ranks are already
+        # writing their parts. So it is owed even if the coordinator has reported a newer checkpoint
+        # since, after which it would no longer be due.
         if is_agreed and is_rank_0:
             self._is_owed = True
 
     def take_start(self) -> None:
-        """Record that the owed or requested checkpoint has started."""
+        """Record the start of the checkpoint that was owed or requested."""
         self._is_owed = False
         self._is_requested.clear()

@@ -1,7 +1,7 @@
 """Write checkpoints in a background thread.
 
-The main thread and the writer thread share two queues and no lock. Copies of the state go one way,
-and results come back the other way::
+The main thread and the writer thread share two queues and no lock. One queue carries copies of the
+state to the writer, and the other carries results back::
 
     main thread      copy 10 ....... copy 12 (best)   copy 13 (best)      take_results()
                         |                |  waits        |  replaces 12        ^
@@ -57,7 +57,7 @@ class CopyFailed:
     """A copy was not written."""
 
     copy: StateCopy
-    """The copy, with its number of failures increased."""
+    """The copy, with its failure count incremented."""
     failed_at: float
     """Time of the failure, a ``time.monotonic`` value."""
     retry_after_s: float
@@ -136,7 +136,7 @@ class CheckpointWriter:
         return any(copy.step in steps for copy in self._under_way)
 
     def has_better(self, copy: StateCopy) -> bool:
-        """Return True if weights better than those in ``copy``, which failed, are being saved.
+        """Return True if better weights than those in the failed ``copy`` are being saved.
 
         A copy with ``best_steps`` is submitted only if it is better than those before it.
         """
@@ -188,7 +188,7 @@ class CheckpointWriter:
                 yield result
 
     def _forget(self, copy: StateCopy) -> None:
-        # Compare the files: a copy's generation and number of failures may have changed in the
+        # Compare the files, because a copy's generation and failure count may have changed in the
         # meantime.
         self._under_way = [known for known in self._under_way if known.files is not copy.files]
 
@@ -224,7 +224,7 @@ class CheckpointWriter:
                 self._write(replace(copy, generation=waiting.generation))
         except BaseException:
             # The thread's outermost handler. Training continues without this checkpoint, and the
-            # copy must not count as under way forever.
+            # copy must not remain in progress forever.
             self._results.put(CopyDone(copy=copy))
             traceback.print_exc()
             raise
@@ -238,7 +238,7 @@ class CheckpointWriter:
             self._fail(copy, str(exc))
             return
         except Exception as exc:
-            # A bug in the store or in this package: even then, the coordinator waits for a report.
+            # Even after a bug in the store or in this package, the coordinator waits for a report.
             traceback.print_exc()
             self._fail(copy, f"{type(exc).__name__}: {exc}")
             return
@@ -285,7 +285,7 @@ class CheckpointWriter:
         # A crash before the commit leaves parts without a manifest, which readers ignore.
         writers = self._checkpoints.read_writers()
         self._results.put(StoreListed(writers=writers))
-        # The main thread made this copy without querying the store; now the writers are known.
+        # The main thread made this copy without querying the store. The store has now been listed.
         if copy.best_steps and self._is_superseded(copy, writers):
             return None
         store = self._checkpoints.store
@@ -314,7 +314,8 @@ class CheckpointWriter:
     def _is_superseded(self, copy: StateCopy, writers: Writers) -> bool:
         if self._checkpoints.has_valid(writers, copy.best_steps):
             return True
-        # ``best_steps`` ends with the copy's own step: with more steps, the copy was not the best.
+        # ``best_steps`` ends with the copy's own step. If it contains other steps, they were
+        # better.
         if len(copy.best_steps) > 1:
             text = (
                 f"step {copy.step} is saved as the best remaining step: the weights of step "
@@ -370,7 +371,8 @@ class CheckpointWriter:
             self._beat()
 
     def _prune(self, generation: int) -> None:
-        # ``best`` is safe to read here: a tuple that the main thread only replaces as a whole.
+        # ``best`` is safe to read here, because it is a tuple that the main thread only replaces as
+        # a whole.
         best = [known.step for known in self._state.best_tracker.best]
         keep = self._state.config.checkpoint.keep
         try:

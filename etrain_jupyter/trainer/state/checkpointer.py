@@ -36,10 +36,11 @@ from etrain_jupyter.wire.messages import TextLogged
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 KEEP_RECORDS = 100
-"""Number of step records in a checkpoint, which may become durable before they are in the log."""
+"""Number of step records in a checkpoint. The checkpoint may become durable before these records
+are in the log."""
 
 CLOSE_LOG_AFTER_S = 5.0
-"""After this many seconds, a trainer that is shutting down logs that it waits for its
+"""After this many seconds, a trainer that is shutting down logs that it is waiting for its
 checkpoint."""
 
 
@@ -79,11 +80,11 @@ class Checkpointer:
         self._spare: dict[str, StagedFile] = {}
         """Memory of the last copy written, for reuse by the next one."""
         self._unsaved_best: StateCopy | None = None
-        """The best weights if they could not be written; they exist nowhere else."""
+        """The best weights if they could not be written; this is the only copy."""
         self._retry_at = 0.0
         """Time of the next attempt to write them, a ``time.monotonic`` value."""
         self._durable: Writers = {}
-        """Durable checkpoints that the writer has reported in generation ``_durable_in``. The main
+        """Durable checkpoints that the writer reported in generation ``_durable_in``. The main
         thread never queries the store, which may be slow."""
         self._durable_in = 0
 
@@ -138,7 +139,7 @@ class Checkpointer:
         # main thread    copy 10 ......     owed ...... copy 23   copy 30
         # writer              +-- write 10 -----------+    +- write 23 -+
         rank, generation = boundary.group.rank, boundary.group.generation
-        # Read this before the results: if the writer finishes in between, its results are complete.
+        # Read this before the results, so that none of them is missing if the writer has finished.
         is_writing = self._writer.is_busy
         self._take_results()
         self._slowdown.take_step(boundary.step_s, is_writing=self._was_writing)
@@ -153,8 +154,9 @@ class Checkpointer:
         )
         if rank != 0 or is_done or is_writing:
             return  # a due checkpoint starts at the first boundary after the one in flight
-        # If all ranks should write but have not agreed in this step, because the checkpoint became
-        # due only after the header, it remains owed: the next step's header requests it.
+        # If all ranks should write, they must have agreed on it in this step. If the checkpoint
+        # became due only after the header was sent, it remains owed, and the next step's header
+        # requests it.
         if self._policy.is_owed and (boundary.is_save_agreed or not self._is_sharding_worth_it()):
             self._policy.take_start()
             sharded = self._sharded if boundary.is_save_agreed else None
@@ -187,8 +189,8 @@ class Checkpointer:
                 self._start(group.generation, best_steps=best_steps)
 
     def _is_kept(self, steps: Collection[int]) -> bool:
-        # True if one is durable, being written, or waiting for a retry, as far as this thread
-        # knows. The writer checks the store again before writing.
+        # True if, as far as this thread knows, a checkpoint of one of these steps is durable, being
+        # written, or waiting for a retry. The writer checks the store again before writing.
         if self._unsaved_best is not None and self._unsaved_best.step in steps:
             return True
         return self._writer.has_under_way(steps) or self._checkpoints.has_valid(
@@ -236,8 +238,8 @@ class Checkpointer:
         sharded: ShardedWrite | None = None,
     ) -> None:
         self._take_results()
-        # The memory of the last copy if its write is complete. Otherwise this is empty, and new
-        # memory is allocated.
+        # Reuse the memory of the last copy if its write is complete. Otherwise ``_spare`` is empty,
+        # and new memory is allocated.
         spare, self._spare = self._spare, {}
         copy = copy_state(
             self._state,
@@ -256,8 +258,9 @@ class Checkpointer:
         self._was_writing = True
         unsaved, self._unsaved_best = self._unsaved_best, None
         if unsaved is not None and not best_steps:
-            # If this checkpoint succeeds, the store is back: do not wait for ``_retry_at``. If this
-            # copy has ``best_steps``, it is better than the unsaved one, which is dropped.
+            # If this checkpoint succeeds, the store is available again, so do not wait for
+            # ``_retry_at``. If this copy has ``best_steps``, it is better than the unsaved one,
+            # which is dropped.
             self._writer.retry(unsaved, generation=generation, needs_success=True)
 
     def _take_results(self) -> None:
@@ -275,8 +278,9 @@ class Checkpointer:
 
     def _take_failure(self, failure: CopyFailed) -> None:
         copy = failure.copy
-        # A scheduled checkpoint is not retried with this copy: by then, there is a newer state. The
-        # best weights exist only in this copy, so it is kept until it is durable or superseded.
+        # A scheduled checkpoint is not retried with this copy, because a newer state exists by
+        # then. The best weights exist only in this copy, so it is kept until it is durable or
+        # superseded.
         if not copy.best_steps:
             self._spare = copy.files
             self._policy.pace.retry_soon(failure.failed_at)

@@ -8,7 +8,7 @@ the steps at which the generations began::
     generation 2               20 ---------- 35 ...
 
 Generation 2 began at step 20, so the checkpoints of generation 1 up to step 20 belong to the job.
-Those of steps 30 and 40 do not: they are never restored, and are replaced.
+Those of steps 30 and 40 do not; they are never restored, and will be replaced.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class JobCheckpoints:
 
     def has_valid(self, writers: Writers, steps: Collection[int]) -> bool:
         """Return True if a valid checkpoint of one of ``steps`` is among ``writers``."""
-        # Validated on each call: a later generation may have started from before the step.
+        # Check the validity on each call, because a later generation may have begun at an earlier
+        # step.
         return any(step in writers and self.is_valid(writers[step], step) for step in steps)
 
     def read_writers(self) -> Writers:
@@ -67,10 +68,12 @@ class JobCheckpoints:
         An invalid checkpoint of the same step is removed, because a commit never replaces one.
 
         Raises:
-            CheckpointError: If a later generation has written: this rank is cut off.
+            CheckpointError: If a later generation has already saved a checkpoint, so that this rank
+                is cut off.
         """
-        # This check is not atomic: a later generation may write right after it. This rank's write
-        # is harmless even then, because ``is_valid`` rejects the checkpoint when it is read.
+        # This check is not atomic: a later generation may write right after it. Even in that case,
+        # this rank's write is harmless, because ``is_valid`` rejects the checkpoint when it is
+        # read.
         newest, known = max(((g, known) for known, g in writers.items()), default=(0, 0))
         if newest > generation:
             raise CheckpointError(
@@ -94,9 +97,9 @@ class JobCheckpoints:
             CheckpointError: If the store fails.
         """
         writers = self.read_writers()
-        # Once a later generation has written, this rank is cut off: it does not know that
-        # generation's best checkpoint, and must not remove any. Compare generations, not steps,
-        # because a later generation may have gone back to an earlier step.
+        # Once a later generation has saved a checkpoint, this rank is cut off. It does not know
+        # that generation's best checkpoint, so it must not remove any checkpoint. Compare
+        # generations, not steps, because a later generation may have gone back to an earlier step.
         if max(writers.values(), default=0) > generation:
             return writers
         durable = (s for s in best if s in writers and self.is_valid(writers[s], s))

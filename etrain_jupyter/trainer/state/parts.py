@@ -1,6 +1,6 @@
 """Files of a checkpoint: their names and formats.
 
-A part with the right digest has the bytes that its writer intended, but the writer may be
+A correct digest shows that a part has the bytes that its writer intended, but the writer may be
 malicious. So parts are opened only as safetensors or JSON, which cannot run code.
 """
 
@@ -26,7 +26,7 @@ MODEL_PART, OPTIMIZER_PART, EXTRA_PART, STATE_PART, CONFIG_PART = (
 )
 
 NEEDED = (MODEL_PART, OPTIMIZER_PART, STATE_PART)
-"""Parts that training needs to resume; loading only the weights needs fewer."""
+"""Parts that are required to resume training. Loading only the weights requires fewer parts."""
 
 _SHARD = re.compile(r"optimizer-(\d{5})-of-(\d{5})\.safetensors")
 

@@ -28,14 +28,14 @@ def restore(
         CheckpointError: If the checkpoint belongs to another model.
     """
     header = header_of(files)
-    # Tensors have no prefix in these files: other programs read model.safetensors, too.
+    # Tensors have no prefix in these files, because other programs also read model.safetensors.
     tensors = {MODEL + k: v for k, v in load_file(files[MODEL_PART]).items()}
     for name in optimizer_parts(files):
         tensors |= {OPTIMIZER + k: v for k, v in load_file(files[name]).items()}
     if EXTRA_PART in files:
         tensors |= load_file(files[EXTRA_PART])
     put_checkpoint(state.workload, header, tensors, config=config, warn=warn)
-    # Set last: a checkpoint that does not fit must not change the counters.
+    # Set the counters last, so that a checkpoint that does not fit leaves them unchanged.
     state.set_counters(header["counters"])
     records: list[dict[str, Any]] = header.get("records", [])
     return records

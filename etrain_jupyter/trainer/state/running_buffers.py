@@ -37,7 +37,7 @@ class RunningBuffers:
             now.copy_(old)
 
     def moves_from(self, before: Sequence[torch.Tensor], weight: float) -> torch.Tensor:
-        """Return the changes since ``before`` times ``weight``: float64, CPU, shape ``(B,)``."""
+        """Return ``weight`` times the changes since ``before``: float64, CPU, shape ``(B,)``."""
         # Always in float64, so that integer buffers (num_batches_tracked) can be averaged.
         moves = [
             ((now.double() - old.double()) * weight).reshape(-1).cpu()
@@ -52,5 +52,5 @@ class RunningBuffers:
         moves = torch.split(moves_B, sizes)
         for now, old, move in zip(self._buffers, before, moves, strict=True):
             value = old.double() + move.view_as(old).to(old.device)
-            # A counter moves by the mean of the ranks' increments, which need not be an integer.
+            # A counter changes by the mean of the ranks' increments, which need not be an integer.
             now.copy_(value if now.is_floating_point() else value.round())

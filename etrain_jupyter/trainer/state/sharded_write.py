@@ -1,4 +1,4 @@
-"""Write one checkpoint from several ranks: same state, separate connections to S3.
+"""Write one checkpoint from several ranks: each has the same state and its own connection to S3.
 
 ::
 
@@ -32,7 +32,7 @@ SHARDED_BYTES = 64 << 20
 MAX_HELPERS = 7
 """Maximum number of other ranks that help rank 0."""
 MIN_TIMEOUT_S = 30.0
-"""Minimum time that rank 0 waits for the other ranks after writing its own files."""
+"""Minimum time for which rank 0 waits for the other ranks after writing its own files."""
 
 
 def is_worth_it(store: CheckpointStore, num_bytes: int, world_size: int) -> bool:
@@ -79,7 +79,7 @@ def part_of_rank(rank: int, world_size: int) -> str | None:
 
 
 class ShardedWrite:
-    """One rank's side of the checkpoints that a generation's ranks write together."""
+    """One rank's part in the checkpoints that a generation's ranks write together."""
 
     def __init__(self, *, board: BroadcastStore, rank: int, world_size: int) -> None:
         self._board = board
@@ -151,7 +151,7 @@ class ShardedWrite:
 
 
 class ShardWriter:
-    """Background thread in which a rank other than 0 writes its files, one checkpoint at a time.
+    """Thread in which a rank other than rank 0 writes its files, one checkpoint at a time.
 
     Args:
         progress: Called in the thread with the number of bytes that the store has accepted.

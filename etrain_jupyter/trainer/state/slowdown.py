@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 
 NUM_USUAL = 31
-"""Number of steps without a checkpoint whose median duration is the usual step time."""
+"""Number of steps without a checkpoint; their median duration is the usual step time."""
 MIN_USUAL = 5
 """With fewer steps, there is no usual step time yet, and no slowdown is reported."""
 
@@ -35,7 +35,7 @@ class Slowdown:
         if not is_writing:
             self._usual.append(seconds)
         elif len(self._usual) >= MIN_USUAL:
-            # Shorter steps count as negative, because noise on the machine goes in both directions.
+            # Steps shorter than usual are subtracted, so that random variations cancel out.
             self._extra_s += seconds - statistics.median(self._usual)
 
     @property

@@ -1,9 +1,9 @@
 """Staged copy of a state, with the tensors laid out in memory as in the files to be written.
 
 At the step boundary, a state is copied once, directly to its place in the file. That memory is then
-hashed and written: a second copy would hold the GIL and stall training. The format is safetensors
-(https://huggingface.co/docs/safetensors): eight bytes for the length of a JSON header, the header,
-and the bytes of the tensors one after another.
+hashed and written directly, because a second copy would hold the GIL and stall training. The format
+is safetensors (https://huggingface.co/docs/safetensors): eight bytes for the length of a JSON
+header, the header, and the bytes of the tensors one after another.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class StagedFile:
         return raw.view(dtype).view(shape)
 
     def fits(self, tensors: Tensors) -> bool:
-        """Return True if the tensors fit here: allocating new memory takes longer than the copy."""
+        """Return True if the tensors fit here: reusing memory is faster than allocating it."""
         is_pinned = any(value.is_cuda for value in tensors.values())
         return self._form == _form_of(tensors) and self._is_pinned == is_pinned
 
     def take(self, tensors: Tensors, beat: Callable[[], None] = lambda: None) -> None:
-        """Copy the tensors here; copies from a device are complete once it is synchronized."""
+        """Copy the tensors here; copies from a device complete when the device is synchronized."""
         # non_blocking only has an effect with pinned memory. ``stage`` synchronizes once at the
         # end.
         for name, value in tensors.items():

@@ -32,10 +32,11 @@ class StateCopy:
     stall_s: float
     """Seconds for which training waited for the copy."""
     best_steps: tuple[int, ...] = ()
-    """Steps with evaluations at least as good, best first, ending with its own step. If one of them
-    is durable, this copy is dropped. Empty for a scheduled checkpoint, which is always written."""
+    """Steps whose evaluations are at least as good as this copy's, best first; the last is its own
+    step. If one of them is durable, this copy is dropped. Empty for a scheduled checkpoint, which
+    is always written."""
     sharded: ShardedWrite | None = None
-    """Exchange with the other ranks that write it; None if rank 0 writes alone."""
+    """Coordinates the write with the other ranks; None if rank 0 writes alone."""
     num_failures: int = 0
     """Number of failed attempts to write it."""
 

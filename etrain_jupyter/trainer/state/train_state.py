@@ -34,7 +34,7 @@ class TrainState:
         self.evaluated_step = 0
         """Step whose weights were evaluated last."""
         self.is_eval_owed = False
-        """True if rank 0's timer has requested an evaluation that is not done yet."""
+        """True if rank 0's timer has requested an evaluation that is still pending."""
 
     @property
     def is_done(self) -> bool:

@@ -93,7 +93,8 @@ def send_state(
         for sending in in_flight:
             sending.wait()
 
-    # Not counted as a collective here: only some ranks do this. The trainer counts it on all ranks.
+    # This is not counted as a collective here, because only some ranks take part. The trainer
+    # counts it on all ranks.
     group.start(work, is_counted=False).wait()
     num_bytes = sum(e.num_bytes for e in entries)
     return Transferred(num_bytes=num_bytes, duration_s=time.perf_counter() - started)
@@ -147,7 +148,7 @@ def receive_state(
     ]
     host = frozenset(received["header"].get("host", ()))
     num_bytes = sum(e.num_bytes for e in entries)
-    # If there is too little host memory, receive in place: this is better than not joining.
+    # If there is too little host memory, receive in place, which is better than not joining at all.
     is_staged = keep and num_bytes <= HOST_SHARE * memory_of(torch.device("cpu")).free
     slots = _Slots(entries, model, optimizer, host, is_staged=is_staged)
     # From the first chunk on, this rank's tensors are a mix of two states.
@@ -190,7 +191,8 @@ def _relay(
     after: int | None,
 ) -> None:
     """Receive all messages in order, and forward each while later ones arrive."""
-    # Twice as many buffers: each is refilled while the messages after it are being forwarded.
+    # Use twice as many buffers as messages in flight, because a buffer may still be forwarded while
+    # later messages arrive.
     buffers = Buffers(memory, 2 * WINDOW)
     arriving: deque[tuple[Any, torch.Tensor]] = deque()
     passing: deque[Any] = deque()
@@ -270,8 +272,8 @@ class _Slots:
         return writable
 
     def _slot_of(self, entry: Entry, device: torch.device) -> torch.Tensor:
-        # Checked before the first tensor arrives: a mismatched model must be rejected while this
-        # rank's own tensors are intact.
+        # Check this before the first tensor arrives, because a mismatched model must be rejected
+        # while this rank's own tensors are intact.
         living = self._living.get(entry.name)
         if living is not None:
             self._check(entry, living)
@@ -315,6 +317,6 @@ def new_tensor(entry: Entry, device: torch.device) -> torch.Tensor:
 
 
 def _has_same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
-    # If so, the entry's bytes can be received directly into the tensor's memory.
+    # If the layouts match, the entry's bytes can be received directly into the tensor's memory.
     mine = (tensor.dtype, list(tensor.shape), list(tensor.stride()))
     return mine == (entry.dtype, entry.shape, entry.stride) and is_dense(tensor)

@@ -85,7 +85,7 @@ def describe(tensors: Tensors) -> tuple[list[Entry], list[torch.Tensor | None]]:
         # Tied weights are sent once. Empty tensors all have the same address (0), and are not tied.
         key = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
         same_as = seen.setdefault(key, name) if value.numel() else name
-        # For example, a slice of a larger tensor: its bytes are not one block of memory.
+        # For example, the bytes of a slice of a larger tensor are not contiguous in memory.
         if not is_dense(value):
             value = value.contiguous().clone()
         entries.append(
@@ -169,7 +169,7 @@ class Buffers:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return True if the elements fill one block of memory, in any order."""
-    # The bytes of a lazy conjugate or negative view are those of another value.
+    # The bytes of a lazy conjugate or negative view represent a different value.
     if tensor.is_conj() or tensor.is_neg():
         return False
     # In stride order, each dimension must continue where the previous one ends.

@@ -28,9 +28,9 @@ class WeightFingerprint:
     """Sum of the bit patterns of a rotating slice of a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
-        # All parameters as one sequence of numbers, cut into slices of equal length; a slice may
-        # cover parts of several parameters. Step s covers slice s modulo the number of slices, so a
-        # difference between ranks is detected within MAX_SLICES steps.
+        # All parameters form one sequence of numbers, which is cut into slices of equal length. A
+        # slice may cover parts of several parameters. Step s covers slice s modulo the number of
+        # slices, so a difference between ranks is detected within MAX_SLICES steps.
         self._parameters = list(model.parameters())
         sizes = [_flat(p).numel() for p in self._parameters]
         starts = list(accumulate(sizes, initial=0))
@@ -60,7 +60,8 @@ def ranks_agree(world_size: int, total: float, sum_of_squares: float) -> bool:
     By the Cauchy-Schwarz inequality, W times the sum of squares is at least the squared sum, with
     equality only if all W terms are equal.
     """
-    # Exact: both sums are integers below 2**53, and Python's integers do not overflow.
+    # The comparison is exact, because both sums are integers below 2**53, and Python's integers do
+    # not overflow.
     return world_size * int(sum_of_squares) == int(total) ** 2
 
 

@@ -15,7 +15,7 @@ from etrain_jupyter.config.store_url import split_s3_url
         ("s3://My_Bucket", "names the bucket 'My_Bucket', but a bucket has 3 to 63"),
         ("s3://ab", "names the bucket 'ab'"),
         ("s3://a..b/x", "names the bucket 'a..b'"),
-        ("s3://AKIAKEY:secret@bucket/x", "has credentials in it; they come from AWS_PROFILE"),
+        ("s3://AKIAKEY:secret@bucket/x", "contains credentials; set them in AWS_PROFILE"),
         ("s3://bucket/a//b", "has an empty name"),
         ("s3://bucket/../x", "'..' after the bucket"),
         ("s3://bucket/a?b", "has characters after the bucket"),

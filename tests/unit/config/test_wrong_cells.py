@@ -307,7 +307,8 @@ etrain: line 5, column 19: schedule.decay must be none, linear or cosine, not th
 etrain: line 5, column 21: batch.global=64 and batch.per_worker=8 are mutually exclusive
     5 | batch: {global: 64, per_worker: 8}
       |                     ^^^^^^^^^^
-  keep global for a constant batch, or per_worker for a batch that grows with the workers""",
+  keep global for a constant batch, or per_worker for a batch that grows with the \
+number of workers""",
     ),
     "more passes than samples": (
         GOOD + "batch: {global: 4, aggregation_frequency: 8}\n",
@@ -335,7 +336,8 @@ etrain: line 5, column 28: optimizer.lr must be above 0, not 0
     "scaling of a batch that never changes": (
         GOOD + "scaling: {rule: linear}\n",
         """\
-etrain: line 5, column 1: scaling needs a batch that grows with the workers, but batch.global is constant
+etrain: line 5, column 1: scaling needs a batch that grows with the number of \
+workers, but batch.global is constant
     5 | scaling: {rule: linear}
       | ^^^^^^^
   write batch: {per_worker: 32}, or remove the line""",
@@ -376,8 +378,8 @@ rounds sums whose order depends on the workers
     "noise of unequal shares": (
         GOOD + "weight: loss\nbatch: {per_worker: 8}\nscaling: {rule: adascale}\n",
         """\
-etrain: line 7, column 17: rule: adascale needs workers of equal weight in the average, \
-which weight makes unequal
+etrain: line 7, column 17: rule: adascale requires that all workers have the same \
+weight in the average, but the key weight makes their weights differ
     7 | scaling: {rule: adascale}
       |                 ^^^^^^^^
   write scaling: {rule: linear} or {rule: sqrt}""",
@@ -385,7 +387,8 @@ which weight makes unequal
     "overflow that is kept": (
         GOOD + "compression: powersgd\nprecision: fp16\n",
         """\
-etrain: line 5, column 14: compression: powersgd cannot be used with precision: fp16, whose overflows would remain in its residual
+etrain: line 5, column 14: compression: powersgd cannot be used with precision: fp16, \
+because overflows of fp16 would remain in the residual of powersgd
     5 | compression: powersgd
       |              ^^^^^^^^
   write precision: bf16, or compression: fp16""",
@@ -449,8 +452,8 @@ etrain: line 5, column 18: 'gs://bucket/run' is neither a folder nor an S3 URL
     "bucket that cannot be": (
         GOOD + "checkpoint: {to: 's3://My_Bucket/run'}\n",
         """\
-etrain: line 5, column 18: checkpoint.to names the bucket 'My_Bucket', but a bucket has 3 to 63 \
-lower-case letters, digits, dots and dashes
+etrain: line 5, column 18: checkpoint.to names the bucket 'My_Bucket', but the name of a \
+bucket has 3 to 63 lower-case letters, digits, dots and dashes
     5 | checkpoint: {to: 's3://My_Bucket/run'}
       |                  ^^^^^^^^^^^^^^^^^^^^
   write s3://bucket/prefix""",

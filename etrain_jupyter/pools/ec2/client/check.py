@@ -26,7 +26,7 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
     """Check that credentials, network, image and bucket are usable.
 
     Raises:
-        PoolError: For the first one that is not.
+        PoolError: If one of them is not usable. Only the first problem is reported.
     """
     try:
         # Errors found here reach the user within a second, before anything is launched. A head
@@ -37,7 +37,8 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
     except (ClientError, BotoCoreError) as exc:
         raise pool_error(f"EC2 in {spec.region} cannot be used", exc, NOTHING) from exc
     try:
-        # List: reading would fail in the same way for a missing object and a missing bucket.
+        # List the bucket instead of reading an object: a read would fail in the same way whether
+        # the object or the bucket is missing.
         clients.bucket.keys("clusters/none", "the bucket cannot be listed")
     except StoreError as exc:
         raise PoolError(
@@ -51,7 +52,8 @@ def check_archive(clients: Clients, spec: AwsSpotSpec) -> None:
     """Refuse an archive without a digest: nodes unpack it at ``/`` as root.
 
     Raises:
-        PoolError: With the object's actual digest for comparison, if the object can be read.
+        PoolError: If the digest is missing. The message contains the object's actual digest for
+            comparison, if the object can be read.
     """
     image = spec.image
     if not image.archive or image.archive_sha256:
@@ -110,7 +112,7 @@ def find_head_host(clients: Clients, spec: AwsSpotSpec) -> str:
         return spec.head_host
     try:
         _, subnets = find_subnets(clients.ec2, spec)
-        # Any subnet will do: all belong to one VPC, so the route to one is the route to all.
+        # Use any of the subnets: all of them belong to one VPC, so they are reached by one route.
         described = clients.ec2.describe_subnets(SubnetIds=sorted(subnets.values())[:1])["Subnets"]
         network = ipaddress.ip_network(described[0]["CidrBlock"])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -25,8 +25,8 @@ METHODS = {
 def find_credentials(spec: AwsSpotSpec) -> str:
     """Return the source of boto3's credentials as text; empty if there are none.
 
-    They may be invalid or expired, which only AWS can tell. Outside of EC2, this may take two
-    seconds, while boto3 looks for the machine's role.
+    They may be invalid or expired; only a request to AWS can determine that. Outside of EC2, this
+    may take two seconds, while boto3 looks for the machine's role.
 
     Raises:
         PoolError: If the configuration is invalid, such as a profile that does not exist.
@@ -36,5 +36,5 @@ def find_credentials(spec: AwsSpotSpec) -> str:
         found = session.get_credentials()
     except BotoCoreError as exc:
         raise PoolError(message_of_error(exc)) from exc
-    # A method that only a newer boto3 has is shown by its own name.
+    # A newer boto3 may have methods that METHODS lacks: return boto3's own name for those.
     return METHODS.get(found.method, found.method) if found is not None else ""

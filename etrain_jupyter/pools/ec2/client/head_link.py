@@ -13,7 +13,7 @@ from etrain_jupyter.process.files import write_private
 from etrain_jupyter.wire.requests import ShutDownCluster, TouchCluster
 
 HEAD_FILE = "head.json"
-"""In the cluster's folder: the head's address and instance, and its address as seen from here."""
+"""File in the cluster's folder: the head's address and instance, and its address from here."""
 ANSWER_S = 5.0
 
 

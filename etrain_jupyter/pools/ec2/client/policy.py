@@ -10,10 +10,10 @@ checkpoints.
 - a string in a list is repeated for each element of a list value;
 - an entry, statement or condition whose value is empty is left out.
 
-A launch involves many requests to IAM, one for each resource that it creates or uses, and all of
-them must be allowed: see "Actions, resources, and condition keys for Amazon EC2". A machine must
-come from one of our launch templates, have a type in the spec, carry our tags (including the time
-from which ``etrain reap`` may remove it) and require session tokens for its metadata service.
+For a launch, IAM checks the permission for each resource that the launch creates or uses, and all
+of them must be allowed: see "Actions, resources, and condition keys for Amazon EC2". A machine must
+use one of our launch templates and a type in the spec. It must have our tags, including the time
+from which ``etrain reap`` may remove it, and require session tokens for its metadata service.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Policy = dict[str, Any]
 Values = Mapping[str, str | Sequence[str]]
 
 _PARTS = ("checkpoints", "manifests")
-"""Folders of a job that trainers write to. Launcher and head write its record, bundle and log."""
+"""Folders of a job that trainers write to. The launcher and the head write the job's record, bundle
+and log."""
 _NAME = re.compile(r"<(\w+)>")
 
 
@@ -57,8 +58,8 @@ def head_policy(spec: AwsSpotSpec, *, node_role: str = "", account: str = "*") -
     """Return the policy of an on-demand head's role.
 
     It launches nodes, from the launcher's template and security group, and terminates them. In the
-    bucket, it writes its cluster's files and the logs of jobs, but not their records and bundles,
-    which a notebook executes.
+    bucket, it writes its cluster's files and the logs of jobs. It may not write their records and
+    bundles, because notebooks execute those.
     """
     values = _values(spec, account, [node_role or spec.iam.instance_profile])
     return _policy(["machines", "head_files", "list_prefix"], values)
@@ -69,9 +70,10 @@ def node_policy(
 ) -> Policy:
     """Return the policy of the nodes' role.
 
-    Nodes run code from a notebook, so they may write nothing that a notebook or another cluster
-    would run: no record, bundle or log of a job, no key, no configuration. Only the cluster's own
-    nodes know the name of the folder with its keys, see ``bootstrap``.
+    Nodes run code from a notebook, so they must not be able to write anything that a notebook or
+    another cluster would run. They cannot write keys, configurations, or the record, bundle or log
+    of a job. Only the cluster's own nodes know the name of the folder with its keys, see
+    ``bootstrap``.
 
     Args:
         spec: The pool.
@@ -96,7 +98,7 @@ def node_policy(
         own = {"number": str(number or ""), "below": f"{prefix}/" if prefix else ""}
         bucket = {"bucket": _bucket_arn(place)}
         statements += _statements("list_checkpoints", {**values, **own, **bucket})
-    # Without an s3:prefix condition, which AWS does not support for this action.
+    # These have no s3:prefix condition, because AWS does not support it for this action.
     statements += _statements("list_uploads", values)
     statements += _statements("archive", values)
     return _document(statements)
@@ -133,7 +135,8 @@ def _values(
         "group_actions": ["AuthorizeSecurityGroupIngress"] if is_auto else [],
         "frame_kinds": kinds,
         "frame_actions": [f"Create{_camel(kind)}" for kind in kinds],
-        # Types with a GPU are only known when a cluster starts; NVIDIA's are in these families.
+        # Types with a GPU are known only when a cluster starts. Those with an NVIDIA GPU are in
+        # these families.
         "type_patterns": [] if capacity.gpu is None else ["g*", "p*", *types],
         "type_names": names if capacity.gpu is None else [],
         "roles": roles,

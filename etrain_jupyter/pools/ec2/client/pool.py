@@ -1,7 +1,8 @@
 """Pool ``aws-spot`` with its head on this machine, as seen from a kernel or a terminal.
 
-Nothing here owns a cluster. On this machine the head's keeper owns it; on AWS, tags and the bucket
-identify what belongs to it. Either side can be found again without the other.
+This module does not own a cluster. On this machine, the head's keeper owns the cluster's processes;
+on AWS, tags and the bucket identify the cluster's resources. If one of the two parts is lost, the
+other can still be found.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 HEAD_ELSEWHERE = "elsewhere"
 """Host in the settings of a cluster whose head has its own machine."""
 UNLISTED_S = 180.0
-"""Time in seconds for which EC2's listings may lack a new machine."""
+"""Time in seconds after a launch during which EC2's listings may omit the new machine."""
 NODES = "etrain_jupyter.pools.ec2.head.main:make_nodes"
 
 
@@ -62,7 +63,7 @@ class AwsSpotPool(DetachedPool):
     def of_cluster(cls, cluster: ClusterDir) -> AwsSpotPool:
         """Return the pool of a cluster that has a folder on this machine."""
         settings = cluster.settings()
-        # The spec that the cluster was started with: pools.yaml may have changed since.
+        # Use the spec from the start of the cluster, because pools.yaml may have changed since.
         spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
         return cls(settings.pool, spec, cluster_id=cluster.cluster_id)
 
@@ -95,10 +96,10 @@ class AwsSpotPool(DetachedPool):
         print(f"etrain: pool {self.name} costs {self.price(self.spec.workers.max)}")
 
     def prepare_start(self, root: Path) -> ClusterDir | None:
-        """Return the folder of a cluster to take over with its machines, because its head died.
+        """Return the folder of a cluster whose head has died, to take it over with its machines.
 
         A dead cluster without machines is removed; otherwise its jobs would unexpectedly resume and
-        cost money. ``%etrain resume`` continues them.
+        cost money. Users can resume them with ``%etrain resume``.
         """
         from etrain_jupyter.pools.ec2.ec2_api import LIVING, list_instances
 
@@ -158,8 +159,9 @@ class AwsSpotPool(DetachedPool):
         """
         from etrain_jupyter.pools.ec2.reaping import find_tagged, remove
 
-        # Order: heads on their own machines, processes here, then everything in AWS by its tags. A
-        # head that is still running would replace terminated nodes.
+        # End the heads on their own machines first, then the processes here, and then everything
+        # that is found in AWS by its tags: a head that is still running would replace terminated
+        # nodes.
         clients, region = self._clients(), self.spec.region
         ours = [cluster for cluster in cluster_dirs() if self._is_ours(cluster)]
         for cluster in ours:

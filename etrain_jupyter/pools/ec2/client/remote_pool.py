@@ -79,7 +79,7 @@ class AwsRemotePool(AwsSpotPool):
         )
 
     def _find(self) -> SchedulerAddress | None:
-        # Only clusters started from this machine, which has their keys.
+        # Consider only clusters that were started from this machine, because it has their keys.
         for cluster in filter(self._is_ours, cluster_dirs()):
             with contextlib.suppress(OSError, ValueError):
                 head = json.loads((cluster.path / HEAD_FILE).read_text())
@@ -92,8 +92,8 @@ class AwsRemotePool(AwsSpotPool):
         settings = self.settings()
         root = open_state_root()
         try:
-            # A launch takes minutes, longer than the lock's timeout: a second kernel gets the error
-            # below.
+            # A launch takes minutes, which is longer than the lock's timeout. A second kernel
+            # therefore gets the error below.
             with start_lock(root, lock_key_of(self._prefix), timeout_s=START_S):
                 address = self._find()
                 if address is not None:
@@ -142,7 +142,7 @@ class AwsRemotePool(AwsSpotPool):
         try:
             instance = self._launch(clients, cluster, settings)
             lease = self._await_lease(clients, cluster, instance)
-        # Also on a kernel interrupt: a launched head costs money.
+        # Clean up even after a kernel interrupt: a launched head costs money.
         except BaseException:
             self.of_cluster(cluster).down()
             raise

@@ -1,8 +1,8 @@
 """Session Manager port forward to a head inside the VPC, from a machine outside of it.
 
-It needs no port open to the internet and bypasses the security group, because it terminates on the
-head itself. It requires the AWS CLI with the Session Manager plugin here, and the SSM agent and
-policy on the head. The forward is a separate process, detached from the kernel.
+The forward ends on the head itself, so it is not subject to the security group, and no port has to
+be open to the internet. It requires the AWS CLI with the Session Manager plugin on this machine,
+and the SSM agent and policy on the head. It is a separate process, detached from the kernel.
 """
 
 from __future__ import annotations

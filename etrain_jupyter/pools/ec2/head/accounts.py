@@ -33,7 +33,7 @@ class Accounts:
         self.ledger = self._files.ledger()
 
     def refresh_prices(self, types: Iterable[str], now: float) -> None:
-        """Fetch new prices; those for machines in the ledger go back to their launch."""
+        """Fetch new prices, with the price history since the launch of machines in the ledger."""
         # The ledger may contain machines from previous heads, priced by the spot history since
         # their launch. Start a minute earlier, so that the first point is the price in force at the
         # launch.

@@ -26,7 +26,8 @@ class ClusterFiles:
     def __init__(self, bucket: Bucket, cluster_id: str) -> None:
         self._bucket = bucket
         self._home = f"clusters/{cluster_id}"
-        # Outside of the cluster's folder: `reaping` deletes that folder, but the costs must remain.
+        # Keep the ledger outside of the cluster's folder, which `reaping` deletes: the costs must
+        # remain.
         self._ledger = f"ledgers/{cluster_id}.json"
 
     def num_lives(self) -> int:
@@ -36,7 +37,7 @@ class ClusterFiles:
         return int(lease.get("num_lives", 1)) if lease else 0
 
     def renew_lease(self, scheduler: str, num_lives: int, renewals: int) -> None:
-        """Renew the lease, which contains the scheduler's address; S3 records the time."""
+        """Renew the lease, which contains the scheduler's address; S3 records the renewal time."""
         lease = {"scheduler": scheduler, "num_lives": num_lives, "renewals": renewals}
         data = json.dumps(lease).encode()
         self._bucket.put(f"{self._home}/lease.json", data, "the lease cannot be renewed")

@@ -13,7 +13,7 @@ too many workers                release after ``linger_s``; immediately above th
 all in place                    with ``migrate``, replace one machine outside the zone
 ==============================  ==================================================================
 
-There are never more workers than ``max_workers``, however late EC2's listings are.
+The number of workers never exceeds ``max_workers``, even if EC2's listings are late.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
     lookups = tuple(ack.id for ack in state.acks if now - ack.at > VISIBLE_S)
     state = _forget_old_requests(state, view)
     if rules.max_total is not None and not state.halted:
-        # Stop early: all machines are charged until their last checkpoint is saved and they have
-        # ended.
+        # Stop before the budget is spent: all machines are charged until they have saved a last
+        # checkpoint and ended.
         reserve_usd = view.rate_usd * rules.reserve_s / 3600
         if view.spent_usd + reserve_usd >= rules.max_total:
             state = state.halt("budget", now)
@@ -56,7 +56,8 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
     ceiling = rules.max_workers + count.num_at_risk
     target = min(view.wanted, ceiling)
     releases: list[Release] = []
-    # Usually because spot prices have risen: `plan_launch` launches nothing above the limit.
+    # The usual cause is that spot prices have risen: `plan_launch` launches nothing above the
+    # limit.
     if rules.max_hourly is not None and view.rate_usd > rules.max_hourly + 1e-9:
         releases = over_budget(count, rules, view)
         if releases:
@@ -68,15 +69,15 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
     # running machine is released in favour of one that may not exist.
     missing = target - count.num
     too_many = count.num_sure - target
-    # A shortage also lasts while a request is unanswered. Its duration determines when to use other
-    # zones and on-demand machines.
+    # The shortage continues while a request is unanswered. The duration of the shortage determines
+    # when to use other zones and on-demand machines.
     is_short = missing > 0 or count.num_unanswered > 0
     short_since = (state.short_since or now) if is_short else None
     surplus_since = (state.surplus_since or now) if too_many > 0 else None
     state = state.with_(short_since=short_since, surplus_since=surplus_since)
     # Repeat unanswered requests in each tick: the same token returns the same machines.
     launches = tuple(request for request, _ in state.unanswered if view.wanted > 0)
-    # Not after a release for the budget: the released machines are still charged until they end.
+    # Launch nothing if machines were released for the budget: they are charged until they end.
     if missing > 0 and not releases:
         plan = plan_launch(state, rules, view, count, missing, ceiling)
         state = plan.state
@@ -84,7 +85,8 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
         warnings += plan.warnings
     elif too_many > 0:
         is_late = now - (surplus_since or now) >= rules.linger_s
-        # The linger time keeps warm workers for the next job, but never more than the maximum.
+        # Surplus workers stay warm for the next job during the linger time, unless they exceed the
+        # maximum.
         if is_late or count.num_sure > ceiling:
             releases += surplus(count, state, rules, target)
     elif missing == 0 and rules.is_single_zone and rules.on_shortage == "migrate":
@@ -100,7 +102,7 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
 
 
 def _forget_old_requests(state: FleetState, view: View) -> FleetState:
-    """Without demand, drop unanswered requests once EC2 would list their machines."""
+    """Without demand, drop unanswered requests as soon as EC2 would list their machines."""
     # While there is demand, `decide` repeats an unanswered request until there is an answer.
     # Without demand, its machines (if any) are listed after VISIBLE_S, and released like all
     # others.

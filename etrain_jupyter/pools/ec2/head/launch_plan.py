@@ -37,7 +37,7 @@ class _Option:
     lifecycle: str
     num_workers: int
     is_fallback: bool = False
-    """On demand only because spot capacity is missing."""
+    """True if it uses on-demand machines only because spot capacity is missing."""
 
 
 def plan_launch(
@@ -93,8 +93,8 @@ def _plan(
     same, num_nodes = best_size(candidates, lifecycle, option.num_workers, most)
     room = _room_usd(rules, view, count)
     fit, num_fit = within_budget(same, lifecycle, num_nodes, room, disk_usd=rules.disk_usd)
-    # With no machine left, at most the head is charged for, and `decide` would wait forever for its
-    # reserve to be reached: end the jobs instead. With machines left, training continues.
+    # If machines are left, training continues. Otherwise, at most the head costs money, and the
+    # limit at which `decide` stops would never be reached, so end the jobs now.
     if not num_fit and not count.num and _is_spent(rules, view, same, lifecycle):
         return LaunchPlan(state=state.halt("budget", view.now))
     warnings = []
@@ -121,7 +121,7 @@ def _plan(
 def _candidates(
     state: FleetState, rules: Rules, view: View, count: Count, lifecycle: str
 ) -> tuple[FleetState, list[Offer]]:
-    """Return the offers that the placement allows; the zone of the workers may change.
+    """Return the offers that the placement allows, and the state, whose zone may have changed.
 
     ======================================  ===========================================
     placement allows several zones          all usable offers
@@ -133,7 +133,7 @@ def _candidates(
     otherwise                               wait
     ======================================  ===========================================
     """
-    # Without a price, a budget cannot be checked: such a type is not launched.
+    # A budget cannot be checked without a price, so a type without a price is not launched.
     has_budget = rules.max_hourly is not None or rules.max_total is not None
     found = usable(view.offers, state, lifecycle, view.now, must_know_price=has_budget)
     if not rules.is_single_zone or not found:
@@ -141,8 +141,8 @@ def _candidates(
     zone = state.zone
     if not count.zones:
         zone = best_zone(view.offers, found, lifecycle)
-    # The zone is a preference that outlives its machines. It changes early only if it has neither
-    # machines nor offers.
+    # The preferred zone is kept even if it has no machines. It changes before the wait below only
+    # if it has neither machines nor offers.
     elif zone not in count.zones and not any(offer.zone == zone for offer in found):
         zone = count.main_zone
     here = [offer for offer in found if offer.zone == zone]
@@ -177,7 +177,7 @@ def _total_room_usd(max_total: float, rules: Rules, view: View) -> float:
 
 
 def _is_spent(rules: Rules, view: View, offers: list[Offer], lifecycle: str) -> bool:
-    """Return True if the rest of ``max_total`` does not pay for a single machine."""
+    """Return True if the rest of ``max_total`` is too small for a single machine."""
     if rules.max_total is None:
         return False
     room = max(0.0, _total_room_usd(rules.max_total, rules, view))

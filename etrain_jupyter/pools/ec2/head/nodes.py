@@ -136,7 +136,7 @@ class AwsNodes:
     # --- desired state ---
 
     def want(self, count: int, *, reason: str) -> None:
-        """Provide ``count`` workers for the jobs, within the limits of spec, EC2 and budget."""
+        """Provide ``count`` workers, as far as the spec, EC2's capacity and the budget allow."""
         # Called on every allocation. An unchanged number must not wake the thread: each tick sends
         # several requests to EC2, which throttles them.
         if count != self._wanted:
@@ -155,7 +155,7 @@ class AwsNodes:
         return self._spec.workers.max if self._has_adopted else None
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
-        """Record EC2's notice to a worker's machine: its replacement may exceed ``max``."""
+        """Record EC2's notice to a worker's machine, whose replacement may then exceed ``max``."""
         # Notices may arrive in any order: a rebalance recommendation must not replace an
         # interruption notice.
         known = self._noticed.get(node_of(worker))
@@ -167,8 +167,8 @@ class AwsNodes:
     def release(self, worker: str, *, drain_s: float) -> None:
         """Terminate a worker's machine once no job uses it, or after ``drain_s``.
 
-        If EC2 is about to reclaim a machine in its first hour, leave it to EC2, which then charges
-        nothing.
+        A machine that EC2 is about to reclaim in its first hour is not terminated, because EC2 does
+        not charge for a machine that it reclaims so early.
         """
         # Keep the first deadline: a repeated release must not postpone the termination.
         self._releasing.setdefault(node_of(worker), time.time() + drain_s)
@@ -189,7 +189,7 @@ class AwsNodes:
         """Return a record for each worker on a running machine, oldest first."""
         records = []
         for node in self.snapshot.nodes:
-            # The thread learns of a release in its next tick; show it right away.
+            # The thread does not see a release before its next tick; show the release immediately.
             is_leaving = node.is_leaving or node.id in self._releasing
             for worker in node.workers:
                 state = "running" if self._is_connected(worker) else "starting"
@@ -267,7 +267,7 @@ class AwsNodes:
             connected=frozenset(
                 node.id for node in nodes if any(map(self._is_connected, node.workers))
             ),
-            # A machine is busy while any of its workers is: it is terminated as a whole.
+            # A machine is busy if any of its workers is, because all of them end with the machine.
             busy=frozenset(node.id for node in nodes if any(map(self._may_be_busy, node.workers))),
             releasing=dict(self._releasing),
             killing=frozenset(self._killing),

@@ -94,7 +94,7 @@ class Reconciler:
         self._spec = spec
         self._id = cluster_id
         self._clients = clients
-        # On this machine's disk: the write before a launch must not depend on the network.
+        # Use this machine's disk, so that the write before a launch does not depend on the network.
         self._path = folder / STATE_FILE
         self._context = context
         self._reports = reports
@@ -130,8 +130,8 @@ class Reconciler:
             StoreError: If the bucket cannot be read or written.
         """
         self._scheduler = scheduler
-        # From the bucket, not from fleet.json, which a head on another machine does not have. A
-        # higher number shows workers that this is a new scheduler, and makes new tokens unique.
+        # Use the number in the bucket, because a head on another machine does not have fleet.json.
+        # A higher number shows workers that this is a new scheduler, and makes new tokens unique.
         life = self._files.num_lives() + 1
         # The file is on this machine's disk, so it is from a head that ran here and died: repeat
         # its unanswered requests. Everything else about machines comes from the listing.
@@ -139,7 +139,7 @@ class Reconciler:
             self._state = FleetState.from_dict(json.loads(self._path.read_text()))
         self._state = self._state.with_(life=life)
         self._accounts.load()
-        # Raises, unlike later renewals: without the lease, no node would find this head.
+        # Unlike later renewals, this one raises: without the lease, no node would find this head.
         self._renew_lease(time.time())
 
     def start(self) -> None:
@@ -183,8 +183,8 @@ class Reconciler:
                 self._warnings.warn(
                     "tick", "Checking EC2 failed; see the head's log. The next check retries."
                 )
-            # Also after an error: the next tick retries everything, because each tick starts from a
-            # listing.
+            # Wait after an error, too. Each tick starts from a listing, so the next one retries
+            # everything.
             self._wake.wait(self._spec.tick)
             self._wake.clear()
 
@@ -201,7 +201,8 @@ class Reconciler:
                 "turn themselves off."
             )
         text = f"EC2 cannot be reached: {message}. {consequence}"
-        # The recovery is reported only if the failure was: a suppressed warning needs no follow-up.
+        # Report the recovery only if the failure was reported, and not if its warning was
+        # suppressed.
         self._is_failing |= self._warnings.warn("aws", text)
 
     def _report_recovery(self) -> None:
@@ -211,8 +212,8 @@ class Reconciler:
 
     def _tick(self) -> None:
         now = time.time()
-        # First, because an error below ends the tick: while EC2's API fails but S3 works, nodes
-        # must not turn themselves off.
+        # Renew the lease first, because an error below ends the tick. While EC2's API fails but S3
+        # works, the lease must stay valid, so that nodes do not turn themselves off.
         if self._timers.lease.restart_if_due(now):
             self._renew_lease(now)
         # Read it only once: the event loop may replace the value at any time during this tick.
@@ -228,8 +229,8 @@ class Reconciler:
             now,
         )
         self._record_costs(instances, now)
-        # Publish before reporting: a callback may call nodes(), which must no longer list the
-        # machine in question.
+        # Publish before reporting the machines that are gone: a callback may call nodes(), which
+        # must no longer list them.
         self._publish(now)
         self._roster.report_gone()
         self._detail = self._roster.last_failure or self._detail
@@ -284,7 +285,7 @@ class Reconciler:
                 self._launch(request)
         for warning in decision.warnings:
             self._warnings.warn(warning.key, warning.text)
-        # Once per head: a new head reports a halt that it finds in fleet.json again.
+        # Each head reports a halt once: a new head repeats the report of a halt in fleet.json.
         if self._state.halted and not self._is_halt_reported:
             self._is_halt_reported = True
             self._reports.halt(
@@ -308,7 +309,7 @@ class Reconciler:
         ==================================  ====================================================
         """
         due = set()
-        # Releases by the rules and by the coordinator, whose deadlines take precedence.
+        # The rules and the coordinator release nodes; the coordinator's deadlines take precedence.
         leaving = {**self._roster.leaving, **desired.releasing}
         for id, member in self._roster.members.items():
             if id in self._roster.ending or id in desired.killing:
@@ -392,7 +393,7 @@ class Reconciler:
             # The first renewal acquires the lease, see `adopt`.
             if not self._renewals:
                 raise
-            # Retry in the next tick, not after a quarter of the lease.
+            # Retry in the next tick instead of after a quarter of the lease's duration.
             self._timers.lease.last = now - self._timers.lease.every_s + self._spec.tick
             ttl = self._spec.lifetime.lease_ttl
             self._warnings.warn(

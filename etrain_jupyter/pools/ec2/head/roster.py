@@ -31,8 +31,7 @@ from etrain_jupyter.pools.ec2.ledger import (
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 RECLAIM_LATE_S = 120.0
-"""Seconds after the announced time; if EC2 has not reclaimed the machine by then, we terminate
-it."""
+"""Seconds after the announced time at which we terminate a machine that EC2 has not reclaimed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +90,8 @@ class FleetRoster:
             listed[one.id] = member
             if one.is_living:
                 new[one.id] = member
-        # Some end before any listing shows them running. At the first update, ended machines belong
-        # to a previous head.
+        # Some machines end before any listing shows them running. Machines that have ended before
+        # the first update belong to a previous head.
         if self._known is not None:
             gone += [id for id in listed if id not in self._known and id not in new]
         self._known = {*(self._known or ()), *listed}
@@ -134,7 +133,8 @@ class FleetRoster:
         self, id: str, desired: DesiredFleet, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
         """Check whether a node's workers have connected, or whether it refuses to serve."""
-        # Once ready, always ready: a worker that later loses its connection is not a boot failure.
+        # A node that was ready once has booted: a worker that later loses its connection is not a
+        # boot failure.
         if id in self.ready or id in self.ending:
             return state
         # Read the report in S3 only if the connection does not answer the question. A worker may

@@ -22,7 +22,7 @@ def over_budget(count: Count, rules: Rules, view: View) -> list[Release]:
     # Machines that are leaving are still charged for, but not for long.
     leaving_usd = sum(usd(m) + rules.disk_usd for m in view.machines if m.is_leaving)
     rate, releases = view.rate_usd - leaving_usd, []
-    # Machines with a notice first: EC2 is likely to reclaim them anyway.
+    # Release machines with a notice first, because EC2 is likely to reclaim them anyway.
     for machine in sorted(count.staying, key=lambda m: (m.is_at_risk, usd(m)), reverse=True):
         if rate <= limit + 1e-9:
             break
@@ -67,7 +67,7 @@ def surplus(count: Count, state: FleetState, rules: Rules, target: int) -> list[
 
 
 def outside_zone(state: FleetState, view: View, count: Count) -> list[Release]:
-    """Release one machine outside the zone, once all are ready; replace it inside."""
+    """Release one machine outside the zone once all are ready; it is replaced inside the zone."""
     # One at a time, and only from a settled fleet: the job loses at most one machine's workers, and
     # the next move waits until the replacement is training.
     is_settled = not count.coming and all(m.is_ready for m in count.staying)
@@ -75,8 +75,8 @@ def outside_zone(state: FleetState, view: View, count: Count) -> list[Release]:
     if not (state.zone and outside and is_settled):
         return []
     offers = usable(view.offers, state, "spot", view.now, must_know_price=True)
-    # Without capacity in the zone the release would only shrink the job. Without another machine
-    # there, the zone itself is in question, and `launch_plan` may choose another one.
+    # Without capacity in the zone, the release would only shrink the job. If the zone has no other
+    # machine, `launch_plan` may still choose another zone.
     has_offer = any(offer.zone == state.zone for offer in offers)
     if not has_offer or not any(m.zone == state.zone for m in count.staying):
         return []

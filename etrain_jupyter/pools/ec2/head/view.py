@@ -48,7 +48,7 @@ class Rules:
     max_hourly: float | None = None
     max_total: float | None = None
     reserve_s: float = 120.0
-    """The cluster starts to stop this many seconds before ``max_total`` is spent."""
+    """Launches stop, and machines begin to drain, this long before ``max_total`` is spent."""
     boot_s: float = 900.0
     linger_s: float = 120.0
     max_boot_failures: int = 3
@@ -184,7 +184,7 @@ def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
         for offer in view.offers
         for lifecycle in ("spot", "on-demand")
     }
-    # Acknowledged machines count like listed ones, until the listing takes over.
+    # Acknowledged machines are counted like listed machines until they are listed.
     for ack in state.acks:
         count.coming.append((ack.zone, ack.lifecycle, ack.workers))
         count.coming_usd += prices.get((ack.type, ack.zone, ack.lifecycle), 0.0)
@@ -203,7 +203,7 @@ def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
 
 def highest_usd(offers: Sequence[Offer], rules: Rules) -> float:
     """Return the maximum hourly cost of a worker in US dollars, including on-demand if allowed."""
-    # On-demand machines bound the worst case only if the pool may launch any.
+    # On-demand prices affect the worst case only if the pool may launch on-demand machines.
     lives = ("spot", "on-demand") if rules.most_on_demand else ("spot",)
     prices = [(offer.usd(life), offer.workers) for offer in offers for life in lives]
     return max((usd / workers for usd, workers in prices if usd is not None), default=0.0)

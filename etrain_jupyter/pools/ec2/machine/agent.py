@@ -51,14 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     role = os.environ.get("ETRAIN_ROLE", "node")
     make = AGENTS.get(role, NodeAgent)
     agent = make(options.url, Path(folder), keys=options.keys, owner=options.owner)
-    # Sent when the system shuts down for another reason: the workers then get STOP_S to exit.
+    # The system sends SIGTERM when it shuts down for another reason. The workers then get STOP_S to
+    # exit.
     signal.signal(signal.SIGTERM, agent.request_stop)
     why = agent.run() if role in AGENTS else f"ETRAIN_ROLE={role} is unknown to this version"
     is_off = agent.turn_off(why)
     logging.shutdown()
     sys.stdout.flush()
-    # Not sys.exit: threads that are blocked in a request to S3 or IMDS would keep the process
-    # alive, and the last line of the user-data, `shutdown -h now`, would not run.
+    # Do not use sys.exit: threads that are blocked in a request to S3 or IMDS would keep the
+    # process alive, and the last line of the user-data, `shutdown -h now`, would not run.
     os._exit(0 if is_off else 1)
 
 

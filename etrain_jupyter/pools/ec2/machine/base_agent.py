@@ -100,8 +100,8 @@ class MachineAgent:
             self._start()
             return self._serve()
         except StopRequestedError as exc:
-            # Only an orderly stop gives the workers time. In all other cases, `turn_off` kills
-            # them, at the latest when the system goes down.
+            # Only an orderly stop gives the workers time to exit. In all other cases, `turn_off`
+            # kills them, at the latest when the system goes down.
             self._children.end(STOP_S)
             return str(exc)
         except AgentError as exc:
@@ -143,9 +143,9 @@ class MachineAgent:
         logger.info("this is %s, %s in %s, %s", *facts)
         self._bucket = open_node_bucket(self._url, region=me.region, owner=self._owner)
         self._config = self._wait_for("config.json", self._read_config)
-        # The lifetime counts from the launch, not from this boot. The age comes from AWS's clock
-        # and the rest from the monotonic one, so a wrong system clock neither extends nor shortens
-        # it.
+        # The lifetime starts at the launch, not at this boot. The age at boot comes from AWS's
+        # clock, and the time since then from the monotonic clock, so a wrong system clock does not
+        # change the lifetime.
         self._ends_at = self._known_at + self._config.lifetime_s - max(0.0, me.age_s)
         fingerprint = read_fingerprint()
         self._reports = NodeReports(self._bucket, me, fingerprint)
@@ -159,9 +159,9 @@ class MachineAgent:
         while True:
             try:
                 return read()
-            # Normal at boot: the network comes up late, a new role has not propagated yet, and
-            # the head may still be writing the objects. ValueError and KeyError come from truncated
-            # or outdated objects.
+            # These errors are normal at boot: the network comes up late, a new role has not
+            # propagated yet, and the head may still be writing the objects. ValueError and KeyError
+            # come from truncated or outdated objects.
             except (OSError, ValueError, KeyError, StoreError) as exc:
                 error = f"{type(exc).__name__}: {exc}"
             # Log changes only: the log is the machine's console, which EC2 limits to 64 KiB.
@@ -207,7 +207,8 @@ class MachineAgent:
         raise AgentError(error)
 
     def _bucket_owners(self) -> str:
-        # Passed on as ETRAIN_BUCKET_OWNERS, for checkpoints in the cluster's bucket or in others.
+        # Workers get this as ETRAIN_BUCKET_OWNERS, for checkpoints in the cluster's bucket or in
+        # others.
         bucket = self._url.removeprefix(S3).partition("/")[0]
         return with_owner(self._config.role_env.get(OWNERS, ""), bucket, self._owner)
 
@@ -216,8 +217,8 @@ class MachineAgent:
     def _serve(self) -> str:
         while True:
             self._take_messages(POLL_S)
-            # A lost lease or the end of the lifetime takes precedence over a stop request and
-            # `_poll`: no state of the workers may keep the machine on.
+            # Check for a lost lease and the end of the lifetime before a stop request and `_poll`:
+            # these two must turn the machine off, whatever the state of the workers is.
             if why := self._reason_to_end():
                 return why
             if self._is_stop_requested:
@@ -244,8 +245,9 @@ class MachineAgent:
     def _reason_to_end(self) -> str:
         if self._lost:
             return self._lost
-        # The watch runs on its own thread, which a request may block despite its timeouts. A stuck
-        # watch would otherwise keep the machine on after its head is gone.
+        # The watch runs on its own thread, and a request may block this thread despite the
+        # request's timeouts. Without this check, a stuck watch would keep the machine on after its
+        # head is gone.
         if self._lease is not None and self._lease.stuck_s():
             return "the watch of the lease is stuck"
         if time.monotonic() >= self._ends_at:

@@ -65,7 +65,7 @@ class Children:
             [sys.executable, *flags, "-m", module, *arguments],
             stdin=self._pipes[0],
             env={**os.environ, **env},
-            # A process group of its own, so that killpg reaches processes started by user code.
+            # Start a new process group, so that killpg reaches processes started by user code.
             process_group=0,
         )
         self._by_name[name] = process
@@ -104,7 +104,8 @@ class Children:
         for process in self._by_name.values():
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    # The whole group: a worker that ignores SIGTERM may have trainers that do, too.
+                    # Kill the whole group: a worker that ignores SIGTERM may have trainers that
+                    # ignore it, too.
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         for pipe in self._pipes:

@@ -31,7 +31,7 @@ KEEPER_GONE_S = 60.0
 class HeadAgent(MachineAgent):
     """Keeps the machine of a scheduler on while the scheduler runs.
 
-    It watches no lease: the scheduler that renews it runs on this machine.
+    It does not watch the lease, because the scheduler that renews the lease runs on this machine.
     """
 
     def __init__(self, url: str, folder: Path, *, keys: str, owner: str = "") -> None:

@@ -1,7 +1,7 @@
 """The lease: an object that the cluster's head renews; without it, nodes turn themselves off.
 
-Its age is computed from S3's clock alone (``Date`` minus ``Last-Modified``), so that no machine's
-clock matters. One stale check is not enough, because a renewal may just be late::
+Its age is computed only from S3's clock (``Date`` minus ``Last-Modified``), so it does not depend
+on the machines' clocks. One stale check is not enough, because a renewal may just be late::
 
     age      280 s    310 s     340 s          280 s    310 s    20 s
     check      |--------|---------|              |--------|--------|
@@ -50,14 +50,14 @@ class LeaseRule:
     def take(self, age_s: float | None, now: float, error: str = "") -> str:
         """Process one check; return why the lease is lost, or an empty string.
 
-        ``age_s`` is infinite if the lease does not exist, None if S3 did not answer.
+        ``age_s`` is infinite if the lease does not exist, and None if S3 did not respond.
         """
         if age_s is not None:
             self._answered_at = now
         if age_s is None:
-            # A missing answer does not make the lease stale. The head may be renewing it while only
-            # this node has lost access to S3, so the node gets as much time without S3 as without a
-            # renewal.
+            # A missing response does not make the lease stale: the head may be renewing the lease
+            # while only this node has lost access to S3. The node therefore gets as much time
+            # without S3 as without a renewal.
             silent_s = now - self._answered_at
             is_stale = silent_s > self._ttl_s
             reason = f"the lease could not be read for {silent_s:.0f} s ({error})"
@@ -116,8 +116,8 @@ class LeaseWatch:
 
     def stuck_s(self) -> float:
         """Return how many seconds beyond ``STUCK_S`` the current check is overdue, or 0.0."""
-        # Wait as long as `LeaseRule` would for an S3 that does not answer, plus a margin, so that a
-        # slow S3 is reported as such and only a blocked thread as stuck.
+        # Allow the time that `LeaseRule` allows for S3 to respond, plus a margin. Then an S3 outage
+        # is reported by the rule, and only a blocked thread is reported as stuck.
         late_s = time.monotonic() - self._checked_at - self._ttl_s - self._check_s - STUCK_S
         return max(0.0, late_s)
 
@@ -126,7 +126,7 @@ class LeaseWatch:
             lost = self._check()
             self._checked_at = time.monotonic()
             if lost:
-                # Once is enough: the agent never recovers from a lost lease.
+                # Stop polling: the agent never recovers from a lost lease.
                 self._on_lost(lost)
                 return
             self._end.wait(self._check_s)
@@ -136,8 +136,8 @@ class LeaseWatch:
         try:
             found = self._bucket.get_aged(LEASE, f"{LEASE} cannot be read")
             age_s = float("inf") if found is None else found.age_s
-            # The age counts even if this raises because the content is malformed: a head did write
-            # the object, perhaps one of another version.
+            # If this raises because the content is malformed, the age is still valid: a head wrote
+            # the object, perhaps a head of another version.
             if found is not None:
                 self._note_scheduler(json.loads(found.data))
         except StoreError as exc:

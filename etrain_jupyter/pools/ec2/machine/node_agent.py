@@ -102,14 +102,14 @@ class NodeAgent(MachineAgent):
                 "device": slot.device,
                 "supervisor": config.supervisor,
                 "host": me.private_ip,
-                # The lease decides how long the head may be away, and the agent enforces this.
+                # The lease limits how long the head may be away, and the agent enforces this limit.
                 "away-s": str(2 * config.lease_ttl_s + BOOT_S),
             }
             arguments = [arg for key, value in options.items() for arg in (f"--{key}", value)]
             environment = {
                 "AWS_DEFAULT_REGION": me.region,
-                # The user's variables come after the region, which they may override, and before
-                # everything that identifies the cluster, which they may not.
+                # The user's variables may override the region above, but not the variables below,
+                # which identify the cluster.
                 **config.role_env,
                 OWNERS: self._bucket_owners(),
                 MARKER: config.cluster_id,

@@ -40,8 +40,8 @@ class FileFinder:
 
     def __init__(self, folder: Path, *, away_s: float) -> None:
         self._path = folder / SCHEDULER_FILE
-        # Longer than the lease is valid: the agent turns the machine off before the worker gives
-        # up, so that the lost lease is the reported reason.
+        # This is longer than the lease is valid, so the agent turns the machine off before the
+        # worker gives up, and the lost lease is reported as the reason.
         self.away_s = away_s
 
     def look(self) -> LeaseRecord:
@@ -67,7 +67,8 @@ def main() -> None:
     # The agent wrote the file before it started this process.
     first = finder.look()
     log_to_stderr()
-    # After `log_to_stderr`, which creates the handlers. The output is the machine's console.
+    # Call this after `log_to_stderr`, which creates the handlers. Their output goes to the
+    # machine's console.
     redact_logs()
     run_worker(
         arguments,

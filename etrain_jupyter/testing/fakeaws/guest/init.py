@@ -91,7 +91,7 @@ def main() -> None:
             )
         except OSError as exc:
             console.write(f"cloud-init: the user-data did not start: {exc}\n".encode())
-    # No more input follows, so readable means closed.
+    # No more input follows, so standard input becomes readable only when it is closed.
     while not select.select([sys.stdin], [], [], 0.5)[0]:
         reap()
     kill_all()

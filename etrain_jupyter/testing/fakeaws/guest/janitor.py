@@ -1,4 +1,4 @@
-"""Remove what a harness created on this machine, however the harness ended.
+"""Remove what a harness created on this machine, no matter how the harness ended.
 
 ``python janitor.py FOLDER [BRIDGE CABLES]``: waits until standard input closes, gives the instances
 a moment to end by themselves (each has its own pipe to the harness), then removes the bridge, the

@@ -719,7 +719,7 @@ def test_early_end_is_right_only_where_it_was_decided() -> None:
     assert "one cut short: the job ended early" in report.verdict
     assert audit_log(cut_after(6)).problems == ("the job finished at step 6 of 12",)
     assert audit_log(cut_after(6, stopped_early(5))).problems == (
-        "the job finished at step 6, to be stopped early at 5",
+        "the job finished at step 6, but was to stop early at step 5",
     )
 
 

@@ -116,7 +116,7 @@ def test_variable_and_flag_choose_the_store(runs: str, capsys: pytest.CaptureFix
     ("url", "words"),
     [
         ("s3://", "names no bucket"),
-        ("s3://key:secret@bucket/x", "has credentials in it"),
+        ("s3://key:secret@bucket/x", "contains credentials"),
         ("s3://bucket/../x", "has an empty name, '.' or '..'"),
         ("gs://bucket", "'gs://bucket' is neither a folder nor a bucket"),
     ],

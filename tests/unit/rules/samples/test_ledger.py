@@ -112,7 +112,7 @@ def test_cursor_advanced_step_by_step_agrees_with_cursor_at(
 
 
 def test_cursor_does_not_leave_the_epoch() -> None:
-    with pytest.raises(ValueError, match="5 samples from 6 leave the epoch of 10"):
+    with pytest.raises(ValueError, match="5 samples from 6 exceed the epoch of 10"):
         Cursor(epoch=0, first=6).advance(5, num_samples=10)
 
 
