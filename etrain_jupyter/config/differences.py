@@ -105,8 +105,8 @@ def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
 
 
 def _why(key: str, old: TrainConfig, new: TrainConfig) -> str:
-    # A new length does not change the curve, unless the learning rate decays until the end of the
-    # job.
+    # A new length does not change the curve, unless the learning rate is scheduled to decay over
+    # the whole job.
     is_length = key in ("epochs", "steps")
     falls = any(c.schedule is not None and c.schedule.decay != "none" for c in (old, new))
     if is_length and falls:

@@ -190,7 +190,7 @@ class _Shares:
 
 
 class _Order(NamedTuple):
-    # A share in the form in which it is sent to a loader process. Its indices are plain integers,
+    # A share as it is sent to a loader process. Its indices are plain integers,
     # which any data set accepts.
     indices: list[int]
     seed: int

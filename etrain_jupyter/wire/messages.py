@@ -252,7 +252,7 @@ class JoinGeneration(TrainerMessage):
     """``nccl`` or ``gloo``."""
     faults: tuple[Fault, ...] = ()
     starts: tuple[int, ...] = ()
-    """The step at which each earlier generation began, see ``rules.membership.lineage``."""
+    """The step at which each earlier generation began; see ``rules.membership.lineage``."""
     pace: PaceUpdate | None = None
     """None if the cell sets the interval, or until the first checkpoint reveals its cost."""
 

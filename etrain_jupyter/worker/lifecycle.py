@@ -39,7 +39,7 @@ from etrain_jupyter.process.tls import configure_dask, read_security, without_ht
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 15
-"""Timeout for the first connection in seconds; the scheduler is running before workers start."""
+"""Timeout for the first connection, in seconds. The scheduler starts before the workers."""
 RECONNECT_S = 5
 """Timeout for reconnecting to the same scheduler, in seconds. After that, look for a restarted
 scheduler at a new address."""
@@ -131,7 +131,7 @@ class WorkerLifecycle:
         # Until this is reset, the supervisor keeps its trainers when a connection ends.
         self._supervisor.outlives_scheduler = True
         self._address = options.scheduler
-        self._num_lives = options.num_lives  # incarnation of the current scheduler, from 1
+        self._num_lives = options.num_lives  # incarnation of the scheduler, counted from 1
         self._stop = asyncio.Event()
 
     async def run(self) -> None:

@@ -541,7 +541,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         return q.EventBatch(events=batch, status=job.state.status, trouble=trouble)
 
     async def _collect_events(self, job_id: str) -> None:
-        """Wait until a job's events may be sent again, to all waiting kernels at once."""
+        """Wait until a job's next batch of events is due; all waiting kernels get the same one."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._sent_at.get(job_id, -math.inf) + COALESCE_S - loop.time())
         if loop.time() >= self._sent_at.get(job_id, -math.inf) + COALESCE_S:

@@ -22,7 +22,7 @@ from etrain_jupyter.rules.samples.ledger import (
 
 _NUM_EXAMPLES = 5
 _TOP = 1 << 32
-"""Exclusive upper bound of a sample's term in the checksum."""
+"""Exclusive upper bound on a sample's term in the checksum."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,8 @@ class StepRate:
 
     def rewind(self) -> None:
         """Discard the step times, because a rate must not span a rewind."""
-        # Step numbers repeat after a rewind, so the difference of two steps could be zero or
-        # negative.
+        # Step numbers repeat after a rewind, so the difference between two steps could be zero
+        # or negative.
         self._instants.clear()
 
     def samples_per_s(self) -> float | None:

@@ -71,8 +71,8 @@ class SidePanel:
         self._look: Look | None = None
         self._handlers: dict[str, Callable[[Mapping[str, Any]], str]] = {}
         self._others, self._sent_others = OtherJobs(), OtherJobs()
-        # Version of the last row sent for each job. The id of the object distinguishes two
-        # dashboards of the same job, whose versions count separately.
+        # Version of the last row sent for each job. Two dashboards of the same job number their
+        # versions independently, so the id of the object is part of the version.
         self._sent: dict[str, tuple[int, int]] = {}
         self._is_whole_due = self._is_scan_requested = False
         self._watched_until = self._scanned_at = float("-inf")

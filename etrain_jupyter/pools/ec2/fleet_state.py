@@ -111,9 +111,9 @@ class FleetState:
     zone: str = ""
     """With ``placement: single-az``, the zone of all workers."""
     short_since: float | None = None
-    """Time since which workers are missing."""
+    """Time at which workers began to be missing; None if none are missing."""
     surplus_since: float | None = None
-    """Time since which there are more workers than wanted."""
+    """Time at which there began to be more workers than desired; None otherwise."""
     num_refusals: int = 0
     """Consecutive requests with permanent refusals."""
     num_boot_failures: int = 0

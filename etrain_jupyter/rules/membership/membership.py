@@ -277,7 +277,7 @@ class JobState:
     timings: Timings = Timings()
 
     def with_member(self, member: Member) -> JobState:
-        """Return a copy that holds ``member`` under its name."""
+        """Return a copy with ``member`` added, or replaced if it has one of that name."""
         return replace(self, members={**self.members, member.trainer: member})
 
     def without_member(self, trainer: str) -> JobState:

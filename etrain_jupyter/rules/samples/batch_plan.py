@@ -37,8 +37,9 @@ def plan_step(
         count: Samples of this step, see ``ledger.cursor_at``.
         world_size: Ranks in this generation.
         micro_batch_size: Maximum samples per forward pass on one rank; None for no limit.
-        min_share: Minimum samples for a rank that gets any, if the step has that many. BatchNorm
-            fails on a single sample, which a value of 2 prevents in an epoch's small last step.
+        min_share: Smallest nonzero share of a rank. It does not apply to a step with fewer samples
+            in total. With a value of 2, no rank gets a single sample, on which BatchNorm fails,
+            in an epoch's small last step.
         num_passes: Minimum passes per rank, as long as each has ``min_share`` samples.
 
     >>> plan_step(count=5, world_size=3, micro_batch_size=1)

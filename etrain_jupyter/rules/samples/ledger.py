@@ -152,7 +152,7 @@ def range_at(
         position: Samples trained on before it, over all epochs.
         num_samples: Length of the training set.
         global_batch_size: Samples of a full step, which may change from step to step.
-        end: Samples that the job trains on, over all epochs; None for no bound.
+        end: Samples that the job trains on, over all epochs; None if unlimited.
 
     >>> range_at(130, num_samples=100, global_batch_size=32)
     StepRange(epoch=1, first=30, samples=32)

@@ -136,8 +136,7 @@ class S3Store:
         if known is None:
             raise CheckpointError(f"{part.key} is missing after it was written to {self}")
         # S3 computed the checksum from the bytes that it stored. Some compatible services do not
-        # report one. For these, only a download with a check of the SHA-256 shows that the object
-        # is correct.
+        # report one. For these, download the object and check its SHA-256.
         if not stored.is_confirmed_by(known) or known["ContentLength"] != part.size:
             self._fetch(part)
 

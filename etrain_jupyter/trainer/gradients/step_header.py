@@ -39,7 +39,7 @@ class RequestFlags:
 
 
 class StepHeader:
-    """A vector that is summed over the ranks: integers, and slots for shares of means.
+    """A vector that is summed over the ranks. It holds integers and each rank's share of means.
 
     Integer sums below 2**53 are exact in float64, so their order does not matter. Sums of shares
     are not exact. Either all ranks add to a single slot, or each shard has its own slot, which the

@@ -146,7 +146,7 @@ class WholeSetMetric:
                 raise WorkloadError(
                     f"metric {self.name!r} stores values other than tensors in {name!r}, which "
                     "cannot be gathered from the workers. Use another metric, or a function "
-                    "(output, target)."
+                    "of (output, target)."
                 )
             on_cpu = [part.detach().to("cpu", copy=True).contiguous() for part in parts]
             found[name] = on_cpu if isinstance(value, list) else on_cpu[0]

@@ -184,7 +184,7 @@ def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
         for offer in view.offers
         for lifecycle in ("spot", "on-demand")
     }
-    # Acknowledged machines are counted like listed machines until they are listed.
+    # Also count machines that EC2 has acknowledged but does not list yet.
     for ack in state.acks:
         count.coming.append((ack.zone, ack.lifecycle, ack.workers))
         count.coming_usd += prices.get((ack.type, ack.zone, ack.lifecycle), 0.0)

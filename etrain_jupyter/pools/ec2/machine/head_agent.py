@@ -2,7 +2,7 @@
 
 It reads the cluster's settings and the scheduler's keys from the bucket and starts the same
 processes that otherwise run on the notebook's machine. Its scheduler renews the lease. The agent
-turns the machine off when the cluster has ended or its lifetime is over.
+turns the machine off when the cluster has ended or its maximum lifetime has passed.
 """
 
 from __future__ import annotations
