@@ -12,7 +12,7 @@ from etrain_jupyter.config.store_url import split_s3_url
     [
         ("s3://", "names no bucket"),
         ("s3:///runs", "names no bucket"),
-        ("s3://My_Bucket", "names the bucket 'My_Bucket', but a bucket has 3 to 63"),
+        ("s3://My_Bucket", "names the bucket 'My_Bucket', but the name of a bucket has 3 to 63"),
         ("s3://ab", "names the bucket 'ab'"),
         ("s3://a..b/x", "names the bucket 'a..b'"),
         ("s3://AKIAKEY:secret@bucket/x", "contains credentials; set them in AWS_PROFILE"),

@@ -231,7 +231,7 @@ def test_node_unpacks_the_archive_only_if_it_is_the_one_that_is_named(
 
 
 def test_setup_that_is_too_long_or_holds_a_key_is_refused(spec: AwsSpotSpec) -> None:
-    with pytest.raises(PoolError, match=r"has 20.* bytes, EC2's limit is 16384"):
+    with pytest.raises(PoolError, match=r"is 20.* bytes long; EC2's limit is 16384"):
         user_data(change(spec, image={"setup": ["#" * 20_000]}), "c1", BOOT)
     with pytest.raises(PoolError, match=r"image.setup contains a private key"):
         user_data(change(spec, image={"setup": ["echo '-----BEGIN PRIVATE KEY-----'"]}), "c1", BOOT)

@@ -220,7 +220,7 @@ def test_places_that_are_no_store_are_refused() -> None:
 def test_manifest_of_another_step_or_format_is_refused(store: LocalStore) -> None:
     text = save(store, 7).to_json()
     assert parse_manifest(text, step=7).created == 1.5
-    with pytest.raises(CheckpointError, match="step_00000008: its manifest is of step 7"):
+    with pytest.raises(CheckpointError, match="step_00000008: its manifest is for step 7"):
         parse_manifest(text, step=8)
     with pytest.raises(CheckpointError, match="format 2"):
         parse_manifest(text.replace('"version": 1', '"version": 2'), step=7)
