@@ -162,8 +162,8 @@ def keys_of(section: type[Section]) -> dict[str, type[Section] | None]:
 def _group_of(kind: Any) -> type[Section] | None:
     # An optional group is a union; Interval is a group for pydantic, but a scalar in the cell.
     if isinstance(kind, type):
-        return kind if issubclass(kind, Section) else None
-    groups = [part for part in get_args(kind) if part is not Interval and _group_of(part)]
+        return kind if issubclass(kind, Section) and kind is not Interval else None
+    groups = [part for part in get_args(kind) if _group_of(part)]
     return groups[0] if groups else None
 
 
@@ -187,12 +187,8 @@ def _check_keys(
         if key not in known:
             raise _unknown_key(key, data, path, source, top, known=tuple(known))
         group = known[key]
-        # `eval: {every: ...}` is the only interval that can also be written as a group.
-        if group is Interval:
-            if isinstance(value, Mapping) and (wrong := [k for k in value if k != "every"]):
-                raise _unknown_key(wrong[0], value, inner, source, top, known=("every",))
         # The keys of an optimizer depend on its name, so its validator checks them.
-        elif group is not None and group is not OptimizerConfig and isinstance(value, Mapping):
+        if group is not None and group is not OptimizerConfig and isinstance(value, Mapping):
             _check_keys(value, group, inner, source, top=top)
 
 
@@ -239,7 +235,7 @@ def _known_elsewhere(key: str, path: Path) -> str:
 
 def _other_level(key: str, path: Path, top: type[Section]) -> str:
     for name, group in keys_of(top).items():
-        if group not in (None, Interval) and (name,) != path and key in keys_of(group):
+        if group is not None and (name,) != path and key in keys_of(group):
             return f"'{key}' belongs in '{name}': write {name}: {{{key}: ...}}"
     if path and key in keys_of(top):
         return f"'{key}' is a top-level key, not a key of '{dotted(path)}': remove its indentation"
@@ -405,7 +401,8 @@ def _is_reference(path: Path, value: Any) -> bool:
     if path == ("optimizer",):
         return not isinstance(value, Mapping)
     alone = (("model",), ("loss",), ("step",), ("weight",))
-    fixed = (*alone, ("data", "train"), ("data", "eval"), ("data", "collate"))
+    data = (("data", "train"), ("data", "eval"), ("data", "collate"))
+    fixed = (*alone, *data, ("eval", "predict"), ("eval", "score"))
     return (
         path in fixed
         or (len(path) == 2 and path[0] == "metrics")

@@ -199,16 +199,15 @@ def _shorthand(path: KeyPath) -> str:
 
 def _default(info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True) if not info.is_required() else None
+    if isinstance(default, Section) and default.interval:
+        default = getattr(default, default.interval)
     # Null or an empty group means the same as no key, so the help shows no default.
-    if default is None or default == {} or (isinstance(default, Section) and not _is_every(info)):
+    is_group = isinstance(default, Section) and not isinstance(default, Interval)
+    if default is None or default == {} or is_group:
         return ""
     if isinstance(default, float):
         return f"{default:g}"
     return yaml_of(str(default) if isinstance(default, Interval) else default)
-
-
-def _is_every(info: FieldInfo) -> bool:
-    return info.annotation is Interval
 
 
 def _example(path: KeyPath, info: FieldInfo) -> str:
@@ -226,7 +225,7 @@ def _example(path: KeyPath, info: FieldInfo) -> str:
 def all_keys(path: KeyPath = ()) -> Iterator[KeyHelp]:
     """Yield every key in schema order, each group before its keys."""
     group = group_at(path)
-    if group is None or group is Interval:
+    if group is None:
         return
     for key in keys_of(group):
         found = describe((*path, key))

@@ -56,6 +56,9 @@ class Section(BaseModel):
     )
     shorthand: ClassVar[str] = ""
     """Key set by a bare integer, such as ``global`` for ``batch: 32``; empty if there is none."""
+    interval: ClassVar[str] = ""
+    """Key set by a bare interval, such as ``every`` for ``eval: 1 epoch``; empty if there is
+    none."""
 
     @model_validator(mode="before")
     @classmethod

@@ -35,7 +35,7 @@ def group_at(path: KeyPath) -> type[Section] | None:
     """Return the group of keys at a path, or None if the path is not that of a group."""
     group: type[Section] | None = TrainConfig
     for key in path:
-        if group is None or group is Interval:
+        if group is None:
             return None
         group = keys_of(group).get(key)
     return group
@@ -47,11 +47,9 @@ def opens_group(path: KeyPath) -> bool:
 
 
 def field_at(path: KeyPath) -> FieldInfo | None:
-    """Return the field at a path; ``eval.every`` is the field of ``eval``."""
-    if path[1:] == ("every",) and group_at(path[:1]) is Interval:
-        path = path[:1]
+    """Return the field at a path; None if there is none."""
     group = group_at(path[:-1]) if path else None
-    if group is None or group is Interval:
+    if group is None:
         return None
     fields = group.model_fields.items()
     return next((info for name, info in fields if (info.alias or name) == path[-1]), None)
@@ -66,8 +64,6 @@ def keys_at(path: KeyPath, given: Mapping[str, str], *, top: Mapping[str, Any]) 
         top: Top-level keys of the body; groups are nested mappings.
     """
     group = group_at(path)
-    if group is Interval:
-        return [] if "every" in given else ["every"]
     if group is None:
         return []
     known = list(keys_of(group))
@@ -121,8 +117,6 @@ def _extra(path: KeyPath, key: str, name: str) -> str:
 
 def accepts(path: KeyPath, value: Any) -> bool:
     """Return whether a key accepts a value, regardless of the other keys."""
-    if path[1:] == ("every",) and group_at(path[:1]) is Interval:
-        path = path[:1]
     group = group_at(path[:-1])
     if group is None:
         return path[:-1] == METRICS and isinstance(value, str)
@@ -199,8 +193,13 @@ def _takes_word(path: KeyPath, word: str) -> bool:
 
 
 def parts_of(annotation: Any) -> set[Any]:
-    """Return the members of a union without None; for any other type, the type itself."""
+    """Return the members of a union without None; for any other type, the type itself.
+
+    A group that can also be written as an interval counts as both.
+    """
     # For a Literal or a dict, get_args returns its words or types, not members of a union.
     is_plain = isinstance(annotation, type) or get_origin(annotation) in (Literal, dict)
     parts = (annotation,) if is_plain else get_args(annotation)
-    return {part for part in parts if part is not NoneType}
+    found = {part for part in parts if part is not NoneType}
+    groups = (part for part in found if isinstance(part, type) and issubclass(part, Section))
+    return found | {Interval} if any(group.interval for group in groups) else found

@@ -327,6 +327,7 @@ _WANTED = {
     "loss": "name a function (output, target) such as F.cross_entropy",
     "step": "name a function (model, batch) that returns the loss",
     "weight": "name a function (batch) that returns a number",
+    "eval": "name a function: predict(model, batch) returns records, score(records) numbers",
     "metrics": "name a function (output, target)",
     "optimizer": "name one of torch.optim, or a function (parameters) that returns an optimizer",
 }

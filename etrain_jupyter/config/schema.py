@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from etrain_jupyter.config.fields import (
     Interval,
@@ -38,6 +46,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EarlyStoppingConfig",
+    "EvalConfig",
     "Interval",
     "LogConfig",
     "MetricConfig",
@@ -318,11 +327,39 @@ MODES = ("min", "max")
 NAN_REACTIONS = ("fail", "pause")
 
 
+class EvalConfig(Section):
+    """When to evaluate data.eval, and how to score it as a whole."""
+
+    interval = "every"
+
+    every: Interval = Interval(value=1, unit="epochs")
+    """Interval of evaluations on data.eval: steps, epochs or time."""
+    predict: Annotated[Optional, Field(examples=["predict"])] = None
+    """Function (model, batch) that returns one record per sample, for eval.score."""
+    score: Annotated[Optional, Field(examples=["score"])] = None
+    """Function (records) that returns {name: number}; it gets one record per sample of data.eval,
+    in its order."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_interval(cls, data: Any) -> Any:
+        # Both spellings: `eval: 1 epoch` and `eval: {every: 1 epoch}`.
+        if isinstance(data, Mapping | EvalConfig) and set(data) != {"value", "unit"}:
+            return data
+        every = data if isinstance(data, Interval | Mapping) else interval_parts(data)
+        return {"every": every}
+
+    @model_serializer(mode="wrap")
+    def _to_text(self, handler: SerializerFunctionWrapHandler) -> Any:
+        # An interval alone has the format of older versions, whose configurations had no group.
+        return str(self.every) if self.predict is None else handler(self)
+
+
 class MetricConfig(Section):
     """A metric of the evaluations, and whether it is minimized or maximized."""
 
     metric: Annotated[str, Field(examples=["accuracy"])]
-    """Metric of the evaluation: loss, or a name in metrics."""
+    """Metric of the evaluation: loss, a name in metrics, or a name that eval.score returns."""
     mode: Annotated[Literal["min", "max"], Field(examples=["max"])]
     """min if lower values are better, max if higher ones are; min by default for loss."""
 
@@ -513,8 +550,9 @@ class TrainConfig(Section):
         int | None, Field(ge=1, examples=[1000], json_schema_extra={"instead_of": "epochs"})
     ] = None
     """Optimizer steps, instead of epochs."""
-    eval_every: Annotated[Interval, Field(alias="eval")] = Interval(value=1, unit="epochs")
-    """Interval of evaluations on data.eval: steps, epochs or time."""
+    # The field has the name that logs of older versions contain.
+    eval_every: Annotated[EvalConfig, Field(alias="eval")] = EvalConfig()
+    """Interval of evaluations on data.eval; with predict and score, scores of the whole set."""
     early_stopping: Annotated[
         EarlyStoppingConfig | None,
         Field(examples=[{"metric": "accuracy", "mode": "max", "patience": 3}]),
@@ -534,14 +572,6 @@ class TrainConfig(Section):
     """Contents of the history and of the TensorBoard files."""
     name: Annotated[str | None, Field(examples=["digits"])] = None
     """Name of the job; --name on the first line overrides it."""
-
-    @field_validator("eval_every", mode="before")
-    @classmethod
-    def _unwrap_every(cls, value: Any) -> Any:
-        # Both spellings: `eval: 1 epoch` and `eval: {every: 1 epoch}`.
-        if isinstance(value, Mapping) and set(value) <= {"every"}:
-            return value.get("every", "1 epoch")
-        return value
 
     @field_validator("reproducible", mode="before")
     @classmethod
@@ -631,6 +661,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         self._check_step()
+        self._check_eval()
         self._check_scaling()
         self._check_reproducible()
         self._check_metric(self.checkpoint.best, ("checkpoint", "best"))
@@ -685,13 +716,33 @@ class TrainConfig(Section):
                 at_key=True,
             )
         known = ["loss", *self.metrics]
-        # The other metrics that step returns are known only on the worker.
-        if self.step is None and wanted.metric not in known:
+        # The other metrics that step or eval.score return are known only on the worker.
+        is_open = self.step is not None or self.eval.score is not None
+        if not is_open and wanted.metric not in known:
             hint = did_you_mean(wanted.metric, known)
             raise fault(
                 f"{key} names the metric '{wanted.metric}', which is not evaluated",
                 hint=hint or f"known metrics: {', '.join(known)}; define others in metrics",
                 path=(*path, "metric"),
+            )
+
+    def _check_eval(self) -> None:
+        wanted = {"predict": "(model, batch)", "score": "(records)"}
+        for given, missing in (("predict", "score"), ("score", "predict")):
+            if getattr(self.eval, given) is not None and getattr(self.eval, missing) is None:
+                raise fault(
+                    f"eval.{given} needs eval.{missing}: predict returns the records that score "
+                    "gets",
+                    hint=f"add {missing}: a function {wanted[missing]}",
+                    path=("eval", given),
+                    at_key=True,
+                )
+        if self.eval.predict is not None and self.data.eval is None:
+            raise fault(
+                "eval.predict needs an evaluation set, but data.eval is not set",
+                hint="write data: {train: ..., eval: eval_set}, or remove the line",
+                path=("eval", "predict"),
+                at_key=True,
             )
 
     def _check_step(self) -> None:
@@ -786,6 +837,11 @@ class TrainConfig(Section):
                 path=path,
             )
 
+    @property
+    def eval(self) -> EvalConfig:
+        """When to evaluate, and how to score."""
+        return self.eval_every
+
     def references(self) -> dict[str, str]:
         """Return all expressions by key, for example ``{"data.train": "train_set"}``."""
         found = {
@@ -796,6 +852,8 @@ class TrainConfig(Section):
             "loss": self.loss,
             "step": self.step,
             "weight": self.weight,
+            "eval.predict": self.eval.predict,
+            "eval.score": self.eval.score,
             "optimizer": self.optimizer.reference,
             **{f"metrics.{name}": text for name, text in self.metrics.items()},
         }

@@ -37,7 +37,7 @@ def _section(section: type[Section], *, indent: str = "", off: bool = False) -> 
         else:
             start = f"{indent}{mark}"
         if kind is Interval:
-            yield _line(f"{start}{key}: {{every: {info.default}}}", info)
+            yield _line(f"{start}{key}: {info.default}", info)
         elif kind is OptimizerConfig:
             yield _line(f"{start}{key}: {{name: AdamW, lr: {DEFAULT_LR['AdamW']}}}", info)
         elif isinstance(kind, type) and issubclass(kind, Section):

@@ -21,7 +21,8 @@ _DATA = (("data", "train"), ("data", "eval"))
 _ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
 _SCALARS = (str, bytes, int, float, complex)
 _NUM_ARGUMENTS = {"loss": 2, "metrics": 2, "step": 2, "weight": 1, "optimizer": 1, "data": 1}
-"""Number of arguments passed to the function of a key; ``data`` stands for ``data.collate``."""
+"""Number of arguments with which a key's function is called; ``data`` means ``data.collate``."""
+_PREDICT = ("eval", "predict")
 
 
 def names_for(path: KeyPath, names: Mapping[str, Any]) -> list[Completion]:
@@ -56,7 +57,8 @@ def fits(path: KeyPath, value: Any) -> bool:
     # Check the methods of a class, because its instance will be the data set.
     if issubclass(kind, type):
         return True
-    return callable(value) and _takes(value, _NUM_ARGUMENTS.get(path[0], 1))
+    num_arguments = 2 if path == _PREDICT else _NUM_ARGUMENTS.get(path[0], 1)
+    return callable(value) and _takes(value, num_arguments)
 
 
 def _is_data(value: Any) -> bool:

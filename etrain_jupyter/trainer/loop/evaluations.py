@@ -24,7 +24,7 @@ class Evaluations:
         self._send = send
         self._places = places
         self._evaluation = Evaluation(state.workload, state.config, state.plan, micro)
-        self.every = Every(state.config.eval_every, state.plan, now=time.monotonic())
+        self.every = Every(state.config.eval.every, state.plan, now=time.monotonic())
         """The interval of the evaluations."""
         self._record: dict[str, Any] | None = None
         """Record of the last evaluation. Every rank keeps it, because any rank may become rank

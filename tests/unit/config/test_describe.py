@@ -69,7 +69,7 @@ def test_the_example_of_a_key_is_taken(path: KeyPath) -> None:
         (("optimizer", "lr"), "number, above 0; default 0.001"),
         (("precision",), "fp32, bf16 or fp16; default fp32"),
         (("compile",), "true or false; default false"),
-        (("eval",), "steps, epochs or time; default 1 epoch"),
+        (("eval",), "steps, epochs, time or group of keys; default 1 epoch"),
         (("eval", "every"), "steps, epochs or time; default 1 epoch"),
         (("schedule", "warmup"), "steps or epochs"),
         (("checkpoint", "every"), "steps, epochs, time or auto"),
@@ -148,6 +148,7 @@ def test_units_are_those_that_the_key_counts_in(
 def test_references_are_the_keys_whose_values_are_shipped() -> None:
     expected = {("model",), ("loss",), ("step",), ("weight",), ("optimizer",)}
     expected |= {("data", "train"), ("data", "eval"), ("data", "collate")}
+    expected |= {("eval", "predict"), ("eval", "score")}
 
     assert {p for p in KEYS if is_reference(p)} == expected | {("optimizer", "reference")}
 

@@ -36,7 +36,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert made.optimizer == OptimizerConfig(name="AdamW", lr=1e-3)
     assert (made.batch.global_batch_size, made.batch.micro_batch_size) == (32, None)
     assert (made.epochs, made.steps) == (1.0, None)
-    assert made.eval_every == Interval(value=1, unit="epochs")
+    assert made.eval.every == Interval(value=1, unit="epochs")
     assert (made.checkpoint.to, made.checkpoint.every, made.checkpoint.keep) == (None, None, 3)
     assert (made.workers.min, made.workers.max) == (1, None)
     assert (made.pool, made.seed, made.log.every, made.name) == ("local", 0, 1, None)
@@ -254,3 +254,47 @@ def test_no_decay_of_a_function_is_refused() -> None:
 
 def test_steps_take_the_place_of_epochs() -> None:
     assert (config(steps=5).epochs, config(steps=5).steps) == (None, 5)
+
+
+@pytest.mark.parametrize("text", ["500 steps", {"every": "500 steps"}])
+def test_an_interval_alone_is_recorded_as_in_older_logs(text: object) -> None:
+    config = TrainConfig.model_validate({"model": "m", "data": {"train": "t"}, "eval": text})
+
+    assert config.model_dump(mode="json")["eval_every"] == "500 steps"
+    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_predict_and_score_survive_the_round_trip_and_are_references() -> None:
+    group = {"every": "2 epochs", "predict": "predict", "score": "score"}
+    config = TrainConfig.model_validate(
+        {"model": "m", "data": {"train": "t", "eval": "e"}, "eval": group}
+    )
+
+    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+    assert config.eval.every == Interval(value=2, unit="epochs")
+    assert config.references()["eval.predict"] == "predict"
+    assert config.references()["eval.score"] == "score"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"eval": {"predict": "f"}}, "eval.predict needs eval.score"),
+        ({"eval": {"score": "f"}}, "eval.score needs eval.predict"),
+        ({"eval": {"predict": "f", "score": "g"}}, "data.eval is not set"),
+    ],
+)
+def test_predict_score_and_data_eval_need_each_other(keys: dict[str, object], message: str) -> None:
+    data = {"train": "t"} if "not set" in message else {"train": "t", "eval": "e"}
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig.model_validate({"model": "m", "data": data, "loss": "l", **keys})
+
+
+def test_a_best_metric_may_be_one_that_score_returns() -> None:
+    keys = {"eval": {"predict": "f", "score": "g"}}
+    best = {"checkpoint": {"best": {"metric": "f1", "mode": "max"}}}
+    data = {"train": "t", "eval": "e"}
+    TrainConfig.model_validate({"model": "m", "data": data, "loss": "l", **keys, **best})
+
+    with pytest.raises(ValidationError, match="'f1', which is not evaluated"):
+        TrainConfig.model_validate({"model": "m", "data": data, "loss": "l", **best})
