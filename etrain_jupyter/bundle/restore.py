@@ -58,6 +58,16 @@ class OpenBundle:
         self._names: dict[str, Any] | None = None
         self._evaluated: set[str] = set()
 
+    def fileno(self) -> int:
+        """Return the descriptor of the bundle's file, for another process.
+
+        The file stays open, so the process can read it even if the file has been deleted.
+
+        Raises:
+            BundleError: If the bundle is in memory.
+        """
+        return self._content.fileno()
+
     @property
     def digest(self) -> str:
         """SHA-256 of the bytes, hexadecimal. Computing it reads the whole bundle."""
@@ -225,6 +235,11 @@ class _Content:
     @property
     def size(self) -> int:
         return len(self._data) if self._file is None else os.fstat(self._file.fileno()).st_size
+
+    def fileno(self) -> int:
+        if self._file is None:
+            raise BundleError("the bundle is in memory and has no file")
+        return self._file.fileno()
 
     def open(self) -> BinaryIO:
         """Return a new file object, at the beginning of the bytes."""

@@ -327,6 +327,29 @@ class EvalCompleted(Event):
     duration_s: float
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def values(self) -> dict[str, float]:
+        """The loss and the metrics, by name."""
+        return {"loss": self.loss, **self.metrics}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalScored(Event):
+    """``eval.score`` has scored the records of an evaluation."""
+
+    step: int
+    """Step of the weights; later steps may precede this event."""
+    samples: int
+    """Number of records: one per sample of the evaluation set."""
+    duration_s: float
+    """Seconds from the start of the scoring process to its result."""
+    scores: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The scores, by name."""
+        return self.scores
+
 
 @dataclass(frozen=True, kw_only=True)
 class BestReached(Event):

@@ -30,6 +30,7 @@ from etrain_jupyter.log.events import (
     CostUpdated,
     EarlyStopped,
     EvalCompleted,
+    EvalScored,
     Event,
     GenerationFormed,
     GenerationReady,
@@ -109,6 +110,8 @@ class JobRecord:
     """The newest value of each metric; those from evaluations are named ``eval_...``."""
     evaluated_step: int = -1
     """Step of the newest evaluation that no restore has undone; -1 if there is none."""
+    scored_step: int = -1
+    """Step of the newest evaluation with scores that no restore has undone; -1 if there is none."""
     best: list[BestReached] = field(default_factory=list)
     """The best evaluations, in the order in which they were reported; the best is last."""
     best_told: BestReached | None = None
@@ -212,9 +215,11 @@ class JobRecord:
                 self._begin(event.generation, self._planned_start)
             case EvalCompleted():
                 self.evaluated_step = event.step
-                measured = {"loss": event.loss, **event.metrics}
-                self.metrics = self.metrics | {f"eval_{k}": v for k, v in measured.items()}
+                self.metrics = self.metrics | {f"eval_{k}": v for k, v in event.values.items()}
                 self._begin(event.generation, self._planned_start)
+            case EvalScored():
+                self.scored_step = event.step
+                self.metrics = self.metrics | {f"eval_{k}": v for k, v in event.values.items()}
             case CheckpointCommitted():
                 self.saved_step = event.step
                 self.saved_steps = tuple(sorted({*self.saved_steps, event.step})[-KEEP_SAVED:])
@@ -317,6 +322,7 @@ class JobRecord:
         self.step = event.step  # a checkpoint may be ahead of the log
         self.logged_step = min(self.logged_step, event.step)
         self.evaluated_step = -1 if self.evaluated_step > event.step else self.evaluated_step
+        self.scored_step = -1 if self.scored_step > event.step else self.scored_step
         self.best = [best for best in self.best if best.step <= event.step]
         if self.best_told is not None and self.best_told.step > event.step:
             self.best_told = None

@@ -27,6 +27,7 @@ from etrain_jupyter.log.event_log import LogReader
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     EvalCompleted,
+    EvalScored,
     Event,
     JobRestored,
     JobStatusChanged,
@@ -57,11 +58,10 @@ def require_tensorboard() -> None:
         )
 
 
-def scalars_of(event: StepCompleted | EvalCompleted) -> dict[str, float]:
+def scalars_of(event: StepCompleted | EvalCompleted | EvalScored) -> dict[str, float]:
     """Return the scalars of an event, by tag."""
-    if isinstance(event, EvalCompleted):
-        measured = {"loss": event.loss, **event.metrics}
-        return {f"eval/{name}": value for name, value in measured.items()}
+    if isinstance(event, EvalCompleted | EvalScored):
+        return {f"eval/{name}": value for name, value in event.values.items()}
     return {
         "train/loss": event.loss,
         "train/lr": event.lr,
@@ -100,7 +100,7 @@ class TensorBoardFiles:
                     self._drop_from(event.step, event.time)
                 self._step = event.step
                 self._write(event)
-            elif isinstance(event, EvalCompleted):
+            elif isinstance(event, EvalCompleted | EvalScored):
                 self._write(event)
 
     def flush(self) -> None:
@@ -111,7 +111,7 @@ class TensorBoardFiles:
         """Write everything and close the file."""
         self._writer.close()
 
-    def _write(self, event: StepCompleted | EvalCompleted) -> None:
+    def _write(self, event: StepCompleted | EvalCompleted | EvalScored) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=t, simple_value=v) for t, v in scalars_of(event).items()]

@@ -45,6 +45,7 @@ from etrain_jupyter.trainer.micro_batch import (
     out_of_memory_in,
 )
 from etrain_jupyter.trainer.schedule import WorkPlan
+from etrain_jupyter.trainer.scoring.score_process import ProcessScorer
 from etrain_jupyter.trainer.state.capture import put_state, take_state
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.packing import Tensors
@@ -259,7 +260,7 @@ class Trainer:
         if self._checkpointer is not None:
             self._checkpointer.close()
         if self._loop is not None:
-            self._loop.workload.close()
+            self._loop.close()
         self._reporter.close()
 
     def _warm_up(self) -> None:
@@ -289,6 +290,7 @@ class Trainer:
             page=self._page,
             # Reuse the event of the replaced loop: the control thread may have set it.
             change_pending=self._loop.change_pending if self._loop is not None else None,
+            scorer=ProcessScorer(self._bundle.fileno()) if self._config.eval.score else None,
         )
         # Do not retry a size that has already run out of memory.
         if self._loop is not None:
@@ -601,7 +603,7 @@ class Trainer:
         if records is None and not self._is_fresh:
             # There is no checkpoint, and this rank's weights are not the initial ones, for example
             # because a sender died during a state transfer. Training starts from the beginning.
-            self._loop.workload.close()
+            self._loop.close()
             self._build()
         self._reporter.adopt(records or [])
 
@@ -644,7 +646,7 @@ class Trainer:
         self._is_busy = False
         # Errors that this package raises on purpose explain what to change and need no traceback.
         if type(exc).__module__.startswith(f"{__package__.partition('.')[0]}."):
-            summary, text = str(exc), ""
+            summary, text = str(exc), getattr(exc, "user_traceback", "")
         else:
             summary = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")
             if is_out_of_memory(exc):

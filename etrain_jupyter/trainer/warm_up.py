@@ -39,6 +39,7 @@ from etrain_jupyter.trainer.micro_batch import (
 )
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.schedule import WorkPlan
+from etrain_jupyter.trainer.scoring.records import pack
 from etrain_jupyter.trainer.seeds import seeded
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.workload import Workload
@@ -104,6 +105,7 @@ class WarmUp:
                 self._compile(count)
             if self._micro.is_auto:
                 self._find_micro_batch()
+            self._try_predict()
         return PassEffects(moving, has_unused)
 
     # --- passes ---
@@ -162,6 +164,18 @@ class WarmUp:
         self._buffers.put_back(self._before)
         self._workload.optimizer.zero_grad(set_to_none=True)
         self._workload.model.zero_grad(set_to_none=True)
+
+    def _try_predict(self) -> None:
+        # Otherwise, an error in ``eval.predict`` would appear only after the first epoch.
+        workload = self._workload
+        if workload.predict is None or workload.eval is None:
+            return
+        samples = range(min(2, self._plan.num_eval))
+        with eval_mode(workload.model), torch.no_grad():
+            [(_, batch)] = workload.eval.batches([Share(samples)])
+            pack(workload.predict_batch(batch), samples)
+        self._undo()
+        self._beat()
 
     def _check_gradients(self) -> None:
         if self._config.reproducible is None:

@@ -51,6 +51,8 @@ class Workload:
     """Weight of a batch in the mean; None if every sample counts equally."""
     whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
     """Metrics computed over all of data.eval."""
+    predict: Callable[[nn.Module, Any], Any] | None = None
+    """The notebook's ``eval.predict``; None if there is none."""
     loss_source: str = "loss"
     """Origin of the loss, for messages."""
     precision: Precision = field(default_factory=Precision)
@@ -90,6 +92,12 @@ class Workload:
                 "output, without .detach(), .item() or torch.no_grad()."
             )
         return Pass(loss, self.measures.shares(passed, portion), passed.output, passed.target)
+
+    def predict_batch(self, batch: Any) -> Any:
+        """Return what ``eval.predict`` returns for a batch; the model is in evaluation mode."""
+        assert self.predict is not None
+        with self.precision.autocast():
+            return self.predict(self.model, to_device(batch, self.device))
 
     def close(self) -> None:
         """Stop the loader processes of the data sets."""
@@ -144,6 +152,9 @@ def build_workload(config: TrainConfig, references: References, device: torch.de
         if is_weighted
         else None,
         whole_set=whole_set,
+        predict=_callable(references.evaluate("eval.predict"), "eval.predict")
+        if config.eval.predict
+        else None,
         loss_source="step" if config.step else "loss" if config.loss else "the model's loss",
         precision=precision,
         extras=precision.extras,

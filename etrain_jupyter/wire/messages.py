@@ -395,6 +395,24 @@ class EvalFinished(TrainerReport):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalScoreFound(TrainerReport):
+    """A rank reports the scores of an evaluation."""
+
+    record: Annotated[dict[str, Any], EventFields(events.EvalScored)]
+
+    fence: ClassVar[Fence] = Fence.GENERATION
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalScoreLost(TrainerReport):
+    """No rank holds the records of an evaluation any more, and its weights have moved on."""
+
+    step: int
+
+    fence: ClassVar[Fence] = Fence.GENERATION
+
+
+@dataclass(frozen=True, kw_only=True)
 class BestFound(TrainerReport):
     """Rank 0 reports the best evaluation so far."""
 
@@ -592,6 +610,8 @@ FromTrainer = (
     | GenerationLeft
     | StepsTrained
     | EvalFinished
+    | EvalScoreFound
+    | EvalScoreLost
     | BestFound
     | WeightsFingerprinted
     | RankTimesMeasured
@@ -614,6 +634,8 @@ AnyReport = (
     | GenerationLeft
     | StepsTrained
     | EvalFinished
+    | EvalScoreFound
+    | EvalScoreLost
     | BestFound
     | WeightsFingerprinted
     | RankTimesMeasured

@@ -95,6 +95,10 @@ class TrainerMessages:
                 yield from self._on_steps(report)
             case m.EvalFinished():
                 yield from self._on_eval(report.record)
+            case m.EvalScoreFound():
+                yield from self._on_scores(report.record)
+            case m.EvalScoreLost():
+                yield from self._on_lost_scores(report.step)
             case m.BestFound():
                 yield from self._on_best(report.record)
             case m.WeightsFingerprinted():
@@ -240,6 +244,20 @@ class TrainerMessages:
         if not math.isfinite(record["loss"]):
             what = f"the loss of the evaluation is {record['loss']}; training continues"
             text = f"step {record['step']}: {what}"
+            yield self._event(events.LogLine, level="warning", worker="", text=text)
+
+    def _on_scores(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
+        # Each generation repeats the newest scores, in case their report was lost.
+        if record["step"] > self._record.scored_step:
+            yield self._event(events.EvalScored, **record)
+
+    def _on_lost_scores(self, step: int) -> Iterator[Consequence]:
+        # A state from a checkpoint may not show that its evaluation was scored later.
+        if step > self._record.scored_step:
+            text = (
+                f"the evaluation of step {step} has no scores: its records were lost with the "
+                "workers that held them. Training continues, and later evaluations are scored."
+            )
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
     def _on_best(self, record: Mapping[str, Any]) -> Iterator[Consequence]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from etrain_jupyter.log.events import (
     EvalCompleted,
+    EvalScored,
     Event,
     JobPlanned,
     JobResumed,
@@ -32,7 +33,7 @@ class Attempt:
     seed: int
     planned: JobPlanned | None
     """None if no trainer reported a plan."""
-    evals: tuple[EvalCompleted, ...]
+    evals: tuple[EvalCompleted | EvalScored, ...]
 
 
 def attempts_of(log: Sequence[Event]) -> list[Attempt]:
@@ -51,7 +52,7 @@ def _attempt_of(part: Sequence[Event]) -> Attempt:
         after=begin_event.generation if isinstance(begin_event, JobResumed) else 0,
         seed=int(begin_event.config.get("seed") or 0) if begin_event else 0,
         planned=next((e for e in part if isinstance(e, JobPlanned)), None),
-        evals=tuple(e for e in part if isinstance(e, EvalCompleted)),
+        evals=tuple(e for e in part if isinstance(e, EvalCompleted | EvalScored)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from etrain_jupyter.log.blocks import StepRun
-from etrain_jupyter.log.events import EvalCompleted, StepCompleted
+from etrain_jupyter.log.events import EvalCompleted, EvalScored, StepCompleted
 from etrain_jupyter.notebook.dashboard.series import Floats, Series, SmallFloats
 from etrain_jupyter.notebook.dashboard.undone import UndoneCurves
 
@@ -45,9 +45,9 @@ class CurveSet:
         for name, column in run.metrics().items():
             self._series[f"metrics.{name}"].extend(steps, column)
 
-    def add_eval(self, event: EvalCompleted) -> None:
+    def add_eval(self, event: EvalCompleted | EvalScored) -> None:
         """Append an evaluation."""
-        for name, value in {"loss": event.loss, **event.metrics}.items():
+        for name, value in event.values.items():
             self._append(f"eval.{name}", event.step, value)
 
     def add_world_size(self, world_size: int, *, step: int, elapsed_s: float | None) -> None:

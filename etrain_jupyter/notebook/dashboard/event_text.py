@@ -14,6 +14,7 @@ from etrain_jupyter.log.events import (
     CostUpdated,
     EarlyStopped,
     EvalCompleted,
+    EvalScored,
     Event,
     FaultInjected,
     GenerationFormed,
@@ -164,6 +165,12 @@ def _describe_eval_completed(event: EvalCompleted) -> Line:
         text=f"Evaluated step {event.step:,} on {event.samples:,} samples: "
         f"loss {number(event.loss)}{values}"
     )
+
+
+@describe.register
+def _describe_eval_scored(event: EvalScored) -> Line:
+    values = ", ".join(f"{name} {number(value)}" for name, value in event.scores.items())
+    return Line(text=f"Scored the evaluation of step {event.step:,}: {values}")
 
 
 @describe.register

@@ -18,6 +18,7 @@ from etrain_jupyter.log.events import (
     CheckpointIntervalChosen,
     CostUpdated,
     EvalCompleted,
+    EvalScored,
     Event,
     FaultInjected,
     GenerationFormed,
@@ -316,6 +317,13 @@ class JobView:
             loss=event.loss,
             metrics=event.metrics,
         )
+
+    @_fold.register
+    def _fold_eval_scored(self, event: EvalScored) -> None:
+        self._curves.add_eval(event)
+        latest = self._facts.eval
+        if latest is not None and latest.step == event.step:
+            self._facts.eval = replace(latest, metrics={**latest.metrics, **event.scores})
 
     @_fold.register
     def _fold_best_reached(self, event: BestReached) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from etrain_jupyter.log.blocks import Column, StepRun
-from etrain_jupyter.log.events import EvalCompleted, StepCompleted
+from etrain_jupyter.log.events import EvalCompleted, EvalScored, StepCompleted
 
 STEP_COLUMNS = (
     "step",
@@ -88,7 +88,7 @@ class History:
         self._measured |= dict.fromkeys(name for name in columns if name not in STEP_COLUMNS)
         self._push(_Chunk(columns))
 
-    def add_eval(self, event: EvalCompleted) -> None:
+    def add_eval(self, event: EvalCompleted | EvalScored) -> None:
         """Add the results of an evaluation to the row of its step."""
         row = self._rows_up_to(event.step) - 1
         # An evaluation before the first step has no row.
@@ -96,7 +96,7 @@ class History:
             return
         # Evaluations are rare and come after their row, which may be packed already. Keep them
         # apart from the chunks; `columns` merges them.
-        for name, value in {"loss": event.loss, **event.metrics}.items():
+        for name, value in event.values.items():
             self._measured[f"eval_{name}"] = None
             self._evals.setdefault(f"eval_{name}", {})[row] = value
 

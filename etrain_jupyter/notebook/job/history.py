@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Self
 from etrain_jupyter.log.blocks import StepRun
 from etrain_jupyter.log.events import (
     EvalCompleted,
+    EvalScored,
     Event,
     JobRestored,
     JobStatusChanged,
@@ -58,7 +59,7 @@ class LatestValues(JobRecord):
         match event:
             case StepCompleted():
                 self._history.add_step(event)
-            case EvalCompleted():
+            case EvalCompleted() | EvalScored():
                 self._history.add_eval(event)
             case JobRestored():
                 self._history.rewind_to(event.step)

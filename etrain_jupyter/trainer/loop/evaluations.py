@@ -7,28 +7,65 @@ from collections.abc import Callable
 from typing import Any
 
 from etrain_jupyter.trainer.control.reporter import Send
+from etrain_jupyter.trainer.group.gathering import gather_json
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.loop.evaluation import Evaluation, EvaluationResult
 from etrain_jupyter.trainer.micro_batch import MicroBatch
 from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.schedule import Every
-from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.trainer.scoring.score_process import Scorer
+from etrain_jupyter.trainer.scoring.set_scores import IsPending, SetScores
+from etrain_jupyter.trainer.state.train_state import ScorePass, TrainState
 from etrain_jupyter.wire.messages import BestFound, EvalFinished
 
 
 class Evaluations:
     """The evaluations of one job on one rank."""
 
-    def __init__(self, state: TrainState, *, micro: MicroBatch, send: Send, places: Places) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        micro: MicroBatch,
+        send: Send,
+        places: Places,
+        scorer: Scorer | None = None,
+    ) -> None:
         self._state = state
         self._send = send
         self._places = places
         self._evaluation = Evaluation(state.workload, state.config, state.plan, micro)
         self.every = Every(state.config.eval.every, state.plan, now=time.monotonic())
         """The interval of the evaluations."""
+        self._scores: SetScores | None = None
+        """None if the job has no ``eval.score``."""
+        if state.config.eval.predict is not None:
+            assert scorer is not None
+            self._scores = SetScores(state, micro=micro, scorer=scorer, send=send, places=places)
+        self._measured: tuple[ScorePass, EvaluationResult] | None = None
+        """Loss and metrics of the pass in progress, while it waits for its scores."""
         self._record: dict[str, Any] | None = None
         """Record of the last evaluation. Every rank keeps it, because any rank may become rank
         0."""
+
+    @property
+    def _names(self) -> list[str]:
+        workload = self._state.workload
+        return [*workload.measures.names, *workload.whole_set]
+
+    def check_names(self) -> None:
+        """Check, after the warm-up, that the metrics which other keys name are evaluated.
+
+        Raises:
+            WorkloadError: If one is not. A name that ``score`` may return is checked later.
+        """
+        if self._scores is None:
+            self._state.best_tracker.check(self._names)
+
+    @property
+    def _needs_scores(self) -> bool:
+        """True if ``checkpoint.best`` or ``early_stopping`` depends on the scores."""
+        return self._scores is not None and bool(self._state.best_tracker.missing(self._names))
 
     def is_due(self) -> bool:
         """Return True if the current state must be evaluated before the next step."""
@@ -50,16 +87,17 @@ class Evaluations:
             False if a planned change interrupted it; the next generation restarts the evaluation.
         """
         state, started_at = self._state, time.perf_counter()
-        result = self._evaluation.run(
-            group,
-            step=state.step,
-            is_pending=is_pending,
-            at_batch=lambda: self._reach("eval", group),
-        )
+        if self._scores is not None and not self._predict(self._scores, group, is_pending):
+            return False
+        result = self._measure(group, is_pending)
         if result is None:
             return False
-        # Update the counters before the report. If a rank dies after this point, the survivors have
-        # the same counters, and the next rank 0 reports the evaluation again.
+        # Only these decisions wait for the scores. All ranks must make them after the same step,
+        # and the best weights are those of this step.
+        if self._needs_scores and not self.collect(group, is_pending=is_pending):
+            return False
+        # All of this precedes the report: if a rank dies after this point, the survivors have the
+        # same counters, and the next rank 0 reports the evaluation again.
         state.num_evals += 1
         state.evaluated_step, state.is_eval_owed = state.step, False
         self.every.restart(time.monotonic())
@@ -69,12 +107,78 @@ class Evaluations:
             self.report(group.generation)
         return True
 
+    def _predict(self, scores: SetScores, group: RankGroup, is_pending: IsPending) -> bool:
+        # At most one pass is being scored at any time.
+        if self._state.score_pass.step != self._state.step:
+            if not scores.collect(group, is_pending):
+                return False
+            scores.begin(group)
+        return scores.predict(group, is_pending)
+
+    def _measure(self, group: RankGroup, is_pending: IsPending) -> EvaluationResult | None:
+        """Evaluate the loss and the metrics; None if a planned change interrupted it."""
+        state = self._state
+        known = self._known_measures(group)
+        if known is None:
+            known = self._evaluation.run(
+                group,
+                step=state.step,
+                is_pending=is_pending,
+                at_batch=lambda: self._reach("eval", group),
+            )
+        if self._scores is not None and known is not None:
+            self._measured = (state.score_pass, known)
+        return known
+
+    def _known_measures(self, group: RankGroup) -> EvaluationResult | None:
+        # The previous generation may have been interrupted while it waited for the scores.
+        if self._scores is None:
+            return None
+        has_own = self._measured is not None and self._measured[0] == self._state.score_pass
+        mine = self._measured[1] if has_own and self._measured is not None else None
+        rows = gather_json(group, mine)
+        return next((EvaluationResult(*row) for row in rows if row is not None), None)
+
+    # --- eval.score ---
+
+    def resume(self, group: RankGroup, *, is_pending: IsPending) -> bool:
+        """At the start of a generation, continue to score; return False if interrupted."""
+        return self._scores is None or self._scores.resume(group, is_pending)
+
+    def collect(self, group: RankGroup, *, is_pending: IsPending) -> bool:
+        """Wait for the scores of the newest evaluation; return False if interrupted."""
+        if self._scores is None or not self._scores.collect(group, is_pending):
+            return self._scores is None
+        if group.rank == 0:
+            self._scores.report(group.generation)
+        return True
+
+    def poll(self, group: RankGroup) -> None:
+        """Report scores that have just been computed on this rank.
+
+        Raises:
+            ScoreError: If ``score`` failed.
+        """
+        if self._scores is not None:
+            self._scores.poll(group)
+
+    def close(self) -> None:
+        """Stop a run of ``score``."""
+        if self._scores is not None:
+            self._scores.close()
+
+    # --- results ---
+
     def _reach(self, place: str, group: RankGroup) -> None:
         self._places.reach(place, rank=group.rank, step=self._state.step, phase="evaluating")
 
     def _take(self, result: EvaluationResult, duration_s: float) -> None:
         state = self._state
-        state.best_tracker.take(state.step, {"loss": result.loss, **result.metrics})
+        scores = self._scores.record if self._scores is not None else None
+        values = {"loss": result.loss, **result.metrics, **(scores["scores"] if scores else {})}
+        if self._needs_scores:
+            state.best_tracker.check([name for name in values if name != "loss"])
+        state.best_tracker.take(state.step, values)
         self._record = {
             "step": state.step,
             # The epoch of the last sample trained on. At the end of an epoch, ``position`` already
@@ -99,6 +203,8 @@ class Evaluations:
         # to another state.
         if record is not None and record["step"] == state.step == state.evaluated_step:
             self._send(EvalFinished(generation=generation, record=record))
+        if self._scores is not None:
+            self._scores.report(generation)
         best = state.best_tracker.best_record()
         if best is not None:
             self._send(BestFound(generation=generation, record=best))

@@ -43,6 +43,7 @@ from etrain_jupyter.trainer.loop.update import Update
 from etrain_jupyter.trainer.micro_batch import MicroBatch, largest_pass
 from etrain_jupyter.trainer.objective.measures import Means
 from etrain_jupyter.trainer.places import Places
+from etrain_jupyter.trainer.scoring.score_process import Scorer
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.state.train_state import TrainState
@@ -68,6 +69,7 @@ class TrainLoop:
         change_pending: Set by the control thread when it learns of a planned change. The next step
             header or evaluation batch carries the flag to all ranks, which stop at the same
             boundary.
+        scorer: Runs ``eval.score``; None if the job has none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class TrainLoop:
         faults: FaultInjector = NO_FAULTS,
         page: ProgressPage | None = None,
         change_pending: threading.Event | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         workload, config, plan = state.workload, state.config, state.plan
         self.state = state
@@ -97,7 +100,9 @@ class TrainLoop:
         """The loss that made the last generation end as ``nan``."""
         self._send = send
         self._shares = SampleShares(state, self.places)
-        self.evaluations = Evaluations(state, micro=self.micro, send=send, places=self.places)
+        self.evaluations = Evaluations(
+            state, micro=self.micro, send=send, places=self.places, scorer=scorer
+        )
         self._effects = PassEffects(RunningBuffers(), has_unused=False)
         self._fingerprint = WeightFingerprint(workload.model)
         self._digest = BackgroundDigest(self.places.beat, lambda text: self._log("warning", text))
@@ -140,7 +145,7 @@ class TrainLoop:
             send=self._send,
             beat=self.places.beat,
         ).run()
-        self.state.best_tracker.check([*self.workload.measures.names, *self.workload.whole_set])
+        self.evaluations.check_names()
 
     # --- one generation ---
 
@@ -232,6 +237,8 @@ class TrainLoop:
             evaluations=self.evaluations,
             hooks=hooks,
         )
+        if not self.evaluations.resume(group, is_pending=self.change_pending.is_set):
+            return self._leave("planned")
         # The rank 0 that evaluated this state may have died before it reported the result or saved
         # the weights as the best ones. Both are repeated if necessary.
         if group.rank == 0:
@@ -246,6 +253,9 @@ class TrainLoop:
             if self.evaluations.is_due() and not self._evaluate(group, hooks):
                 return self._leave("planned")
             if self.state.is_done:
+                # The result of the job includes the scores of its last evaluation.
+                if not self.evaluations.collect(group, is_pending=self.change_pending.is_set):
+                    return self._leave("planned")
                 self._times.report()
                 return self._leave("done")
             step = self._train_step(group, gradients, batches, requests)
@@ -256,6 +266,7 @@ class TrainLoop:
                 return self._leave("planned")
 
     def _end_step(self, group: RankGroup, step: Step, hooks: BoundaryHooks) -> None:
+        self.evaluations.poll(group)
         epoch_ends = self.state.plan.is_boundary(self.state.position)
         # The end of an epoch or of the job is the same step on all ranks, so their digests can be
         # compared. The weights are copied before the next step changes them.
@@ -393,6 +404,11 @@ class TrainLoop:
         return True
 
     # --- reports ---
+
+    def close(self) -> None:
+        """Stop all processes of this job on this rank."""
+        self.evaluations.close()
+        self.workload.close()
 
     def _report_step(self, step: Step, means: Means, *, is_skipped: bool) -> None:
         now, times = time.perf_counter(), self._watch.times()

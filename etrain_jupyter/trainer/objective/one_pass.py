@@ -24,6 +24,7 @@ class Passed(NamedTuple):
     loss: Any
     output: Any = None
     target: Any = None
+    """Second argument of a metric: the target, or the batch if it has no single target."""
     values: Mapping[str, Any] = {}
     """Other values that ``step`` returned, by name."""
 
@@ -55,9 +56,11 @@ class LossOfOutput:
         split = split_batch(batch, model.forward, has_loss=self._loss is not None)
         output = model(*split.args, **split.kwargs)
         # If the notebook defines a loss, the model's own loss is ignored.
-        if self._loss is not None:
-            return Passed(self._loss(output, split.target), output, split.target)
-        return Passed(_loss_in(output, batch), output, split.target)
+        loss = self._loss
+        value = loss(output, split.target) if loss is not None else _loss_in(output, batch)
+        # In a dict without a single target, metrics find theirs themselves.
+        has_none = split.target is None and isinstance(batch, Mapping)
+        return Passed(value, output, batch if has_none else split.target)
 
 
 def _loss_in(output: Any, batch: Any) -> Any:

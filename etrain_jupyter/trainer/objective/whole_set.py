@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from etrain_jupyter.trainer.group.gathering import gather_bytes
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.references import WorkloadError
 
@@ -190,7 +191,9 @@ class SlotStates:
         if not self._metrics:
             return {}
         packed = {slot: self._pack(copies) for slot, copies in self._copies.items()}
-        gathered = [self._unpack(data) for data in _gather(group, packed, self._num_slots) if data]
+        gathered = [
+            self._unpack(data) for data in gather_bytes(group, packed, self._num_slots) if data
+        ]
         return {
             metric.name: metric.compute([states[place] for states in gathered])
             for place, metric in enumerate(self._metrics)
@@ -219,32 +222,6 @@ class SlotStates:
                 state[name] = value
             found.append(state)
         return found
-
-
-def _gather(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list[bytes]:
-    # Returns the contents of every slot, on every rank; empty for a slot without batches. Gathered
-    # with sums, which can be aborted: only one rank contributes to each byte, so the sum is exact.
-    #
-    #     lengths   rank 0: [5, 0, 0]     rank 1: [0, 3, 4]     sum: [5, 3, 4]
-    #     bytes     rank 0: aaaaa.......  rank 1: .....bbbcccc  sum: aaaaabbbcccc
-    #
-    # A single rank has all slots.
-    if group.world_size == 1:
-        return [mine.get(slot, b"") for slot in range(num_slots)]
-    lengths = torch.zeros(num_slots, dtype=torch.int64)
-    for slot, data in mine.items():
-        lengths[slot] = len(data)
-    group.all_reduce(lengths).wait()
-    stops = lengths.cumsum(0).tolist()
-    everything = torch.zeros(stops[-1], dtype=torch.uint8)
-    for slot, data in mine.items():
-        row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everything[stops[slot] - len(data) : stops[slot]] = row
-    group.all_reduce(everything).wait()
-    whole = everything.numpy().tobytes()
-    return [
-        whole[stop - length : stop] for stop, length in zip(stops, lengths.tolist(), strict=True)
-    ]
 
 
 def _can_merge(reduction: Any, *, is_list: bool) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.config.schema import MetricConfig, TrainConfig
 from etrain_jupyter.rules.policy.evaluations import (
     EvaluationRecord,
     Trend,
@@ -44,16 +44,27 @@ class BestTracker:
     def check(self, names: Collection[str]) -> None:
         """Check that the configured metrics are evaluated.
 
+        Args:
+            names: Names of the metrics and scores, without ``loss``.
+
         Raises:
             WorkloadError: If a configured metric is not among them.
         """
-        asked = {"checkpoint.best": self._best_config, "early_stopping": self._stop_config}
-        for key, wanted in asked.items():
-            if wanted is not None and wanted.metric not in ("loss", *names):
-                raise WorkloadError(
-                    f"{key} names the metric {wanted.metric!r}, which is not evaluated. The "
-                    f"metrics are: {', '.join(('loss', *names))}."
-                )
+        for key in self.missing(names):
+            raise WorkloadError(
+                f"{key} names the metric {self._wanted[key].metric!r}, which is not evaluated. The "
+                f"metrics are: {', '.join(('loss', *names))}."
+            )
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """Return the keys, such as ``checkpoint.best``, whose metric is not among ``names``."""
+        known = ("loss", *names)
+        return [key for key, wanted in self._wanted.items() if wanted.metric not in known]
+
+    @property
+    def _wanted(self) -> dict[str, MetricConfig]:
+        both = {"checkpoint.best": self._best_config, "early_stopping": self._stop_config}
+        return {key: wanted for key, wanted in both.items() if wanted is not None}
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
         """Record an evaluation."""

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.rules.membership.stimuli import Progress
 from etrain_jupyter.trainer.schedule import Mark, WorkPlan
 from etrain_jupyter.trainer.state.best_tracker import BestTracker
 from etrain_jupyter.trainer.workload import Workload
+
+
+class ScorePass(NamedTuple):
+    """Identity of one pass of ``eval.predict`` over data.eval.
+
+    A step may be trained again after a restore, with other weights, so the step alone does not
+    identify the records.
+    """
+
+    step: int = 0
+    """Step of the weights; 0 if there was no pass yet."""
+    generation: int = 0
+    """Generation in which the pass began."""
 
 
 class TrainState:
@@ -34,7 +48,11 @@ class TrainState:
         self.evaluated_step = 0
         """Step whose weights were evaluated last."""
         self.is_eval_owed = False
-        """True if rank 0's timer has requested an evaluation that is still pending."""
+        """True if rank 0's timer has requested an evaluation that is not done yet."""
+        self.score_pass = ScorePass()
+        """The newest pass of ``eval.predict``, begun or complete."""
+        self.is_scored = False
+        """True once the scores of that pass are reported, as far as this rank knows."""
 
     @property
     def is_done(self) -> bool:
@@ -56,7 +74,13 @@ class TrainState:
     def counters(self) -> dict[str, int]:
         """Return the counters for a checkpoint or a state transfer."""
         weight = self.workload.weight
+        scores = {}
+        if self.config.eval.predict is not None:
+            step, generation = self.score_pass
+            scores = {"score_step": step, "score_pass": generation}
+            scores["is_scored"] = int(self.is_scored)
         return {
+            **scores,
             "step": self.step,
             "position": self.position,
             "position_before": self.position_before,
@@ -74,5 +98,8 @@ class TrainState:
         self.num_evals = int(counters.get("num_evals", self.num_evals))
         self.evaluated_step = int(counters.get("evaluated_step", self.evaluated_step))
         self.is_eval_owed = bool(counters.get("is_eval_asked", self.is_eval_owed))
+        if "score_step" in counters:
+            self.score_pass = ScorePass(int(counters["score_step"]), int(counters["score_pass"]))
+            self.is_scored = bool(counters["is_scored"])
         if self.workload.weight is not None and "weight_exponent" in counters:
             self.workload.weight.exponent = int(counters["weight_exponent"])

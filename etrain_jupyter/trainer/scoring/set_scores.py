@@ -1,0 +1,375 @@
+"""Predict data.eval in parts on all ranks, gather the records, and score them.
+
+A pass is evaluated in parts, so any interruption costs at most the parts of lost ranks::
+
+    predict   each rank evaluates parts into its spool       stops for a planned change
+    merge     ranks 0 and 1 store the records of all parts
+    score     one of them runs ``eval.score`` in a process; training continues
+    collect   before the next pass, the job's end, or a decision: all ranks wait for the scores
+
+Each generation begins with an exchange of what the ranks hold, and continues where the previous
+one stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from etrain_jupyter.rules.samples.eval_parts import (
+    NUM_KEEPERS,
+    PartPlan,
+    ScoreStatus,
+    choose_receivers,
+    choose_scorer,
+    cut_parts,
+    plan_parts,
+)
+from etrain_jupyter.trainer.control.reporter import Send
+from etrain_jupyter.trainer.data import Share
+from etrain_jupyter.trainer.group.gathering import gather_json, stream
+from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.trainer.loop.evaluation import eval_mode
+from etrain_jupyter.trainer.micro_batch import MicroBatch
+from etrain_jupyter.trainer.places import Places
+from etrain_jupyter.trainer.scoring.records import pack
+from etrain_jupyter.trainer.scoring.score_process import ScoreError, Scorer, Scoring
+from etrain_jupyter.trainer.scoring.spool import RecordFile, Spool
+from etrain_jupyter.trainer.seeds import seed_all, seed_of
+from etrain_jupyter.trainer.state.train_state import ScorePass, TrainState
+from etrain_jupyter.wire.messages import EvalScoreFound, EvalScoreLost
+
+POLL_S = 0.02
+"""Interval at which ranks that wait for scores exchange their state."""
+
+IsPending = Callable[[], bool]
+
+
+class SetScores:
+    """The passes of ``eval.predict`` and ``eval.score`` of one job on one rank.
+
+    All methods run in the main thread. Those with a group are collectives.
+    """
+
+    def __init__(
+        self, state: TrainState, *, micro: MicroBatch, scorer: Scorer, send: Send, places: Places
+    ) -> None:
+        self._state = state
+        self._micro = micro
+        self._scorer = scorer
+        self._send = send
+        self._places = places
+        self._pass = ScorePass()
+        """The pass to which the following fields belong."""
+        self._spool: Spool | None = None
+        self._records: RecordFile | None = None
+        self._scoring: Scoring | None = None
+        self._scoring_since = 0.0
+        self.record: dict[str, Any] | None = None
+        """Fields of ``events.EvalScored``; None until this rank knows the scores."""
+
+    # --- the phases of a pass ---
+
+    def resume(self, group: RankGroup, is_pending: IsPending) -> bool:
+        """Continue a complete pass whose scores may be missing, at the start of a generation.
+
+        Returns:
+            False if a planned change interrupted it.
+        """
+        state = self._state
+        # A rank may have left the previous generation before it began the newest pass:
+        #
+        #     rank 0   commit 40 ── begin (40, g3) ── predict ── (rank 2 is lost)
+        #     rank 1   commit 40 ── (rank 2 is lost) ── generation 4: joins (40, g3)
+        newest = max(ScorePass(*row) for row in gather_json(group, list(state.score_pass)))
+        if newest != state.score_pass:
+            state.score_pass, state.is_scored = newest, False
+        # A pass that is not complete is continued by the evaluation, which is still due.
+        if not newest.step or newest.step != state.evaluated_step:
+            return True
+        rows = self._exchange(group)
+        if any(row["is_scored"] for row in rows):
+            self._finish([row["record"] for row in rows])
+            return True
+        if self._restart(group, rows):
+            return True
+        if state.step == state.score_pass.step:
+            return self.predict(group, is_pending)
+        if group.rank == 0:
+            step = state.score_pass.step
+            self._send(EvalScoreLost(generation=group.generation, step=step))
+        self._finish([])
+        return True
+
+    def begin(self, group: RankGroup) -> None:
+        """Begin a pass over the current weights, unless it has begun in an earlier generation."""
+        state = self._state
+        if state.score_pass.step != state.step:
+            state.score_pass, state.is_scored = ScorePass(state.step, group.generation), False
+
+    def predict(self, group: RankGroup, is_pending: IsPending) -> bool:
+        """Evaluate the missing parts, merge all parts and start to score them.
+
+        Returns:
+            False if a planned change interrupted it; the next generation continues.
+        """
+        rows = self._exchange(group)
+        if any(row["is_scored"] for row in rows):
+            self._finish([row["record"] for row in rows])
+            return True
+        if self._restart(group, rows):
+            return True
+        parts = cut_parts(self._state.plan.num_eval, self._part_size)
+        plan = plan_parts([row["parts"] for row in rows], len(parts))
+        if not self._evaluate(group, parts, plan, is_pending):
+            return False
+        self._merge(group, len(parts))
+        if group.rank == 0:
+            self._start()
+        return True
+
+    def collect(self, group: RankGroup, is_pending: IsPending) -> bool:
+        """Wait until the scores of the newest pass are known on all ranks.
+
+        Returns:
+            False if a planned change interrupted it.
+        """
+        # All ranks must agree, and this rank may know more than the others.
+        if self._is_settled(group):
+            return True
+        while True:
+            self.poll(group)
+            flags = torch.tensor([float(self.record is not None), float(is_pending())])
+            group.all_reduce(flags).wait()
+            if flags[0]:
+                break
+            if flags[1]:
+                return False
+            self._reach(group)
+            time.sleep(POLL_S)
+        self._finish(gather_json(group, self.record))
+        return True
+
+    def poll(self, group: RankGroup) -> None:
+        """Report the scores if they have just been computed on this rank.
+
+        Raises:
+            ScoreError: If ``score`` failed.
+        """
+        if self._scoring is None or self.record is not None:
+            return
+        try:
+            scores = self._scoring.poll()
+        except ScoreError as exc:
+            message = f"{exc} (scoring the evaluation of step {self._pass.step})"
+            raise ScoreError(message, exc.user_traceback) from None
+        if scores is None:
+            return
+        self._check_names(scores)
+        state = self._state
+        self.record = {
+            "step": self._pass.step,
+            "samples": state.plan.num_eval,
+            "scores": scores,
+            "duration_s": time.monotonic() - self._scoring_since,
+            "time": time.time(),
+        }
+        state.is_scored = True
+        self.report(group.generation)
+
+    def report(self, generation: int) -> None:
+        """Report the scores, if this rank knows them."""
+        # Repeated at the start of each generation, because the rank that reported them may have
+        # died. The coordinator ignores duplicates.
+        if self.record is not None and self._pass == self._state.score_pass:
+            self._send(EvalScoreFound(generation=generation, record=self.record))
+
+    def close(self) -> None:
+        """Stop a run of ``score``, and delete the records."""
+        if self._scoring is not None:
+            self._scoring.stop()
+            self._scoring = None
+        for file in (self._spool, self._records):
+            if file is not None:
+                file.close()
+        self._spool = self._records = None
+
+    # --- what the ranks hold ---
+
+    def _adopt_pass(self) -> None:
+        # Records of another pass are of other weights.
+        if self._pass != self._state.score_pass:
+            self.close()
+            self._pass, self.record = self._state.score_pass, None
+
+    def _exchange(self, group: RankGroup) -> list[dict[str, Any]]:
+        self._adopt_pass()
+        mine = {
+            "is_scored": self._state.is_scored,
+            "record": self.record,
+            "status": ScoreStatus(
+                has_result=self.record is not None,
+                is_scoring=self._scoring is not None,
+                has_records=self._records is not None,
+            ),
+            "parts": sorted(self._spool.lengths) if self._spool is not None else [],
+            "sizes": [self._records.num_bytes, self._records.num_records]
+            if self._records is not None
+            else None,
+        }
+        return gather_json(group, mine)
+
+    def _is_settled(self, group: RankGroup) -> bool:
+        state = self._state
+        if not state.score_pass.step:
+            return True
+        self._adopt_pass()
+        rows = gather_json(group, {"is_scored": state.is_scored, "record": self.record})
+        if all(row["is_scored"] for row in rows):
+            self._finish([row["record"] for row in rows])
+            return True
+        return False
+
+    def _restart(self, group: RankGroup, rows: list[dict[str, Any]]) -> bool:
+        """Continue to score merged records; return False if no rank holds them."""
+        ranks = [ScoreStatus(*row["status"]) for row in rows]
+        scorer = choose_scorer(ranks)
+        if scorer is None:
+            return False
+        receivers = choose_receivers(ranks)
+        if receivers:
+            self._copy(group, rows, receivers)
+        if group.rank == scorer and self._scoring is None:
+            self._start()
+        return True
+
+    def _finish(self, records: Iterable[dict[str, Any] | None]) -> None:
+        found = next((record for record in records if record is not None), None)
+        self._state.is_scored = True
+        self.close()
+        self.record = found
+
+    # --- predict ---
+
+    @property
+    def _part_size(self) -> int:
+        # The same on all ranks in all generations. With ``batch.micro: auto``, each rank has its
+        # own micro-batch size, and splits a part into as many batches as necessary.
+        size = None if self._micro.is_auto else self._micro.size
+        return size or self._state.plan.global_batch_size
+
+    def _evaluate(
+        self, group: RankGroup, parts: list[range], plan: PartPlan, is_pending: IsPending
+    ) -> bool:
+        # After each part the ranks sum a flag, so that all of them stop after the same part.
+        if self._spool is None:
+            self._spool = Spool()
+        todo = plan.todo[group.rank]
+        packed = self._pack_parts([parts[part] for part in todo])
+        with eval_mode(self._state.workload.model), torch.no_grad():
+            for turn in range(max(map(len, plan.todo))):
+                if turn:
+                    pending = torch.tensor([float(is_pending())])
+                    group.all_reduce(pending).wait()
+                    if pending > 0:
+                        return False
+                self._reach(group)
+                if turn < len(todo):
+                    self._spool.add(todo[turn], next(packed))
+                group.raise_if_failed()
+        return True
+
+    def _pack_parts(self, parts: list[range]) -> Iterator[list[bytes]]:
+        size = self._micro.size or self._part_size
+        batches = [
+            [part[first : first + size] for first in range(0, len(part), size)] for part in parts
+        ]
+        pieces = self._predict([batch for part in batches for batch in part])
+        for part in batches:
+            yield list(itertools.islice(pieces, len(part)))
+
+    def _predict(self, batches: list[range]) -> Iterator[bytes]:
+        workload, seed, step = self._state.workload, self._state.config.seed, self._state.step
+        assert workload.eval is not None
+        shares = (
+            Share(list(samples), seed_of(seed, "eval", step, samples.start)) for samples in batches
+        )
+        fetched = workload.eval.batches(shares)
+        for samples, (_, batch) in zip(batches, fetched, strict=True):
+            # Seeded by the position in the set: any rank would draw the same numbers.
+            seed_all(seed, step=step, rank=samples.start)
+            yield pack(workload.predict_batch(batch), samples)
+
+    # --- merge ---
+
+    def _merge(self, group: RankGroup, num_parts: int) -> None:
+        assert self._spool is not None
+        mine = {str(part): length for part, length in self._spool.lengths.items()}
+        rows = gather_json(group, mine)
+        owners = plan_parts([{int(part) for part in row} for row in rows], num_parts).owners
+        lengths = [rows[owners[part]][str(part)] for part in range(num_parts)]
+        ends = list(itertools.accumulate(lengths))
+        starts = {
+            part: ends[part] - lengths[part]
+            for part in range(num_parts)
+            if owners[part] == group.rank
+        }
+        records = None
+        if group.rank < NUM_KEEPERS:
+            records = RecordFile(ends[-1], self._state.plan.num_eval)
+        spool = self._spool
+        self._stream_into(
+            group, ends[-1], lambda position, window: spool.fill(starts, position, window), records
+        )
+
+    def _copy(self, group: RankGroup, rows: list[dict[str, Any]], receivers: list[int]) -> None:
+        source = next(rank for rank, row in enumerate(rows) if row["sizes"])
+        num_bytes, num_records = rows[source]["sizes"]
+        held = self._records
+        records = RecordFile(num_bytes, num_records) if group.rank in receivers else None
+
+        def fill(position: int, window: memoryview) -> None:
+            if group.rank == source and held is not None:
+                held.fill(position, window)
+
+        self._stream_into(group, num_bytes, fill, records)
+
+    def _stream_into(
+        self,
+        group: RankGroup,
+        num_bytes: int,
+        fill: Callable[[int, memoryview], None],
+        records: RecordFile | None,
+    ) -> None:
+        # ``_records`` is set only once it is complete: a peer may be lost in between.
+        try:
+            stream(group, num_bytes, fill, records.append if records is not None else None)
+        except BaseException:
+            if records is not None:
+                records.close()
+            raise
+        self._records = records or self._records
+
+    # --- score ---
+
+    def _start(self) -> None:
+        assert self._records is not None
+        self._scoring = self._scorer.start(self._records)
+        self._scoring_since = time.monotonic()
+
+    def _check_names(self, scores: dict[str, float]) -> None:
+        workload = self._state.workload
+        taken = {"loss", *workload.measures.names, *workload.whole_set} & scores.keys()
+        if taken:
+            raise ScoreError(
+                f"eval.score returned {', '.join(map(repr, sorted(taken)))}, which is also the "
+                "loss or a metric of the evaluation. Return it under another name."
+            )
+
+    def _reach(self, group: RankGroup) -> None:
+        step = self._state.step
+        self._places.reach("eval", rank=group.rank, step=step, phase="evaluating")
