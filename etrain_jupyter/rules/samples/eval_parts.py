@@ -18,7 +18,7 @@ NUM_KEEPERS = 2
 
 
 class PartPlan(NamedTuple):
-    """Who has evaluated which part, and who evaluates the rest."""
+    """Owners of the parts that are done, and the assignment of the rest."""
 
     owners: dict[int, int]
     """Rank by part; only parts that are done."""
@@ -27,7 +27,7 @@ class PartPlan(NamedTuple):
 
 
 class ScoreStatus(NamedTuple):
-    """What one rank knows about the evaluation that is scored."""
+    """State of one rank with respect to the evaluation that is scored."""
 
     has_result: bool = False
     is_scoring: bool = False

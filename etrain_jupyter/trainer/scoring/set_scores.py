@@ -13,10 +13,11 @@ one stopped.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +47,23 @@ from etrain_jupyter.wire.messages import EvalScoreFound, EvalScoreLost
 POLL_S = 0.02
 """Interval at which ranks that wait for scores exchange their state."""
 
+SHARE_BYTES = 64 << 20
+"""Maximum size of the parts that all ranks exchange before a planned change."""
+
 IsPending = Callable[[], bool]
+
+
+class _Layout(NamedTuple):
+    """Positions of parts in a stream, in the order of data.eval."""
+
+    lengths: dict[int, int]
+    """Number of bytes by part."""
+    starts: dict[int, int]
+    """Position of each part that this rank sends."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.lengths.values())
 
 
 class SetScores:
@@ -276,6 +293,7 @@ class SetScores:
                     pending = torch.tensor([float(is_pending())])
                     group.all_reduce(pending).wait()
                     if pending > 0:
+                        self._share_parts(group, len(parts))
                         return False
                 self._reach(group)
                 if turn < len(todo):
@@ -308,23 +326,40 @@ class SetScores:
 
     def _merge(self, group: RankGroup, num_parts: int) -> None:
         assert self._spool is not None
+        layout = self._lay_out(group, num_parts)
+        records = None
+        if group.rank < NUM_KEEPERS:
+            records = RecordFile(layout.num_bytes, self._state.plan.num_eval)
+        fill = functools.partial(self._spool.fill, layout.starts)
+        self._stream_into(group, layout.num_bytes, fill, records)
+
+    def _lay_out(self, group: RankGroup, num_parts: int) -> _Layout:
+        assert self._spool is not None
         mine = {str(part): length for part, length in self._spool.lengths.items()}
         rows = gather_json(group, mine)
         owners = plan_parts([{int(part) for part in row} for row in rows], num_parts).owners
-        lengths = [rows[owners[part]][str(part)] for part in range(num_parts)]
-        ends = list(itertools.accumulate(lengths))
-        starts = {
-            part: ends[part] - lengths[part]
-            for part in range(num_parts)
-            if owners[part] == group.rank
-        }
-        records = None
-        if group.rank < NUM_KEEPERS:
-            records = RecordFile(ends[-1], self._state.plan.num_eval)
-        spool = self._spool
-        self._stream_into(
-            group, ends[-1], lambda position, window: spool.fill(starts, position, window), records
-        )
+        lengths = {part: int(rows[owner][str(part)]) for part, owner in owners.items()}
+        ends = dict(zip(lengths, itertools.accumulate(lengths.values()), strict=True))
+        starts = {p: ends[p] - lengths[p] for p, owner in owners.items() if owner == group.rank}
+        return _Layout(lengths, starts)
+
+    def _share_parts(self, group: RankGroup, num_parts: int) -> None:
+        """Copy all parts to all ranks, because any of them may be about to leave."""
+        assert self._spool is not None
+        layout, spool = self._lay_out(group, num_parts), self._spool
+        # A leave must not wait for long. Beyond the limit, the parts of a rank that leaves are
+        # evaluated again.
+        if group.world_size == 1 or layout.num_bytes > SHARE_BYTES:
+            return
+        done = 0
+
+        def take(window: memoryview) -> None:
+            nonlocal done
+            spool.write(window, done)
+            done += len(window)
+
+        stream(group, layout.num_bytes, functools.partial(spool.fill, layout.starts), take)
+        spool.register(layout.lengths)
 
     def _copy(self, group: RankGroup, rows: list[dict[str, Any]], receivers: list[int]) -> None:
         source = next(rank for rank, row in enumerate(rows) if row["sizes"])

@@ -33,11 +33,26 @@ class Spool:
         Raises:
             WorkloadError: If the disk is full.
         """
-        length = sum(len(piece) for piece in data)
+        length = 0
         for piece in data:
-            write_all(self._file, piece)
-        self._places[part] = (self._end, length)
-        self._end += length
+            self.write(memoryview(piece), length)
+            length += len(piece)
+        self.register({part: length})
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write bytes beyond the complete parts; they count once ``register`` names their parts.
+
+        Raises:
+            WorkloadError: If the disk is full.
+        """
+        self._file.seek(self._end + offset)
+        write_all(self._file, data)
+
+    def register(self, lengths: Mapping[int, int]) -> None:
+        """Add parts, in the order in which their bytes were written."""
+        for part, length in lengths.items():
+            self._places[part] = (self._end, length)
+            self._end += length
 
     def fill(self, starts: Mapping[int, int], position: int, window: memoryview) -> None:
         """Write this spool's bytes of a window of the merged records.

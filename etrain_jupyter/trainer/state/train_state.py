@@ -20,7 +20,7 @@ class ScorePass(NamedTuple):
     """
 
     step: int = 0
-    """Step of the weights; 0 if there was no pass yet."""
+    """Step of the weights; 0 before the first pass."""
     generation: int = 0
     """Generation in which the pass began."""
 

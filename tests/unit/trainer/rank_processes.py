@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import tempfile
 import threading
 import time
@@ -29,10 +30,13 @@ from etrain_jupyter.trainer.control.reporter import Report
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.schedule import WorkPlan
+from etrain_jupyter.trainer.scoring.records import unpack_all
+from etrain_jupyter.trainer.scoring.score_process import Scoring
+from etrain_jupyter.trainer.scoring.spool import RecordFile
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
-from etrain_jupyter.wire.messages import EvalFinished
+from etrain_jupyter.wire.messages import EvalFinished, EvalScoreFound
 
 HOST = "127.0.0.1"
 PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
@@ -49,6 +53,8 @@ class Generation:
     """Last step of the generation, which ends as planned; None for the end of the job."""
     lost: int | None = None
     """Rank that is lost in the middle of the step after ``until``, which is then undone."""
+    lost_at: str = "all_reduce"
+    """Place at which it is lost; ``eval`` for the second batch of the evaluation of ``until``."""
     told_in_eval: int | None = None
     """Rank that learns of a planned change at the second batch of an evaluation."""
 
@@ -80,8 +86,9 @@ class Outcome:
         """Return the records of steps or evaluations, without timings."""
         timing = ("time", "generation", "samples_per_s", "duration_s", "world_size", *PARTS)
         records = [sent for sent in self.sent if isinstance(sent, dict)]
-        if kind == "eval":
-            records = [sent.record for sent in self.sent if isinstance(sent, EvalFinished)]
+        kinds = {"eval": EvalFinished, "score": EvalScoreFound}
+        if kind in kinds:
+            records = [sent.record for sent in self.sent if isinstance(sent, kinds[kind])]
         return [{k: v for k, v in record.items() if k not in timing} for record in records]
 
 
@@ -172,14 +179,17 @@ class _Rendezvous(dist.PrefixStore):
 
 
 class _Lost(FaultInjector):
-    """Fails the generation in the middle of a step."""
+    """Fails the generation in the middle of a step or of the evaluation after it."""
 
-    def __init__(self, group: RankGroup, step: int) -> None:
+    def __init__(self, group: RankGroup, until: int, place: str) -> None:
         super().__init__([], lambda _: None)
-        self._group, self._step = group, step
+        self._group, self._until, self._place = group, until, place
+        self._num_batches = 0
 
     def at(self, place: str, *, rank: int, step: int) -> None:
-        if place == "all_reduce" and step == self._step:
+        self._num_batches += place == "eval" and step == self._until
+        is_in_eval = self._place == "eval" and self._num_batches == 2
+        if is_in_eval or (place == self._place == "all_reduce" and step == self._until + 1):
             self._group.abort("lost by fault injection")
             raise CommunicationError("lost by fault injection")
 
@@ -221,7 +231,9 @@ class _Member:
         self._sent: list[Report] = []
         self._workload = build_workload(config, _Names(names), torch.device("cpu"))
         plan = WorkPlan.of(config, self._workload)
-        self._loop = TrainLoop(TrainState(self._workload, config, plan), self._sent.append)
+        state = TrainState(self._workload, config, plan)
+        scorer = SameProcessScorer(names["eval.score"]) if config.eval.score else None
+        self._loop = TrainLoop(state, self._sent.append, scorer=scorer)
         self._loop.warm_up()
 
     def run(self) -> Outcome:
@@ -230,7 +242,7 @@ class _Member:
                 if self._me in generation.members:
                     self._live(number, generation)
         finally:
-            self._workload.close()
+            self._loop.close()
         model = {k: v.clone() for k, v in self._workload.model.state_dict().items()}
         return Outcome(
             digest=digest_of(self._workload.model), sent=self._sent, ends=self._ends, model=model
@@ -275,7 +287,7 @@ class _Member:
 
     def _faults(self, generation: Generation, group: RankGroup) -> FaultInjector:
         if generation.lost == group.rank and generation.until is not None:
-            return _Lost(group, generation.until + 1)
+            return _Lost(group, generation.until, generation.lost_at)
         if generation.told_in_eval == group.rank:
             return _ToldInEval(self._loop.change_pending)
         return FaultInjector(self._job.faults, lambda _: None)
@@ -325,6 +337,31 @@ class _Member:
             self._workload.extras,
         )
         self._loop.state.set_counters(counters)
+
+
+class SameProcessScorer:
+    """Scores in this process, at the second poll."""
+
+    def __init__(self, score: Callable[[list[Any]], dict[str, float]]) -> None:
+        self._score = score
+
+    def start(self, records: RecordFile) -> Scoring:
+        with open(os.dup(records.fileno()), "rb") as file:
+            file.seek(0)
+            return _Scored(self._score(list(unpack_all(file, records.num_bytes))))
+
+
+class _Scored:
+    def __init__(self, scores: dict[str, float]) -> None:
+        self._scores = scores
+        self._num_polls = 0
+
+    def poll(self) -> dict[str, float] | None:
+        self._num_polls += 1
+        return self._scores if self._num_polls > 1 else None
+
+    def stop(self) -> None:
+        """Do nothing: nothing is running."""
 
 
 class _Names:

@@ -1,0 +1,161 @@
+"""``eval.score`` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from etrain_jupyter.bundle.capture import capture_bundle
+from etrain_jupyter.bundle.files import write_bundle
+from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
+from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.scoring.records import pack
+from etrain_jupyter.trainer.scoring.score_main import numbers_of
+from etrain_jupyter.trainer.scoring.score_process import ProcessScorer, ScoreError, ScoreProcess
+from etrain_jupyter.trainer.scoring.spool import RecordFile
+
+
+def bundle_of(folder: Path, score: Callable[[Any], Any]) -> OpenBundle:
+    path = folder / "bundle"
+    write_bundle(path, capture_bundle({"eval.score": "score"}, {"score": score}))
+    bundle = open_bundle(path)
+    path.unlink()  # as on a worker, where the file may be removed once it is open
+    return bundle
+
+
+def start(bundle: OpenBundle) -> ScoreProcess:
+    parts = [pack([1, 2, 3], range(3)), pack([4], range(3, 4))]
+    records = RecordFile(sum(map(len, parts)), 4)
+    for part in parts:
+        records.append(memoryview(part))
+    process = ProcessScorer(bundle.fileno()).start(records)
+    records.close()  # the process has a descriptor of its own
+    assert isinstance(process, ScoreProcess)
+    return process
+
+
+def result(process: ScoreProcess) -> dict[str, float]:
+    while (scores := process.poll()) is None:
+        time.sleep(0.01)
+    return scores
+
+
+def test_score_gets_the_records_in_order(tmp_path: Path) -> None:
+    def score(records: list[int]) -> dict[str, float]:
+        return {"number": float("".join(map(str, records))), "len": len(records)}
+
+    process = start(bundle_of(tmp_path, score))
+
+    assert result(process) == {"number": 1234.0, "len": 4.0}
+    assert process.poll() == {"number": 1234.0, "len": 4.0}
+
+
+def test_exception_comes_with_the_users_line(tmp_path: Path) -> None:
+    def score(records: list[int]) -> dict[str, float]:
+        return {"f1": 1 / (len(records) - 4)}
+
+    with pytest.raises(ScoreError, match="raised ZeroDivisionError") as caught:
+        result(start(bundle_of(tmp_path, score)))
+
+    assert 'return {"f1": 1 / (len(records) - 4)}' in caught.value.user_traceback
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("os._exit(3)", "exited with status 3"),
+        ("os._exit(0)", "exited with status 0"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL.*memory runs out"),
+    ],
+)
+def test_crash_is_named(tmp_path: Path, code: str, message: str) -> None:
+    def score(records: list[int]) -> dict[str, float]:
+        exec(code, {"os": os})
+        return {}
+
+    with pytest.raises(ScoreError, match=f"eval.score crashed: the process that ran it {message}"):
+        result(start(bundle_of(tmp_path, score)))
+
+
+def test_stop_kills_the_process_with_its_children(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def score(records: list[int]) -> dict[str, float]:
+        child = os.fork()
+        if child:
+            pids.write_text(f"{os.getpid()} {child} .")
+        while True:
+            time.sleep(1)
+
+    process = start(bundle_of(tmp_path, score))
+    while not (pids.exists() and pids.read_text().endswith(".")):
+        time.sleep(0.01)
+    process.stop()
+
+    for pid in map(int, pids.read_text().split()[:2]):
+        while is_running(pid):
+            time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_process_ends_with_the_trainer(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+
+    def score(records: list[int]) -> dict[str, float]:
+        pid_file.write_text(f"{os.getpid()} .")
+        while True:
+            time.sleep(1)
+
+    bundle = bundle_of(tmp_path, score)
+    trainer = os.fork()
+    if not trainer:
+        try:
+            start(bundle)
+            time.sleep(3600)
+        finally:
+            os._exit(1)
+    while not (pid_file.exists() and pid_file.read_text().endswith(".")):
+        time.sleep(0.01)
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+
+    while is_running(int(pid_file.read_text().split()[0])):
+        time.sleep(0.01)
+
+
+def test_numbers_of_numpy_and_torch_are_plain() -> None:
+    found = numbers_of({"a": np.float32(0.5), "b": torch.tensor([2]), "c": True, "d": 3})
+
+    assert found == {"a": 0.5, "b": 2.0, "c": 1.0, "d": 3.0}
+    assert {type(value) for value in found.values()} == {float}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (0.5, r"eval.score returned 0.5, a float. Return a dict of numbers"),
+        ({}, "eval.score returned {}"),
+        ({"f1": "high"}, "returned 'high' for 'f1', a str. Return one number per name"),
+        ({"f1": torch.ones(2)}, "for 'f1', a Tensor"),
+        ({3: 1.0}, "a value named 3"),
+        ({" ": 1.0}, "a value named ' '"),
+    ],
+)
+def test_anything_but_numbers_by_name_is_refused(returned: Any, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        numbers_of(returned)

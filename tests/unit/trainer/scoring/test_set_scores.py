@@ -1,0 +1,127 @@
+"""Scores over the whole set, in real process groups with changing members."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.wire.messages import EvalScoreLost
+from tests.unit.trainer import score_jobs
+from tests.unit.trainer.rank_processes import Generation, Job, Outcome, rank_processes
+
+NUM_PARTS = -(-score_jobs.NUM_SAMPLES // score_jobs.MICRO)
+STEPS = (4, 8)
+"""The last steps of the two epochs, which are evaluated."""
+SYNC = {"checkpoint": {"best": {"metric": "count", "mode": "max"}}}
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    return tmp_path_factory.mktemp("calls") / "calls"
+
+
+@pytest.fixture(scope="module")
+def ranks(calls):
+    """Processes that know the file of the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(score_jobs.CALLS, str(calls))
+        with rank_processes(4) as processes:
+            yield processes
+
+
+@pytest.fixture(scope="module")
+def alone(ranks) -> dict[int, dict[str, float]]:
+    return scores_of(train(ranks, Generation(members=(0,))))
+
+
+def train(ranks: Any, *history: Generation, **more: Any) -> list[Outcome]:
+    return ranks.train(Job(config=score_jobs.keys(**more), names=score_jobs.names, history=history))
+
+
+def scores_of(outcomes: list[Outcome]) -> dict[int, dict[str, float]]:
+    """Return the scores by step; each may be reported several times, but never differ."""
+    found: dict[int, dict[str, float]] = {}
+    for outcome in outcomes:
+        for record in outcome.records("score"):
+            assert found.setdefault(record["step"], record["scores"]) == record["scores"]
+            assert record["samples"] == score_jobs.NUM_SAMPLES
+    return dict(sorted(found.items()))
+
+
+def num_calls(calls: Path) -> Counter[int]:
+    """Return how often each part was evaluated."""
+    return Counter(map(int, calls.read_text().split()))
+
+
+def test_one_rank_scores_each_evaluation(alone):
+    assert list(alone) == list(STEPS)
+    assert alone[4]["digest"] != alone[8]["digest"]
+    assert alone[4]["count"] == score_jobs.NUM_SAMPLES
+
+
+@pytest.mark.parametrize("members", [(0, 1), (0, 1, 2, 3)])
+@pytest.mark.parametrize("more", [{}, SYNC], ids=["training continues", "training waits"])
+def test_scores_are_equal_on_any_number_of_ranks(ranks, alone, calls, members, more):
+    calls.write_text("")
+    assert scores_of(train(ranks, Generation(members=members), **more)) == alone
+    assert set(num_calls(calls).values()) == {2}
+    assert len(num_calls(calls)) == NUM_PARTS
+
+
+def test_records_of_several_windows_are_merged_and_shared(ranks, alone):
+    history = (told((0, 1, 2), 1), Generation(members=(2, 3)))
+    job = Job(config=score_jobs.keys(), names=score_jobs.large_names, history=history)
+    assert scores_of(ranks.train(job)) == alone
+
+
+def told(members: tuple[int, ...], rank: int) -> Generation:
+    return Generation(members=members, told_in_eval=rank)
+
+
+def lost(members: tuple[int, ...], rank: int) -> Generation:
+    return Generation(members=members, until=4, lost=rank, lost_at="eval")
+
+
+HISTORIES = {
+    "notice": ([told((0, 1, 2), 1), Generation(members=(0, 2))], 0),
+    "notice of rank 0": ([told((0, 1, 2), 0), Generation(members=(2, 1))], 0),
+    "join": ([told((0, 1), 1), Generation(members=(0, 1, 2, 3))], 0),
+    "kill": ([lost((0, 1, 2), 1), Generation(members=(0, 2))], 2),
+    "kill of rank 0": ([lost((0, 1, 2, 3), 0), Generation(members=(3, 1, 2))], 2),
+    "survivor of an abort": ([lost((0, 1), 1), Generation(members=(1, 0))], 0),
+    "only a newcomer and a survivor": ([told((0, 1, 2), 1), Generation(members=(1, 3))], 0),
+}
+"""Generations, and the largest number of parts that are evaluated again."""
+
+
+@pytest.mark.parametrize("more", [{}, SYNC], ids=["training continues", "training waits"])
+@pytest.mark.parametrize("name", HISTORIES)
+def test_interrupted_evaluation_evaluates_only_lost_parts_again(ranks, alone, calls, name, more):
+    history, max_again = HISTORIES[name]
+    calls.write_text("")
+    outcomes = train(ranks, *history, **more)
+    found = scores_of(outcomes)
+    assert found == {step: alone[step] for step in found}
+    assert 8 in found
+    assert 4 in found
+    again = sum(num_calls(calls).values()) - 2 * NUM_PARTS
+    assert 0 <= again <= max_again
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_scores_survive_a_generation_that_ends_before_they_are_known(ranks, alone, leaver):
+    # The generation ends in the step after the evaluation: its scores are known only later.
+    stays = 1 - leaver
+    history = [
+        Generation(members=(0, 1), until=5, lost=leaver),
+        Generation(members=(stays, 2), until=6),
+        Generation(members=(2, 3)),
+    ]
+    outcomes = train(ranks, *history)
+    found = scores_of(outcomes)
+    assert found == {step: alone[step] for step in found}
+    assert 8 in found
+    assert not [s for o in outcomes for s in o.sent if isinstance(s, EvalScoreLost)]
