@@ -234,11 +234,11 @@ def _known_elsewhere(key: str, path: Path) -> str:
 
 
 def _other_level(key: str, path: Path, top: type[Section]) -> str:
+    if path and key in keys_of(top):
+        return f"'{key}' is a top-level key, not a key of '{dotted(path)}': remove its indentation"
     for name, group in keys_of(top).items():
         if group is not None and (name,) != path and key in keys_of(group):
             return f"'{key}' belongs in '{name}': write {name}: {{{key}: ...}}"
-    if path and key in keys_of(top):
-        return f"'{key}' is a top-level key, not a key of '{dotted(path)}': remove its indentation"
     return ""
 
 

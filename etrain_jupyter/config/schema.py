@@ -339,6 +339,8 @@ class EvalConfig(Section):
     score: Annotated[Optional, Field(examples=["score"])] = None
     """Function (records) that returns {name: number}; it gets one record per sample of data.eval,
     in its order."""
+    loss: bool = True
+    """false leaves out the loss and the metrics, for example if data.eval has no targets."""
 
     @model_validator(mode="before")
     @classmethod
@@ -352,7 +354,8 @@ class EvalConfig(Section):
     @model_serializer(mode="wrap")
     def _to_text(self, handler: SerializerFunctionWrapHandler) -> Any:
         # An interval alone has the format of older versions, whose configurations had no group.
-        return str(self.every) if self.predict is None else handler(self)
+        is_interval = self.predict is None and self.loss
+        return str(self.every) if is_interval else handler(self)
 
 
 class MetricConfig(Section):
@@ -716,6 +719,12 @@ class TrainConfig(Section):
                 at_key=True,
             )
         known = ["loss", *self.metrics]
+        if not self.eval.loss and wanted.metric in known:
+            raise fault(
+                f"{key} names the metric '{wanted.metric}', which eval.loss: false leaves out",
+                hint="name one that eval.score returns, or remove loss: false",
+                path=(*path, "metric"),
+            )
         # The other metrics that step or eval.score return are known only on the worker.
         is_open = self.step is not None or self.eval.score is not None
         if not is_open and wanted.metric not in known:
@@ -737,6 +746,12 @@ class TrainConfig(Section):
                     path=("eval", given),
                     at_key=True,
                 )
+        if self.eval.predict is None and not self.eval.loss:
+            raise fault(
+                "eval.loss: false leaves nothing to evaluate without eval.predict and eval.score",
+                hint="add predict and score, or remove the line",
+                path=("eval", "loss"),
+            )
         if self.eval.predict is not None and self.data.eval is None:
             raise fault(
                 "eval.predict needs an evaluation set, but data.eval is not set",

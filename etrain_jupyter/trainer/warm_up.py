@@ -259,7 +259,7 @@ class WarmUp:
         for indices in _two_batches(self._order, count):
             self._pass(indices, marks=True)
             self._undo()
-        if self._workload.eval is None:
+        if self._workload.eval is None or not self._config.eval.loss:
             return
         with eval_mode(self._workload.model), torch.no_grad():
             for indices in _two_batches(range(self._plan.num_eval), count):

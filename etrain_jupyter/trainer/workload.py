@@ -180,6 +180,11 @@ def _build_metrics(
         if not is_torchmetric(value):
             functions[name] = value
             continue
+        if not config.eval.loss:
+            raise WorkloadError(
+                f"metric {name!r} is from torchmetrics: it is computed in evaluations only, and "
+                "eval.loss: false leaves it out. Remove one of the two lines."
+            )
         if config.data.eval is None:
             raise WorkloadError(
                 f"metric {name!r} is from torchmetrics: it is computed over all of data.eval, "

@@ -23,6 +23,7 @@ from etrain_jupyter.log.events import (
     EvalCompleted,
     EvalScored,
     GenerationFormed,
+    LogLine,
     StepCompleted,
     UserErrorRaised,
     WorkerLeft,
@@ -207,6 +208,8 @@ def test_training_continues_while_score_runs_and_the_job_waits_for_the_last_scor
     HOLD.touch()
     job = submit(**body(workers={"min": 2, "max": 2}))
     until(lambda: job.step == 8, "the next steps")  # the second evaluation waits
+    waits = "waiting for eval.score, which is scoring the evaluation of step 4"
+    until(lambda: waits in {e.text for e in found(job, LogLine)}, "the message")
     assert found(job, EvalScored) == []
     HOLD.unlink()
     finish(job)

@@ -65,7 +65,8 @@ class Evaluations:
     @property
     def _needs_scores(self) -> bool:
         """True if ``checkpoint.best`` or ``early_stopping`` depends on the scores."""
-        return self._scores is not None and bool(self._state.best_tracker.missing(self._names))
+        measured = ["loss", *self._names] if self._state.config.eval.loss else []
+        return self._scores is not None and bool(self._state.best_tracker.missing(measured))
 
     def is_due(self) -> bool:
         """Return True if the current state must be evaluated before the next step."""
@@ -89,9 +90,11 @@ class Evaluations:
         state, started_at = self._state, time.perf_counter()
         if self._scores is not None and not self._predict(self._scores, group, is_pending):
             return False
-        result = self._measure(group, is_pending)
-        if result is None:
-            return False
+        result = None
+        if state.config.eval.loss:
+            result = self._measure(group, is_pending)
+            if result is None:
+                return False
         # Only these decisions wait for the scores. All ranks must make them after the same step,
         # and the best weights are those of this step.
         if self._needs_scores and not self.collect(group, is_pending=is_pending):
@@ -172,13 +175,16 @@ class Evaluations:
     def _reach(self, place: str, group: RankGroup) -> None:
         self._places.reach(place, rank=group.rank, step=self._state.step, phase="evaluating")
 
-    def _take(self, result: EvaluationResult, duration_s: float) -> None:
+    def _take(self, result: EvaluationResult | None, duration_s: float) -> None:
         state = self._state
+        values = {} if result is None else {"loss": result.loss, **result.metrics}
         scores = self._scores.record if self._scores is not None else None
-        values = {"loss": result.loss, **result.metrics, **(scores["scores"] if scores else {})}
+        values |= scores["scores"] if scores else {}
         if self._needs_scores:
             state.best_tracker.check([name for name in values if name != "loss"])
         state.best_tracker.take(state.step, values)
+        if result is None:
+            return
         self._record = {
             "step": state.step,
             # The epoch of the last sample trained on. At the end of an epoch, ``position`` already

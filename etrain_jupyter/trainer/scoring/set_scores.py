@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -42,10 +43,13 @@ from etrain_jupyter.trainer.scoring.score_process import ScoreError, Scorer, Sco
 from etrain_jupyter.trainer.scoring.spool import RecordFile, Spool
 from etrain_jupyter.trainer.seeds import seed_all, seed_of
 from etrain_jupyter.trainer.state.train_state import ScorePass, TrainState
-from etrain_jupyter.wire.messages import EvalScoreFound, EvalScoreLost
+from etrain_jupyter.wire.messages import EvalScoreFound, EvalScoreLost, TextLogged
 
 POLL_S = 0.02
 """Interval at which ranks that wait for scores exchange their state."""
+
+LOG_WAIT_S = 10.0
+"""Ranks that wait for scores for this many seconds log it."""
 
 SHARE_BYTES = 64 << 20
 """Maximum size of the parts that all ranks exchange before a planned change."""
@@ -158,6 +162,7 @@ class SetScores:
         # All ranks must agree, and this rank may know more than the others.
         if self._is_settled(group):
             return True
+        log_at = time.monotonic() + LOG_WAIT_S
         while True:
             self.poll(group)
             flags = torch.tensor([float(self.record is not None), float(is_pending())])
@@ -167,6 +172,11 @@ class SetScores:
             if flags[1]:
                 return False
             self._reach(group)
+            if group.rank == 0 and time.monotonic() >= log_at:
+                log_at = math.inf
+                step = self._pass.step
+                text = f"waiting for eval.score, which is scoring the evaluation of step {step}"
+                self._send(TextLogged(level="info", text=text))
             time.sleep(POLL_S)
         self._finish(gather_json(group, self.record))
         return True

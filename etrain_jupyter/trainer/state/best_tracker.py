@@ -50,7 +50,7 @@ class BestTracker:
         Raises:
             WorkloadError: If a configured metric is not among them.
         """
-        for key in self.missing(names):
+        for key in self.missing(["loss", *names]):
             raise WorkloadError(
                 f"{key} names the metric {self._wanted[key].metric!r}, which is not evaluated. The "
                 f"metrics are: {', '.join(('loss', *names))}."
@@ -58,8 +58,7 @@ class BestTracker:
 
     def missing(self, names: Collection[str]) -> list[str]:
         """Return the keys, such as ``checkpoint.best``, whose metric is not among ``names``."""
-        known = ("loss", *names)
-        return [key for key, wanted in self._wanted.items() if wanted.metric not in known]
+        return [key for key, wanted in self._wanted.items() if wanted.metric not in names]
 
     @property
     def _wanted(self) -> dict[str, MetricConfig]:

@@ -282,6 +282,7 @@ def test_predict_and_score_survive_the_round_trip_and_are_references() -> None:
         ({"eval": {"predict": "f"}}, "eval.predict needs eval.score"),
         ({"eval": {"score": "f"}}, "eval.score needs eval.predict"),
         ({"eval": {"predict": "f", "score": "g"}}, "data.eval is not set"),
+        ({"eval": {"loss": False}}, "eval.loss: false leaves nothing to evaluate"),
     ],
 )
 def test_predict_score_and_data_eval_need_each_other(keys: dict[str, object], message: str) -> None:
@@ -295,6 +296,14 @@ def test_a_best_metric_may_be_one_that_score_returns() -> None:
     best = {"checkpoint": {"best": {"metric": "f1", "mode": "max"}}}
     data = {"train": "t", "eval": "e"}
     TrainConfig.model_validate({"model": "m", "data": data, "loss": "l", **keys, **best})
+
+    alone = {"eval": {**keys["eval"], "loss": False}}
+    TrainConfig.model_validate({"model": "m", "data": data, "loss": "l", **alone, **best})
+    for metric in ("loss", "accuracy"):
+        wanted = {"checkpoint": {"best": {"metric": metric, "mode": "max"}}, "loss": "l"}
+        given = {"model": "m", "data": data, "metrics": {"accuracy": "a"}, **alone, **wanted}
+        with pytest.raises(ValidationError, match=f"'{metric}', which eval.loss: false leaves out"):
+            TrainConfig.model_validate(given)
 
     with pytest.raises(ValidationError, match="'f1', which is not evaluated"):
         TrainConfig.model_validate({"model": "m", "data": data, "loss": "l", **best})

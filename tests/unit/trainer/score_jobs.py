@@ -54,6 +54,19 @@ def large_names() -> dict[str, Any]:
     return {**names(), "eval.predict": predict_much}
 
 
+def make_unlabelled() -> dict[str, torch.Tensor]:
+    return {"rows": make_data()[0]}
+
+
+def predict_unlabelled(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
+    return predict(model, (batch["rows"], None))
+
+
+def names_without_targets() -> dict[str, Any]:
+    more = {"data.eval": make_unlabelled(), "eval.predict": predict_unlabelled}
+    return {**names(), **more}
+
+
 def names() -> dict[str, Any]:
     return {
         "model": lambda: nn.Linear(4, 3),

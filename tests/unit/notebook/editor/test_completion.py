@@ -137,7 +137,7 @@ def test_empty_body_offers_every_key(marked: str) -> None:
         ("checkpoint: {best: {metric: loss}, |}", ["to: ", "every: ", "keep: "]),
         ("checkpoint:\n  best:\n    m|", ["metric: ", "mode: "]),
         ("checkpoint:\n  best:\n    metric: loss\n  k|", ["keep: "]),
-        ("eval:\n  |", ["every: ", "predict: ", "score: "]),
+        ("eval:\n  |", ["every: ", "predict: ", "score: ", "loss: "]),
         ("{model: Net, da|", ["data: "]),
         ("{model: Net}\nda|", []),
         ("reproducible: {|", ["{shards: "]),
@@ -209,7 +209,7 @@ def test_keys(marked: str, expected: list[str] | None) -> None:
         ("optimizer: la|", ["LAMB", "LARS"]),
         (
             "eval: |",
-            ["1 epoch", "200 steps", "5 min", "{every: ", "{predict: ", "{score: "],
+            ["1 epoch", "200 steps", "5 min", "{every: ", "{predict: ", "{score: ", "{loss: "],
         ),
         ("eval: {every: 200|}", ["200 steps", "200 epochs", "200 s", "200 min", "200 h"]),
         ("eval: {every: 200 |}", ["steps", "epochs", "s", "min", "h"]),

@@ -77,6 +77,16 @@ def test_records_of_several_windows_are_merged_and_shared(ranks, alone):
     assert scores_of(ranks.train(job)) == alone
 
 
+@pytest.mark.parametrize("more", [{}, SYNC], ids=["training continues", "training waits"])
+def test_data_without_targets_is_scored_without_a_loss(ranks, alone, more):
+    keys = score_jobs.keys(eval={"predict": "p", "score": "s", "loss": False}, **more)
+    history = (told((0, 1), 1), Generation(members=(1, 2)))
+    job = Job(config=keys, names=score_jobs.names_without_targets, history=history)
+    outcomes = ranks.train(job)
+    assert scores_of(outcomes) == alone
+    assert all(outcome.records("eval") == [] for outcome in outcomes)
+
+
 def told(members: tuple[int, ...], rank: int) -> Generation:
     return Generation(members=members, told_in_eval=rank)
 
