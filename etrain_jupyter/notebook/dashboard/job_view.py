@@ -321,9 +321,15 @@ class JobView:
     @_fold.register
     def _fold_eval_scored(self, event: EvalScored) -> None:
         self._curves.add_eval(event)
-        latest = self._facts.eval
-        if latest is not None and latest.step == event.step:
-            self._facts.eval = replace(latest, metrics={**latest.metrics, **event.scores})
+        facts = self._facts
+        facts.charts = with_metrics(facts.charts, event.scores)
+        latest = facts.eval
+        # With ``eval.loss: false``, the evaluation has no other event.
+        if latest is None or latest.step != event.step:
+            latest = LatestEval(
+                step=event.step, epoch=facts.epoch, samples=event.samples, loss=None, metrics={}
+            )
+        facts.eval = replace(latest, metrics={**latest.metrics, **event.scores})
 
     @_fold.register
     def _fold_best_reached(self, event: BestReached) -> None:

@@ -52,6 +52,9 @@ def any_event(dice: random.Random, *, step: int, **common: Any) -> t.Event:
                 duration_s=0.1,
             ),
             t.BestReached(**common, step=step, metric="loss", value=dice.random()),
+            t.EvalScored(
+                **common, step=step, samples=8, duration_s=0.1, scores={"f1": dice.random()}
+            ),
             t.CostUpdated(**common, spent_usd=dice.random(), on_demand_usd=1.0),
             t.PreemptionNoticed(**common, worker=worker, deadline=5.0),
             t.RebalanceRecommended(**common, worker=worker),
@@ -172,12 +175,14 @@ def test_restore_undoes_what_came_after_its_step() -> None:
             committed(2),
             event(t.BestReached, step=1, metric="loss", value=0.5),
             event(t.BestReached, step=2, metric="loss", value=0.4),
+            event(t.EvalScored, step=2, samples=8, duration_s=0.1, scores={"f1": 0.5}),
             event(t.JobRestored, generation=1, step=1, num_undone=1),
         ]
     )
 
     assert (record.step, record.logged_step, record.starts) == (1, 1, [0])
     assert [best.step for best in record.best] == [1]
+    assert (record.scored_step, record.metrics["eval_f1"]) == (-1, 0.5)
     assert record.best_told is None, "rank 0 reports again which evaluation is the best"
 
 

@@ -19,6 +19,7 @@ from etrain_jupyter.log import tensorboard
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import (
     EvalCompleted,
+    EvalScored,
     Event,
     JobRestored,
     JobStatusChanged,
@@ -85,7 +86,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_everything_that_a_step_and_an_evaluation_say_is_there(path: Path, folder: Path) -> None:
-    write(path, step(1), evaluation(1, 0.25))
+    scored = EvalScored(
+        **{"job_id": "job", "time": 102.0, "step": 1, "samples": 9, "duration_s": 0.5},
+        scores={"map": 0.125},
+    )
+    write(path, step(1), evaluation(1, 0.25), scored)
 
     convert(path, folder)
 
@@ -96,6 +101,7 @@ def test_everything_that_a_step_and_an_evaluation_say_is_there(path: Path, folde
         **{"throughput/samples_per_s": 10.0, "workers/world_size": 2.0},
         **{"time/data_s": 0.125, "time/compute_s": 0, "time/communication_s": 0},
         **{"time/optimizer_s": 0, "eval/loss": 0.25, "eval/f1": 0.5},
+        "eval/map": 0.125,
     }
     assert reader.Scalars("train/loss")[0].wall_time == 101.0
 

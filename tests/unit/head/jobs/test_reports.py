@@ -214,6 +214,22 @@ async def test_evaluation_that_is_told_again_is_logged_once(rig):
     assert warnings == ["step 6: the loss of the evaluation is nan; training continues"]
 
 
+async def test_scores_that_are_told_again_are_logged_once_and_lost_ones_are_a_warning(rig):
+    await rig.start("w1")
+    trainer = next(iter(rig.job.state.members))
+    for step in (3, 3, 6, 3):
+        record = {"step": step, "samples": 8, "duration_s": 0.1, "scores": {"f1": 0.5}, "time": 1.0}
+        rig.say("w1", m.EvalScoreFound(trainer=trainer, generation=1, record=record))
+    for step in (6, 9):
+        rig.say("w1", m.EvalScoreLost(trainer=trainer, generation=1, step=step))
+
+    assert [e.step for e in rig.events(events.EvalScored)] == [3, 6]
+    warnings = [e.text for e in rig.events(events.LogLine) if e.level == "warning"]
+    assert [text.partition(":")[0] for text in warnings] == [
+        "the evaluation of step 9 has no scores"
+    ]
+
+
 async def test_what_was_evaluated_after_the_step_that_a_job_goes_back_to_counts_anew(rig):
     await rig.start("w1")
     trainer = next(iter(rig.job.state.members))

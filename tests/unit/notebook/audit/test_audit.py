@@ -16,6 +16,7 @@ from etrain_jupyter.log.events import (
     CheckpointCommitted,
     EarlyStopped,
     EvalCompleted,
+    EvalScored,
     Event,
     GenerationFormed,
     JobPlanned,
@@ -412,6 +413,15 @@ def test_short_evaluation_is_found() -> None:
     report = audit_changed(
         lambda e: replace(e, samples=19) if isinstance(e, EvalCompleted) and e.step == 8 else e
     )
+    assert report.problems == ("the evaluation at step 8 used 19 samples, the set has 20",)
+
+
+def test_score_of_too_few_records_is_found() -> None:
+    scored = EvalScored(**COMMON, step=8, samples=19, duration_s=0.1, scores={"f1": 0.5})
+    log = undisturbed()
+
+    report = audit_log(number([*log[:-1], scored, log[-1]]))
+
     assert report.problems == ("the evaluation at step 8 used 19 samples, the set has 20",)
 
 

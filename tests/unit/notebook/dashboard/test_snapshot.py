@@ -361,6 +361,26 @@ def test_a_metric_of_evaluations_alone_has_no_value_at_steps() -> None:
     assert view.curves.to_dict()["eval.f1"][1].tolist() == [0.25]
 
 
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_scores_join_the_evaluation_of_their_step(has_loss: bool) -> None:
+    events = [e for e in EVENTS if has_loss or not isinstance(e, t.EvalCompleted)]
+    view = view_of(events)
+    [last] = [event for event in EVENTS if isinstance(event, t.EvalCompleted)][-1:]
+    common = {"job_id": last.job_id, "time": last.time, "seq": 10**9}
+    scored = t.EvalScored(**common, step=last.step, samples=9, duration_s=1.0, scores={"map": 0.5})
+
+    view.add([scored])
+
+    snapshot = view.snapshot()
+    before = last.metrics if has_loss else {}
+    assert snapshot.eval.step == last.step
+    assert snapshot.eval.loss == (last.loss if has_loss else None)
+    assert snapshot.eval.metrics == {**before, "map": 0.5}
+    assert view.series()["eval.map"][1].tolist() == [0.5]
+    assert "map" in snapshot.charts.metrics
+    assert snapshot.events[-1].text == f"Scored the evaluation of step {last.step:,}: map 0.5"
+
+
 def test_unknown_event_of_a_newer_version_is_listed() -> None:
     event = t.event_from_dict(
         {"event": "WorkerSang", "job_id": JOB_ID, "time": 1.0, "seq": 1, "song": "la"}

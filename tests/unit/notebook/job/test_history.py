@@ -10,6 +10,7 @@ from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import (
     BestReached,
     EvalCompleted,
+    EvalScored,
     Event,
     GenerationFormed,
     JobPlanned,
@@ -82,11 +83,17 @@ def test_evaluation_after_later_steps_is_written_into_the_row_of_its_step() -> N
         history.add_step(step(number))
     history.add_eval(evaluation(2, 0.7))
     history.add_eval(evaluation(3, 0.6))
+    scored = EvalScored(
+        job_id="j", time=9.0, step=2, samples=9, duration_s=0.5, scores={"map": 0.25}
+    )
+    history.add_eval(scored)
 
-    values = history.columns()["eval_loss"]
+    values, scores = history.columns()["eval_loss"], history.columns()["eval_map"]
 
     assert math.isnan(values[0])
     assert values[1:] == [0.7, 0.6]
+    assert [math.isnan(value) for value in scores] == [True, False, True]
+    assert scores[1] == 0.25
 
 
 def test_metric_of_evaluations_alone_has_one_column() -> None:

@@ -178,3 +178,20 @@ def test_parameters_keep_their_order_within_the_wrapped_module():
     ours = list(loop.workload.module.parameters())
     theirs = list(loop.workload.model.parameters())
     assert [id(p) for p in ours] == [id(p) for p in theirs]
+
+
+@pytest.mark.parametrize("keys", [(), ("labels", "targets")])
+def test_metric_of_a_dict_without_a_single_target_gets_the_batch(keys):
+    class Own(Plain):
+        def forward(self, x, answer):
+            logits = super().forward(x)
+            return {"loss": F.cross_entropy(logits, answer), "logits": logits}
+
+    def from_batch(output, batch):
+        assert set(batch) == {"x", "answer", *keys}
+        return accuracy(output["logits"], batch["answer"])
+
+    data = {"x": X, "answer": Y, **dict.fromkeys(keys, Y)}
+    both = {"data.train": data, "data.eval": data}
+    found = losses_of(names={"model": Own, "metrics.accuracy": from_batch, **both}, loss=None)
+    assert told(found) == told(losses_of(names={"metrics.accuracy": accuracy}))
