@@ -320,7 +320,7 @@ class JobView:
 
     @_fold.register
     def _fold_eval_scored(self, event: EvalScored) -> None:
-        self._curves.add_eval(event)
+        self.curves.add_eval(event)
         facts = self._facts
         facts.charts = with_metrics(facts.charts, event.scores)
         latest = facts.eval

@@ -128,6 +128,11 @@ class TrainLoop:
         """Numbers of committed steps and completed evaluations."""
         return self.state.progress
 
+    def close(self) -> None:
+        """Stop all processes of this job on this rank."""
+        self.evaluations.close()
+        self.workload.close()
+
     # --- before the first generation ---
 
     def warm_up(self) -> None:
@@ -404,11 +409,6 @@ class TrainLoop:
         return True
 
     # --- reports ---
-
-    def close(self) -> None:
-        """Stop all processes of this job on this rank."""
-        self.evaluations.close()
-        self.workload.close()
 
     def _report_step(self, step: Step, means: Means, *, is_skipped: bool) -> None:
         now, times = time.perf_counter(), self._watch.times()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 NUM_SAMPLES, BATCH, MICRO = 51, 16, 4
-CALLS = "ETRAIN_TEST_CALLS"
-"""Environment variable with the file to which ``predict`` appends a line per call."""
 
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,13 +21,14 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.arange(NUM_SAMPLES) % 3
 
 
-def predict(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
+def predict(model: nn.Module, batch: Any, *, calls: str) -> list[dict[str, Any]]:
+    """Append a line to the file ``calls``, and return a list with one record per sample."""
     x, _ = batch
     first = round(float(x[0, 0]) * NUM_SAMPLES)
     assert not model.training
     assert not torch.is_grad_enabled()
     if len(x) > 2:  # not in the warm-up
-        with Path(os.environ[CALLS]).open("a") as file:
+        with Path(calls).open("a") as file:
             file.write(f"{first}\n")
     noise = torch.randn(len(x))  # seeded by the position in the set
     return [
@@ -45,37 +44,35 @@ def score(records: list[dict[str, Any]]) -> dict[str, float]:
     return {"digest": float(int.from_bytes(digest[:6], "big")), "count": float(len(records))}
 
 
-def predict_much(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
+def predict_much(model: nn.Module, batch: Any, *, calls: str) -> list[dict[str, Any]]:
     """Return records of 10 MB together, which take several windows."""
-    return [{**record, "more": bytes(200_000)} for record in predict(model, batch)]
+    records = predict(model, batch, calls=calls)
+    return [{**record, "more": bytes(200_000)} for record in records]
 
 
-def large_names() -> dict[str, Any]:
-    return {**names(), "eval.predict": predict_much}
+def predict_unlabelled(model: nn.Module, batch: Any, *, calls: str) -> list[dict[str, Any]]:
+    """Predict a batch that has no targets."""
+    return predict(model, (batch["rows"], None), calls=calls)
 
 
-def make_unlabelled() -> dict[str, torch.Tensor]:
-    return {"rows": make_data()[0]}
-
-
-def predict_unlabelled(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
-    return predict(model, (batch["rows"], None))
-
-
-def names_without_targets() -> dict[str, Any]:
-    more = {"data.eval": make_unlabelled(), "eval.predict": predict_unlabelled}
-    return {**names(), **more}
-
-
-def names() -> dict[str, Any]:
+def names(calls: str) -> dict[str, Any]:
     return {
         "model": lambda: nn.Linear(4, 3),
         "data.train": make_data(),
         "data.eval": make_data(),
         "loss": F.cross_entropy,
-        "eval.predict": predict,
+        "eval.predict": functools.partial(predict, calls=calls),
         "eval.score": score,
     }
+
+
+def large_names(calls: str) -> dict[str, Any]:
+    return {**names(calls), "eval.predict": functools.partial(predict_much, calls=calls)}
+
+
+def names_without_targets(calls: str) -> dict[str, Any]:
+    more = {"eval.predict": functools.partial(predict_unlabelled, calls=calls)}
+    return {**names(calls), "data.eval": {"rows": make_data()[0]}, **more}
 
 
 def keys(**more: Any) -> dict[str, Any]:

@@ -376,7 +376,7 @@ def test_scores_join_the_evaluation_of_their_step(has_loss: bool) -> None:
     assert snapshot.eval.step == last.step
     assert snapshot.eval.loss == (last.loss if has_loss else None)
     assert snapshot.eval.metrics == {**before, "map": 0.5}
-    assert view.series()["eval.map"][1].tolist() == [0.5]
+    assert view.curves.to_dict()["eval.map"][1].tolist() == [0.5]
     assert "map" in snapshot.charts.metrics
     assert snapshot.events[-1].text == f"Scored the evaluation of step {last.step:,}: map 0.5"
 

@@ -184,7 +184,7 @@ def test_cluster_of_an_older_wire_version_is_refused_with_what_to_do(
         link.call(request_of())
 
     text = str(caught.value)
-    assert text.startswith("the cluster uses wire version 2 or older, and this kernel version 3")
+    assert text.startswith("the cluster uses wire version 3 or older, and this kernel version 4")
     assert "Nothing was done, and its jobs keep training" in text
     assert "%etrain down" in text
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from etrain_jupyter.wire.messages import EvalScoreLost
 from tests.unit.trainer import score_jobs
-from tests.unit.trainer.rank_processes import Generation, Job, Outcome, rank_processes
+from tests.unit.trainer.rank_processes import Generation, Job, Outcome
 
 NUM_PARTS = -(-score_jobs.NUM_SAMPLES // score_jobs.MICRO)
 STEPS = (4, 8)
@@ -24,21 +26,19 @@ def calls(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks(calls):
-    """Processes that know the file of the calls."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(score_jobs.CALLS, str(calls))
-        with rank_processes(4) as processes:
-            yield processes
+def alone(ranks, calls) -> dict[int, dict[str, float]]:
+    return scores_of(train(ranks, calls, Generation(members=(0,))))
 
 
-@pytest.fixture(scope="module")
-def alone(ranks) -> dict[int, dict[str, float]]:
-    return scores_of(train(ranks, Generation(members=(0,))))
-
-
-def train(ranks: Any, *history: Generation, **more: Any) -> list[Outcome]:
-    return ranks.train(Job(config=score_jobs.keys(**more), names=score_jobs.names, history=history))
+def train(
+    ranks: Any,
+    calls: Path,
+    *history: Generation,
+    names: Callable[[str], dict[str, Any]] = score_jobs.names,
+    **more: Any,
+) -> list[Outcome]:
+    names_of_calls = functools.partial(names, str(calls))
+    return ranks.train(Job(config=score_jobs.keys(**more), names=names_of_calls, history=history))
 
 
 def scores_of(outcomes: list[Outcome]) -> dict[int, dict[str, float]]:
@@ -66,23 +66,21 @@ def test_one_rank_scores_each_evaluation(alone):
 @pytest.mark.parametrize("more", [{}, SYNC], ids=["training continues", "training waits"])
 def test_scores_are_equal_on_any_number_of_ranks(ranks, alone, calls, members, more):
     calls.write_text("")
-    assert scores_of(train(ranks, Generation(members=members), **more)) == alone
+    assert scores_of(train(ranks, calls, Generation(members=members), **more)) == alone
     assert set(num_calls(calls).values()) == {2}
     assert len(num_calls(calls)) == NUM_PARTS
 
 
-def test_records_of_several_windows_are_merged_and_shared(ranks, alone):
+def test_records_of_several_windows_are_merged_and_shared(ranks, alone, calls):
     history = (told((0, 1, 2), 1), Generation(members=(2, 3)))
-    job = Job(config=score_jobs.keys(), names=score_jobs.large_names, history=history)
-    assert scores_of(ranks.train(job)) == alone
+    assert scores_of(train(ranks, calls, *history, names=score_jobs.large_names)) == alone
 
 
 @pytest.mark.parametrize("more", [{}, SYNC], ids=["training continues", "training waits"])
-def test_data_without_targets_is_scored_without_a_loss(ranks, alone, more):
-    keys = score_jobs.keys(eval={"predict": "p", "score": "s", "loss": False}, **more)
+def test_data_without_targets_is_scored_without_a_loss(ranks, alone, calls, more):
     history = (told((0, 1), 1), Generation(members=(1, 2)))
-    job = Job(config=keys, names=score_jobs.names_without_targets, history=history)
-    outcomes = ranks.train(job)
+    keys = {"eval": {"predict": "p", "score": "s", "loss": False}, **more}
+    outcomes = train(ranks, calls, *history, names=score_jobs.names_without_targets, **keys)
     assert scores_of(outcomes) == alone
     assert all(outcome.records("eval") == [] for outcome in outcomes)
 
@@ -112,7 +110,7 @@ HISTORIES = {
 def test_interrupted_evaluation_evaluates_only_lost_parts_again(ranks, alone, calls, name, more):
     history, max_again = HISTORIES[name]
     calls.write_text("")
-    outcomes = train(ranks, *history, **more)
+    outcomes = train(ranks, calls, *history, **more)
     found = scores_of(outcomes)
     assert found == {step: alone[step] for step in found}
     assert 8 in found
@@ -122,7 +120,7 @@ def test_interrupted_evaluation_evaluates_only_lost_parts_again(ranks, alone, ca
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_scores_survive_a_generation_that_ends_before_they_are_known(ranks, alone, leaver):
+def test_scores_survive_a_generation_that_ends_before_they_are_known(ranks, alone, calls, leaver):
     # The generation ends in the step after the evaluation: its scores are known only later.
     stays = 1 - leaver
     history = [
@@ -130,7 +128,7 @@ def test_scores_survive_a_generation_that_ends_before_they_are_known(ranks, alon
         Generation(members=(stays, 2), until=6),
         Generation(members=(2, 3)),
     ]
-    outcomes = train(ranks, *history)
+    outcomes = train(ranks, calls, *history)
     found = scores_of(outcomes)
     assert found == {step: alone[step] for step in found}
     assert 8 in found
