@@ -95,10 +95,8 @@ class TrainerMessages:
                 yield from self._on_steps(report)
             case m.EvalFinished():
                 yield from self._on_eval(report.record)
-            case m.EvalScoreFound():
-                yield from self._on_scores(report.record)
-            case m.EvalScoreLost():
-                yield from self._on_lost_scores(report.step)
+            case m.EvalScoreFound() | m.EvalScoreLost():
+                yield from self._on_scores(report)
             case m.BestFound():
                 yield from self._on_best(report.record)
             case m.WeightsFingerprinted():
@@ -108,8 +106,7 @@ class TrainerMessages:
                 yield self._event(events.RankTimed, worker=facts.worker, **report.record)
             case m.CheckpointWritten():
                 yield from self._on_checkpoint(report, state)
-            case m.CheckpointNotWritten():
-                step, error = report.step, report.error
+            case m.CheckpointNotWritten(step=step, error=error):
                 yield self._event(events.CheckpointFailed, step=step, error=error)
                 yield s.CheckpointSaved(ok=False, trainer=report.trainer, step=step, error=error)
             case m.UserCodeFailed():
@@ -246,17 +243,16 @@ class TrainerMessages:
             text = f"step {record['step']}: {what}"
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
-    def _on_scores(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
-        # Each generation repeats the newest scores, in case their report was lost.
-        if record["step"] > self._record.scored_step:
-            yield self._event(events.EvalScored, **record)
-
-    def _on_lost_scores(self, step: int) -> Iterator[Consequence]:
-        # A state from a checkpoint may not show that its evaluation was scored later.
-        if step > self._record.scored_step:
+    def _on_scores(self, report: m.EvalScoreFound | m.EvalScoreLost) -> Iterator[Consequence]:
+        # Each generation repeats the newest scores, in case their report was lost. And a state from
+        # a checkpoint may not show that its evaluation was scored later.
+        if isinstance(report, m.EvalScoreFound):
+            if report.record["step"] > self._record.scored_step:
+                yield self._event(events.EvalScored, **report.record)
+        elif report.step > self._record.scored_step:
             text = (
-                f"the evaluation of step {step} has no scores: its records were lost with the "
-                "workers that held them. Training continues, and later evaluations are scored."
+                f"the evaluation of step {report.step} has no scores: its records were lost with "
+                "the workers that held them. Training continues, and later evaluations are scored."
             )
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
