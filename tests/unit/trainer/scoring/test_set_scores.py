@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -133,3 +134,28 @@ def test_scores_survive_a_generation_that_ends_before_they_are_known(ranks, alon
     assert found == {step: alone[step] for step in found}
     assert 8 in found
     assert not [s for o in outcomes for s in o.sent if isinstance(s, EvalScoreLost)]
+
+
+def random_history(seed: int) -> list[Generation]:
+    """Return generations of random members, each interrupted in mid-evaluation."""
+    dice = random.Random(seed)
+    history, staying = [], {0}
+    for _ in range(4):
+        joining = set(dice.sample(range(4), dice.randint(0, 3)))
+        members = list(staying | joining)
+        dice.shuffle(members)
+        is_told = dice.random() < 0.5 or len(members) == 1
+        rank = dice.randrange(len(members))
+        history.append(told(tuple(members), rank) if is_told else lost(tuple(members), rank))
+        # After a loss, the lost rank leaves; after a notice, any may leave except one.
+        others = [m for m in members if is_told or m != members[rank]]
+        staying = set(dice.sample(others, dice.randint(1, len(others))))
+    return [*history, Generation(members=tuple(staying))]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scores_are_equal_after_random_changes_of_members(ranks, alone, calls, seed):
+    outcomes = train(ranks, calls, *random_history(seed), **(SYNC if seed % 2 else {}))
+    found = scores_of(outcomes)
+    assert found == {step: alone[step] for step in found}
+    assert 8 in found
