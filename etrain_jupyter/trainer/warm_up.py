@@ -26,7 +26,6 @@ from etrain_jupyter.trainer.compiled import (
 )
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Indices, SampleSource, Share, to_device
-from etrain_jupyter.trainer.loop.evaluation import eval_mode
 from etrain_jupyter.trainer.micro_batch import (
     MicroBatch,
     Reserve,
@@ -37,6 +36,7 @@ from etrain_jupyter.trainer.micro_batch import (
     largest_fit,
     memory_of,
 )
+from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.scoring.records import pack

@@ -5,12 +5,10 @@ Shapes: ``M`` means (loss first, see ``objective.measures``), ``S`` slots.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.rules.samples.batch_plan import share_range
@@ -20,6 +18,7 @@ from etrain_jupyter.trainer.gradients.step_header import stack_means
 from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import MicroBatch
+from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.objective.whole_set import SlotStates
 from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.seeds import seed_all, seed_of
@@ -172,17 +171,3 @@ class Evaluation:
             )
             for r in range(group.world_size)
         )
-
-
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore the mode of every module afterwards."""
-    # Do not simply call model.train() at the end, because the notebook may have frozen some layers
-    # in evaluation mode.
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -8,7 +8,8 @@ The loss is computed within the pass, so the model's output may be any object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -122,3 +123,16 @@ class OnePass(nn.Module):
     def forward(self, batch: Any) -> Passed:
         """Run the forward pass of a batch."""
         return self._objective(self.model, batch)
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore the mode of every module afterwards."""
+    # Not model.train() at the end: the notebook may have frozen some layers in evaluation mode.
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -35,8 +35,8 @@ from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Share
 from etrain_jupyter.trainer.group.gathering import gather_json, stream
 from etrain_jupyter.trainer.group.process_group import RankGroup
-from etrain_jupyter.trainer.loop.evaluation import eval_mode
 from etrain_jupyter.trainer.micro_batch import MicroBatch
+from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.scoring.records import pack
 from etrain_jupyter.trainer.scoring.score_process import ScoreError, Scorer, Scoring
