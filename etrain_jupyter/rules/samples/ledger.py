@@ -88,8 +88,7 @@ def epoch_order(*, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]
     """
     # Each sample gets a hash of (seed, epoch, index), and samples are sorted by hash. Unlike a
     # shuffle, this needs no random number generator and no state.
-    key = _mix_int(_mix_int(seed + _GAMMA) + (epoch + 1) * _GAMMA)
-    keys = _mix(_index_states(np.arange(num_samples, dtype=np.uint64), key))
+    keys = hash_of(np.arange(num_samples, dtype=np.uint64), key_of(seed, epoch))
     # The mix is a bijection and the states differ, so there are no ties; with ``stable`` the
     # order would not depend on the sorting algorithm even if there were.
     return np.argsort(keys, kind="stable").astype(np.int64)
@@ -110,8 +109,7 @@ def checksum_of(indices: NDArray[np.int64]) -> int:
 
 def checksum_terms(indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return the term of each sample in the checksum, below 2**32, in the shape of ``indices``."""
-    states = _index_states(np.asarray(indices).astype(np.uint64), _CHECKSUM_KEY)
-    return _mix(states) >> np.uint64(32)
+    return hash_of(np.asarray(indices).astype(np.uint64), _CHECKSUM_KEY) >> np.uint64(32)
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -190,9 +188,15 @@ def total_steps(
     )
 
 
-def _index_states(indices: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+def key_of(seed: int, number: int) -> int:
+    """Return the key for a number, such as an epoch, of a seed; both are taken modulo 2**64."""
+    return _mix_int(_mix_int(seed + _GAMMA) + (number + 1) * _GAMMA)
+
+
+def hash_of(indices: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of each index; for one key, different indices have different hashes."""
     # SplitMix64 advances its state by gamma for each number, so any state can be computed directly.
-    return (indices + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(key)
+    return _mix((indices + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(key))
 
 
 def _mix(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
