@@ -12,6 +12,7 @@
     ├── JobFailedError (RuntimeError)    a job has failed; carries the user's traceback
     ├── JobLostError (RuntimeError)      the cluster of a job is gone
     ├── UntrustedJobError (RuntimeError) another user may have submitted the job to resume
+    ├── ShardError (RuntimeError)        a data set in shards cannot be read or written
     ├── StoreError (RuntimeError)        an object store cannot be read or written
     ├── RunStoreError (RuntimeError)     the bucket with the jobs cannot be read or written
     │   └── FencedError                  ... because another process has taken over the job
@@ -167,6 +168,10 @@ class UntrustedJobError(EtrainError, RuntimeError):
 
 class StoreError(EtrainError, RuntimeError):
     """An object store cannot be read or written, or has denied access."""
+
+
+class ShardError(EtrainError, RuntimeError):
+    """A data set in shards cannot be read or written: a shard is missing, altered or invalid."""
 
 
 class RunStoreError(EtrainError, RuntimeError):

@@ -339,7 +339,28 @@ def _check_model(text: str, value: Any, fault: Any) -> None:
         raise fault(f"model: '{text}' is {_kind(value)}, not an nn.Module", _WANTED["model"])
 
 
+STREAM_HINT = (
+    "A stream has no index, so no sample could be trained exactly once, and no job could resume. "
+    "Write it once with write_shards(dataset, to=...) from etrain_jupyter.data, and train on "
+    "Shards(...)"
+)
+
+
+def is_stream(value: Any) -> bool:
+    """Return True for an ``IterableDataset`` of torch or Hugging Face, and for an iterator."""
+    # By name: neither library is imported here.
+    names = {kind.__name__ for kind in type(value).__mro__}
+    return "IterableDataset" in names or (hasattr(value, "__next__") and hasattr(value, "__iter__"))
+
+
 def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
+    if is_stream(value):
+        raise fault(
+            f"{key}: '{text}' is {_kind(value)}: a stream, which has no index. No sample of it "
+            "could be trained exactly once, and no job could resume",
+            f"write it once: write_shards({text}, to='corpus') from etrain_jupyter.data; then "
+            f"{key.removeprefix('data.')}: Shards('corpus')",
+        )
     # A class or function builds the data set on the worker, so there is nothing to inspect yet.
     if isinstance(value, type) or (callable(value) and not hasattr(value, "__len__")):
         return

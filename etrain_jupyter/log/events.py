@@ -129,6 +129,11 @@ class JobPlanned(Event):
     """Number of samples that the whole job trains on, over all epochs; 0 in older logs."""
     per_worker_batch_size: int = 0
     """Samples per step and worker; 0 if the batch size never changes."""
+    train_layout: str = ""
+    """Blocks of the training set, see ``rules.samples.block_order.BlockLayout``, on which the order
+    of the samples depends; empty if the set is in memory, and in older logs."""
+    train_digest: str = ""
+    """Digest of the training set's content, hexadecimal; empty if it is in memory."""
 
     def batch_size_of(self, world_size: int) -> int:
         """Return the number of samples in a full step of ``world_size`` ranks."""

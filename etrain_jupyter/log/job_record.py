@@ -86,6 +86,8 @@ class JobRecord:
     """True if ``plan`` belongs to the current attempt; False from a resume until the next plan."""
     num_samples_before: int = 0
     """Training samples in the plan of the previous attempt; 0 if there is none."""
+    shards_before: tuple[str, str] = ("", "")
+    """Layout and digest of the training set in that plan; empty if it was in memory."""
     cost: CostUpdated | None = None
     """The newest cost; None if the pool has no prices."""
     user_error: UserErrorRaised | None = None
@@ -340,6 +342,7 @@ class JobRecord:
         self.workers = (event.min_workers, event.max_workers)
         if self.plan is not None:
             self.num_samples_before = self.plan.num_train_samples
+            self.shards_before = (self.plan.train_layout, self.plan.train_digest)
         self.is_planned = False
         self.user_error = self.early_stop = None
         self.world_size, self.ranks, self.is_ready, self._present = 0, (), False, None

@@ -12,6 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from etrain_jupyter.config.references import STREAM_HINT, is_stream
+from etrain_jupyter.config.source_map import with_article
+from etrain_jupyter.data.shards import Shards
+from etrain_jupyter.rules.samples.block_order import BlockLayout
 from etrain_jupyter.trainer.seeds import seeded
 
 Indices = Sequence[int] | NDArray[np.int64]
@@ -34,6 +38,16 @@ Delivered = tuple[NDArray[np.int64], Any]
 class SampleSource(Protocol):
     """Source of batches."""
 
+    @property
+    def layout(self) -> BlockLayout | None:
+        """Blocks that determine the order of the samples; None if they are all in memory."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Digest of the content, hexadecimal; empty if it is unknown."""
+        ...
+
     def __len__(self) -> int: ...
 
     def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
@@ -53,26 +67,38 @@ class DataError(ValueError):
 
 
 def open_samples(
-    data: Any, *, name: str, collate: Callable[[list[Any]], Any] | None, num_workers: int
+    data: Any,
+    *,
+    name: str,
+    collate: Callable[[list[Any]], Any] | None,
+    num_workers: int,
+    warn: Callable[[str], None] = print,
 ) -> SampleSource:
     """Wrap the object that ``data.train`` or ``data.eval`` refers to.
 
     Args:
-        data: A map-style data set, a pair or dict of tensors or arrays of equal length, or a class
-        or function without arguments that returns one of these (it is called here, on the worker).
+        data: ``Shards``, a map-style data set, a pair or dict of tensors or arrays of equal length,
+        or a class or function without arguments that returns one of these (it is called here, on
+        the worker).
         name: The key in the cell, for messages.
         collate: Joins a list of samples into a batch; torch's ``default_collate`` if None.
         num_workers: Number of loader processes; 0 loads in the training process.
+        warn: Receives messages about problems that do not stop the job.
 
     Returns:
         A source that yields tuples or results of ``collate`` as batches.
 
     Raises:
         DataError: If ``data`` is none of these, or is empty.
+        ShardError: If shards are missing or invalid.
     """
     # A data set may itself be callable; if it has ``__getitem__``, it is used as the data.
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
+    if isinstance(data, Shards):
+        return _open_shards(data, name=name, collate=collate, num_workers=num_workers, warn=warn)
+    if is_stream(data):
+        raise DataError(f"{name} is {with_article(type(data).__name__)}. {STREAM_HINT}")
     # The notebook's ``collate`` expects a list of samples.
     columns = _columns_of(data) if collate is None else None
     source: SampleSource
@@ -88,6 +114,21 @@ def open_samples(
     if len(source) == 0:
         raise DataError(f"{name} is empty (0 samples). Check the code that builds it.")
     return source
+
+
+def _open_shards(data: Shards, *, name: str, **options: Any) -> SampleSource:
+    # Imported here because pyarrow is an optional dependency. Reading the index first gives the
+    # clearest message if it is missing.
+    len(data)
+    from etrain_jupyter.trainer.shard_source import ShardSource
+
+    return ShardSource(
+        data,
+        options["collate"],
+        options["num_workers"],
+        is_sequential=name == "data.eval",
+        warn=options["warn"],
+    )
 
 
 def _columns_of(data: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
@@ -122,6 +163,9 @@ class ColumnSource:
         self._columns = columns
         self._length = lengths[0]
 
+    layout = None
+    digest = ""
+
     def __len__(self) -> int:
         return self._length
 
@@ -146,6 +190,9 @@ class ItemSource:
         self._shares = _Shares()
         # The loader outlives generations: starting its processes takes seconds.
         self._loader = self._start_loader(num_workers) if num_workers else None
+
+    layout = None
+    digest = ""
 
     def __len__(self) -> int:
         return len(self._fetcher)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from etrain_jupyter.config.schema import Interval, TrainConfig
 from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
 from etrain_jupyter.rules.samples import ledger
+from etrain_jupyter.rules.samples.block_order import BlockLayout
 from etrain_jupyter.trainer.workload import Workload
 
 
@@ -28,6 +29,8 @@ class WorkPlan:
     """Steps per epoch at ``global_batch_size``."""
     total_steps: int
     """Steps of the job at ``global_batch_size``."""
+    layout: BlockLayout | None = None
+    """Blocks of the training set; None if it is in memory."""
 
     @classmethod
     def of(cls, config: TrainConfig, workload: Workload) -> WorkPlan:
@@ -40,6 +43,7 @@ class WorkPlan:
             global_batch_size=size,
             steps_per_epoch=ledger.steps_per_epoch(num_train, size),
             total_steps=ledger.total_steps(config.epochs, config.steps, num_train, size),
+            layout=workload.train.layout,
         )
 
     @cached_property

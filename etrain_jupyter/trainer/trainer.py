@@ -280,7 +280,13 @@ class Trainer:
     def _build(self) -> None:
         # Also called by ``_restore``, when training starts again from the initial weights.
         assert self._bundle is not None
-        workload = build_workload(self._config, self._bundle, choose_device())
+        workload = build_workload(
+            self._config,
+            self._bundle,
+            choose_device(),
+            # From any thread, as all reports.
+            warn=lambda text: self._send(TextLogged(level="warning", text=text)),
+        )
         plan = WorkPlan.of(self._config, workload)
         state = TrainState(workload, self._config, plan)
         loop = TrainLoop(
@@ -343,6 +349,8 @@ class Trainer:
                     "total_steps": plan.total_steps,
                     "total_samples": plan.end,
                     "per_worker_batch_size": self._config.batch.per_worker_batch_size or 0,
+                    "train_layout": plan.layout.encode() if plan.layout is not None else "",
+                    "train_digest": self._loop.workload.train.digest,
                     "num_parameters": sum(p.numel() for p in model.parameters()),
                 },
             )

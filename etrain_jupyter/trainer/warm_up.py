@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.compiled import (
@@ -60,7 +58,7 @@ class WarmUp:
 
     Args:
         micro: The micro-batch size; determined here for ``auto``.
-        order: Order of the samples in the first epoch, shape ``(num_train,)``.
+        order: Samples for the trials, in the order in which to use them.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class WarmUp:
         plan: WorkPlan,
         *,
         micro: MicroBatch,
-        order: NDArray[np.int64],
+        order: Indices,
         send: Send,
         beat: Callable[[], None],
     ) -> None:

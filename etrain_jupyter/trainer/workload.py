@@ -115,8 +115,20 @@ def _check_count(target: Any, count: int) -> None:
         )
 
 
-def build_workload(config: TrainConfig, references: References, device: torch.device) -> Workload:
+def build_workload(
+    config: TrainConfig,
+    references: References,
+    device: torch.device,
+    *,
+    warn: Callable[[str], None] = print,
+) -> Workload:
     """Build the workload from the bundle, identically on every rank.
+
+    Args:
+        config: The job.
+        references: The notebook's objects.
+        device: The device to train on.
+        warn: Receives messages about problems that do not stop the job.
 
     Raises:
         WorkloadError, DataError: If an object does not fit its key.
@@ -134,6 +146,7 @@ def build_workload(config: TrainConfig, references: References, device: torch.de
             name=key,
             collate=collate,
             num_workers=config.data.num_workers,
+            warn=warn,
         )
         for key in (("data.train", "data.eval") if config.data.eval else ("data.train",))
     }

@@ -26,7 +26,7 @@ FLOORS = (
     {"notebook"},
     {"pools"},
     {"head", "worker", "trainer"},
-    {"rules", "wire", "storage", "log", "config", "bundle", "process"},
+    {"rules", "wire", "storage", "log", "config", "bundle", "data", "process"},
     {"errors", "untrusted"},
 )
 # The processes never import each other: they exchange messages, which `wire` defines.
@@ -38,6 +38,7 @@ SHIPPED_TEST_HELPERS = "testing"
 # Library -> prefixes of the modules (relative to the package) that may import it.
 CONFINED: dict[str, tuple[str, ...]] = {
     "torch": ("trainer",),
+    "pyarrow": ("data", "trainer.shard_source"),
     "boto3": ("pools.ec2", "storage.objects"),
     "botocore": ("pools.ec2", "storage.objects"),
     "IPython": ("magics", "launch", "__init__", "notebook.editor"),
@@ -47,11 +48,12 @@ CONFINED: dict[str, tuple[str, ...]] = {
 }
 
 # What may be imported without loading the heavy libraries named here.
-HEAVY = ("torch", "IPython", "distributed", "boto3", "anywidget", "pandas")
+HEAVY = ("torch", "IPython", "distributed", "boto3", "anywidget", "pandas", "pyarrow")
 LIGHT_IMPORTS: dict[str, tuple[str, ...]] = {
     PACKAGE: HEAVY,
     f"{PACKAGE}.cli": ("torch", "IPython", "boto3", "anywidget", "pandas"),
     f"{PACKAGE}.config": HEAVY,
+    f"{PACKAGE}.data": HEAVY,
     f"{PACKAGE}.rules.membership.state_machine": HEAVY,
     f"{PACKAGE}.log.events": HEAVY,
     f"{PACKAGE}.notebook.dashboard": ("torch", "distributed", "boto3"),

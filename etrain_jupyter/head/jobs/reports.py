@@ -143,8 +143,9 @@ class TrainerMessages:
         # The first case that applies:
         #
         #     resumed, data.train differs in length      user error, unless the resume was forced
+        #     resumed, data.train is in other shards     user error, unless the resume was forced
         #     the attempt has no plan yet                log this trainer's plan; it is warm
-        #     its data differ in length from the plan    user error
+        #     its data differ from the plan              user error
         #     otherwise                                  it is warm
         facts.pid, facts.device, facts.gpu = report.pid, report.device, report.gpu
         before, now = self._record.num_samples_before, report.plan["num_train_samples"]
@@ -157,6 +158,10 @@ class TrainerMessages:
                 "checkpoints are kept. Use the same data, or resume with --force.",
             )
             return
+        is_other = before and self._record.shards_before != _shards(report.plan)
+        if is_other and not self._order.is_forced:
+            yield _user_error(report.trainer, _OTHER_SHARDS)
+            return
         if plan is None:
             yield self._event(events.JobPlanned, **report.plan)
         elif _lengths(report.plan) != (plan.num_train_samples, plan.num_eval_samples):
@@ -165,6 +170,14 @@ class TrainerMessages:
                 f"the workers have data of different lengths: {_lengths(report.plan)} samples on "
                 f"{facts.worker}, {plan.num_train_samples, plan.num_eval_samples} on the first. "
                 "data.train and data.eval must give the same samples on all workers.",
+            )
+            return
+        elif _shards(report.plan) != (plan.train_layout, plan.train_digest):
+            yield _user_error(
+                report.trainer,
+                f"the shards of data.train on {facts.worker} differ from those on the first worker "
+                "in content or in the sizes of their blocks. Copy the same files to all workers, "
+                "or put them into a bucket.",
             )
             return
         yield self._event(
@@ -329,8 +342,19 @@ class TrainerMessages:
 _CURRENT = -1
 
 
+_OTHER_SHARDS = (
+    "data.train is not the set on which the job was last trained: the content, the sizes of the "
+    "blocks or the window differ, so the rest of its epoch would have other samples. Nothing was "
+    "trained, and all checkpoints are kept. Use the same shards and window, or resume with --force."
+)
+
+
 def _lengths(plan: Mapping[str, Any]) -> tuple[int, int]:
     return plan["num_train_samples"], plan["num_eval_samples"]
+
+
+def _shards(plan: Mapping[str, Any]) -> tuple[str, str]:
+    return plan.get("train_layout", ""), plan.get("train_digest", "")
 
 
 def _user_error(trainer: str, text: str) -> s.UserErrorSeen:

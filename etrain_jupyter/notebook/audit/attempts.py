@@ -101,6 +101,7 @@ def _group_attempts(
             global_batch_size=attempt.planned.global_batch_size,
             per_worker_batch_size=attempt.planned.per_worker_batch_size,
             total_samples=attempt.planned.total_samples,
+            layout=attempt.planned.train_layout,
         )
         # The first attempt starts a group. An attempt with equal rules extends the previous group;
         # different rules start a new group after the last step of the previous ones. An attempt
@@ -127,7 +128,13 @@ def _is_same(one: Work, other: Work) -> bool:
     # job determines the size of its last step. Otherwise a longer job only adds steps.
     ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples
     rules = [
-        (work.seed, work.num_samples, work.global_batch_size, work.per_worker_batch_size)
+        (
+            work.seed,
+            work.num_samples,
+            work.global_batch_size,
+            work.per_worker_batch_size,
+            work.layout,
+        )
         for work in (one, other)
     ]
     return ends_alike and rules[0] == rules[1]

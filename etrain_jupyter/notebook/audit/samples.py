@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from etrain_jupyter.log.events import StepCompleted
 from etrain_jupyter.notebook.audit.report import EpochCoverage
+from etrain_jupyter.rules.samples.block_order import BlockLayout, BlockOrder
 from etrain_jupyter.rules.samples.ledger import (
     StepRange,
     checksum_terms,
@@ -36,6 +37,8 @@ class Work:
     """Samples per rank in each step; 0 if the global batch size is constant."""
     total_samples: int = 0
     """Number of samples of the whole job, over all epochs; 0 if unknown."""
+    layout: str = ""
+    """Blocks of a training set in shards, see ``BlockLayout``; empty if it is in memory."""
     base_step: int = 0
     """The step from which these parameters apply; above 0 after a resume with another batch or data
     set."""
@@ -56,6 +59,13 @@ class Work:
             return self.base_position + count * self.global_batch_size
         after = position_after(count - num_in_rest, self.num_samples, self.global_batch_size)
         return self.base_position + rest + after
+
+    def order_of(self, epoch: int) -> NDArray[np.int64]:
+        """Return the order of an epoch's samples, shape ``(num_samples,)``."""
+        if not self.layout:
+            return epoch_order(seed=self.seed, epoch=epoch, num_samples=self.num_samples)
+        order = BlockOrder(BlockLayout.decode(self.layout), seed=self.seed, epoch=epoch)
+        return order.samples(0, self.num_samples)
 
     def due_at(self, position: int, world_size: int) -> StepRange:
         """Return the samples of the step that starts at ``position`` with ``world_size`` ranks."""
@@ -111,7 +121,7 @@ class _EpochCheck:
 
     def __init__(self, work: Work, epoch: int) -> None:
         self._work, self._epoch = work, epoch
-        self._order = epoch_order(seed=work.seed, epoch=epoch, num_samples=work.num_samples)
+        self._order = work.order_of(epoch)
         self._terms = checksum_terms(self._order).astype(np.int64)
         # Prefix sums reduce the checksum of any range to a single subtraction.
         self._sums = np.concatenate(([0], np.cumsum(self._terms)))

@@ -8,11 +8,11 @@ needs only the blocks of one window at a time.
 
     blocks          0 1 2 3 4 5 6 7
     permuted        5 2 7 0 | 3 6 1 4            windows of 4 blocks
-    rows            5.8 2.0 0.3 7.1 5.2 ...      each run of positions takes its share of each block
+    rows            5.8 2.0 0.3 7.1 5.2 ...      each run takes its share of each block
 
-Like ``ledger.epoch_order``, the order is a pure function of ``(seed, epoch, layout)`` and must never
-change: a job resumed by a later version continues in the same order. The position of a sample in
-the data set, its row number counted over all blocks, is its index in the ledger and in the audit.
+Like ``ledger.epoch_order``, the order is a pure function of ``(seed, epoch, layout)`` and must
+never change: a job resumed by a later version continues in the same order. The index of a sample in
+the ledger and in the audit is its row number, counted over all blocks.
 """
 
 from __future__ import annotations

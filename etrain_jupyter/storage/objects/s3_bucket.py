@@ -18,6 +18,7 @@ from etrain_jupyter.errors import StoreError
 from etrain_jupyter.storage.objects.s3_deadlines import current
 from etrain_jupyter.storage.objects.s3_requests import (
     AccessDeniedError,
+    CutShortError,
     MissingError,
     S3Limits,
     S3Requests,
@@ -102,6 +103,48 @@ class Bucket:
             return self._read_body(self._s3.request("get_object", Key=key), most_bytes)
 
         return self._unless_absent(key, what, fetch)
+
+    def get_range(
+        self,
+        key: str,
+        first: int,
+        size: int,
+        what: str,
+        *,
+        etag: str = "",
+        check: Callable[[bytes], bool] = lambda data: True,
+    ) -> bytes:
+        """Return ``size`` bytes of an object, starting at ``first``.
+
+        Request, body and check are retried together: bytes that fail the check were perhaps
+        corrupted in transit.
+
+        Args:
+            key: Relative to the prefix.
+            first: Offset of the first byte.
+            size: Number of bytes, at least 1.
+            what: The action, for the error message.
+            etag: The version that the object must have; empty for any.
+            check: Returns False for bytes that must not be used.
+
+        Raises:
+            MissingError: If the object does not exist.
+            TakenError: If the object has another version.
+            StoreError: After the last attempt, and if the bytes never pass the check.
+        """
+        arguments = {"Range": f"bytes={first}-{first + size - 1}"}
+        if etag:
+            arguments["IfMatch"] = etag
+
+        def fetch() -> bytes:
+            data = self._read_body(self._s3.request("get_object", Key=key, **arguments))
+            if len(data) != size:
+                raise CutShortError(f"got {len(data)} bytes instead of {size}")
+            if not check(data):
+                raise CutShortError("the bytes differ from their SHA-256 digest")
+            return data
+
+        return self._s3.attempt(what, fetch, num_bytes=size)
 
     def get_aged(self, key: str, what: str) -> AgedObject | None:
         """Return a small object and its age; None if it does not exist."""
@@ -214,6 +257,16 @@ class Bucket:
         pages = self._s3.pages(what, "list_objects_v2", prefix, **arguments)
         found = [item["Key"] for page in pages for item in page.get("Contents", ())]
         return [self._s3.relative_key(key) for key in found]
+
+    def versions(self, what: str) -> dict[str, tuple[int, str]]:
+        """Return size and ETag of all objects below the prefix, by key."""
+        top = f"{self._s3.prefix}/" if self._s3.prefix else ""
+        pages = self._s3.pages(what, "list_objects_v2", top)
+        return {
+            self._s3.relative_key(item["Key"]): (int(item["Size"]), str(item["ETag"]))
+            for page in pages
+            for item in page.get("Contents", ())
+        }
 
     def folders(self, what: str) -> list[str]:
         """Return the names of the folders directly below the prefix."""

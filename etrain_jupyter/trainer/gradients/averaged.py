@@ -79,6 +79,10 @@ class AveragedGradients:
         self._module = _wrap(model, group, has_unused, self._hook)
         self._num_steps = 0
 
+    def counts(self, span: StepRange) -> tuple[int, ...]:
+        """Return the number of samples of each rank."""
+        return self._plan_of(span).counts
+
     def parts(self, span: StepRange) -> list[PassSamples]:
         """Return the micro-batches of this rank's share.
 

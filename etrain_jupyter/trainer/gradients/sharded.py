@@ -98,6 +98,10 @@ class ShardedGradients:
         for hook in self._hooks:
             hook.remove()
 
+    def counts(self, span: StepRange) -> tuple[int, ...]:
+        """Return the number of samples of each shard."""
+        return self._plan_of(span).counts
+
     def parts(self, span: StepRange) -> list[PassSamples]:
         """Return the micro-batches of this rank's shards; a shard without samples has none."""
         plan = self._plan_of(span)

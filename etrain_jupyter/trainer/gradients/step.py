@@ -39,6 +39,10 @@ class Gradients(Protocol):
     merges: tuple[Merge, ...]
     """Order in which the slots are added up."""
 
+    def counts(self, span: StepRange) -> tuple[int, ...]:
+        """Return the number of samples in each share of a step: of each rank, or of each shard."""
+        ...
+
     def parts(self, span: StepRange) -> list[PassSamples]:
         """Return this rank's micro-batches of a step, in the order of its passes."""
         ...

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etrain_jupyter.rules.samples import ledger
-from etrain_jupyter.trainer.data import Share
+from etrain_jupyter.rules.samples.block_order import BlockOrder
+from etrain_jupyter.rules.samples.ledger import StepRange
+from etrain_jupyter.trainer.data import Indices, Share
 from etrain_jupyter.trainer.gradients.step import Gradients
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.places import Places
@@ -25,6 +27,8 @@ class SampleShares:
         self._places = places
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
         """An epoch and the order of its samples."""
+        self._block_order: tuple[int, BlockOrder | None] = (-1, None)
+        """An epoch and the order of its samples in blocks."""
 
     def stream(self, group: RankGroup, gradients: Gradients, *, batch_size: int) -> Iterator[Share]:
         """Yield every micro-batch of this rank, from the current step to the end of the job."""
@@ -43,10 +47,9 @@ class SampleShares:
                 return
             span = state.plan.span(position, batch_size)
             position += span.samples
-            order = self.epoch_order(span.epoch)
+            samples = self._samples_of(span, gradients)
             for part in gradients.parts(span):
-                first = span.first + part.samples.start
-                indices = order[first : first + len(part.samples)]
+                indices = samples[part.samples.start : part.samples.stop]
                 # Seeded by the step and the shard or rank, not by the fetching process: a step that
                 # is repeated after a fault gets the same random augmentations.
                 yield Share(
@@ -54,8 +57,32 @@ class SampleShares:
                     seed_of(state.config.seed, "train", step, part.stream, part.number),
                 )
 
-    def epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the (cached) order of an epoch's samples, shape ``(num_train,)``."""
+    def trial_order(self) -> Indices:
+        """Return samples for trial passes, in the order in which to use them."""
+        # With blocks, the first samples of an epoch are in all blocks of a window, which each rank
+        # would read for its trial. The first rows of the set are in one block.
+        if self._state.plan.layout is not None:
+            return range(self._state.plan.num_train)
+        return self._epoch_order(0)
+
+    def _samples_of(self, span: StepRange, gradients: Gradients) -> NDArray[np.int64]:
+        # The samples of a step in the order of its shares.
+        if self._state.plan.layout is None:
+            return self._epoch_order(span.epoch)[span.first : span.first + span.samples]
+        # Sorted by block, so that each share needs few of them. With ``reproducible``, the shares
+        # are those of the shards, so they do not depend on the number of ranks.
+        return self._order_of_blocks(span.epoch).arrange(span.first, gradients.counts(span))
+
+    def _order_of_blocks(self, epoch: int) -> BlockOrder:
+        known, order = self._block_order
+        if order is None or known != epoch:
+            assert self._state.plan.layout is not None
+            order = BlockOrder(self._state.plan.layout, seed=self._state.config.seed, epoch=epoch)
+            self._block_order = (epoch, order)
+        return order
+
+    def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
+        # Cached; shape ``(num_train,)``.
         if self._order[0] != epoch:
             order = ledger.epoch_order(
                 seed=self._state.config.seed, epoch=epoch, num_samples=self._state.plan.num_train

@@ -146,7 +146,7 @@ class TrainLoop:
             self.state.config,
             self.state.plan,
             micro=self.micro,
-            order=self._shares.epoch_order(0),
+            order=self._shares.trial_order(),
             send=self._send,
             beat=self.places.beat,
         ).run()

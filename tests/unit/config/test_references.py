@@ -196,7 +196,7 @@ def test_what_can_work_passes(keys: dict[str, Any]) -> None:
         ),
         (
             {"data": {"train": "g"}, "names": {"g": iter([1])}},
-            "data.train: 'g' is a list_iterator without a length",
+            "data.train: 'g' is a list_iterator: a stream, which has no index",
         ),
         ({"data": {"train": "s"}, "names": {"s": {1, 2}}}, "data.train: 's' is a set and cannot"),
         ({"data": {"train": "p"}, "names": {"p": "a.csv"}}, "data.train: 'p' is a text"),

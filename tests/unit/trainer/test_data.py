@@ -129,7 +129,7 @@ def test_list_of_samples_is_not_a_pair_of_columns():
     [
         ((X[:0], Y[:0]), r"data.train is empty \(0 samples\)"),
         ((X, Y[:5]), r"different lengths \[5, 6\]"),
-        (iter([1]), r"list_iterator without len\(\) and \[i\]"),
+        (iter([1]), r"is a list_iterator\. A stream has no index"),
         (lambda: None, "NoneType without len"),
     ],
 )

@@ -1,0 +1,6 @@
+"""Data sets that are larger than memory: read them in shards, and write them."""
+
+from etrain_jupyter.data.shards import Shards
+from etrain_jupyter.data.writing import write_shards
+
+__all__ = ["Shards", "write_shards"]

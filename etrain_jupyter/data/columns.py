@@ -1,0 +1,94 @@
+"""Arrow columns as NumPy arrays and Python values, always copies that may be written to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from etrain_jupyter.errors import ShardError
+
+Column = NDArray[Any] | list[Any]
+"""An array whose first dimension is rows, or one Python value per row."""
+
+
+def columns_of(table: pa.Table) -> dict[str, Column]:
+    """Return each column: an array if its rows have one shape, otherwise a list of values.
+
+    Args:
+        table: A batch.
+
+    Returns:
+        Numbers as shape ``(B,)``, lists of equal length as ``(B, L)``, tensors as ``(B, ...)``;
+        lists of unequal length as a list of arrays; text, bytes and nested values as a list.
+
+    Raises:
+        ShardError: If a numeric column has nulls.
+    """
+    return {
+        name: column_of(name, table.column(name).combine_chunks()) for name in table.column_names
+    }
+
+
+def rows_of(columns: Mapping[str, Column], num_rows: int) -> list[dict[str, Any]]:
+    """Return one dict per row; arrays are views of the columns."""
+    return [{name: column[row] for name, column in columns.items()} for row in range(num_rows)]
+
+
+def column_of(name: str, array: pa.Array | pa.ChunkedArray) -> Column:
+    """Return one column, see ``columns_of``."""
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    kind = array.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        _check_nulls(name, array)
+        return np.array(array.to_numpy_ndarray())
+    if isinstance(kind, pa.BaseExtensionType):
+        array, kind = array.storage, array.type.storage_type
+    if pa.types.is_dictionary(kind):
+        array = array.dictionary_decode()
+        kind = array.type
+    if _is_number(kind):
+        _check_nulls(name, array)
+        return np.array(array.to_numpy(zero_copy_only=False))
+    if _is_list(kind) and _is_number(kind.value_type) and not array.null_count:
+        return _lists(name, array)
+    values: list[Any] = array.to_pylist()
+    return values
+
+
+def _lists(name: str, array: pa.Array) -> Column:
+    # ``flatten`` honours the offset of a slice, which the raw buffers do not.
+    values = array.flatten()
+    _check_nulls(name, values)
+    flat = np.array(values.to_numpy(zero_copy_only=False))
+    if pa.types.is_fixed_size_list(array.type):
+        return flat.reshape(len(array), array.type.list_size)
+    lengths = np.asarray(array.value_lengths())
+    if not len(lengths) or (lengths == lengths[0]).all():
+        return flat.reshape(len(array), -1) if len(flat) else flat.reshape(len(array), 0)
+    return np.split(flat, np.cumsum(lengths)[:-1])
+
+
+def _check_nulls(name: str, array: pa.Array) -> None:
+    if array.null_count:
+        raise ShardError(
+            f"column {name!r} has {array.null_count} nulls in a batch of {len(array)} rows, and "
+            "numbers in a batch cannot be null. Fill them when you write the set, leave the column "
+            "out with Shards(..., columns=[...]), or change its type to text."
+        )
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )

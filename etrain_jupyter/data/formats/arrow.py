@@ -1,0 +1,102 @@
+"""Arrow IPC: files (Feather), streams (saved Hugging Face data sets), and our own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pyarrow as pa
+
+from etrain_jupyter.data.formats.arrow_messages import (
+    InvalidMessageError,
+    Message,
+    walk_messages,
+)
+from etrain_jupyter.data.formats.schemas import check_same_schema
+from etrain_jupyter.data.index import BLOCK_BYTES, Block, ShardFile, ShardIndex, drop_empty
+from etrain_jupyter.data.places import Place
+from etrain_jupyter.errors import ShardError
+
+
+def index_arrow(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
+    """Index Arrow IPC files or streams; neighbouring small record batches form one block.
+
+    Raises:
+        ShardError: If a file is truncated, has another schema, or uses dictionaries.
+    """
+    blocks: list[Block] = []
+    schema: pa.Schema | None = None
+    for number, file in enumerate(files):
+        read = partial(_read, place, file)
+        messages = _messages_of(place, file)
+        own = pa.ipc.read_schema(pa.py_buffer(read(messages[0].first, messages[0].size)))
+        if schema is None:
+            schema = own
+        check_same_schema(schema, own, place, files[0].name, file.name)
+        batches = [message for message in messages if message.kind == "batch"]
+        if not batches:
+            continue
+        # Compressed bodies need more memory than their size. The ratio of the first batch is that
+        # of all, as an estimate.
+        first = read(batches[0].first, batches[0].size)
+        ratio = max(1.0, decode_arrow(first, own).nbytes / batches[0].size)
+        blocks += _join(batches, number, ratio)
+    assert schema is not None
+    return ShardIndex(
+        format="arrow",
+        schema=schema.serialize().to_pybytes(),
+        files=tuple(files),
+        blocks=drop_empty(blocks),
+    )
+
+
+def decode_arrow(data: bytes, schema: pa.Schema) -> pa.Table:
+    """Return the rows of one or more record batch messages."""
+    source = pa.BufferReader(data)
+    batches = []
+    while source.tell() < len(data):
+        batches.append(pa.ipc.read_record_batch(pa.ipc.read_message(source), schema))
+    return pa.Table.from_batches(batches, schema)
+
+
+def _read(place: Place, file: ShardFile, first: int, size: int) -> bytes:
+    return place.read(file.name, first, size, version=file.version, check=None)
+
+
+def _messages_of(place: Place, file: ShardFile) -> list[Message]:
+    try:
+        messages = list(walk_messages(partial(_read, place, file), file.size))
+    except InvalidMessageError as exc:
+        raise ShardError(
+            f"{file.name} in {place} is not a complete Arrow IPC file or stream: {exc}. Nothing "
+            "was skipped. Restore it, or write the set again."
+        ) from exc
+    if not messages or messages[0].kind != "schema":
+        raise ShardError(f"{file.name} in {place} is not an Arrow IPC file: it has no schema.")
+    if any(message.kind == "dictionary" for message in messages):
+        raise ShardError(
+            f"{file.name} in {place} has dictionary-encoded columns, whose batches cannot be read "
+            "separately. Convert them, for example with table.unify_dictionaries() and "
+            "pyarrow.compute.cast, or use Parquet."
+        )
+    return messages
+
+
+def _join(batches: Sequence[Message], file: int, ratio: float) -> list[Block]:
+    groups: list[list[Message]] = [[]]
+    for batch in batches:
+        size = sum(message.size for message in groups[-1])
+        if groups[-1] and (size + batch.size) * ratio > BLOCK_BYTES:
+            groups.append([])
+        groups[-1].append(batch)
+    return [
+        Block(
+            file=file,
+            first=group[0].first,
+            size=(size := group[-1].first + group[-1].size - group[0].first),
+            rows=sum(message.rows for message in group),
+            num_bytes=int(size * ratio),
+            sha256="",
+        )
+        for group in groups
+    ]

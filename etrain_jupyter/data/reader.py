@@ -1,0 +1,278 @@
+"""Read rows of a data set by their numbers: whole blocks, kept in memory within a limit.
+
+::
+
+    take(samples)  -> block in memory?  -> rows
+                      no: thread pool   -> disk cache -> place (range, retries, digest) -> decode
+    prefetch(samples): the same, ahead of time, as far as memory allows
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etrain_jupyter.data.disk_cache import DiskCache
+from etrain_jupyter.data.formats.arrow import decode_arrow
+from etrain_jupyter.data.formats.json_lines import decode_json_lines
+from etrain_jupyter.data.formats.parquet import decode_parquet, read_footer
+from etrain_jupyter.data.index import Block, ShardIndex
+from etrain_jupyter.data.places import Place
+from etrain_jupyter.errors import ShardError
+from etrain_jupyter.rules.samples.block_order import BlockLayout, Int64s
+
+_STALE_ROUNDS = 4
+"""Read-ahead may replace a block that was not used while this many samples per block of a window
+were read: the order takes rows of all blocks of a window evenly, so it belongs to an old one."""
+_MAX_FOOTERS = 64
+
+
+@dataclass
+class _Loaded:
+    table: pa.Table
+    used_at: int
+    """Number of samples that were read before its last use."""
+
+
+class ShardReader:
+    """Reads any rows of a set; used from one thread.
+
+    Args:
+        index: The set.
+        place: Its files.
+        cache: Cache for remote blocks; unused for a folder.
+        layout: The layout of its blocks.
+        columns: Columns to read; None for all.
+        memory_bytes: Maximum size of the decoded blocks in memory. A single batch may need more:
+            each thread may hold one block in addition.
+        num_threads: Number of threads that read and decode blocks.
+    """
+
+    def __init__(
+        self,
+        index: ShardIndex,
+        place: Place,
+        cache: DiskCache,
+        layout: BlockLayout,
+        *,
+        columns: Sequence[str] | None,
+        memory_bytes: int,
+        num_threads: int,
+    ) -> None:
+        self._index = index
+        self._place = place
+        self._cache = cache
+        self._layout = layout
+        self._columns = columns
+        self._memory_bytes = memory_bytes
+        self._num_threads = num_threads
+        self._schema = pa.ipc.read_schema(pa.py_buffer(index.schema))
+        check_columns(self._schema, columns, str(place))
+        self._loaded: OrderedDict[int, _Loaded] = OrderedDict()
+        """Blocks in memory, the least recently used one first."""
+        self._loading: dict[int, Future[pa.Table]] = {}
+        self._fetching: dict[int, Future[bytes]] = {}
+        """Blocks on their way into the disk cache only."""
+        self._num_bytes = 0
+        self._num_taken = 0
+        self._threads: ThreadPoolExecutor | None = None
+        self._footer_lock = threading.Lock()
+        self._footer = lru_cache(_MAX_FOOTERS)(self._read_footer)
+        self.num_bytes_read = 0
+        """Bytes of all blocks that were read, from the place or the disk cache."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns that are read."""
+        if self._columns is None:
+            return self._schema
+        return pa.schema([self._schema.field(name) for name in self._columns])
+
+    def take(self, samples: Int64s) -> pa.Table:
+        """Return rows by their numbers, in that order.
+
+        Raises:
+            ShardError: If a block cannot be read, is altered or invalid.
+        """
+        blocks = self._layout.blocks_of(samples)
+        order = np.argsort(blocks, kind="stable")
+        needed, firsts = np.unique(blocks[order], return_index=True)
+        ends = [*firsts[1:].tolist(), len(order)]
+        parts = []
+        for number, (block, first, end) in enumerate(
+            zip(needed.tolist(), firsts.tolist(), ends, strict=True)
+        ):
+            for ahead in needed[number : number + self._num_threads].tolist():
+                self._start(ahead)
+            table = self._get(block)
+            rows = samples[order[first:end]] - self._layout.starts[block]
+            parts.append(table.take(pa.array(rows)))
+            self._num_taken += len(rows)
+        if not parts:
+            return pa.Table.from_batches([], self.schema)
+        taken = pa.concat_tables(parts)
+        if (np.diff(order) > 0).all():
+            return taken
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        return taken.combine_chunks().take(pa.array(inverse))
+
+    def read_block(self, block: int) -> pa.Table:
+        """Return all rows of a block, without keeping it."""
+        return self._decode(block, self._fetch(block))
+
+    def prefetch(self, samples: Int64s) -> None:
+        """Start to read the blocks of samples that are needed soon, as far as memory allows."""
+        for block in np.unique(self._layout.blocks_of(samples)).tolist():
+            if block in self._loaded or block in self._loading:
+                continue
+            size = self._index.blocks[block].num_bytes
+            if self._is_room_for(size):
+                self._start(block)
+            elif self._place.is_remote and block not in self._fetching:
+                self._fetching[block] = self._pool().submit(self._fetch, block)
+
+    def close(self) -> None:
+        """Stop the threads; blocks in memory are dropped."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
+        self._loaded.clear()
+        self._loading.clear()
+        self._fetching.clear()
+        self._num_bytes = 0
+
+    # --- memory ---
+
+    def _start(self, block: int) -> None:
+        if block not in self._loaded and block not in self._loading:
+            self._fetching.pop(block, None)
+            self._loading[block] = self._pool().submit(self._load, block)
+
+    def _get(self, block: int) -> pa.Table:
+        if block not in self._loaded:
+            table = self._loading.pop(block).result()
+            self._loaded[block] = _Loaded(table, self._num_taken)
+            self._num_bytes += table.nbytes
+            while self._num_bytes > self._memory_bytes and len(self._loaded) > 1:
+                self._drop_oldest()
+        loaded = self._loaded[block]
+        loaded.used_at = self._num_taken
+        self._loaded.move_to_end(block)
+        return loaded.table
+
+    def _is_room_for(self, size: int) -> bool:
+        # Blocks on their way count, too; those that nothing has needed for a while may go.
+        size += sum(self._index.blocks[block].num_bytes for block in self._loading)
+        stale_at = self._num_taken - _STALE_ROUNDS * self._layout.window
+        while self._num_bytes + size > self._memory_bytes and self._loaded:
+            if next(iter(self._loaded.values())).used_at >= stale_at:
+                return False
+            self._drop_oldest()
+        return self._num_bytes + size <= self._memory_bytes
+
+    def _drop_oldest(self) -> None:
+        _, dropped = self._loaded.popitem(last=False)
+        self._num_bytes -= dropped.table.nbytes
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(
+                self._num_threads, thread_name_prefix="etrain-shards"
+            )
+        return self._threads
+
+    # --- in the threads ---
+
+    def _load(self, block: int) -> pa.Table:
+        return self._decode(block, self._fetch(block))
+
+    def _fetch(self, number: int) -> bytes:
+        block = self._index.blocks[number]
+        file = self._index.files[block.file]
+        self.num_bytes_read += block.size
+        check = partial(_has_digest, block.sha256) if block.sha256 else None
+        read: Callable[[], bytes] = partial(
+            self._place.read, file.name, block.first, block.size, version=file.version, check=check
+        )
+        if not self._place.is_remote:
+            return read()
+        version = block.sha256 or file.version
+        key = f"{self._place}/{file.name}@{version}:{block.first}+{block.size}"
+        return self._cache.get(key, block.size, read)
+
+    def _decode(self, number: int, data: bytes) -> pa.Table:
+        block = self._index.blocks[number]
+        try:
+            table = self._table_of(block, data)
+        except (pa.ArrowException, OSError, LookupError, ValueError, StopIteration) as exc:
+            raise ShardError(
+                f"{self._describe(block)} cannot be decoded: {str(exc).partition(chr(10))[0]}. "
+                f"Nothing was skipped. {self._remedy()}"
+            ) from exc
+        if table.num_rows != block.rows:
+            raise ShardError(
+                f"{self._describe(block)} has {table.num_rows} rows instead of {block.rows}: the "
+                "file was replaced after it was indexed. Its data were not used. Restore it and "
+                "resume the job."
+            )
+        # One chunk per column, so that rows are gathered without a search.
+        return table.combine_chunks()
+
+    def _table_of(self, block: Block, data: bytes) -> pa.Table:
+        columns = self._columns
+        if self._index.format == "json":
+            return decode_json_lines(data, self.schema, ignores_others=columns is not None)
+        if self._index.format == "parquet":
+            return decode_parquet(
+                data,
+                first=block.first,
+                size=self._index.files[block.file].size,
+                footer=self._footer(block.file),
+                columns=columns,
+            )
+        table = decode_arrow(data, self._schema)
+        return table if columns is None else table.select(list(columns))
+
+    def _read_footer(self, file: int) -> pq.FileMetaData:
+        with self._footer_lock:
+            return read_footer(self._place, self._index.files[file])
+
+    def _describe(self, block: Block) -> str:
+        name = self._index.files[block.file].name
+        return f"the block at byte {block.first} of {name} in {self._place}"
+
+    def _remedy(self) -> str:
+        if self._index.format == "json":
+            return (
+                "Its lines must have the keys and types of the first block. Name the keys to read "
+                "with Shards(..., columns=[...]), or convert the set with write_shards."
+            )
+        return "Restore the file, or write the set again; then resume the job."
+
+
+def check_columns(schema: pa.Schema, columns: Sequence[str] | None, where: str) -> None:
+    """Raise if the set lacks a column.
+
+    Raises:
+        ShardError: With the columns that it has.
+    """
+    missing = [name for name in columns or () if name not in schema.names]
+    if missing:
+        raise ShardError(
+            f"{where} has no column {missing[0]!r}. Its columns are "
+            f"{', '.join(map(repr, schema.names))}."
+        )
+
+
+def _has_digest(sha256: str, data: bytes) -> bool:
+    return hashlib.sha256(data).hexdigest() == sha256

@@ -1,0 +1,216 @@
+"""Sources of ``write_shards``: anything that has rows, as Arrow tables from a given row on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from etrain_jupyter.data.rows import SampleForm, column_from, form_of, names_of, tables_of
+from etrain_jupyter.data.shards import Shards
+from etrain_jupyter.errors import ShardError
+
+_SLICE_ROWS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rows to write."""
+
+    tables: Callable[[int], Iterator[pa.Table]]
+    """Returns the rows from a number on; a source without an index reads and drops the others."""
+    num_rows: int | None
+    """None if unknown."""
+    sample: SampleForm
+
+
+def source_of(source: Any, columns: Sequence[str] | None) -> Source:
+    """Return the rows of a source.
+
+    Args:
+        source: See ``write_shards``.
+        columns: Columns to write; None for all.
+
+    Raises:
+        ShardError: If it has no rows of a known form.
+    """
+    if _is_path(source) or (_is_list(source) and all(map(_is_path, source))):
+        return _of_shards([Shards(p) for p in ([source] if _is_path(source) else source)], columns)
+    if isinstance(source, Shards):
+        return _of_shards([source], columns)
+    if isinstance(source, pa.RecordBatchReader):
+        return _of_batches(source, columns)
+    if (table := _as_table(source)) is not None:
+        return _of_table(_selected(table, columns), "dict")
+    if _module_of(source) == "datasets":
+        return _of_hugging_face(source, columns)
+    if (arrays := _as_arrays(source)) is not None:
+        return _of_arrays(arrays, columns)
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return _of_items(source, columns)
+    if isinstance(source, Iterable):
+        return _of_iterable(source, columns)
+    raise ShardError(
+        f"a {type(source).__name__} has no rows to write. Give an iterable of dicts or tuples, a "
+        "data set, a table, or the path of files."
+    )
+
+
+def _of_shards(sets: Sequence[Shards], columns: Sequence[str] | None) -> Source:
+    def tables(skip: int) -> Iterator[pa.Table]:
+        for shards in sets:
+            if skip >= len(shards):
+                skip -= len(shards)
+                continue
+            block = int(shards.layout.starts.searchsorted(skip, side="right")) - 1
+            skip -= int(shards.layout.starts[block])
+            for table in shards.tables(block):
+                yield _selected(table, columns).slice(skip)
+                skip = 0
+
+    return Source(
+        tables=tables, num_rows=sum(map(len, sets)), sample=sets[0].index.sample if sets else "dict"
+    )
+
+
+def _of_batches(reader: pa.RecordBatchReader, columns: Sequence[str] | None) -> Source:
+    def tables(skip: int) -> Iterator[pa.Table]:
+        batches = (_selected(pa.Table.from_batches([batch]), columns) for batch in reader)
+        return _drop(batches, skip)
+
+    return Source(tables=tables, num_rows=None, sample="dict")
+
+
+def _of_table(table: pa.Table, sample: SampleForm) -> Source:
+    def tables(skip: int) -> Iterator[pa.Table]:
+        for first in range(skip, len(table), _SLICE_ROWS):
+            yield table.slice(first, _SLICE_ROWS)
+
+    return Source(tables=tables, num_rows=len(table), sample=sample)
+
+
+def _of_hugging_face(source: Any, columns: Sequence[str] | None) -> Source:
+    if isinstance(source, Mapping):
+        raise ShardError(
+            f"a DatasetDict has the splits {', '.join(map(str, source))}. Write each one: "
+            f"write_shards(dataset[{next(iter(source), 'train')!r}], to=...)."
+        )
+    if not hasattr(source, "__len__"):
+        return _of_iterable(source, columns)
+    # A custom transform computes its columns from the rows; other formats only convert types.
+    if getattr(source, "_format_type", None) == "custom":
+        return _of_items(source, columns)
+    stored = source.with_format("arrow")
+
+    def tables(skip: int) -> Iterator[pa.Table]:
+        for first in range(skip, len(stored), _SLICE_ROWS):
+            yield _selected(stored[first : first + _SLICE_ROWS], columns)
+
+    return Source(tables=tables, num_rows=len(stored), sample="dict")
+
+
+def _of_arrays(arrays: Mapping[str, Any], columns: Sequence[str] | None) -> Source:
+    sample: SampleForm = "tuple" if all(name.isdecimal() for name in arrays) else "dict"
+    if sample == "tuple" and columns is not None:
+        arrays = dict(zip(names_of(len(arrays), columns), arrays.values(), strict=True))
+        sample = "dict"
+    elif columns is not None:
+        arrays = {name: arrays[name] for name in columns}
+    lengths = {len(array) for array in arrays.values()}
+    if len(lengths) > 1:
+        raise ShardError(f"the arrays differ in length: {sorted(lengths)}.")
+    num_rows = lengths.pop()
+
+    def tables(skip: int) -> Iterator[pa.Table]:
+        for first in range(skip, num_rows, _SLICE_ROWS):
+            parts = [
+                column_from(list(array[first : first + _SLICE_ROWS])) for array in arrays.values()
+            ]
+            yield pa.Table.from_arrays(parts, names=list(arrays))
+
+    return Source(tables=tables, num_rows=num_rows, sample=sample)
+
+
+def _of_items(source: Any, columns: Sequence[str] | None) -> Source:
+    num_rows = len(source)
+
+    def tables(skip: int) -> Iterator[pa.Table]:
+        return tables_of((source[number] for number in range(skip, num_rows)), columns)
+
+    form = form_of(source[0]) if num_rows and columns is None else "dict"
+    return Source(tables=tables, num_rows=num_rows, sample=form)
+
+
+def _of_iterable(source: Iterable[Any], columns: Sequence[str] | None) -> Source:
+    rows = iter(source)
+    first = next(rows, None)
+    rest = itertools.chain([first], rows) if first is not None else iter(())
+
+    def tables(skip: int) -> Iterator[pa.Table]:
+        return tables_of(itertools.islice(rest, skip, None), columns)
+
+    form = form_of(first) if columns is None else "dict"
+    return Source(tables=tables, num_rows=None, sample=form)
+
+
+def _drop(tables: Iterable[pa.Table], skip: int) -> Iterator[pa.Table]:
+    for table in tables:
+        dropped = min(skip, len(table))
+        skip -= dropped
+        if dropped < len(table):
+            yield table.slice(dropped)
+
+
+def _selected(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
+    if columns is None:
+        return table
+    missing = [name for name in columns if name not in table.column_names]
+    if missing:
+        raise ShardError(
+            f"the source has no column {missing[0]!r}; its columns are "
+            f"{', '.join(map(repr, table.column_names))}."
+        )
+    return table.select(list(columns))
+
+
+def _as_table(source: Any) -> pa.Table | None:
+    if isinstance(source, pa.Table):
+        return source
+    if isinstance(source, pa.RecordBatch):
+        return pa.Table.from_batches([source])
+    module, name = _module_of(source), type(source).__name__
+    if (module, name) == ("pandas", "DataFrame"):
+        return pa.Table.from_pandas(source, preserve_index=False)
+    if (module, name) == ("polars", "DataFrame"):
+        return pa.table(source.to_arrow())
+    return None
+
+
+def _as_arrays(source: Any) -> dict[str, Any] | None:
+    # The forms that ``data.train`` accepts: a dict or a pair of arrays, and a TensorDataset.
+    if type(source).__name__ == "TensorDataset" and hasattr(source, "tensors"):
+        source = tuple(source.tensors)
+    if isinstance(source, Mapping):
+        pairs = {str(name): value for name, value in source.items()}
+    elif isinstance(source, tuple):
+        pairs = {str(number): value for number, value in enumerate(source)}
+    else:
+        return None
+    is_arrays = pairs and all(getattr(value, "shape", ()) != () for value in pairs.values())
+    return pairs if is_arrays else None
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value)
+
+
+def _module_of(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]

@@ -1,0 +1,176 @@
+"""Batches of a data set in shards, read by threads of this process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from etrain_jupyter.data.columns import Column, columns_of
+from etrain_jupyter.data.shards import Shards, Warn
+from etrain_jupyter.rules.samples.block_order import BlockLayout
+from etrain_jupyter.trainer.seeds import seeded
+
+_NUM_AHEAD = 2
+"""Number of batches whose blocks are read ahead."""
+_SEQUENTIAL_BLOCKS = 4
+"""Blocks to keep in memory if a set is read in the order of its files, as in an evaluation."""
+
+Samples = Sequence[int] | NDArray[np.int64]
+
+
+class ShardSource:
+    """Source of batches from ``Shards``.
+
+    Args:
+        shards: The data set.
+        collate: Joins a list of samples into a batch; None for columns as tensors, or for torch's
+            ``default_collate`` if the set has a ``transform``.
+        num_workers: Number of processes that transform and collate; this process reads the rows.
+        is_sequential: True if the set is read in the order of its files.
+        warn: Receives a message if the disk cache cannot be used.
+
+    Raises:
+        ShardError: If the set is missing, incomplete or empty.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        collate: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        *,
+        is_sequential: bool,
+        warn: Warn,
+    ) -> None:
+        self._shards = shards
+        memory_bytes = shards.window_bytes
+        if is_sequential:
+            largest = max(block.num_bytes for block in shards.index.blocks)
+            memory_bytes = min(memory_bytes, _SEQUENTIAL_BLOCKS * largest)
+        self._reader = shards.open(memory_bytes=memory_bytes, warn=warn)
+        self._convert = _Converter(shards, collate)
+        self._shares = _Shares()
+        # Only the work on single samples is worth a process: rows would cross two processes for
+        # nothing.
+        self._loader = (
+            self._start_loader(num_workers) if num_workers and self._convert.is_by_sample else None
+        )
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Blocks of the set, which determine the order of its samples."""
+        return self._shards.layout
+
+    @property
+    def digest(self) -> str:
+        """Digest of the content, hexadecimal."""
+        return self._shards.digest
+
+    def batches(
+        self, shares: Iterable[tuple[Samples, int]]
+    ) -> Iterator[tuple[NDArray[np.int64], Any]]:
+        """Yield the samples and the batch of each share; reads ahead."""
+        if self._loader is not None:
+            self._shares.feed = self._tables(shares)
+            yield from self._loader
+            return
+        for samples, table, seed in self._tables(shares):
+            yield samples, self._convert.batch_of(table, seed)
+
+    def close(self) -> None:
+        """Stop the threads and the loader processes."""
+        self._loader = None  # the destructor of its iterator stops them
+        self._reader.close()
+
+    def _tables(self, shares: Iterable[tuple[Samples, int]]) -> Iterator[_Fetched]:
+        # Each share is taken from the stream before the previous ones are used, so that threads
+        # read its blocks while those are trained on.
+        ahead: deque[tuple[NDArray[np.int64], int]] = deque()
+        for indices, seed in shares:
+            samples = np.asarray(indices, dtype=np.int64)
+            self._reader.prefetch(samples)
+            ahead.append((samples, seed))
+            if len(ahead) > _NUM_AHEAD:
+                yield self._fetch(*ahead.popleft())
+        while ahead:
+            yield self._fetch(*ahead.popleft())
+
+    def _fetch(self, samples: NDArray[np.int64], seed: int) -> _Fetched:
+        return samples, self._reader.take(samples), seed
+
+    def _start_loader(self, num_workers: int) -> DataLoader[Any]:
+        # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
+        return DataLoader(
+            cast("Dataset[Any]", self._convert),
+            batch_sampler=cast("Any", self._shares),  # passes each table on unchanged
+            num_workers=num_workers,
+            collate_fn=_unchanged,  # the converter has already collated
+            # Without its own generator the loader would draw from the model's.
+            generator=torch.Generator(),
+            persistent_workers=True,
+            multiprocessing_context="spawn",
+        )
+
+
+_Fetched = tuple[NDArray[np.int64], pa.Table, int]
+"""Samples, their rows, and the seed of the process that converts them."""
+
+
+class _Shares:
+    # The batch sampler of a loader that outlives a generation; see ``trainer.data``.
+    def __init__(self) -> None:
+        self.feed: Iterable[_Fetched] = ()
+
+    def __iter__(self) -> Iterator[_Fetched]:
+        return iter(self.feed)
+
+
+class _Converter:
+    # Turns rows into a batch, here or in a loader process.
+    #
+    # Pickled by value: plain pickle would look for the notebook's functions in a module.
+    def __init__(self, shards: Shards, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._shards = shards
+        self._collate = collate
+        self.is_by_sample = collate is not None or shards.transform is not None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_converter_from, (cloudpickle.dumps((self._shards, self._collate)),))
+
+    def __getitems__(self, fetched: _Fetched) -> tuple[NDArray[np.int64], Any]:
+        # torch's fetcher calls this method if it exists, with each item of the batch sampler.
+        samples, table, seed = fetched
+        return samples, self.batch_of(table, seed)
+
+    def batch_of(self, table: pa.Table, seed: int) -> Any:
+        if not self.is_by_sample:
+            return self._tensors_of(columns_of(table))
+        with seeded(seed):
+            samples = self._shards.samples_of(table)
+            return (self._collate or default_collate)(samples)
+
+    def _tensors_of(self, columns: dict[str, Column]) -> Any:
+        tensors = {
+            name: torch.from_numpy(column) if isinstance(column, np.ndarray) else column
+            for name, column in columns.items()
+        }
+        return tuple(tensors.values()) if self._shards.index.sample == "tuple" else tensors
+
+
+def _converter_from(data: bytes) -> _Converter:
+    return _Converter(*cloudpickle.loads(data))
+
+
+def _unchanged(fetched: Any) -> Any:
+    return fetched
