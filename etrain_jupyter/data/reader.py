@@ -1,4 +1,4 @@
-"""Read rows of a data set by their numbers: whole blocks, kept in memory within a limit.
+"""Read rows of a data set by their numbers: whole blocks, of which some are kept in memory.
 
 ::
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -31,8 +31,9 @@ from etrain_jupyter.errors import ShardError
 from etrain_jupyter.rules.samples.block_order import BlockLayout, Int64s
 
 _STALE_ROUNDS = 4
-"""Read-ahead may replace a block that was not used while this many samples per block of a window
-were read: the order takes rows of all blocks of a window evenly, so it belongs to an old one."""
+"""Read-ahead may replace a block that was not used while this many samples per block of a window,
+and two batches, were read. The order takes rows of all blocks of a window evenly, so it belongs to
+an old one."""
 _MAX_FOOTERS = 64
 
 
@@ -52,8 +53,9 @@ class ShardReader:
         cache: Cache for remote blocks; unused for a folder.
         layout: The layout of its blocks.
         columns: Columns to read; None for all.
-        memory_bytes: Maximum size of the decoded blocks in memory. A single batch may need more:
-            each thread may hold one block in addition.
+        num_kept: Maximum number of decoded blocks in memory; each thread may hold one block in
+            addition. A count, not a size: with less than a whole window, an order that uses all of
+            its blocks in turn would read every block for every batch.
         num_threads: Number of threads that read and decode blocks.
     """
 
@@ -65,7 +67,7 @@ class ShardReader:
         layout: BlockLayout,
         *,
         columns: Sequence[str] | None,
-        memory_bytes: int,
+        num_kept: int,
         num_threads: int,
     ) -> None:
         self._index = index
@@ -73,7 +75,7 @@ class ShardReader:
         self._cache = cache
         self._layout = layout
         self._columns = columns
-        self._memory_bytes = memory_bytes
+        self._num_kept = num_kept
         self._num_threads = num_threads
         self._schema = pa.ipc.read_schema(pa.py_buffer(index.schema))
         check_columns(self._schema, columns, str(place))
@@ -82,13 +84,14 @@ class ShardReader:
         self._loading: dict[int, Future[pa.Table]] = {}
         self._fetching: dict[int, Future[bytes]] = {}
         """Blocks on their way into the disk cache only."""
-        self._num_bytes = 0
         self._num_taken = 0
+        self._batches_began_at = deque([0, 0], maxlen=2)
+        """``_num_taken`` at the beginning of the last two batches."""
         self._threads: ThreadPoolExecutor | None = None
         self._footer_lock = threading.Lock()
         self._footer = lru_cache(_MAX_FOOTERS)(self._read_footer)
         self.num_bytes_read = 0
-        """Bytes of all blocks that were read, from the place or the disk cache."""
+        """Bytes of all blocks that were read from the place."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -103,20 +106,26 @@ class ShardReader:
         Raises:
             ShardError: If a block cannot be read, is altered or invalid.
         """
+        self._batches_began_at.append(self._num_taken)
         blocks = self._layout.blocks_of(samples)
-        order = np.argsort(blocks, kind="stable")
-        needed, firsts = np.unique(blocks[order], return_index=True)
-        ends = [*firsts[1:].tolist(), len(order)]
-        parts = []
-        for number, (block, first, end) in enumerate(
-            zip(needed.tolist(), firsts.tolist(), ends, strict=True)
-        ):
-            for ahead in needed[number : number + self._num_threads].tolist():
+        _, firsts, number_of = np.unique(blocks, return_index=True, return_inverse=True)
+        # In the order of their first use: blocks of an old window come before those of the next
+        # one, which replace them.
+        by_use = np.argsort(firsts)
+        rank = np.empty_like(by_use)
+        rank[by_use] = np.arange(len(by_use))
+        order = np.argsort(rank[number_of], kind="stable")
+        needed = blocks[firsts[by_use]].tolist()
+        counts = np.bincount(rank[number_of], minlength=len(needed)).tolist()
+        parts, first = [], 0
+        for number, (block, count) in enumerate(zip(needed, counts, strict=True)):
+            for ahead in needed[number : number + self._num_threads]:
                 self._start(ahead)
             table = self._get(block)
-            rows = samples[order[first:end]] - self._layout.starts[block]
+            rows = samples[order[first : first + count]] - self._layout.starts[block]
             parts.append(table.take(pa.array(rows)))
-            self._num_taken += len(rows)
+            first += count
+            self._num_taken += count
         if not parts:
             return pa.Table.from_batches([], self.schema)
         taken = pa.concat_tables(parts)
@@ -135,8 +144,7 @@ class ShardReader:
         for block in np.unique(self._layout.blocks_of(samples)).tolist():
             if block in self._loaded or block in self._loading:
                 continue
-            size = self._index.blocks[block].num_bytes
-            if self._is_room_for(size):
+            if self._is_room():
                 self._start(block)
             elif self._place.is_remote and block not in self._fetching:
                 self._fetching[block] = self._pool().submit(self._fetch, block)
@@ -149,7 +157,6 @@ class ShardReader:
         self._loaded.clear()
         self._loading.clear()
         self._fetching.clear()
-        self._num_bytes = 0
 
     # --- memory ---
 
@@ -162,27 +169,23 @@ class ShardReader:
         if block not in self._loaded:
             table = self._loading.pop(block).result()
             self._loaded[block] = _Loaded(table, self._num_taken)
-            self._num_bytes += table.nbytes
-            while self._num_bytes > self._memory_bytes and len(self._loaded) > 1:
-                self._drop_oldest()
+            while len(self._loaded) > self._num_kept:
+                self._loaded.popitem(last=False)
         loaded = self._loaded[block]
         loaded.used_at = self._num_taken
         self._loaded.move_to_end(block)
         return loaded.table
 
-    def _is_room_for(self, size: int) -> bool:
+    def _is_room(self) -> bool:
         # Blocks on their way count, too; those that nothing has needed for a while may go.
-        size += sum(self._index.blocks[block].num_bytes for block in self._loading)
-        stale_at = self._num_taken - _STALE_ROUNDS * self._layout.window
-        while self._num_bytes + size > self._memory_bytes and self._loaded:
-            if next(iter(self._loaded.values())).used_at >= stale_at:
+        stale_at = min(
+            self._num_taken - _STALE_ROUNDS * self._layout.window, self._batches_began_at[0]
+        )
+        while len(self._loaded) + len(self._loading) >= self._num_kept:
+            if not self._loaded or next(iter(self._loaded.values())).used_at >= stale_at:
                 return False
-            self._drop_oldest()
-        return self._num_bytes + size <= self._memory_bytes
-
-    def _drop_oldest(self) -> None:
-        _, dropped = self._loaded.popitem(last=False)
-        self._num_bytes -= dropped.table.nbytes
+            self._loaded.popitem(last=False)
+        return True
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
@@ -198,17 +201,20 @@ class ShardReader:
 
     def _fetch(self, number: int) -> bytes:
         block = self._index.blocks[number]
-        file = self._index.files[block.file]
-        self.num_bytes_read += block.size
-        check = partial(_has_digest, block.sha256) if block.sha256 else None
-        read: Callable[[], bytes] = partial(
-            self._place.read, file.name, block.first, block.size, version=file.version, check=check
-        )
         if not self._place.is_remote:
-            return read()
+            return self._read(block)
+        file = self._index.files[block.file]
         version = block.sha256 or file.version
         key = f"{self._place}/{file.name}@{version}:{block.first}+{block.size}"
-        return self._cache.get(key, block.size, read)
+        return self._cache.get(key, block.size, partial(self._read, block))
+
+    def _read(self, block: Block) -> bytes:
+        file = self._index.files[block.file]
+        check = partial(_has_digest, block.sha256) if block.sha256 else None
+        self.num_bytes_read += block.size
+        return self._place.read(
+            file.name, block.first, block.size, version=file.version, check=check
+        )
 
     def _decode(self, number: int, data: bytes) -> pa.Table:
         block = self._index.blocks[number]

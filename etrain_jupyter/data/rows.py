@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from etrain_jupyter.config.source_map import with_article
 from etrain_jupyter.errors import ShardError
 
 _CHUNK_ROWS = 1024
@@ -94,7 +95,7 @@ def _named(row: Any, columns: Sequence[str] | None, number: int) -> dict[str, An
     if isinstance(row, tuple | list):
         return dict(zip(names_of(len(row), columns), row, strict=True))
     raise ShardError(
-        f"row {number} is a {type(row).__name__}. Give dicts or tuples, for example "
+        f"row {number} is {with_article(type(row).__name__)}. Give dicts or tuples, for example "
         "write_shards(({'text': line} for line in lines), to=...)."
     )
 

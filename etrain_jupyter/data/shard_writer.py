@@ -325,6 +325,8 @@ class _SetWriter:
         if not path.exists():
             return _State(arguments=arguments)
         state = _State(**json.loads(path.read_bytes()))
+        if not state.num_gathered and not state.files:
+            return _State(arguments=arguments)
         changed = [name for name in arguments if arguments[name] != state.arguments[name]]
         if changed:
             name = changed[0]

@@ -172,11 +172,11 @@ class Shards:
             rows = [tuple(row.values()) for row in rows]
         return rows if self.transform is None else [self.transform(row) for row in rows]
 
-    def open(self, *, memory_bytes: int | None = None, warn: Warn = print) -> ShardReader:
+    def open(self, *, num_kept: int | None = None, warn: Warn = print) -> ShardReader:
         """Return a reader with threads of its own, for a training process.
 
         Args:
-            memory_bytes: Maximum size of the blocks in memory; by default that of a window.
+            num_kept: Maximum number of blocks in memory; by default that of a window.
             warn: Receives a message if the disk cache cannot be used.
 
         Raises:
@@ -192,7 +192,7 @@ class Shards:
             DiskCache(self._cache_folder(), cache_bytes, warn),
             self.layout,
             columns=self.columns,
-            memory_bytes=memory_bytes or self.window_bytes,
+            num_kept=num_kept or self.layout.window,
             num_threads=self.num_threads,
         )
         return opened

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from etrain_jupyter.config.source_map import with_article
 from etrain_jupyter.data.rows import SampleForm, column_from, form_of, names_of, tables_of
 from etrain_jupyter.data.shards import Shards
 from etrain_jupyter.errors import ShardError
@@ -55,8 +56,8 @@ def source_of(source: Any, columns: Sequence[str] | None) -> Source:
     if isinstance(source, Iterable):
         return _of_iterable(source, columns)
     raise ShardError(
-        f"a {type(source).__name__} has no rows to write. Give an iterable of dicts or tuples, a "
-        "data set, a table, or the path of files."
+        f"{with_article(type(source).__name__)} has no rows to write. Give an iterable of "
+        "dicts or tuples, a data set, a table, or the path of files."
     )
 
 

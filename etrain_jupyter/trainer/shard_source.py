@@ -51,11 +51,8 @@ class ShardSource:
         warn: Warn,
     ) -> None:
         self._shards = shards
-        memory_bytes = shards.window_bytes
-        if is_sequential:
-            largest = max(block.num_bytes for block in shards.index.blocks)
-            memory_bytes = min(memory_bytes, _SEQUENTIAL_BLOCKS * largest)
-        self._reader = shards.open(memory_bytes=memory_bytes, warn=warn)
+        num_kept = min(_SEQUENTIAL_BLOCKS, shards.layout.window) if is_sequential else None
+        self._reader = shards.open(num_kept=num_kept, warn=warn)
         self._convert = _Converter(shards, collate)
         self._shares = _Shares()
         # Only the work on single samples is worth a process: rows would cross two processes for

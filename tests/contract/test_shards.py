@@ -184,7 +184,7 @@ def test_all_samples_are_read_in_the_order_of_the_files(stored: Home, tmp_path: 
 def test_rows_are_read_by_number_in_any_order(stored: Home, tmp_path: Path) -> None:
     shards = open_set(stored, tmp_path)
     numbers = np.random.default_rng(0).permutation(NUM_ROWS)[:200]
-    reader = shards.open(memory_bytes=1)
+    reader = shards.open(num_kept=1)
 
     taken = reader.take(numbers)
 

@@ -1,0 +1,76 @@
+"""Arrow columns become arrays that may be written to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from etrain_jupyter.data.columns import Column, columns_of, rows_of
+from etrain_jupyter.data.rows import column_from
+from etrain_jupyter.errors import ShardError
+
+
+def column(array: pa.Array) -> Column:
+    return columns_of(pa.table({"x": array}))["x"]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array([1, 2, 3], pa.int16()),
+        pa.array([0.5, 1.5, 2.5], pa.float32()),
+        pa.array([True, False, True]),
+        pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int32())),
+        pa.array([[1, 2], [3, 4], [5, 6]], pa.large_list(pa.int64())),
+        pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float64(), 2)),
+    ],
+)
+def test_numbers_become_a_writable_array(array: pa.Array) -> None:
+    for part in (array, array.slice(1)):
+        found = column(part)
+
+        assert isinstance(found, np.ndarray)
+        assert found.tolist() == part.to_pylist()
+        assert found.flags.writeable
+        assert found.flags.owndata or found.base.flags.owndata
+
+
+def test_tensors_keep_their_shape_and_type() -> None:
+    values = [np.full((2, 3), i, np.uint8) for i in range(4)]
+    array = column_from(values)
+
+    found = column(array)
+
+    assert isinstance(found, np.ndarray)
+    assert (found.shape, found.dtype) == ((4, 2, 3), np.uint8)
+    assert found[2].tolist() == values[2].tolist()
+
+
+def test_lists_of_different_lengths_become_a_list_of_arrays() -> None:
+    found = column(pa.array([[1, 2], [], [3]]))
+
+    assert [value.tolist() for value in found] == [[1, 2], [], [3]]
+
+
+@pytest.mark.parametrize(
+    "values", [["a", None], [b"a", b"b"], [{"a": 1}, {"a": 2}], [[1, 2], None], [["a"], ["b"]]]
+)
+def test_other_values_become_python_values(values: list[object]) -> None:
+    assert column(pa.array(values)) == values
+
+
+def test_dictionary_encoded_column_is_decoded() -> None:
+    assert column(pa.array(["a", "b", "a"]).dictionary_encode()) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("array", [pa.array([1, None]), pa.array([[1, None], [2, 3]])])
+def test_null_number_is_an_error_that_names_the_column(array: pa.Array) -> None:
+    with pytest.raises(ShardError, match="column 'x' has 1 nulls"):
+        column(array)
+
+
+def test_rows_have_one_value_per_column() -> None:
+    table = pa.table({"x": [1, 2], "t": ["a", "b"]})
+
+    assert rows_of(columns_of(table), 2) == [{"x": 1, "t": "a"}, {"x": 2, "t": "b"}]
