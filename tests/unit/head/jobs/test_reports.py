@@ -52,6 +52,19 @@ async def test_newcomer_with_data_of_another_length_is_done_without(rig):
     assert not rig.told("w1", m.LeaveGeneration)
 
 
+async def test_workers_with_different_shards_fail_the_job(rig):
+    ours = {"train_layout": "8:32x2", "train_digest": "a" * 64}
+    rig.hello("w1", "w2")
+    await rig.submit()
+    rig.warm("w1", plan={**PLAN, **ours})
+
+    rig.warm("w2", plan={**PLAN, **ours, "train_digest": "b" * 64})
+
+    assert rig.job.state.status == "failed"
+    [error] = rig.events(events.UserErrorRaised)
+    assert "the shards of data.train on w2 differ from those on the first worker" in error.error
+
+
 async def test_data_of_different_length_at_the_start_fails_the_job(rig):
     rig.hello("w1", "w2")
     await rig.submit()

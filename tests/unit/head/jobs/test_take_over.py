@@ -203,6 +203,35 @@ async def test_data_of_another_length_is_refused_unless_forced(
     assert rig.job.state.status == "running"
 
 
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"train_layout": "8:32x2", "train_digest": "b" * 64},  # other content
+        {"train_layout": "4:32x2", "train_digest": "a" * 64},  # another window
+        {},  # the same rows in memory have another order
+    ],
+)
+async def test_other_shards_are_refused_unless_forced(
+    tmp_path: Path, monkeypatch: Any, now: dict[str, str]
+) -> None:
+    first = Rig(tmp_path, monkeypatch)
+    first.hello("w0")
+    await first.submit(max_workers=1)
+    first.warm("w0", plan=PLAN | {"train_layout": "8:32x2", "train_digest": "a" * 64})
+    rig = await crash(first, tmp_path, monkeypatch)
+    rig.hello("w0")
+    await rig.submit(resumes=True, max_workers=1)
+
+    rig.warm("w0", plan=PLAN | now)
+
+    assert rig.job.state.status == "failed"
+    assert "is not the set on which the job was" in rig.events(UserErrorRaised)[-1].error
+    await rig.submit(resumes=True, max_workers=1, is_forced=True)
+    rig.tick()
+    rig.warm("w0", plan=PLAN | now)
+    assert rig.job.state.status == "running"
+
+
 async def test_job_whose_coordinator_never_wrote_a_line_is_submitted(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
