@@ -25,7 +25,7 @@ BATCH = 256
 
 Row = dict[str, Any]
 Batches = Iterator[tuple[int, int]]
-"""Yields the samples of each batch, and the bytes read so far if the reader counts them (else 0)."""
+"""Yields the samples of each batch, and the bytes read so far; 0 if the reader does not count."""
 
 
 # --- writers: rows, and the folder of one format ---

@@ -30,7 +30,7 @@ from etrain_jupyter.config.source_map import (
 )
 from etrain_jupyter.config.vocabulary import DEFAULT_LR
 from etrain_jupyter.config.yaml_nodes import visible_names
-from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.errors import ConfigError, ShardError
 
 _IMPORT_PATH = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 _BUILTINS = frozenset(dir(builtins))
@@ -375,6 +375,8 @@ def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
             raise fault(
                 f"{key}: '{name}' is {_kind(part)} without a length", _WANTED["data"]
             ) from exc
+        except ShardError as exc:
+            raise fault(f"{key}: {exc} Nothing was submitted.", "") from exc
         if lengths[name] == 0:
             raise fault(f"{key} is empty: len({name}) is 0", "run the cell that fills it")
         if not hasattr(part, "__getitem__"):

@@ -411,6 +411,21 @@ def test_second_reader_on_the_machine_reads_from_the_disk(
     assert "GetObject" not in s3_server.counts(), s3_server.counts()
 
 
+def test_cache_that_cannot_be_used_is_bypassed_with_a_warning(
+    s3_server: S3Server, tmp_path: Path
+) -> None:
+    home = bucket_of(s3_server, tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    warnings: list[str] = []
+
+    reader = Shards(home.url, cache_dir=tmp_path / "file").open(warn=warnings.append)
+
+    assert reader.take(np.array([3, 499]))["id"].to_pylist() == [3, 499]
+    assert len(warnings) == 1
+    assert "are read from their source" in warnings[0]
+    reader.close()
+
+
 def test_bucket_without_permission_is_an_error(s3_server: S3Server, tmp_path: Path) -> None:
     home = bucket_of(s3_server, tmp_path)
     shards = open_set(home, tmp_path)

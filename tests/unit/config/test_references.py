@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.config import check_references, parse_cell, parse_mapping
 from etrain_jupyter.config.references import free_names, import_path
+from etrain_jupyter.data import Shards
 from etrain_jupyter.errors import CellError, ConfigError
 
 
@@ -60,6 +61,13 @@ def check(**keys: Any) -> None:
     body = {"model": "Net()", "data": {"train": "train_set"}, "loss": "loss", **keys}
     job = parse_mapping(body, names)
     check_references(job.config, job.namespace(names))
+
+
+class IterableDataset:
+    """Like those of torch and Hugging Face, with the length that some of them have."""
+
+    def __len__(self) -> int:
+        return 3
 
 
 def refusal(**keys: Any) -> str:
@@ -199,6 +207,14 @@ def test_what_can_work_passes(keys: dict[str, Any]) -> None:
             "data.train: 'g' is a list_iterator: a stream, which has no index",
         ),
         ({"data": {"train": "s"}, "names": {"s": {1, 2}}}, "data.train: 's' is a set and cannot"),
+        (
+            {"data": {"train": "s"}, "names": {"s": Shards("/no/such/folder")}},
+            "data.train: /no/such/folder does not exist on this machine.",
+        ),
+        (
+            {"data": {"train": "s"}, "names": {"s": IterableDataset()}},
+            "data.train: 's' is an IterableDataset: a stream, which has no index.",
+        ),
         ({"data": {"train": "p"}, "names": {"p": "a.csv"}}, "data.train: 'p' is a text"),
         (
             {"optimizer": "o", "names": {"o": SimpleNamespace(param_groups=[])}},
