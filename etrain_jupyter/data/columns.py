@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,54 @@ def columns_of(table: pa.Table) -> dict[str, Column]:
     return {
         name: column_of(name, table.column(name).combine_chunks()) for name in table.column_names
     }
+
+
+def view_of(array: pa.ChunkedArray) -> NDArray[Any] | None:
+    """Return a read-only view of a column whose rows are numbers of one shape; None for others.
+
+    Gathering rows from a view is about ten times faster than from the Arrow array.
+    """
+    if array.num_chunks != 1 or array.null_count:
+        return None
+    chunk = array.chunk(0)
+    kind = chunk.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        tensors: NDArray[Any] = chunk.to_numpy_ndarray()
+        return tensors
+    is_list = _is_list(kind)
+    values = chunk.flatten() if is_list else chunk
+    if not _is_number(values.type) or pa.types.is_boolean(values.type) or values.null_count:
+        return None
+    flat: NDArray[Any] = values.to_numpy(zero_copy_only=True)
+    if not is_list:
+        return flat
+    if not pa.types.is_fixed_size_list(kind):
+        lengths = np.asarray(chunk.value_lengths())
+        if not len(flat) or (lengths != lengths[0]).any():
+            return None
+    return flat.reshape(len(chunk), -1)
+
+
+def join_parts(
+    name: str, parts: Sequence[NDArray[Any] | pa.ChunkedArray], order: NDArray[np.int64]
+) -> Column:
+    """Return one column from parts, such as rows of several blocks.
+
+    Args:
+        name: The column, for messages.
+        parts: Rows of views, or Arrow arrays.
+        order: Number of each row of the result in the joined parts.
+    """
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if len(arrays) == len(parts) and len({array.shape[1:] for array in arrays}) == 1:
+        return np.concatenate(arrays)[order]
+    if not arrays:
+        chunks = [c for part in parts if not isinstance(part, np.ndarray) for c in part.chunks]
+        joined = column_of(name, pa.chunked_array(chunks))
+    else:  # lists that have one length in some blocks only
+        columns = [p if isinstance(p, np.ndarray) else column_of(name, p) for p in parts]
+        joined = [value for column in columns for value in column]
+    return joined[order] if isinstance(joined, np.ndarray) else [joined[i] for i in order.tolist()]
 
 
 def rows_of(columns: Mapping[str, Column], num_rows: int) -> list[dict[str, Any]]:

@@ -16,11 +16,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
+from etrain_jupyter.data.columns import Column, join_parts, view_of
 from etrain_jupyter.data.disk_cache import DiskCache
 from etrain_jupyter.data.formats.arrow import decode_arrow
 from etrain_jupyter.data.formats.json_lines import decode_json_lines
@@ -40,7 +43,9 @@ _MAX_FOOTERS = 64
 @dataclass
 class _Loaded:
     table: pa.Table
-    used_at: int
+    views: dict[str, NDArray[Any] | None]
+    """Columns whose rows can be gathered without Arrow."""
+    used_at: int = 0
     """Number of samples that were read before its last use."""
 
 
@@ -81,7 +86,7 @@ class ShardReader:
         check_columns(self._schema, columns, str(place))
         self._loaded: OrderedDict[int, _Loaded] = OrderedDict()
         """Blocks in memory, the least recently used one first."""
-        self._loading: dict[int, Future[pa.Table]] = {}
+        self._loading: dict[int, Future[_Loaded]] = {}
         self._fetching: dict[int, Future[bytes]] = {}
         """Blocks on their way into the disk cache only."""
         self._num_taken = 0
@@ -100,8 +105,8 @@ class ShardReader:
             return self._schema
         return pa.schema([self._schema.field(name) for name in self._columns])
 
-    def take(self, samples: Int64s) -> pa.Table:
-        """Return rows by their numbers, in that order.
+    def take(self, samples: Int64s) -> dict[str, Column]:
+        """Return rows by their numbers, in that order; see ``columns.columns_of``.
 
         Raises:
             ShardError: If a block cannot be read, is altered or invalid.
@@ -117,23 +122,24 @@ class ShardReader:
         order = np.argsort(rank[number_of], kind="stable")
         needed = blocks[firsts[by_use]].tolist()
         counts = np.bincount(rank[number_of], minlength=len(needed)).tolist()
-        parts, first = [], 0
+        parts: dict[str, list[Any]] = {name: [] for name in self.schema.names}
+        first = 0
         for number, (block, count) in enumerate(zip(needed, counts, strict=True)):
             for ahead in needed[number : number + self._num_threads]:
                 self._start(ahead)
-            table = self._get(block)
+            loaded = self._get(block)
             rows = samples[order[first : first + count]] - self._layout.starts[block]
-            parts.append(table.take(pa.array(rows)))
+            for name, found in parts.items():
+                view = loaded.views[name]
+                column = loaded.table.column(name)
+                found.append(column.take(pa.array(rows)) if view is None else view[rows])
             first += count
             self._num_taken += count
-        if not parts:
-            return pa.Table.from_batches([], self.schema)
-        taken = pa.concat_tables(parts)
-        if (np.diff(order) > 0).all():
-            return taken
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
-        return taken.combine_chunks().take(pa.array(inverse))
+        return {
+            name: join_parts(name, found, inverse) if found else [] for name, found in parts.items()
+        }
 
     def read_block(self, block: int) -> pa.Table:
         """Return all rows of a block, without keeping it."""
@@ -165,16 +171,15 @@ class ShardReader:
             self._fetching.pop(block, None)
             self._loading[block] = self._pool().submit(self._load, block)
 
-    def _get(self, block: int) -> pa.Table:
+    def _get(self, block: int) -> _Loaded:
         if block not in self._loaded:
-            table = self._loading.pop(block).result()
-            self._loaded[block] = _Loaded(table, self._num_taken)
+            self._loaded[block] = self._loading.pop(block).result()
             while len(self._loaded) > self._num_kept:
                 self._loaded.popitem(last=False)
         loaded = self._loaded[block]
         loaded.used_at = self._num_taken
         self._loaded.move_to_end(block)
-        return loaded.table
+        return loaded
 
     def _is_room(self) -> bool:
         # Blocks on their way count, too; those that nothing has needed for a while may go.
@@ -196,8 +201,10 @@ class ShardReader:
 
     # --- in the threads ---
 
-    def _load(self, block: int) -> pa.Table:
-        return self._decode(block, self._fetch(block))
+    def _load(self, block: int) -> _Loaded:
+        table = self._decode(block, self._fetch(block))
+        views = {name: view_of(table.column(name)) for name in table.column_names}
+        return _Loaded(table=table, views=views)
 
     def _fetch(self, number: int) -> bytes:
         block = self._index.blocks[number]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,13 +151,14 @@ class Shards:
         number = operator.index(number)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        return self.samples_of(self._reader().take(np.array([number % len(self)])))[0]
+        return self.samples_of(self._reader().take(np.array([number % len(self)])), 1)[0]
 
     def __iter__(self) -> Iterator[Any]:
         """Yield all samples in the order of the files."""
         reader = self._reader()
         for block in range(len(self.index.blocks)):
-            yield from self.samples_of(reader.read_block(block))
+            table = reader.read_block(block)
+            yield from self.samples_of(_columns().columns_of(table), table.num_rows)
 
     def tables(self, first_block: int = 0) -> Iterator[pa.Table]:
         """Yield the blocks as Arrow tables, in the order of the files."""
@@ -165,9 +166,9 @@ class Shards:
         for block in range(first_block, len(self.index.blocks)):
             yield reader.read_block(block)
 
-    def samples_of(self, table: pa.Table) -> list[Any]:
-        """Return the samples in a table of rows, after ``transform``."""
-        rows: list[Any] = _columns().rows_of(_columns().columns_of(table), table.num_rows)
+    def samples_of(self, columns: Mapping[str, Any], num_rows: int) -> list[Any]:
+        """Return the samples in the columns of some rows, after ``transform``."""
+        rows: list[Any] = _columns().rows_of(columns, num_rows)
         if self.index.sample == "tuple":
             rows = [tuple(row.values()) for row in rows]
         return rows if self.transform is None else [self.transform(row) for row in rows]

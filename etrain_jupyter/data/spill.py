@@ -20,7 +20,7 @@ import pyarrow as pa
 from etrain_jupyter.rules.samples.ledger import hash_of, key_of
 
 NUM_BUCKETS = 256
-GROUP_BYTES = 256 << 20
+GROUP_BYTES = 128 << 20
 """Maximum size of the rows that are permuted in memory."""
 FLUSH_BYTES = 64 << 20
 """Size of the rows that are collected before they are appended to the files."""

@@ -8,12 +8,11 @@ from typing import Any, cast
 
 import cloudpickle
 import numpy as np
-import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from etrain_jupyter.data.columns import Column, columns_of
+from etrain_jupyter.data.columns import Column
 from etrain_jupyter.data.shards import Shards, Warn
 from etrain_jupyter.rules.samples.block_order import BlockLayout
 from etrain_jupyter.trainer.seeds import seeded
@@ -79,18 +78,18 @@ class ShardSource:
     ) -> Iterator[tuple[NDArray[np.int64], Any]]:
         """Yield the samples and the batch of each share; reads ahead."""
         if self._loader is not None:
-            self._shares.feed = self._tables(shares)
+            self._shares.feed = self._fetched(shares)
             yield from self._loader
             return
-        for samples, table, seed in self._tables(shares):
-            yield samples, self._convert.batch_of(table, seed)
+        for samples, columns, seed in self._fetched(shares):
+            yield samples, self._convert.batch_of(samples, columns, seed)
 
     def close(self) -> None:
         """Stop the threads and the loader processes."""
         self._loader = None  # the destructor of its iterator stops them
         self._reader.close()
 
-    def _tables(self, shares: Iterable[tuple[Samples, int]]) -> Iterator[_Fetched]:
+    def _fetched(self, shares: Iterable[tuple[Samples, int]]) -> Iterator[_Fetched]:
         # Each share is taken from the stream before the previous ones are used, so that threads
         # read its blocks while those are trained on.
         ahead: deque[tuple[NDArray[np.int64], int]] = deque()
@@ -110,7 +109,7 @@ class ShardSource:
         # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
         return DataLoader(
             cast("Dataset[Any]", self._convert),
-            batch_sampler=cast("Any", self._shares),  # passes each table on unchanged
+            batch_sampler=cast("Any", self._shares),  # passes the columns on unchanged
             num_workers=num_workers,
             collate_fn=_unchanged,  # the converter has already collated
             # Without its own generator the loader would draw from the model's.
@@ -120,8 +119,8 @@ class ShardSource:
         )
 
 
-_Fetched = tuple[NDArray[np.int64], pa.Table, int]
-"""Samples, their rows, and the seed of the process that converts them."""
+_Fetched = tuple[NDArray[np.int64], dict[str, Column], int]
+"""Samples, their columns, and the seed of the process that converts them."""
 
 
 class _Shares:
@@ -147,14 +146,13 @@ class _Converter:
 
     def __getitems__(self, fetched: _Fetched) -> tuple[NDArray[np.int64], Any]:
         # torch's fetcher calls this method if it exists, with each item of the batch sampler.
-        samples, table, seed = fetched
-        return samples, self.batch_of(table, seed)
+        return fetched[0], self.batch_of(*fetched)
 
-    def batch_of(self, table: pa.Table, seed: int) -> Any:
+    def batch_of(self, numbers: NDArray[np.int64], columns: dict[str, Column], seed: int) -> Any:
         if not self.is_by_sample:
-            return self._tensors_of(columns_of(table))
+            return self._tensors_of(columns)
         with seeded(seed):
-            samples = self._shards.samples_of(table)
+            samples = self._shards.samples_of(columns, len(numbers))
             return (self._collate or default_collate)(samples)
 
     def _tensors_of(self, columns: dict[str, Column]) -> Any:

@@ -188,8 +188,8 @@ def test_rows_are_read_by_number_in_any_order(stored: Home, tmp_path: Path) -> N
 
     taken = reader.take(numbers)
 
-    assert taken["id"].to_pylist() == numbers.tolist()
-    assert taken["text"].to_pylist() == [f"row {n}" for n in numbers]
+    assert taken["id"].tolist() == numbers.tolist()
+    assert taken["text"] == [f"row {n}" for n in numbers]
     assert shards[int(numbers[3])]["id"] == numbers[3]
     reader.close()
 
@@ -205,7 +205,7 @@ def test_epoch_in_batches_has_each_sample_once_and_reads_each_block_once(
     for first in range(0, NUM_ROWS, 32):
         samples = order.samples(first, min(first + 32, NUM_ROWS))
         reader.prefetch(samples)
-        found += reader.take(samples)["id"].to_pylist()
+        found += reader.take(samples)["id"].tolist()
 
     assert sorted(found) == list(range(NUM_ROWS))
     assert reader.num_bytes_read == sum(block.size for block in shards.index.blocks)
@@ -420,7 +420,7 @@ def test_cache_that_cannot_be_used_is_bypassed_with_a_warning(
 
     reader = Shards(home.url, cache_dir=tmp_path / "file").open(warn=warnings.append)
 
-    assert reader.take(np.array([3, 499]))["id"].to_pylist() == [3, 499]
+    assert reader.take(np.array([3, 499]))["id"].tolist() == [3, 499]
     assert len(warnings) == 1
     assert "are read from their source" in warnings[0]
     reader.close()

@@ -38,7 +38,7 @@ SHIPPED_TEST_HELPERS = "testing"
 # Library -> prefixes of the modules (relative to the package) that may import it.
 CONFINED: dict[str, tuple[str, ...]] = {
     "torch": ("trainer",),
-    "pyarrow": ("data", "trainer.shard_source"),
+    "pyarrow": ("data",),
     "boto3": ("pools.ec2", "storage.objects"),
     "botocore": ("pools.ec2", "storage.objects"),
     "IPython": ("magics", "launch", "__init__", "notebook.editor"),

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etrain_jupyter.data.columns import Column, columns_of, rows_of
+from etrain_jupyter.data.columns import Column, columns_of, join_parts, rows_of, view_of
 from etrain_jupyter.data.rows import column_from
 from etrain_jupyter.errors import ShardError
 
@@ -74,3 +74,45 @@ def test_rows_have_one_value_per_column() -> None:
     table = pa.table({"x": [1, 2], "t": ["a", "b"]})
 
     assert rows_of(columns_of(table), 2) == [{"x": 1, "t": "a"}, {"x": 2, "t": "b"}]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array([1, 2, 3], pa.int16()),
+        pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int32())),
+        pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float64(), 2)),
+        column_from([np.full((2, 2), i) for i in range(3)]),
+    ],
+)
+def test_view_has_the_rows_of_the_column(array: pa.Array) -> None:
+    for part in (array, array.slice(1)):
+        view = view_of(pa.chunked_array([part]))
+
+        assert view is not None
+        assert np.array_equal(view, np.asarray(column(part)))
+
+
+@pytest.mark.parametrize(
+    "values", [[1, None], [True, False], [[1], [1, 2]], [[1, None]], ["a"], [[], []], [["a"]]]
+)
+def test_other_columns_have_no_view(values: list[object]) -> None:
+    assert view_of(pa.chunked_array([pa.array(values)])) is None
+
+
+def test_parts_are_joined_in_the_order_of_the_rows() -> None:
+    equal, ragged = np.array([[1, 2], [3, 4]]), pa.chunked_array([[[5], [6, 7, 8]]])
+    order = np.array([3, 0, 2])
+
+    assert join_parts("x", [equal, equal + 4], order).tolist() == [[7, 8], [1, 2], [5, 6]]
+    joined = join_parts("x", [equal, ragged], order)
+    assert [value.tolist() for value in joined] == [[6, 7, 8], [1, 2], [5]]
+    joined = join_parts("x", [equal, equal[:, :1]], order)
+    assert [value.tolist() for value in joined] == [[3], [1, 2], [1]]
+    assert join_parts(
+        "x", [pa.chunked_array([["a", "b"]]), pa.chunked_array([["c", "d"]])], order
+    ) == [
+        "d",
+        "a",
+        "c",
+    ]
