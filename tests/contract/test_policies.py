@@ -115,7 +115,7 @@ def denied(cloud: FakeAws) -> list[str]:
     return [str(request) for request, is_permitted in cloud.permissions() if not is_permitted]
 
 
-def test_launcher_policy_is_enough_for_a_cluster(
+def test_launcher_policy_is_sufficient_for_a_cluster(
     cloud: FakeAws, spec: AwsSpotSpec, become: Callable[[str], Clients], tls: Path
 ) -> None:
     clients = become("launcher")
@@ -135,7 +135,7 @@ def test_launcher_policy_is_enough_for_a_cluster(
     } <= asked
 
 
-def test_head_policy_is_enough_for_what_its_launcher_has_laid_down(
+def test_head_policy_is_sufficient_after_the_set_up_by_its_launcher(
     cloud: FakeAws, spec: AwsSpotSpec, become: Callable[[str], Clients], tls: Path
 ) -> None:
     """A head on a machine of its own could not start: it tried to make template and group again."""

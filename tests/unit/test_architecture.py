@@ -131,7 +131,7 @@ TOP = {name.split(".")[0] for name in NAMES}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_module_imports_only_from_lower_floors(path: Path) -> None:
+def test_module_imports_only_from_lower_layers(path: Path) -> None:
     name = module_name(path)
 
     broken = [rule for imported in imported_names(path) for rule in broken_rules(name, imported)]
@@ -153,7 +153,7 @@ def test_module_imports_only_from_lower_floors(path: Path) -> None:
         ("storage.checkpoints.local", "boto3"),
     ],
 )
-def test_a_forbidden_import_is_seen(name: str, imported: str) -> None:
+def test_forbidden_import_is_detected(name: str, imported: str) -> None:
     assert list(broken_rules(name, imported)) != []
 
 
@@ -208,11 +208,11 @@ KNOWN_CIRCLES: list[list[str]] = []
 """Circles that are still to be broken; never add one."""
 
 
-def test_no_circle_of_modules() -> None:
+def test_there_are_no_unknown_import_cycles() -> None:
     assert [found for found in circles(module_arrows()) if found not in KNOWN_CIRCLES] == []
 
 
-def test_a_circle_is_seen() -> None:
+def test_import_cycle_is_detected() -> None:
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
 
     assert circles(arrows) == [["b", "c"]]
@@ -247,7 +247,7 @@ def test_function_of_the_engine_fits_on_a_screen(path: Path) -> None:
     assert list(long_functions(path.read_text(encoding="utf-8"))) == []
 
 
-def test_a_long_function_is_seen() -> None:
+def test_long_function_is_detected() -> None:
     body = "    x = 1\n" * (MAX_LINES - 1)
 
     assert list(long_functions(f"def fits():\n{body}")) == []

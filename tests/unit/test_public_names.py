@@ -40,7 +40,7 @@ def test_the_terminal_loads_no_engine() -> None:
 
 
 @pytest.mark.parametrize("name", etrain_jupyter.__all__)
-def test_each_public_name_is_there(name: str) -> None:
+def test_each_public_name_exists(name: str) -> None:
     assert getattr(etrain_jupyter, name) is not None
     assert name in dir(etrain_jupyter)
 

@@ -21,7 +21,7 @@ _DATA = (("data", "train"), ("data", "eval"))
 _ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
 _SCALARS = (str, bytes, int, float, complex)
 _NUM_ARGUMENTS = {"loss": 2, "metrics": 2, "step": 2, "weight": 1, "optimizer": 1, "data": 1}
-"""Number of arguments with which a key's function is called; ``data`` means ``data.collate``."""
+"""Number of arguments passed to the function of a key; ``data`` stands for ``data.collate``."""
 _PREDICT = ("eval", "predict")
 
 

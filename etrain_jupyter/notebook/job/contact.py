@@ -2,7 +2,7 @@
 
 From the kernel, a suspended, swapped-out or disconnected scheduler looks like a dead one. Only a
 process on the same machine can tell them apart. A timeout alone is therefore reported but never
-treated as final, and the feed keeps retrying.
+treated as treated as final, and the feed keeps retrying.
 """
 
 from __future__ import annotations

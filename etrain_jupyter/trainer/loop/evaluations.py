@@ -99,8 +99,8 @@ class Evaluations:
         # and the best weights are those of this step.
         if self._needs_scores and not self.collect(group, is_pending=is_pending):
             return False
-        # All of this precedes the report: if a rank dies after this point, the survivors have the
-        # same counters, and the next rank 0 reports the evaluation again.
+        # Update the counters before the report. If a rank dies after this point, the survivors have
+        # the same counters, and the next rank 0 reports the evaluation again.
         state.num_evals += 1
         state.evaluated_step, state.is_eval_owed = state.step, False
         self.every.restart(time.monotonic())

@@ -48,7 +48,7 @@ class TrainState:
         self.evaluated_step = 0
         """Step whose weights were evaluated last."""
         self.is_eval_owed = False
-        """True if rank 0's timer has requested an evaluation that is not done yet."""
+        """True if rank 0's timer has requested an evaluation that is still pending."""
         self.score_pass = ScorePass()
         """The newest pass of ``eval.predict``, begun or complete."""
         self.is_scored = False

@@ -80,7 +80,7 @@ def test_the_error_of_the_contract_is_printed() -> None:
         ("batch: 64\nworkers: 4\n", "batch: {global: 64}\nworkers: {min: 1, max: 4}\n"),
     ],
 )
-def test_a_number_for_a_group_is_short_for_its_usual_key(short: str, long: str) -> None:
+def test_number_in_place_of_a_group_sets_its_usual_key(short: str, long: str) -> None:
     configs = [parse_cell(GOOD + body, namespace={}).config for body in (short, long)]
 
     assert configs[0] == configs[1]
@@ -92,18 +92,18 @@ def test_a_job_from_python_takes_the_shorthands_too() -> None:
     assert (config.batch.global_batch_size, config.workers.max, config.workers.min) == (64, 4, 1)
 
 
-def test_flags_win_over_the_body() -> None:
+def test_flags_override_the_body() -> None:
     job = parse_cell(GOOD + "name: a\nseed: 1\n", namespace={}, overrides={"name": "b"})
     assert (job.config.name, job.config.seed) == ("b", 1)
 
 
-def test_flags_in_a_group_leave_the_rest_of_it() -> None:
+def test_flag_overrides_only_one_key_of_a_group() -> None:
     body = GOOD + "workers: {min: 2, max: 3}\n"
     job = parse_cell(body, namespace={}, overrides={"workers": {"max": 4}})
     assert (job.config.workers.min, job.config.workers.max) == (2, 4)
 
 
-def test_a_fault_in_a_flag_points_at_the_first_line() -> None:
+def test_error_in_a_flag_points_at_the_first_line() -> None:
     line = "%%etrain distributed --name ' '"
     with pytest.raises(CellError) as caught:
         parse_cell(GOOD + "name: digits\n", namespace={}, overrides={"name": " "}, first_line=line)
@@ -120,7 +120,7 @@ def test_numpy_numbers_are_numbers(value: Any) -> None:
     assert parse_cell(GOOD + "seed: !py n\n", namespace={"n": value}).config.seed == 3
 
 
-def test_an_object_from_py_gets_its_name() -> None:
+def test_object_from_py_is_added_to_the_namespace() -> None:
     net = Net()
     body = "model: !py nets[0]\ndata: {train: !py '[1, 2]'}\nloss: loss\n"
     job = parse_cell(body, namespace={"nets": [net]})
@@ -128,7 +128,7 @@ def test_an_object_from_py_gets_its_name() -> None:
     assert job.namespace_extra[job.config.data.train] == [1, 2]
 
 
-def test_a_list_typed_into_the_cell_is_no_object() -> None:
+def test_list_literal_in_the_cell_is_refused_as_data() -> None:
     with pytest.raises(CellError, match="not a list"):
         parse_cell("model: Net\ndata: {train: [1, 2]}\nloss: loss\n", namespace={})
 
@@ -164,7 +164,7 @@ def test_any_mapping_is_a_job_or_a_config_error(keys: dict[str, Any]) -> None:
 # --------------------------------------------------------------------------------- from Python
 
 
-def test_python_gets_the_same_words_without_a_line() -> None:
+def test_python_api_raises_the_same_error_without_a_line_number() -> None:
     with pytest.raises(ConfigError) as caught:
         python(optimiser={})
     error = caught.value
@@ -173,7 +173,7 @@ def test_python_gets_the_same_words_without_a_line() -> None:
     assert error.render() == ["etrain: unknown key 'optimiser'", "  did you mean 'optimizer'?"]
 
 
-def test_python_gives_step_and_weight_as_objects_too() -> None:
+def test_step_and_weight_can_be_python_objects() -> None:
     def num_tokens(batch: Any) -> int:
         return len(batch)
 
@@ -182,7 +182,7 @@ def test_python_gives_step_and_weight_as_objects_too() -> None:
     assert job.namespace_extra["cross_entropy"] is cross_entropy
 
 
-def test_a_key_that_is_no_text_is_an_error_and_not_a_crash() -> None:
+def test_key_that_is_not_a_string_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="unknown key '3'"):
         parse_mapping({**SMALL, 3: 4}, {})  # type: ignore[dict-item]
 
@@ -209,7 +209,7 @@ def test_an_instance_without_a_name_gets_one() -> None:
     assert (job.config.model, job.namespace_extra["model_net"]) == ("model_net", net)
 
 
-def test_a_function_of_a_library_brings_its_name() -> None:
+def test_library_function_keeps_its_name() -> None:
     job = python({}, loss=cross_entropy)
     assert (job.config.loss, job.namespace_extra) == (
         "cross_entropy",
@@ -217,7 +217,7 @@ def test_a_function_of_a_library_brings_its_name() -> None:
     )
 
 
-def test_a_name_of_the_notebook_is_not_taken_over() -> None:
+def test_name_of_the_notebook_is_not_overwritten() -> None:
     job = python({"cross_entropy": 3}, loss=cross_entropy)
     assert job.config.loss == "cross_entropy_2"
     assert job.namespace({"cross_entropy": 3}) == {
@@ -226,19 +226,19 @@ def test_a_name_of_the_notebook_is_not_taken_over() -> None:
     }
 
 
-def test_a_lambda_gets_a_name_that_is_an_expression() -> None:
+def test_lambda_gets_a_valid_identifier_as_its_name() -> None:
     job = python({}, loss=lambda o, t: o, metrics={"a": lambda o, t: t})
     assert job.config.loss == "the_lambda"
     assert job.config.metrics == {"a": "the_lambda_2"}
 
 
-def test_one_object_in_two_places_stays_one() -> None:
+def test_object_used_twice_gets_one_name() -> None:
     data = [1, 2, 3]
     job = python({}, data={"train": data, "eval": data})
     assert job.config.data.train == job.config.data.eval
 
 
-def test_pairs_dicts_and_factories_may_stand_in_the_mapping() -> None:
+def test_pairs_dicts_and_factories_are_accepted_in_the_mapping() -> None:
     pair = ([1], [2])
     table = {"x": [1]}
     job = python({}, data={"train": pair, "eval": table}, optimizer=dict)
@@ -253,12 +253,12 @@ def test_live_objects_are_checked_like_names() -> None:
         check_references(job.config, job.namespace({"Net": Net, "loss": cross_entropy}))
 
 
-def test_none_is_no_object() -> None:
+def test_none_as_a_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="model is empty"):
         python(model=None)
 
 
-def test_paths_and_tuples_are_values() -> None:
+def test_paths_and_tuples_are_accepted_as_values() -> None:
     job = python(checkpoint={"to": Path("out")}, optimizer={"betas": (0.9, 0.99)})
     assert job.config.checkpoint.to == "out"
     assert job.config.model_dump(mode="json")["optimizer"]["options"] == {"betas": [0.9, 0.99]}
@@ -296,7 +296,7 @@ def test_the_template_shows_every_key_and_what_comes_later() -> None:
 # ------------------------------------------------------------------------------ small helpers
 
 
-def test_no_answer_for_other_systems_hides_a_key_of_ours() -> None:
+def test_hints_for_keys_of_other_systems_hide_no_key_of_ours() -> None:
     ours = {*keys_of(TrainConfig)}
     for name, section in keys_of(TrainConfig).items():
         ours |= {f"{name}.{key}" for key in keys_of(section)} if section else set()
@@ -320,13 +320,13 @@ def test_no_answer_for_other_systems_hides_a_key_of_ours() -> None:
         "dataset",
     ],
 )
-def test_keys_of_other_systems_are_answered_with_ours(key: str) -> None:
+def test_error_for_a_key_of_another_system_suggests_ours(key: str) -> None:
     with pytest.raises(CellError) as caught:
         parse_cell(GOOD + f"{key}: 3\n", namespace={})
     assert caught.value.hint == KNOWN_ELSEWHERE[key]
 
 
-def test_nearest_ignores_case_and_gives_up_when_nothing_is_near() -> None:
+def test_nearest_ignores_case_and_suggests_nothing_for_a_distant_word() -> None:
     assert nearest("ADAM", ["Adam", "SGD"]) == ["Adam"]
     assert did_you_mean("zzz", ["Adam"]) == ""
 
@@ -343,17 +343,17 @@ def test_nearest_ignores_case_and_gives_up_when_nothing_is_near() -> None:
         (object(), "an object"),
     ],
 )
-def test_values_in_words(value: Any, words: str) -> None:
+def test_in_words_describes_each_kind_of_value(value: Any, words: str) -> None:
     assert in_words(value) == words
 
 
-def test_a_tab_in_a_line_keeps_the_caret_in_place() -> None:
+def test_tab_in_a_line_does_not_shift_the_caret() -> None:
     source = SourceMap(lines=("%%etrain", "a:\tb"))
     error = source.error_at(Span(line=2, column=4), "x")
     assert error.render()[1:3] == ["    2 | a: b", "      |    ^"]
 
 
-def test_what_is_not_in_the_cell_points_at_the_group_around_it() -> None:
+def test_error_for_a_missing_key_points_at_its_group() -> None:
     with pytest.raises(CellError) as caught:
         parse_cell("model: Net()\nloss: l\ndata:\n  eval: x\n", namespace={})
     assert (caught.value.line, caught.value.column, caught.value.length) == (4, 1, 4)

@@ -39,7 +39,7 @@ def test_every_key_of_the_schema_is_described() -> None:
 
 
 @pytest.mark.parametrize("path", KEYS, ids=".".join)
-def test_a_key_says_what_it_takes_and_means(path: KeyPath) -> None:
+def test_description_of_a_key_has_its_type_and_meaning(path: KeyPath) -> None:
     key = describe(path)
 
     assert key is not None
@@ -50,7 +50,7 @@ def test_a_key_says_what_it_takes_and_means(path: KeyPath) -> None:
 
 
 @pytest.mark.parametrize("path", KEYS, ids=".".join)
-def test_the_example_of_a_key_is_taken(path: KeyPath) -> None:
+def test_example_of_a_key_is_accepted(path: KeyPath) -> None:
     key = describe(path)
     assert key is not None
     value: Any = load_body(key.example, namespace={})[0]
@@ -79,7 +79,7 @@ def test_the_example_of_a_key_is_taken(path: KeyPath) -> None:
         (("optimizer", "weight_decay"), "number or list of numbers"),
     ],
 )
-def test_what_a_key_takes_follows_from_its_annotation(path: KeyPath, facts: str) -> None:
+def test_facts_of_a_key_follow_from_its_annotation(path: KeyPath, facts: str) -> None:
     key = describe(path)
 
     assert key is not None
@@ -89,7 +89,7 @@ def test_what_a_key_takes_follows_from_its_annotation(path: KeyPath, facts: str)
 @pytest.mark.parametrize(
     "path", [(), ("nonsense",), ("model", "hidden"), ("eval", "at"), ("optimizer", "nonsense")]
 )
-def test_what_is_no_key_is_not_described(path: KeyPath) -> None:
+def test_unknown_key_has_no_description(path: KeyPath) -> None:
     assert describe(path) is None
 
 
@@ -101,7 +101,7 @@ def test_options_are_those_of_the_named_optimizer() -> None:
     assert "torch.optim.SGD" in found.meaning
 
 
-def test_an_optimizer_names_its_rate_and_its_options() -> None:
+def test_description_of_an_optimizer_names_its_rate_and_options() -> None:
     found = describe_optimizer("rprop")
 
     assert found is not None
@@ -112,7 +112,7 @@ def test_an_optimizer_names_its_rate_and_its_options() -> None:
 
 
 @pytest.mark.parametrize("path", KEYS, ids=".".join)
-def test_every_word_is_taken(path: KeyPath) -> None:
+def test_every_offered_word_is_accepted(path: KeyPath) -> None:
     for word in words_of(path):
         value = {"true": True, "false": False}.get(word, word)
         assert accepts(path, value), word
@@ -139,9 +139,7 @@ def test_words_are_the_enumerations_of_the_schema() -> None:
         (("name",), "5", []),
     ],
 )
-def test_units_are_those_that_the_key_counts_in(
-    path: KeyPath, number: str, units: list[str]
-) -> None:
+def test_offered_units_match_the_key(path: KeyPath, number: str, units: list[str]) -> None:
     assert units_of(path, number) == units
 
 
@@ -171,7 +169,7 @@ def test_table_for_the_documentation_has_a_row_for_every_key() -> None:
     assert [row.split("`")[1] for row in rows] == [".".join(path) for path in KEYS]
 
 
-def test_switches_are_the_options_of_torch_that_are_true_or_false() -> None:
+def test_switches_are_the_boolean_options_of_torch() -> None:
     optim = pytest.importorskip("torch.optim")
     package = pytest.importorskip("pytorch_optimizer")
     own = {"LAMB": package.Lamb, "LARS": package.LARS}
@@ -194,7 +192,7 @@ def test_groups_are_found_by_path() -> None:
     assert group_at(("eval", "every", "more")) is None
 
 
-def test_help_names_what_a_number_is_short_for() -> None:
+def test_description_explains_what_a_single_number_sets() -> None:
     batch = describe(("batch",))
 
     assert batch is not None

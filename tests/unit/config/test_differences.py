@@ -42,7 +42,7 @@ def config(**changes: Any) -> TrainConfig:
     ],
     ids=str,
 )
-def test_how_to_train_may_differ(changes: dict[str, Any]) -> None:
+def test_harmless_changes_are_listed_without_a_reason(changes: dict[str, Any]) -> None:
     found = compare_configs(config(), config(**changes))
 
     assert found != []
@@ -70,7 +70,9 @@ def test_how_to_train_may_differ(changes: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_makes_another_curve_says_so(changes: dict[str, Any], line: str) -> None:
+def test_changes_that_alter_the_curve_are_listed_with_a_reason(
+    changes: dict[str, Any], line: str
+) -> None:
     matters = [d for d in compare_configs(config(), config(**changes)) if d.why]
 
     assert line in [str(difference) for difference in matters]
@@ -86,7 +88,7 @@ def test_every_key_that_is_not_known_to_be_harmless_matters() -> None:
     assert set(TrainConfig.model_fields) == harmless | known, "decide what a new key means"
 
 
-def test_longer_job_whose_rate_falls_to_its_end_matters() -> None:
+def test_extending_a_job_with_a_decaying_rate_matters() -> None:
     falls = {"schedule": {"decay": "linear"}}
 
     [found] = compare_configs(config(**falls), config(**falls, epochs=6.0))

@@ -100,7 +100,7 @@ def refusal(**keys: Any) -> str:
         ("  Net()  ", {"Net"}),
     ],
 )
-def test_free_names_are_those_from_outside(expression: str, names: set[str]) -> None:
+def test_free_names_are_those_not_bound_in_the_expression(expression: str, names: set[str]) -> None:
     assert free_names(expression) == names
 
 
@@ -118,7 +118,7 @@ def test_evaluating_needs_exactly_the_free_names(names: list[str], bound: str) -
 
 @settings(deadline=None)
 @given(st.text(max_size=30))
-def test_any_text_has_free_names_or_is_no_expression(text: str) -> None:
+def test_any_text_has_free_names_or_is_not_an_expression(text: str) -> None:
     try:
         found = free_names(text)
     except (SyntaxError, ValueError):
@@ -139,7 +139,9 @@ def test_any_text_has_free_names_or_is_no_expression(text: str) -> None:
         ("mod:Net()", None),
     ],
 )
-def test_an_import_path_is_told_from_an_expression(text: str, path: tuple[str, str] | None) -> None:
+def test_import_path_is_distinguished_from_an_expression(
+    text: str, path: tuple[str, str] | None
+) -> None:
     assert import_path(text) == path
 
 
@@ -160,7 +162,7 @@ def test_an_import_path_is_told_from_an_expression(text: str, path: tuple[str, s
         {"model": "max"},
     ],
 )
-def test_what_can_work_passes(keys: dict[str, Any]) -> None:
+def test_valid_references_pass(keys: dict[str, Any]) -> None:
     check(**keys)
 
 
@@ -229,11 +231,11 @@ def test_what_can_work_passes(keys: dict[str, Any]) -> None:
         ({"loss": "__main__:f"}, "loss: '__main__:f' is defined in this notebook"),
     ],
 )
-def test_what_cannot_work_is_refused_before_submit(keys: dict[str, Any], message: str) -> None:
+def test_invalid_references_are_refused_before_submit(keys: dict[str, Any], message: str) -> None:
     assert refusal(**keys).startswith(message)
 
 
-def test_a_loader_is_answered_with_its_data_set() -> None:
+def test_error_for_a_data_loader_suggests_its_data_set() -> None:
     class Loader:
         batch_sampler, dataset = 1, (1, 2)
 
@@ -245,7 +247,7 @@ def test_a_loader_is_answered_with_its_data_set() -> None:
     assert "data.train: loader.dataset" in caught.value.hint
 
 
-def test_an_optimizer_called_in_the_cell_is_answered_with_a_name() -> None:
+def test_error_for_an_optimizer_call_suggests_its_name() -> None:
     class Adam:
         def __init__(self, params: Any = (), lr: float = 1) -> None: ...
 
@@ -254,13 +256,13 @@ def test_an_optimizer_called_in_the_cell_is_answered_with_a_name() -> None:
     assert "{name: Adam, lr: 1e-3}" in caught.value.hint
 
 
-def test_a_misspelled_optimizer_is_looked_for_in_torch_too() -> None:
+def test_misspelled_optimizer_is_also_searched_for_in_torch() -> None:
     with pytest.raises(ConfigError) as caught:
         check(optimizer="RAdm")
     assert "'RAdam'" in caught.value.hint
 
 
-def test_a_module_that_raises_while_its_package_is_imported_says_so(
+def test_error_quotes_the_exception_of_a_package_that_fails_to_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_pkg_for_test").mkdir()
@@ -279,7 +281,7 @@ def test_a_module_is_found_without_importing_it(
     assert "heavy_for_test" not in sys.modules
 
 
-def test_nothing_of_the_notebook_is_run() -> None:
+def test_check_runs_no_code_of_the_notebook() -> None:
     class Trap(ModuleType):
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(name)
@@ -291,7 +293,7 @@ def test_nothing_of_the_notebook_is_run() -> None:
     check(loss="trap.anything", names={"trap": Trap("trap")})
 
 
-def test_the_first_fault_in_the_cell_is_told() -> None:
+def test_first_error_in_the_cell_is_reported() -> None:
     body = "loss: losss\nmodel: Nett\ndata: {train: train_set}\n"
     job = parse_cell(body, namespace=NOTEBOOK)
     with pytest.raises(CellError) as caught:
@@ -310,7 +312,7 @@ def test_the_first_fault_in_the_cell_is_told() -> None:
         ("|\n  Nett(\n    1)", 2, 8, 1),
     ],
 )
-def test_carets_stand_under_the_name(value: str, line: int, column: int, length: int) -> None:
+def test_carets_mark_the_name(value: str, line: int, column: int, length: int) -> None:
     body = f"model: {value}\ndata: {{train: train_set}}\nloss: loss\n"
     try:
         job = parse_cell(body, namespace=NOTEBOOK)

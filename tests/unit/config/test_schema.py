@@ -148,7 +148,7 @@ def test_an_interval_is_a_number_and_a_unit(text: str, value: float, unit: str, 
     st.floats(min_value=1e-6, max_value=1e9, allow_nan=False),
     st.sampled_from(["epochs", "s"]),
 )
-def test_an_interval_reads_what_it_writes(value: float, unit: str) -> None:
+def test_interval_round_trips_through_its_text(value: float, unit: str) -> None:
     interval = Interval.model_validate({"value": value, "unit": unit})
     assert Interval.parse(str(interval)) == interval
 
@@ -156,7 +156,7 @@ def test_an_interval_reads_what_it_writes(value: float, unit: str) -> None:
 @pytest.mark.parametrize(
     "bad", ["", "often", "5", "0 steps", "-1 epoch", "1.5 steps", "3 weeks", "1..2 s", 200, True]
 )
-def test_what_is_no_interval_is_refused(bad: object) -> None:
+def test_invalid_interval_is_refused(bad: object) -> None:
     with pytest.raises(ValidationError):
         Interval.model_validate(bad)
 
@@ -190,11 +190,13 @@ def test_references_are_named_by_their_key() -> None:
         ({"batch": {"global": 2}, "workers": {"max": 8}}, 64, 2),
     ],
 )
-def test_no_worker_is_without_a_sample(keys: dict[str, object], cores: int, expected: int) -> None:
+def test_max_workers_leaves_no_worker_without_a_sample(
+    keys: dict[str, object], cores: int, expected: int
+) -> None:
     assert config(**keys).max_workers(cores) == expected
 
 
-def test_this_machine_is_asked_for_its_cores() -> None:
+def test_default_max_workers_follows_from_the_cores_of_this_machine() -> None:
     assert 2 <= config().max_workers() <= 4
 
 
@@ -212,17 +214,17 @@ def test_an_optimizer_without_a_name_is_adamw() -> None:
     assert config(optimizer={"lr": 0.1}).optimizer == OptimizerConfig(name="AdamW", lr=0.1)
 
 
-def test_an_optimizer_without_a_rate_has_torchs_own() -> None:
+def test_optimizer_without_a_rate_uses_torchs_default() -> None:
     assert config(optimizer="Adadelta").optimizer.lr == 1.0
     assert config(optimizer={"name": "RMSprop"}).optimizer.lr == 0.01
 
 
-def test_another_word_is_a_function_of_the_notebook() -> None:
+def test_unknown_optimizer_name_is_a_reference_to_a_function() -> None:
     made = config(optimizer="make_optimizer").optimizer
     assert (made.name, made.reference) == (None, "make_optimizer")
 
 
-def test_the_literals_are_those_of_torch() -> None:
+def test_optimizer_rates_and_options_match_torch() -> None:
     optim = pytest.importorskip("torch.optim")
     for name, lr in DEFAULT_LR.items():
         parameters = inspect.signature(getattr(optim, name).__init__).parameters
@@ -232,7 +234,7 @@ def test_the_literals_are_those_of_torch() -> None:
     assert public <= {*DEFAULT_LR, *REFUSED}
 
 
-def test_the_literals_of_the_optional_package_are_its_own() -> None:
+def test_optimizer_rates_and_options_match_the_optional_package() -> None:
     package = pytest.importorskip("pytorch_optimizer")
     for name, kind in {"LAMB": package.Lamb, "LARS": package.LARS}.items():
         parameters = inspect.signature(kind.__init__).parameters
@@ -241,18 +243,18 @@ def test_the_literals_of_the_optional_package_are_its_own() -> None:
         assert set(parameters) - own == OPTIONS[name], name
 
 
-def test_no_decay_is_no_option_of_torch() -> None:
+def test_no_decay_is_kept_out_of_the_optimizer_options() -> None:
     made = config(optimizer={"name": "lamb", "no_decay": "auto", "weight_decay": 0.01}).optimizer
     assert (made.name, made.lr, made.no_decay) == ("LAMB", 0.001, "auto")
     assert made.options == {"weight_decay": 0.01}
 
 
-def test_no_decay_of_a_function_is_refused() -> None:
+def test_no_decay_for_an_optimizer_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="not to a function"):
         config(optimizer={"reference": "make_optimizer", "no_decay": "auto"})
 
 
-def test_steps_take_the_place_of_epochs() -> None:
+def test_steps_replace_epochs() -> None:
     assert (config(steps=5).epochs, config(steps=5).steps) == (None, 5)
 
 

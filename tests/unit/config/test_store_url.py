@@ -22,12 +22,12 @@ from etrain_jupyter.config.store_url import split_s3_url
         ("s3://bucket/a\nb", "has characters after the bucket"),
     ],
 )
-def test_url_that_is_none_is_refused(url: str, words: str) -> None:
+def test_invalid_url_is_refused(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("..", r"\.\.")) as caught:
         split_s3_url(url)
     assert "secret" not in str(caught.value)
 
 
-def test_bucket_alone_is_a_place() -> None:
+def test_bucket_without_a_prefix_is_valid() -> None:
     assert split_s3_url("s3://my-bucket") == ("my-bucket", "")
     assert split_s3_url("s3://my.bucket/a b/c") == ("my.bucket", "a b/c")

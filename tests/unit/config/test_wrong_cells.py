@@ -741,7 +741,7 @@ etrain: line 5, column 7: unknown tag '!env'
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_a_wrong_cell_prints(name: str) -> None:
+def test_wrong_cell_prints_the_expected_error(name: str) -> None:
     body, expected = CELLS[name]
     assert printed(body)[0] == expected
 

@@ -62,25 +62,25 @@ def fails(text: str, **namespace: Any) -> CellError:
         ("pkg.mod:attribute", "pkg.mod:attribute"),
     ],
 )
-def test_scalars_mean_what_yaml_1_2_says(text: str, value: Any) -> None:
+def test_scalars_have_their_yaml_1_2_values(text: str, value: Any) -> None:
     loaded = load(f"key: {text}")["key"]
     assert loaded == value
     assert type(loaded) is type(value)
 
 
-def test_not_a_number_is_a_number() -> None:
+def test_nan_is_parsed_as_a_float() -> None:
     assert math.isnan(load("key: .nan")["key"])
 
 
 @settings(deadline=None)
 @given(st.integers())
-def test_every_integer_comes_back(value: int) -> None:
+def test_every_integer_round_trips(value: int) -> None:
     assert load(f"key: {value}") == {"key": value}
 
 
 @settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_every_float_comes_back_as_python_writes_it(value: float) -> None:
+def test_every_float_round_trips_as_python_writes_it(value: float) -> None:
     loaded = load(f"key: {value!r}")["key"]
     assert loaded == value
     assert isinstance(loaded, float)
@@ -88,14 +88,14 @@ def test_every_float_comes_back_as_python_writes_it(value: float) -> None:
 
 @settings(deadline=None)
 @given(st.text(alphabet=string.printable + "äπ", max_size=40))
-def test_every_quoted_text_comes_back(value: str) -> None:
+def test_every_quoted_text_round_trips(value: str) -> None:
     printable = "".join(c for c in value if c.isprintable())
     assert load("key: '" + printable.replace("'", "''") + "'") == {"key": printable}
 
 
 @settings(deadline=None)
 @given(st.text(max_size=60))
-def test_any_text_is_read_or_refused_with_a_place(body: str) -> None:
+def test_any_text_is_parsed_or_refused_with_a_position(body: str) -> None:
     error = None
     try:
         load(body)
@@ -115,35 +115,35 @@ def test_an_alias_repeats_its_anchor() -> None:
     assert load("a: &x {b: 1}\nc: *x") == {"a": {"b": 1}, "c": {"b": 1}}
 
 
-def test_places_count_from_the_magic_line() -> None:
+def test_positions_count_from_the_magic_line() -> None:
     _, source = load_body("epochs: 3\nbatch: {global: 256}\n", namespace={})
     assert source.keys["epochs",] == Span(line=2, column=1, length=6)
     assert source.values["epochs",] == Span(line=2, column=9, length=1)
     assert source.values["batch", "global"] == Span(line=3, column=17, length=3)
 
 
-def test_windows_line_ends_keep_the_count() -> None:
+def test_windows_line_endings_keep_the_line_numbers() -> None:
     error = fails("a: 1\r\nb: 2\r\na: 3\r\n")
     assert (error.line, error.column, error.text) == (4, 1, "a: 3")
 
 
-def test_a_key_given_twice_is_refused_where_it_stands_again() -> None:
+def test_error_for_a_duplicate_key_points_at_its_second_occurrence() -> None:
     error = fails("epochs: 3\nseed: 1\nepochs: 4\n")
     assert (error.line, error.column, error.length) == (4, 1, 6)
     assert str(error) == "duplicate key 'epochs'"
     assert "line 2" in error.hint
 
 
-def test_a_key_given_twice_in_a_group_is_refused() -> None:
+def test_duplicate_key_in_a_group_is_refused() -> None:
     assert str(fails("batch: {global: 1, global: 2}")) == "duplicate key 'global'"
 
 
 @pytest.mark.parametrize("key", ["1", "true", "null", "3.5"])
-def test_a_key_is_a_word(key: str) -> None:
+def test_key_that_is_not_a_word_is_refused(key: str) -> None:
     assert str(fails(f"{key}: x")) == f"a key must be a word, not '{key}'"
 
 
-def test_a_key_is_no_list() -> None:
+def test_list_as_a_key_is_refused() -> None:
     assert str(fails("? [a, b]\n: x")) == "a key must be a word, not a group or a list"
 
 
@@ -161,7 +161,7 @@ def test_a_key_is_no_list() -> None:
         ("lr 3\nseed: 1", 2, 1, "write 'key: value'"),
     ],
 )
-def test_a_syntax_error_points_at_its_place(body: str, line: int, column: int, hint: str) -> None:
+def test_error_points_at_the_invalid_syntax(body: str, line: int, column: int, hint: str) -> None:
     error = fails(body)
     assert str(error).startswith("this is not valid YAML: ")
     assert hint in error.hint
@@ -169,18 +169,18 @@ def test_a_syntax_error_points_at_its_place(body: str, line: int, column: int, h
         assert (error.line, error.column) == (line, column)
 
 
-def test_an_unclosed_bracket_points_into_the_text_and_not_behind_it() -> None:
+def test_error_for_an_unclosed_bracket_points_into_the_text() -> None:
     error = fails("a: 1\nb: [1, 2\n")
     assert (error.line, error.text) == (3, "b: [1, 2")
 
 
-def test_a_character_that_cannot_be_seen_is_named() -> None:
+def test_error_names_an_invisible_character() -> None:
     error = fails("a: 1\nb: x\x01y")
     assert (error.line, error.column) == (3, 5)
     assert str(error) == "the character U+0001 is not allowed in a cell"
 
 
-def test_deep_nesting_is_refused_and_not_a_crash() -> None:
+def test_deep_nesting_is_refused_without_a_crash() -> None:
     assert "nested too deeply" in str(fails("a: " + "[" * 20000))
 
 
@@ -189,21 +189,21 @@ def test_an_alias_inside_its_own_value_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tag", ["!!python/object:os.system", "!!set", "!foo", "!!binary"])
-def test_no_other_tag_is_known(tag: str) -> None:
+def test_unknown_tags_are_refused(tag: str) -> None:
     error = fails(f"a: {tag} x")
     assert str(error) == f"unknown tag '{tag}'"
     assert "!py" in error.hint
 
 
-def test_a_core_tag_that_does_not_fit_is_refused() -> None:
+def test_core_tag_that_does_not_match_its_value_is_refused() -> None:
     assert str(fails("a: !!int x")) == "'x' cannot be read as !!int"
 
 
-def test_py_reads_the_notebook() -> None:
+def test_py_reads_names_of_the_notebook() -> None:
     assert load("seed: !py base + 1", base=41) == {"seed": 42}
 
 
-def test_py_takes_quotes_for_what_yaml_would_tear() -> None:
+def test_quoted_py_expression_may_contain_yaml_syntax() -> None:
     assert load('a: !py "{1: [2, 3]}[1]"') == {"a": [2, 3]}
 
 
@@ -211,13 +211,13 @@ def test_py_sees_names_inside_comprehensions() -> None:
     assert load("a: !py sum(x * k for x in xs)", xs=[1, 2], k=10) == {"a": 30}
 
 
-def test_py_leaves_the_notebook_alone() -> None:
+def test_py_does_not_change_the_notebook() -> None:
     namespace: dict[str, Any] = {"x": 1}
     assert load_body("a: !py (y := x + 1)", namespace=namespace)[0] == {"a": 2}
     assert namespace == {"x": 1}
 
 
-def test_py_tells_where_its_values_stand() -> None:
+def test_keys_computed_by_py_are_recorded() -> None:
     _, source = load_body("a: !py 1\nb: {c: !py 2, d: 3}", namespace={})
     assert source.computed == {("a",), ("b", "c")}
 
@@ -229,7 +229,7 @@ def test_py_with_an_unknown_name_suggests_the_nearest() -> None:
     assert (error.line, error.column, error.length) == (2, 7, 16)
 
 
-def test_py_that_raises_keeps_the_cause() -> None:
+def test_error_of_a_py_expression_keeps_its_cause() -> None:
     error = fails("seed: !py 1 / 0")
     assert str(error) == "!py 1 / 0 raised ZeroDivisionError: division by zero"
     assert isinstance(error.__cause__, ZeroDivisionError)
@@ -245,7 +245,7 @@ def test_py_without_an_expression_is_refused(body: str) -> None:
     assert str(fails(body)) == "!py without an expression"
 
 
-def test_py_before_a_group_asks_for_quotes() -> None:
+def test_error_for_py_before_a_group_suggests_quotes() -> None:
     assert "quotes" in fails("a: !py {b: 1}").hint
 
 

@@ -90,7 +90,7 @@ def test_step_of_an_older_log_counts_as_agreed_by_all_ranks() -> None:
     assert read.ranks_agree
 
 
-def test_floats_that_are_not_finite_survive(path: Path) -> None:
+def test_non_finite_floats_survive_a_round_trip(path: Path) -> None:
     step = StepCompleted(
         job_id="job",
         time=1.0,
@@ -131,7 +131,7 @@ def test_event_can_be_read_as_soon_as_append_returns(path: Path) -> None:
     log.close()
 
 
-def test_reader_asks_for_what_it_missed(path: Path) -> None:
+def test_reading_since_a_number_returns_the_later_events(path: Path) -> None:
     log = EventLog(path)
     log.append([line(text) for text in "abcde"])
     log.close()
@@ -155,7 +155,7 @@ def test_follower_gets_each_event_once(path: Path) -> None:
     log.close()
 
 
-def test_line_in_the_making_is_left_for_the_next_read(path: Path) -> None:
+def test_incomplete_line_is_left_for_the_next_read(path: Path) -> None:
     log = EventLog(path)
     log.append([line("a")])
     log.close()
@@ -185,7 +185,7 @@ def test_reopened_log_continues_after_the_last_whole_line(path: Path, torn: byte
 
 
 @given(data=st.data())
-def test_log_cut_anywhere_loses_only_whole_events_at_its_end(
+def test_log_truncated_anywhere_keeps_all_complete_events(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "events.jsonl"
@@ -204,7 +204,7 @@ def test_log_cut_anywhere_loses_only_whole_events_at_its_end(
     assert [event.seq for event in read_events(path)] == list(range(1, num_whole + 2))
 
 
-def test_file_that_is_no_log_is_left_alone(tmp_path: Path) -> None:
+def test_file_that_is_not_a_log_is_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "diary.txt"
     path.write_text("Dear diary,\nnothing happened.\n")
     with pytest.raises(EtrainError, match="not the log of a job"):
@@ -221,7 +221,7 @@ def test_second_writer_is_refused_until_the_first_ends(path: Path) -> None:
     EventLog(path).close()
 
 
-def test_damaged_line_in_the_middle_is_named(path: Path) -> None:
+def test_error_names_a_damaged_line_in_the_middle(path: Path) -> None:
     log = EventLog(path)
     log.append([line(text) for text in "abc"])
     log.close()
@@ -244,7 +244,7 @@ def test_event_of_a_newer_version_keeps_its_number(path: Path) -> None:
     assert (unknown.name, unknown.seq, unknown.data["far"]) == ("QuantumLeapt", 1, True)
 
 
-def test_event_that_is_no_json_leaves_the_log_as_it_was(path: Path) -> None:
+def test_event_that_is_not_json_leaves_the_log_unchanged(path: Path) -> None:
     log = EventLog(path)
     with pytest.raises(TypeError):
         log.append([line("a"), line(object())])  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def test_event_that_is_no_json_leaves_the_log_as_it_was(path: Path) -> None:
     assert texts(read_events(path)) == ["b"]
 
 
-def test_full_disk_leaves_whole_lines_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_only_complete_lines(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(path)
     log.append([line("a")])
     write, calls = os.write, []
@@ -288,7 +288,7 @@ def syncs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_log_is_synced_once_a_second_at_most(path: Path, syncs: list[int]) -> None:
+def test_log_is_synced_at_most_once_a_second(path: Path, syncs: list[int]) -> None:
     clock = Clock()
     log = EventLog(path, clock=clock)
     syncs.clear()
@@ -301,7 +301,7 @@ def test_log_is_synced_once_a_second_at_most(path: Path, syncs: list[int]) -> No
 
 @pytest.mark.parametrize("kind", log_module.DURABLE)
 @given(data=st.data())
-def test_what_others_act_on_is_on_the_disk_before_append_returns(
+def test_events_that_others_act_on_are_synced_before_append_returns(
     tmp_path_factory: pytest.TempPathFactory, kind: type[Event], data: st.DataObject
 ) -> None:
     happened: list[str] = []
@@ -322,7 +322,7 @@ def test_what_others_act_on_is_on_the_disk_before_append_returns(
     assert happened == ["write", "acknowledged", "write", "sync", "acknowledged"]
 
 
-def test_what_came_after_the_last_sync_is_synced_at_the_end(path: Path, syncs: list[int]) -> None:
+def test_events_after_the_last_sync_are_synced_on_close(path: Path, syncs: list[int]) -> None:
     log = EventLog(path, fsync_every_s=None, clock=Clock())
     log.append([JobStatusChanged(job_id="job", time=1.0, status="finished")])
     syncs.clear()

@@ -23,7 +23,7 @@ def step(seq: int) -> Event:
     )
 
 
-def test_old_lines_lose_their_texts_and_nothing_else(monkeypatch) -> None:
+def test_old_log_lines_lose_only_their_text(monkeypatch) -> None:
     monkeypatch.setattr(Events, "PACK_AT", 40)
     known = [step(n) if n % 10 == 0 else printed(n) for n in range(1, 401)]
     events = Events(known)
@@ -47,7 +47,7 @@ def test_old_lines_lose_their_texts_and_nothing_else(monkeypatch) -> None:
     assert list(again) == found
 
 
-def test_feed_forgets_what_the_log_has(tmp_path: Path, monkeypatch) -> None:
+def test_feed_drops_the_text_of_old_log_lines(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(Events, "PACK_AT", 40)
     monkeypatch.setattr(feed_module, "KEEP_LINES", 50)
     feed = EventFeed("j", tmp_path / "none", None, fold=lambda events: None)

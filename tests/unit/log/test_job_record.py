@@ -167,7 +167,7 @@ def committed(step: int, generation: int = 1) -> t.Event:
     )
 
 
-def test_restore_undoes_what_came_after_its_step() -> None:
+def test_restore_undoes_everything_after_its_step() -> None:
     record = JobRecord().apply_all(
         [
             formed(1, 0),
@@ -186,7 +186,7 @@ def test_restore_undoes_what_came_after_its_step() -> None:
     assert record.best_told is None, "rank 0 reports again which evaluation is the best"
 
 
-def test_checkpoint_ahead_of_the_log_moves_the_job_but_not_the_log() -> None:
+def test_checkpoint_ahead_of_the_log_advances_the_step_but_not_the_logged_step() -> None:
     record = JobRecord().apply_all(
         [formed(1, 0), committed(1), event(t.JobRestored, generation=1, step=3, num_undone=0)]
     )
@@ -194,7 +194,7 @@ def test_checkpoint_ahead_of_the_log_moves_the_job_but_not_the_log() -> None:
     assert (record.step, record.logged_step) == (3, 1)
 
 
-def test_generation_of_a_stranger_s_log_costs_no_memory() -> None:
+def test_huge_generation_number_uses_no_extra_memory() -> None:
     record = JobRecord().apply(formed(10**15, 0))
 
     assert record.generation == 10**15

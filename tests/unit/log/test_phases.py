@@ -26,7 +26,7 @@ def timed(worker: str, world_size: int, samples: int, elapsed_s: float, **more: 
     )
 
 
-def test_efficiency_is_against_what_one_worker_alone_made():
+def test_efficiency_is_relative_to_the_throughput_of_a_single_worker():
     events = [timed("w0", 1, 100, 1.0), timed("w0", 2, 60, 1.0), timed("w1", 2, 80, 1.0)]
     one, other = phases_of(events)
     assert (one["worker"], one["samples"], one["num_steps"]) == ("w0", 160, 4)
@@ -34,13 +34,13 @@ def test_efficiency_is_against_what_one_worker_alone_made():
     assert other["efficiency"] == pytest.approx(0.8)
 
 
-def test_without_a_time_alone_waiting_for_others_is_what_is_lost():
+def test_without_a_single_worker_baseline_only_communication_lowers_the_efficiency():
     [record] = phases_of([timed("w0", 4, 60, 2.0, compute_s=1.5, communication_s=0.5)])
     assert record["efficiency"] == pytest.approx(0.75)
     assert (record["compute_s"], record["communication_s"]) == (1.5, 0.5)
 
 
-def test_no_events_give_no_record_and_no_time_gives_no_rate():
+def test_no_events_give_no_record_and_zero_time_gives_zero_efficiency():
     assert phases_of([]) == []
     [record] = phases_of([timed("w0", 2, 0, 0.0, evaluation_s=1.0)])
     assert (record["efficiency"], record["evaluation_s"]) == (0.0, 1.0)

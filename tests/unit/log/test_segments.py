@@ -207,9 +207,7 @@ def test_random_log_reads_the_same_with_and_without_segments(
 
 @settings(max_examples=40, deadline=None)
 @given(events=logs(), cut=st.integers(0, 200))
-def test_events_that_come_in_pieces_are_packed_and_stay_what_they_were(
-    events: list[Event], cut: int
-) -> None:
+def test_events_added_in_pieces_are_packed_and_unchanged(events: list[Event], cut: int) -> None:
     numbered = [event.with_seq(i) for i, event in enumerate(events, start=1)]
     kept = Events(numbered[:cut])
     kept.extend(numbered[cut:])
@@ -222,13 +220,13 @@ def test_events_that_come_in_pieces_are_packed_and_stay_what_they_were(
     assert fold(kept.after(7)) == fold(numbered[7:])
 
 
-def test_what_follows_a_place_within_a_block_stays_in_order() -> None:
+def test_events_after_a_position_within_a_block_keep_their_order() -> None:
     kept = Events([event.with_seq(i) for i, event in enumerate(steps(48), start=1)])
 
     assert [event.seq for event in kept.after(7)] == list(range(8, 49))
 
 
-def test_steps_in_a_row_are_one_run() -> None:
+def test_consecutive_steps_are_packed_as_one_run() -> None:
     numbered = [event.with_seq(i) for i, event in enumerate(steps(9), start=1)]
     (run,) = pack(numbered).runs()
 
@@ -237,7 +235,7 @@ def test_steps_in_a_row_are_one_run() -> None:
     assert run.column("step").dtype == np.int8
 
 
-def test_view_that_has_seen_half_of_a_run_takes_the_other_half() -> None:
+def test_view_that_has_half_of_a_run_adds_the_other_half() -> None:
     numbered = [event.with_seq(i) for i, event in enumerate(steps(20), start=1)]
     view, whole = JobView("job"), JobView("job")
     whole.add(numbered)
@@ -250,7 +248,7 @@ def test_view_that_has_seen_half_of_a_run_takes_the_other_half() -> None:
     assert picture(view) == picture(whole)
 
 
-def test_metric_that_comes_later_is_missing_before() -> None:
+def test_metric_that_starts_later_is_nan_at_earlier_steps() -> None:
     numbered = [step(n, seq=n, metrics={"a": 0.5} if n > 5 else {}) for n in range(1, 10)]
     latest = LatestValues()
     kept = Events()
@@ -293,7 +291,7 @@ def test_growing_log_gets_its_next_segment(path: Path) -> None:
     log.close()
 
 
-def test_line_of_a_newer_version_stays_as_it_is(path: Path) -> None:
+def test_line_of_a_newer_version_is_unchanged(path: Path) -> None:
     write(path, steps(FEW))
     newer = b'{"event":"StepCompleted","step":1,"colour":"red","seq":1,"job_id":"job"'
     text = path.read_bytes().replace(b'{"event":"StepCompleted","job_id":"job"', newer, 1)
@@ -324,7 +322,7 @@ def damage_middle(file: Path) -> None:
     ids=["flipped", "cut", "empty", "gone"],
 )
 @pytest.mark.parametrize("number", [0, 1])
-def test_lines_are_read_where_a_segment_cannot_be(path: Path, damage: Any, number: int) -> None:
+def test_lines_are_read_instead_of_a_damaged_segment(path: Path, damage: Any, number: int) -> None:
     numbered = write(path, steps(3 * FEW))
     compact(path)
     damage(sorted(segments_of(path).iterdir())[number])
@@ -333,7 +331,7 @@ def test_lines_are_read_where_a_segment_cannot_be(path: Path, damage: Any, numbe
     assert fold(read_log(path)) == fold(numbered)
 
 
-def test_segments_of_another_log_are_not_believed(path: Path, tmp_path: Path) -> None:
+def test_segments_of_another_log_are_ignored(path: Path, tmp_path: Path) -> None:
     write(path, steps(FEW))
     compact(path)
     other = tmp_path / "other" / "events.jsonl"
@@ -343,7 +341,7 @@ def test_segments_of_another_log_are_not_believed(path: Path, tmp_path: Path) ->
     assert read_log(other) == numbered
 
 
-def test_log_that_is_damaged_gets_no_segment(path: Path) -> None:
+def test_damaged_log_gets_no_segment(path: Path) -> None:
     write(path, steps(FEW))
     path.write_bytes(path.read_bytes().replace(b'"step":3', b'"step":', 1))
 
@@ -397,7 +395,7 @@ segments.compact(pathlib.Path({str(path)!r}))
     assert len(list(segments_of(path).glob("0*.npz"))) == 2
 
 
-def test_segment_has_its_name_only_once_it_is_synced_and_read_back(
+def test_segment_is_renamed_only_after_it_is_synced_and_read_back(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(path, steps(FEW))
@@ -421,7 +419,7 @@ def watch(patch: pytest.MonkeyPatch, owner: Any, name: str, happened: list[str])
     patch.setattr(owner, name, call)
 
 
-def test_growing_log_is_compacted_once_a_segment() -> None:
+def test_growing_log_is_compacted_once_per_segment() -> None:
     started: list[Path] = []
     compactor = Compactor(Path("run/events.jsonl"), started.append)
     for last_seq in (1, 19_999, 20_000, 20_001, 39_999, 40_000, 95_000, 99_999, 100_000):
@@ -431,7 +429,7 @@ def test_growing_log_is_compacted_once_a_segment() -> None:
     assert len(started) == 4
 
 
-def test_events_compare_with_a_list() -> None:
+def test_events_are_equal_to_a_list_of_the_same_events() -> None:
     numbered = [event.with_seq(i) for i, event in enumerate(steps(40), start=1)]
 
     assert Events(numbered) == numbered

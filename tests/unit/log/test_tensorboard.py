@@ -85,7 +85,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "board"
 
 
-def test_everything_that_a_step_and_an_evaluation_say_is_there(path: Path, folder: Path) -> None:
+def test_all_values_of_a_step_and_an_evaluation_are_written(path: Path, folder: Path) -> None:
     scored = EvalScored(
         **{"job_id": "job", "time": 102.0, "step": 1, "samples": 9, "duration_s": 0.5},
         scores={"map": 0.125},
@@ -106,7 +106,7 @@ def test_everything_that_a_step_and_an_evaluation_say_is_there(path: Path, folde
     assert reader.Scalars("train/loss")[0].wall_time == 101.0
 
 
-def test_steps_after_a_restore_are_there_once(path: Path, folder: Path) -> None:
+def test_steps_repeated_after_a_restore_appear_once(path: Path, folder: Path) -> None:
     before = [*(step(n) for n in range(1, 6)), evaluation(2, 0.5), evaluation(4, 0.5)]
     again = [*(step(n, loss=0.25) for n in range(3, 7)), evaluation(4, 0.125)]
     write(path, *before, restored(2), *again)
@@ -117,7 +117,7 @@ def test_steps_after_a_restore_are_there_once(path: Path, folder: Path) -> None:
     assert points(folder, "eval/loss") == [(2, 0.5), (4, 0.125)]
 
 
-def test_steps_that_are_not_made_again_after_a_restore_are_gone(path: Path, folder: Path) -> None:
+def test_steps_undone_by_a_restore_are_removed(path: Path, folder: Path) -> None:
     write(path, *(step(n) for n in range(1, 6)), restored(2))
 
     convert(path, folder)
@@ -125,7 +125,7 @@ def test_steps_that_are_not_made_again_after_a_restore_are_gone(path: Path, fold
     assert points(folder) == [(1, 0.5), (2, 0.5)]
 
 
-def test_step_that_is_committed_again_replaces_what_followed(path: Path, folder: Path) -> None:
+def test_step_committed_again_replaces_all_later_steps(path: Path, folder: Path) -> None:
     write(path, step(1), step(2), step(3), step(2, loss=0.25))
 
     convert(path, folder)
@@ -133,7 +133,7 @@ def test_step_that_is_committed_again_replaces_what_followed(path: Path, folder:
     assert points(folder) == [(1, 0.5), (2, 0.25)]
 
 
-def test_files_of_others_stay(path: Path, folder: Path) -> None:
+def test_files_of_other_writers_are_kept(path: Path, folder: Path) -> None:
     folder.mkdir()
     (folder / "events.out.tfevents.1.theirs").write_bytes(b"")
     write(path, step(1))
@@ -219,7 +219,9 @@ def test_failing_writer_reports_the_reason(path: Path, tmp_path: Path) -> None:
     assert "FileExistsError" in failures[0]
 
 
-def test_missing_package_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_missing_package_and_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensorboard.require_tensorboard()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 

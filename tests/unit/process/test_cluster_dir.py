@@ -38,11 +38,11 @@ def change_record(cluster: ClusterDir, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_the_directory_is_made_for_the_owner_alone(root: Path) -> None:
+def test_state_directory_is_accessible_by_its_owner_only(root: Path) -> None:
     assert root.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_directory_is_the_sessions_or_the_homes(
+def test_state_directory_is_in_xdg_runtime_dir_or_in_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ETRAIN_STATE", raising=False)
@@ -61,7 +61,7 @@ def test_a_directory_that_others_can_write_is_refused_with_advice(root: Path) ->
         open_state_root()
 
 
-def test_a_published_record_is_alive_with_this_process(root: Path) -> None:
+def test_record_published_by_this_process_is_alive(root: Path) -> None:
     cluster = ClusterDir.create(root, ClusterSettings(idle_s=5))
     assert cluster.record() is None
 
@@ -89,7 +89,7 @@ def test_a_record_of_another_process_is_not_alive(root: Path, changes: dict[str,
     assert not record.is_alive
 
 
-def test_what_dead_clusters_left_is_removed_and_nothing_else(root: Path) -> None:
+def test_only_directories_of_dead_clusters_are_removed(root: Path) -> None:
     alive, dead, half, elsewhere = (ClusterDir.create(root, ClusterSettings()) for _ in range(4))
     for cluster in (alive, dead, elsewhere):
         cluster.publish("tls://127.0.0.1:1")
@@ -105,7 +105,7 @@ def test_what_dead_clusters_left_is_removed_and_nothing_else(root: Path) -> None
     assert not half.path.exists()
 
 
-def test_the_lock_is_exclusive_and_stays_with_who_inherits_it(root: Path) -> None:
+def test_start_lock_is_exclusive_and_held_by_an_inherited_descriptor(root: Path) -> None:
     with start_lock(root, "abc", timeout_s=0) as fd:
         heir = os.dup(fd)
         with pytest.raises(TimeoutError), start_lock(root, "abc", timeout_s=0.05):
@@ -119,7 +119,7 @@ def test_the_lock_is_exclusive_and_stays_with_who_inherits_it(root: Path) -> Non
     assert list(root.iterdir()) == []
 
 
-def test_a_stamp_tells_a_process_from_none_and_a_zombie() -> None:
+def test_dead_or_zombie_process_has_no_stamp() -> None:
     child = subprocess.Popen(["sleep", "60"])
     stamp = stamp_of(child.pid)
     assert stamp is not None
@@ -133,7 +133,7 @@ def test_a_stamp_tells_a_process_from_none_and_a_zombie() -> None:
     assert stamp_of(child.pid) is None
 
 
-def test_processes_are_found_by_their_mark_wherever_they_hang() -> None:
+def test_processes_are_found_by_their_mark_in_any_session() -> None:
     mark = f"test-{os.getpid()}"
     child = subprocess.Popen(
         ["sleep", "60"], env=os.environ | {MARKER: mark}, start_new_session=True
@@ -147,7 +147,7 @@ def test_processes_are_found_by_their_mark_wherever_they_hang() -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
-def test_an_idle_time_that_is_no_positive_number_is_refused(
+def test_idle_time_that_is_not_a_positive_number_is_refused(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ETRAIN_IDLE_S", text)
@@ -180,7 +180,7 @@ def test_the_number_of_workers_per_gpu_comes_from_the_environment(
     assert ClusterSettings.from_environment() == ClusterSettings(workers_per_gpu=4)
 
 
-def test_environments_of_another_python_or_version_have_clusters_of_their_own(
+def test_other_python_or_package_version_has_separate_clusters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = state_root_module.environment_key()

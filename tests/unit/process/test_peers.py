@@ -96,7 +96,7 @@ async def test_a_worker_cannot_run_a_function_on_the_scheduler(
     "operation",
     ["etrain_jobs", "broadcast", "terminate", "restart", "retire_workers", "unregister"],
 )
-async def test_a_worker_cannot_send_what_the_kernel_sends(
+async def test_worker_cannot_send_requests_of_the_kernel(
     operation: str, scheduler: Any, tls: Path
 ) -> None:
     line = connect(scheduler.address, tls, "worker")
@@ -105,7 +105,7 @@ async def test_a_worker_cannot_send_what_the_kernel_sends(
     await line.close_rpc()
 
 
-async def test_a_kernel_is_answered(scheduler: Any, tls: Path) -> None:
+async def test_request_of_a_kernel_is_answered(scheduler: Any, tls: Path) -> None:
     line = connect(scheduler.address, tls, "client")
     assert await line.etrain_jobs() == {"jobs": ("digits",)}
     await line.close_rpc()
@@ -124,7 +124,9 @@ async def test_the_scheduler_unpickles_nothing_that_a_peer_sends(
     assert not (tmp_path / "x").exists()
 
 
-async def test_a_worker_registers_and_stays(scheduler: Any, tls: Path, tmp_path: Path) -> None:
+async def test_worker_registers_and_stays_connected(
+    scheduler: Any, tls: Path, tmp_path: Path
+) -> None:
     async with restricted(without_http(Worker))(
         scheduler.address,
         name="w1",
@@ -194,7 +196,7 @@ async def test_the_kernel_unpickles_nothing_that_a_scheduler_answers(
     assert not (tmp_path / "x").exists()
 
 
-async def test_a_worker_cannot_answer_in_the_schedulers_place(tls: Path) -> None:
+async def test_worker_cannot_impersonate_the_scheduler(tls: Path) -> None:
     server = await hostile("worker", tls, {"jobs": []})
     link = link_to(server.address, tls)
     with pytest.raises(EtrainError, match="cannot be reached"):
@@ -216,7 +218,7 @@ def test_other_uses_of_dask_in_the_kernel_are_not_restricted() -> None:
     assert protocol.loads(frames)["value"] == {1, 2}
 
 
-def test_plain_values_arrive_as_they_are() -> None:
+def test_plain_values_arrive_unchanged() -> None:
     from distributed.core import Status
     from distributed.protocol import dumps as encode
 

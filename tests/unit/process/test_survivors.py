@@ -58,7 +58,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         process.wait()
 
 
-def test_the_next_scheduler_adopts_them_and_starts_no_others(cluster: Cluster) -> None:
+def test_next_scheduler_adopts_surviving_workers_and_starts_no_others(cluster: Cluster) -> None:
     cluster.nodes().want(2, reason="test")
     before = [process.pid for process in cluster.processes]
 
@@ -72,7 +72,7 @@ def test_the_next_scheduler_adopts_them_and_starts_no_others(cluster: Cluster) -
     assert len(cluster.processes) == 2
 
 
-def test_one_that_died_meanwhile_is_replaced_under_a_new_name(cluster: Cluster) -> None:
+def test_worker_that_died_meanwhile_is_replaced_under_a_new_name(cluster: Cluster) -> None:
     cluster.nodes().want(2, reason="test")
     cluster.processes[1].kill()
     cluster.processes[1].wait()
@@ -83,7 +83,7 @@ def test_one_that_died_meanwhile_is_replaced_under_a_new_name(cluster: Cluster) 
     assert [(node["worker"], node["slot"]) for node in nodes.nodes()] == [("w1", 0), ("w3", 1)]
 
 
-def test_the_end_of_an_adopted_one_is_seen(cluster: Cluster) -> None:
+def test_death_of_an_adopted_worker_is_detected(cluster: Cluster) -> None:
     cluster.nodes().want(1, reason="test")
     nodes = cluster.nodes()
     nodes.want(1, reason="test")
@@ -96,7 +96,7 @@ def test_the_end_of_an_adopted_one_is_seen(cluster: Cluster) -> None:
     assert [survivor.name for survivor in cluster.records.survivors()] == ["w2"]
 
 
-def test_how_many_are_held_is_known_to_the_next(cluster: Cluster) -> None:
+def test_next_scheduler_keeps_the_number_of_held_workers(cluster: Cluster) -> None:
     cluster.records.note_held(2)
 
     nodes = cluster.nodes()
@@ -105,7 +105,7 @@ def test_how_many_are_held_is_known_to_the_next(cluster: Cluster) -> None:
     assert len(nodes.nodes()) == 2
 
 
-def test_no_signal_reaches_another_process_of_the_same_id(cluster: Cluster) -> None:
+def test_no_signal_reaches_another_process_with_the_same_pid(cluster: Cluster) -> None:
     [slot] = [Slot(index=0)]
     process = cluster.spawn("w1", slot)
     stranger = AdoptedProcess(process.pid, "another start")

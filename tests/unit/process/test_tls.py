@@ -26,7 +26,7 @@ def minted() -> dict[str, str]:
     return mint_certificates("local-abc-def")
 
 
-def test_the_authoritys_key_is_not_kept(minted: dict[str, str]) -> None:
+def test_key_of_the_certificate_authority_is_not_kept(minted: dict[str, str]) -> None:
     assert sorted(minted) == [
         "ca.pem",
         *("client.key", "client.pem"),
@@ -44,13 +44,13 @@ def test_each_leaf_is_signed_by_the_authority_and_can_sign_nothing(minted: dict[
         assert leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
 
 
-def test_a_clients_certificate_cannot_pose_as_a_server(minted: dict[str, str]) -> None:
+def test_client_certificate_is_not_valid_for_a_server(minted: dict[str, str]) -> None:
     leaf = x509.load_pem_x509_certificate(minted["client.pem"].encode())
     usage = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert list(usage) == [ExtendedKeyUsageOID.CLIENT_AUTH]
 
 
-def test_files_are_the_owners_alone_and_never_overwritten(
+def test_certificate_files_are_private_and_never_overwritten(
     minted: dict[str, str], tmp_path: Path
 ) -> None:
     write_certificates(tmp_path / "tls", minted)
@@ -76,13 +76,13 @@ def test_security_requires_encryption_and_holds_one_role(
     assert context.verify_mode == ssl.CERT_REQUIRED
 
 
-def test_certificates_of_an_ended_cluster_are_missed_by_name(tmp_path: Path) -> None:
+def test_error_names_the_missing_certificates_of_an_ended_cluster(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"ca\.pem does not exist: the cluster has ended"):
         read_security(tmp_path, "client")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "", "node7"])
-def test_a_port_for_others_without_tls_is_refused(host: str) -> None:
+def test_non_loopback_port_without_tls_is_refused(host: str) -> None:
     with pytest.raises(PoolError, match="without TLS"):
         check_listen(host, None)
 
@@ -92,13 +92,13 @@ def test_loopback_is_allowed_without_tls(host: str) -> None:
     check_listen(host, None)
 
 
-def test_a_port_for_others_with_tls_is_allowed(minted: dict[str, str], tmp_path: Path) -> None:
+def test_non_loopback_port_with_tls_is_allowed(minted: dict[str, str], tmp_path: Path) -> None:
     write_certificates(tmp_path / "tls", minted)
 
     check_listen("0.0.0.0", read_security(tmp_path / "tls", "scheduler"))
 
 
-def test_our_dask_settings_hold_against_the_users(tmp_path: Path) -> None:
+def test_our_dask_settings_override_those_of_the_user(tmp_path: Path) -> None:
     code = f"""if True:
         from pathlib import Path
         from etrain_jupyter.process.tls import configure_dask

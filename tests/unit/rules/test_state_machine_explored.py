@@ -199,7 +199,7 @@ def explore(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("first_seed", [0, 100])
-def test_no_schedule_of_chance_breaks_a_job(first_seed):
+def test_random_schedules_never_break_a_job(first_seed):
     """Chance goes deeper than hypothesis, and each schedule is told by its seed."""
     explore(range(first_seed, first_seed + 100))
 
@@ -207,13 +207,13 @@ def test_no_schedule_of_chance_breaks_a_job(first_seed):
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.skipif(not MANY, reason=f"endurance: set {VARIABLE} to the number of schedules")
-def test_no_schedule_of_chance_breaks_a_job_in_very_many():
+def test_very_many_random_schedules_never_break_a_job():
     first_seed = random.SystemRandom().randrange(10**9)
     explore(range(first_seed, first_seed + MANY))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_without_faults_no_step_is_ever_done_again(seed):
+def test_without_faults_no_step_is_repeated(seed):
     cluster = Schedule(seed, fault_rate=0.0).play()
     for job in cluster.jobs:
         report = audit_log(job.log)

@@ -200,7 +200,7 @@ def test_failed_trials_keep_no_tensor_alive(monkeypatch) -> None:
     assert set(alive) == {0}
 
 
-def test_found_size_is_trained_with_and_evaluated_with() -> None:
+def test_found_size_is_used_for_training_and_evaluation() -> None:
     sizes: dict[bool, set[int]] = {True: set(), False: set()}
 
     class Seen(Limited):

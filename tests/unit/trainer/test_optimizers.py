@@ -35,7 +35,7 @@ def gradients(model: nn.Module, step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def test_lamb_is_that_of_the_paper():
+def test_lamb_matches_the_paper():
     model = make_model()
     expected = [p.detach().clone() for p in model.parameters()]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in expected]
@@ -54,7 +54,7 @@ def test_lamb_is_that_of_the_paper():
         torch.testing.assert_close(p.detach(), w)
 
 
-def test_lars_is_that_of_the_paper():
+def test_lars_matches_the_paper():
     model = make_model()
     expected = [p.detach().clone() for p in model.parameters()]
     buffers = [torch.zeros_like(p) for p in expected]
@@ -74,19 +74,19 @@ def test_lars_is_that_of_the_paper():
 
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS"])
-def test_without_the_package_the_message_says_what_to_install(name, monkeypatch):
+def test_error_for_a_missing_package_contains_the_install_command(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(WorkloadError, match=r"pip install 'etrain-jupyter\[optim\]'"):
         optimizer_of(make_model(), name=name)
 
 
-def test_name_that_this_torch_does_not_have_is_refused(monkeypatch):
+def test_optimizer_missing_in_this_torch_is_refused(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(WorkloadError, match="has no optimizer Muon"):
         optimizer_of(make_model(), name="Muon")
 
 
-def test_muon_names_the_parameters_that_are_not_matrices():
+def test_error_of_muon_names_the_parameters_that_are_not_matrices():
     with pytest.raises(WorkloadError, match=r"4 of 6 parameters are not: 0.bias \(3,\), 1"):
         optimizer_of(make_model(), name="Muon")
 
@@ -115,12 +115,12 @@ def test_no_decay_excludes_biases_and_norms(name):
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
 
 
-def test_no_decay_makes_one_group_where_there_is_nothing_to_sort():
+def test_no_decay_makes_one_group_if_no_parameter_is_excluded():
     model = nn.Linear(4, 3, bias=False)
     optimizer = optimizer_of(model, name="AdamW", no_decay="auto")
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
 
 
-def test_options_that_the_optimizer_refuses_are_named():
+def test_error_names_options_that_the_optimizer_refuses():
     with pytest.raises(WorkloadError, match=r"optimizer Adam does not take .*'betas'"):
         optimizer_of(make_model(), name="Adam", betas=[2.0, 0.9])

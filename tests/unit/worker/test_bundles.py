@@ -79,7 +79,7 @@ async def test_supervisors_of_a_machine_fetch_one_file_and_the_last_one_removes_
     assert list(folder.iterdir()) == []
 
 
-async def test_file_of_the_jobs_folder_is_read_where_it_is(folder: Path, tmp_path: Path) -> None:
+async def test_file_in_a_shared_job_folder_is_read_in_place(folder: Path, tmp_path: Path) -> None:
     head = Head()
     shared = tmp_path / "bundle"
     shared.write_bytes(BUNDLE)
@@ -92,7 +92,7 @@ async def test_file_of_the_jobs_folder_is_read_where_it_is(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("data", [BUNDLE[:-1], BUNDLE[:-1] + b"x", b""])
-async def test_other_bytes_than_those_of_the_digest_are_refused(folder: Path, data: bytes) -> None:
+async def test_bytes_that_do_not_match_the_digest_are_refused(folder: Path, data: bytes) -> None:
     one = supervisor(folder, Head(data))
     with pytest.raises(
         BundleFetchError, match=f"does not match its digest: received {len(data)} of"
@@ -105,7 +105,7 @@ async def test_other_bytes_than_those_of_the_digest_are_refused(folder: Path, da
     assert list(folder.iterdir()) == []
 
 
-async def test_one_that_fails_leaves_the_way_to_the_next(folder: Path) -> None:
+async def test_failed_fetch_does_not_block_the_next_supervisor(folder: Path) -> None:
     class Broken(Head):
         async def fetch(self, digest: str, offset: int) -> bytes:
             await asyncio.sleep(0.1)
@@ -120,7 +120,7 @@ async def test_one_that_fails_leaves_the_way_to_the_next(folder: Path) -> None:
     second.release_all()
 
 
-async def test_fetch_that_is_broken_off_leaves_no_half_file(folder: Path) -> None:
+async def test_cancelled_fetch_leaves_no_partial_file(folder: Path) -> None:
     head = Head()
     head.may_send.clear()
     one = supervisor(folder, head)
@@ -132,7 +132,7 @@ async def test_fetch_that_is_broken_off_leaves_no_half_file(folder: Path) -> Non
     assert list(folder.iterdir()) == []
 
 
-async def test_bundle_of_a_job_that_ends_while_it_comes_is_not_kept(folder: Path) -> None:
+async def test_bundle_is_not_kept_if_its_job_ends_during_the_fetch(folder: Path) -> None:
     head = Head()
     head.may_send.clear()
     one = supervisor(folder, head)
@@ -147,7 +147,7 @@ async def test_bundle_of_a_job_that_ends_while_it_comes_is_not_kept(folder: Path
     one.release_all()
 
 
-async def test_disk_without_room_is_told_with_what_to_do(
+async def test_error_for_an_unwritable_disk_contains_the_remedy(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.parent.mkdir(parents=True)
@@ -158,7 +158,7 @@ async def test_disk_without_room_is_told_with_what_to_do(
     assert "Free space there, or pass a function that loads the data" in str(caught.value)
 
 
-async def test_what_killed_processes_left_is_removed_by_the_next_one(folder: Path) -> None:
+async def test_files_left_by_killed_processes_are_removed_by_the_next_one(folder: Path) -> None:
     folder.mkdir(parents=True)
     used = supervisor(folder, Head())
     await used.get(ORDERED)
@@ -170,7 +170,7 @@ async def test_what_killed_processes_left_is_removed_by_the_next_one(folder: Pat
     used.release_all()
 
 
-async def test_name_of_a_bundle_is_a_digest(folder: Path) -> None:
+async def test_bundle_name_that_is_not_a_digest_is_refused(folder: Path) -> None:
     with pytest.raises(BundleFetchError, match="is not a SHA-256 digest"):
         await supervisor(folder, Head()).get(replace(ORDERED, digest="../../x"))
     assert os.listdir(folder.parent.parent) == []

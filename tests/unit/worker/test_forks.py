@@ -100,7 +100,7 @@ async def forked_from(spare: TrainerProcess) -> Watched:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are used on Linux only")
-async def test_jobs_that_a_spare_forks_find_no_trace_of_each_other_and_end_with_it(spare_script):
+async def test_forked_jobs_are_isolated_from_each_other_and_end_with_the_spare(spare_script):
     spare = Watched()
     await spare.start()
     await until(lambda: spare.can_fork)
@@ -202,7 +202,7 @@ async def test_fork_fails_if_no_descriptor_is_left_to_supervise_the_trainer() ->
     forks.close()
 
 
-def test_installation_of_a_package_is_noticed(monkeypatch, tmp_path) -> None:
+def test_installation_of_a_package_is_detected(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(installed.site, "getusersitepackages", lambda: str(tmp_path))
     before = installed.read_installed()
     assert installed.read_installed() == before

@@ -17,20 +17,20 @@ def server():
         yield found
 
 
-def test_page_is_read_and_one_that_is_not_there_is_none(server):
+def test_page_is_read_and_a_missing_one_is_none(server):
     imds = Imds(server.url)
     assert imds.get("meta-data/instance-id") == "i-1"
     assert imds.get("meta-data/spot/instance-action") is None
 
 
-def test_machine_knows_who_it_is_and_how_old(server):
+def test_identity_has_id_type_zone_lifecycle_and_age(server):
     found = Imds(server.url).identity()
     assert (found.instance_id, found.type, found.region) == ("i-1", "g5.xlarge", "us-east-1")
     assert (found.zone, found.lifecycle, found.private_ip) == ("us-east-1a", "spot", "127.0.0.1")
     assert 599 <= found.age_s < 700
 
 
-def test_token_is_asked_for_once_and_again_when_it_has_ended(server):
+def test_token_is_requested_once_and_again_after_it_expires(server):
     imds = Imds(server.url)
     for _ in range(3):
         imds.get("meta-data/instance-id")
@@ -39,7 +39,7 @@ def test_token_is_asked_for_once_and_again_when_it_has_ended(server):
     assert imds.get("meta-data/instance-id") == "i-1"
 
 
-def test_token_is_renewed_before_it_ends(server, monkeypatch):
+def test_token_is_renewed_before_it_expires(server, monkeypatch):
     monkeypatch.setattr(imds_module, "RENEW_S", imds_module.TOKEN_S)
     imds = Imds(server.url)
     for _ in range(3):
@@ -48,7 +48,7 @@ def test_token_is_renewed_before_it_ends(server, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["500", "hang", "expired"])
-def test_service_that_fails_is_an_error_and_answers_once_it_is_mended(server, how):
+def test_failing_service_is_an_error_and_works_again_after_its_recovery(server, how):
     imds = Imds(server.url, timeout_s=0.2)
     server.break_(how)
     with pytest.raises(ImdsError):
@@ -57,7 +57,7 @@ def test_service_that_fails_is_an_error_and_answers_once_it_is_mended(server, ho
     assert imds.get("meta-data/instance-id") == "i-1"
 
 
-def test_no_proxy_is_asked(server, monkeypatch):
+def test_proxy_settings_are_ignored(server, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     for name in ("no_proxy", "NO_PROXY"):
@@ -65,7 +65,7 @@ def test_no_proxy_is_asked(server, monkeypatch):
     assert Imds(server.url).get("meta-data/instance-id") == "i-1"
 
 
-def test_machine_of_another_cloud_is_told_that_it_is_no_instance():
+def test_machine_of_another_cloud_is_reported_as_no_ec2_instance():
     with ImdsServer() as server, pytest.raises(ImdsError, match="this is not an EC2 instance"):
         Imds(server.url).identity()
 
@@ -86,7 +86,7 @@ def test_endpoint_comes_from_the_environment_as_with_boto3(server, monkeypatch):
         ({"AWS_EC2_METADATA_DISABLED": "true"}, "Amazon EC2\n", False),
     ],
 )
-def test_machine_is_an_instance_if_it_says_so_or_somebody_does(
+def test_ec2_is_detected_by_the_vendor_file_or_the_environment(
     environment, vendor, expected, monkeypatch, tmp_path
 ):
     (tmp_path / "vendor").write_text(vendor)

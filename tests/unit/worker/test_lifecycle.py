@@ -89,7 +89,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(lifecycle, "DISMISSED_S", 0.05)
 
 
-async def test_cut_connection_to_a_remote_scheduler_is_made_again_to_the_same_one():
+async def test_lost_connection_to_a_remote_scheduler_is_reestablished():
     life = Life(Finder(Record(), is_remote=True), Worker(CUT), OSError("no"), OSError("no"))
     await life.run()
     assert life.tried == ["tls://a:1"] * 4
@@ -102,7 +102,7 @@ def wrapped(cause: Exception) -> RuntimeError:
     return error
 
 
-async def test_remote_scheduler_that_just_starts_again_is_waited_for_and_followed():
+async def test_worker_waits_for_a_restarting_remote_scheduler_and_follows_it():
     finder = Finder(Record(), is_remote=True)
     life = Life(finder, wrapped(ConnectionError()), TimeoutError("3 s"), Worker(DISMISSED))
     finder.record = Record("tls://b:2", num_lives=2)
@@ -111,20 +111,20 @@ async def test_remote_scheduler_that_just_starts_again_is_waited_for_and_followe
 
 
 @pytest.mark.parametrize("cause", [ValueError("a bad day"), FileNotFoundError("no such file")])
-async def test_supervisor_that_fails_ends_the_worker_at_once_wherever_it_is(cause):
+async def test_failing_supervisor_ends_the_worker_immediately(cause):
     life = Life(Finder(Record(), is_remote=True), wrapped(cause))
     with pytest.raises(RuntimeError):
         await life.run()
     assert len(life.tried) == 1
 
 
-async def test_local_scheduler_that_cannot_be_reached_ends_the_worker_at_once():
+async def test_unreachable_local_scheduler_ends_the_worker_immediately():
     life = Life(Finder(Record(), is_remote=False), wrapped(ConnectionError()))
     with pytest.raises(RuntimeError):
         await life.run()
 
 
-async def test_remote_scheduler_that_lives_elsewhere_now_is_found_there():
+async def test_remote_scheduler_is_found_at_its_new_address():
     finder = Finder(Record(), is_remote=True)
     life = Life(finder, Worker(CUT))
     finder.record = Record("tls://b:2", num_lives=2)
@@ -132,14 +132,14 @@ async def test_remote_scheduler_that_lives_elsewhere_now_is_found_there():
     assert life.tried == ["tls://a:1", "tls://b:2"]
 
 
-async def test_worker_that_is_dismissed_from_afar_ends_with_its_trainers():
+async def test_worker_dismissed_by_a_remote_scheduler_exits_with_its_trainers():
     life = Life(Finder(Record(), is_remote=True), Worker(DISMISSED))
     await life.run()
     assert (life.tried, life.torn_down) == (["tls://a:1"], 1)
     assert life._supervisor.outlives_scheduler is False
 
 
-async def test_local_scheduler_that_has_closed_the_connection_and_lives_wants_the_end():
+async def test_connection_closed_by_a_live_local_scheduler_ends_the_worker():
     life = Life(Finder(Record(), is_remote=False), Worker(CUT))
     await life.run()
     assert (life.tried, life.torn_down) == (["tls://a:1"], 1)
@@ -160,13 +160,13 @@ async def test_local_worker_waits_for_the_next_scheduler_and_ends_with_the_clust
     assert life.tried == ["tls://a:1", "tls://c:3"]
 
 
-async def test_nobody_comes_and_the_worker_gives_up(caplog):
+async def test_worker_gives_up_if_no_scheduler_is_found_in_time(caplog):
     finder = Finder(Record(is_serving=False), is_remote=False, away_s=0.05)
     await Life(finder, Worker(CUT)).run()
     assert "no scheduler was found within 0.05 s" in caplog.text
 
 
-async def test_first_reason_of_a_close_counts():
+async def test_first_reason_for_closing_is_kept():
     reasons: list[str] = []
 
     class Server:

@@ -36,7 +36,7 @@ def start(parent: int) -> subprocess.Popen[str]:
     )
 
 
-def test_the_end_of_the_pipe_ends_the_worker_and_its_group() -> None:
+def test_closed_pipe_kills_the_worker_and_its_process_group() -> None:
     with start(os.getpid()) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
@@ -52,12 +52,12 @@ def test_the_end_of_the_pipe_ends_the_worker_and_its_group() -> None:
     )
 
 
-def test_a_worker_whose_parent_has_died_before_ends_at_once() -> None:
+def test_worker_exits_immediately_if_its_parent_is_already_dead() -> None:
     with start(parent=1) as worker:
         assert worker.wait(10) == 1
 
 
-def test_what_a_worker_runs_is_named_by_module_and_attribute() -> None:
+def test_factory_of_a_worker_is_named_by_module_and_attribute() -> None:
     assert load_factory("pathlib:Path") is Path
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         load_factory("no_such_module:Thing")

@@ -45,7 +45,7 @@ def watched():
         assert not found.watch._thread.is_alive()
 
 
-def test_rebalance_and_interruption_are_told_once_each(watched):
+def test_rebalance_and_interruption_are_reported_once_each(watched):
     watched.server.recommend_rebalance()
     assert watched.next().kind == REBALANCE
     at = time.time() + 100
@@ -57,7 +57,7 @@ def test_rebalance_and_interruption_are_told_once_each(watched):
     assert watched.told.empty()
 
 
-def test_deadline_that_has_moved_is_told_again(watched):
+def test_changed_deadline_is_reported_again(watched):
     watched.server.interrupt(time.time() + 100)
     watched.next()
     sooner = time.time() + 50
@@ -66,7 +66,7 @@ def test_deadline_that_has_moved_is_told_again(watched):
 
 
 @pytest.mark.parametrize("how", ["500", "hang", "expired"])
-def test_service_that_fails_only_delays_the_notice(watched, how):
+def test_failing_metadata_service_only_delays_the_notice(watched, how):
     watched.looks_again()
     watched.server.break_(how)
     watched.server.interrupt(time.time() + 100)
@@ -77,7 +77,7 @@ def test_service_that_fails_only_delays_the_notice(watched, how):
     assert watched.next().kind == INTERRUPTION
 
 
-def test_tokens_that_end_are_renewed(watched):
+def test_expired_tokens_are_renewed(watched):
     watched.looks_again()
     watched.server.expire_tokens()
     watched.server.recommend_rebalance()
@@ -85,7 +85,7 @@ def test_tokens_that_end_are_renewed(watched):
 
 
 @pytest.mark.parametrize("text", ["", "<html>", "[]", '{"action": "terminate"}', '{"time": "x"}'])
-def test_nonsense_is_no_notice_and_does_not_hide_a_later_one(watched, text):
+def test_malformed_response_is_ignored_and_does_not_hide_a_later_notice(watched, text):
     watched.server.set("meta-data/spot/instance-action", text)
     watched.looks_again()
     assert watched.told.empty()
@@ -93,13 +93,13 @@ def test_nonsense_is_no_notice_and_does_not_hide_a_later_one(watched, text):
     assert watched.next().kind == INTERRUPTION
 
 
-def test_one_path_that_fails_does_not_hide_the_other(watched):
+def test_malformed_response_of_one_path_does_not_hide_the_other(watched):
     watched.server.set("meta-data/spot/instance-action", "nonsense")
     watched.server.recommend_rebalance()
     assert watched.next().kind == REBALANCE
 
 
-def test_whoever_cannot_take_a_notice_does_not_end_the_watch():
+def test_exception_in_the_callback_does_not_end_the_watch():
     told: queue.Queue = queue.Queue()
 
     def take(notice):
@@ -116,7 +116,7 @@ def test_whoever_cannot_take_a_notice_does_not_end_the_watch():
         watch.stop()
 
 
-def test_somebody_may_look_at_once():
+def test_notices_can_be_polled_immediately():
     told: queue.Queue = queue.Queue()
     with ImdsServer() as server:
         watch = NoticeWatch(Imds(server.url), told.put, poll_s=1000.0)

@@ -43,14 +43,14 @@ async def test_signal_of_the_batch_system_is_an_interruption(monkeypatch):
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-async def test_machine_that_is_no_instance_asks_nobody():
+async def test_machine_that_is_not_an_ec2_instance_does_not_poll():
     notices = PreemptionWatch(lambda message: None)
     notices.start()
     assert notices._watch is None
     await notices.stop()
 
 
-async def test_notices_of_ec2_are_told_to_each_coordinator(monkeypatch):
+async def test_ec2_notices_are_reported_to_each_coordinator(monkeypatch):
     with ImdsServer() as server:
         monkeypatch.delenv("ETRAIN_NOTICES")
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", server.url)
@@ -71,7 +71,7 @@ async def test_notices_of_ec2_are_told_to_each_coordinator(monkeypatch):
         assert not watch._thread.is_alive()
 
 
-async def test_event_loop_of_another_thread_is_sent_no_signals(caplog):
+async def test_no_signal_handler_is_installed_outside_of_the_main_thread(caplog):
     async def serve() -> None:
         notices = PreemptionWatch(lambda message: None)
         notices.start()
@@ -83,7 +83,7 @@ async def test_event_loop_of_another_thread_is_sent_no_signals(caplog):
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-3", ""])
-def test_number_that_is_none_is_told_and_not_taken(text, monkeypatch, caplog):
+def test_invalid_number_is_logged_and_replaced_by_the_default(text, monkeypatch, caplog):
     monkeypatch.setenv("ETRAIN_NOTICE_S", text)
     assert seconds_from_environment("ETRAIN_NOTICE_S", module.SIGNALLED_S) == 120.0
     assert f"ETRAIN_NOTICE_S={text!r} is not a positive number of seconds" in caplog.text

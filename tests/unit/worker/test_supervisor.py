@@ -161,7 +161,7 @@ async def rig(monkeypatch, tmp_path):
     await found.supervisor.teardown(found.worker)
 
 
-async def test_beats_tell_how_far_the_trainers_are(rig):
+async def test_heartbeats_contain_the_progress_of_the_trainers(rig):
     assert rig.said(m.SupervisorHello) == [
         m.SupervisorHello(
             device="cpu",
@@ -183,7 +183,7 @@ async def test_beats_tell_how_far_the_trainers_are(rig):
     await rig.until(lambda: rig.said(m.Heartbeat)[-1].trainers["j/w1/1"].process == "stopped")
 
 
-async def test_stacks_are_told_before_the_kill_if_that_is_wanted(rig):
+async def test_stacks_are_logged_before_the_kill_if_requested(rig):
     trainer = await rig.start("a")
     rig.order(m.LogStacks(trainer="a"))
     await rig.until(lambda: "stacks" in trainer.did)
@@ -194,7 +194,7 @@ async def test_stacks_are_told_before_the_kill_if_that_is_wanted(rig):
     assert (exited.trainer, exited.cause) == ("a", "no progress")
 
 
-async def test_faults_come_as_signals_or_by_the_trainer_itself(rig):
+async def test_faults_are_injected_by_a_signal_or_by_the_trainer_itself(rig):
     trainer = await rig.start("a")
     for kind in ("stop", "segfault", "hang", "kill"):
         rig.order(m.InjectFault(trainer="a", kind_of_fault=kind))
@@ -206,7 +206,7 @@ async def test_faults_come_as_signals_or_by_the_trainer_itself(rig):
     ]
 
 
-async def test_supervisor_that_was_given_up_ends_its_trainers_and_comes_back_as_a_new_one(rig):
+async def test_evicted_supervisor_kills_its_trainers_and_registers_as_a_new_one(rig):
     first, second = await rig.start("a"), await rig.start("b")
     rig.order(m.ResetSupervisor(incarnation=0))
     rig.order(m.ResetSupervisor(incarnation=0))  # it may be told several times
@@ -219,7 +219,7 @@ async def test_supervisor_that_was_given_up_ends_its_trainers_and_comes_back_as_
     assert third.did == [m.LaunchTrainer]
 
 
-async def test_order_for_a_trainer_that_is_gone_is_dropped(rig):
+async def test_order_for_an_unknown_trainer_is_dropped(rig):
     trainer = await rig.start("j/w1/1")
     did, num_reports = list(trainer.did), len(rig.reports)
     rig.order(m.TerminateTrainer(trainer="nobody", why="", dumps_stacks=True))
@@ -233,7 +233,7 @@ async def test_order_for_a_trainer_that_is_gone_is_dropped(rig):
     ]
 
 
-async def test_released_trainer_may_go_on_as_long_as_its_checkpoint_does(rig, monkeypatch):
+async def test_released_trainer_may_continue_while_its_checkpoint_progresses(rig, monkeypatch):
     monkeypatch.setattr(supervisor_module, "RELEASE_TIMEOUT_S", 0.02)
     trainer = await rig.start("j/w1/1")
     looks = 0
@@ -254,7 +254,7 @@ async def test_released_trainer_may_go_on_as_long_as_its_checkpoint_does(rig, mo
     )
 
 
-async def test_released_trainer_that_never_ends_is_killed_although_it_gives_signs(rig, monkeypatch):
+async def test_released_trainer_that_never_exits_is_killed_despite_its_progress(rig, monkeypatch):
     monkeypatch.setattr(supervisor_module, "RELEASE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(supervisor_module, "RELEASE_LIMIT_S", 0.1)
     trainer = await rig.start("j/w1/1")
@@ -264,7 +264,7 @@ async def test_released_trainer_that_never_ends_is_killed_although_it_gives_sign
     await rig.until(lambda: "killed: it did not exit after its release" in trainer.did)
 
 
-async def test_trainers_outlive_a_scheduler_and_what_it_missed_is_told_to_the_next(rig):
+async def test_trainers_survive_a_scheduler_and_missed_reports_are_sent_to_the_next(rig):
     supervisor = rig.supervisor
     supervisor.outlives_scheduler = True
     trainer = await rig.start("j/w1/1")
@@ -295,7 +295,7 @@ async def test_trainers_outlive_a_scheduler_and_what_it_missed_is_told_to_the_ne
     supervisor.outlives_scheduler = False
 
 
-async def test_trainers_are_not_read_while_too_much_is_unheard(rig):
+async def test_trainers_are_not_read_while_too_many_reports_are_unacknowledged(rig):
     rig.supervisor._outbox = Outbox(most=3)
     trainer = await rig.start("a")
     for number in range(2):
@@ -340,7 +340,7 @@ async def test_spare_that_still_imports_becomes_the_trainer(rig, monkeypatch):
     assert trainer is spare
 
 
-async def test_next_spare_starts_when_the_trainer_ends_that_has_been_the_spare(rig, monkeypatch):
+async def test_next_spare_starts_when_the_trainer_that_was_the_spare_ends(rig, monkeypatch):
     monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
     await rig.until(lambda: rig.supervisor._spare is not None)
     trainer = await rig.start("job-1/w1/1")
@@ -383,7 +383,7 @@ async def test_spare_is_replaced_after_an_installation_and_outlives_the_trainers
 # --- a guest among others ---
 
 
-async def test_resting_supervisor_costs_nothing_until_it_is_woken(rig, monkeypatch, tmp_path):
+async def test_resting_supervisor_starts_no_process_until_it_is_woken(rig, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
     FakeTrainer.made = []
     guest = Rig(tmp_path)
@@ -411,7 +411,7 @@ async def test_resting_supervisor_costs_nothing_until_it_is_woken(rig, monkeypat
     await guest.supervisor.teardown(guest.worker)
 
 
-async def test_orders_after_the_end_are_not_taken(rig):
+async def test_orders_after_the_teardown_are_ignored(rig):
     await rig.supervisor.setup(rig.worker)
     await rig.supervisor.teardown(rig.worker)
     made = len(FakeTrainer.made)
@@ -420,7 +420,7 @@ async def test_orders_after_the_end_are_not_taken(rig):
     assert len(FakeTrainer.made) == made
 
 
-async def test_notice_is_told_at_once_and_again_to_the_next_coordinator(rig):
+async def test_notice_is_reported_immediately_and_again_to_the_next_coordinator(rig):
     supervisor = rig.supervisor
     supervisor.outlives_scheduler = True
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -437,7 +437,7 @@ async def test_notice_is_told_at_once_and_again_to_the_next_coordinator(rig):
 # --- silent endings (review R2) ---
 
 
-async def test_trainer_whose_process_cannot_be_started_is_told_to_have_ended(rig, monkeypatch):
+async def test_trainer_whose_process_cannot_be_started_is_reported_as_exited(rig, monkeypatch):
     """The coordinator waited for it for ever."""
     await rig.until(lambda: rig.supervisor._spare is not None)
     spare = rig.supervisor._spare
@@ -457,7 +457,7 @@ async def test_trainer_whose_process_cannot_be_started_is_told_to_have_ended(rig
     assert told.cause == ("its process could not be started: [Errno 12] Cannot allocate memory")
 
 
-async def test_order_that_cannot_be_carried_out_leaves_the_connection_alone(rig):
+async def test_invalid_order_does_not_close_the_connection(rig):
     receive = rig.worker.stream_handlers["etrain_order"]
     receive({"kind": "LaunchTrainer"})  # without a name
     receive({"kind": "Unknown"})
@@ -468,7 +468,7 @@ async def test_order_that_cannot_be_carried_out_leaves_the_connection_alone(rig)
     assert trainer.did[-1] == m.RequestCheckpoint
 
 
-async def test_supervisor_beats_on_if_the_progress_cannot_be_read(rig, monkeypatch):
+async def test_supervisor_sends_heartbeats_even_if_the_progress_cannot_be_read(rig, monkeypatch):
     """Without beats the worker was given up after 10 s."""
     trainer = await rig.start("j/w1/1")
 
@@ -482,7 +482,7 @@ async def test_supervisor_beats_on_if_the_progress_cannot_be_read(rig, monkeypat
     monkeypatch.undo()
 
 
-async def test_beats_tell_that_no_more_can_be_kept(rig, monkeypatch):
+async def test_heartbeat_reports_a_full_outbox(rig, monkeypatch):
     monkeypatch.setattr(rig.supervisor, "_outbox", Outbox(most=1))
     trainer = await rig.start("j/w1/1")
     assert not trainer.may_read.is_set()
@@ -498,7 +498,7 @@ async def test_beats_tell_that_no_more_can_be_kept(rig, monkeypatch):
 # --- bundles (review R6) ---
 
 
-async def test_bundle_of_a_folder_that_is_not_seen_comes_from_the_scheduler(rig):
+async def test_bundle_in_an_inaccessible_folder_is_fetched_from_the_scheduler(rig):
     rig.launch("a", rig.bundle_elsewhere())
     rig.launch("b", rig.bundle_elsewhere())
     await rig.until(lambda: len(rig.said(m.TrainerStarted)) == 2)
@@ -509,14 +509,14 @@ async def test_bundle_of_a_folder_that_is_not_seen_comes_from_the_scheduler(rig)
     assert list(folder.iterdir()) == []
 
 
-async def test_scheduler_that_is_started_again_is_asked_again(rig, monkeypatch):
+async def test_failed_bundle_request_is_retried(rig, monkeypatch):
     rig.failures = [OSError("connection lost"), TimeoutError()]
     rig.launch("a", rig.bundle_elsewhere())
     await rig.until(lambda: rig.said(m.TrainerStarted))
     assert rig.asked == [0, 0, 0, 1000, 2000]
 
 
-async def test_trainer_without_its_bundle_ends_with_the_reason(rig):
+async def test_trainer_without_its_bundle_exits_with_the_reason(rig):
     async def refuse(digest: str, offset: int) -> BundlePiece:
         raise RefusedRequestError("request", "the bundle is gone. Stop the job")
 
@@ -528,7 +528,7 @@ async def test_trainer_without_its_bundle_ends_with_the_reason(rig):
     assert rig.said(m.TrainerStarted) == []
 
 
-async def test_trainer_that_is_let_go_while_its_bundle_comes_never_begins(rig):
+async def test_trainer_released_while_its_bundle_is_fetched_never_starts(rig):
     is_released = asyncio.Event()
     answer = rig.answer
 
@@ -567,7 +567,7 @@ async def test_malformed_report_that_the_supervisor_reads_itself_is_refused(rig,
     assert rig.supervisor._outbox.newest == num_reports
 
 
-async def test_next_coordinator_learns_how_a_trainer_left_its_generation(rig):
+async def test_next_coordinator_is_informed_how_a_trainer_left_its_generation(rig):
     trainer = await rig.start("j/w1/1")
     left = m.GenerationLeft(generation=3, progress=(7, 0), why="failed", undone=True)
     trainer.report(left)

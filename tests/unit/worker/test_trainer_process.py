@@ -81,7 +81,7 @@ async def run(act) -> tuple[list[str], str]:
     return lines, await asyncio.wait_for(over, 60)
 
 
-async def test_killed_trainer_is_noticed_although_its_children_hold_its_pipes(script, monkeypatch):
+async def test_killed_trainer_is_detected_although_its_children_hold_its_pipes(script, monkeypatch):
     script(CHILD_HOLDS_THE_PIPES)
     exit_code = TrainerProcess._exit_code
     # Whoever waits for the time-out, which is for a process that would not end, waits in vain.
@@ -102,7 +102,7 @@ async def test_killed_trainer_is_noticed_although_its_children_hold_its_pipes(sc
             child.kill()
 
 
-async def test_what_a_crash_printed_comes_before_its_end(script):
+async def test_output_of_a_crash_is_delivered_before_its_exit(script):
     script("print('last words', flush=True)\nsys.exit(7)")
 
     async def nothing(trainer, lines):
@@ -119,7 +119,7 @@ async def until(condition) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_stacks_tell_who_holds_the_interpreters_lock(script):
+async def test_stacks_show_what_holds_the_gil(script):
     script(HOLDS_THE_LOCK)
 
     async def look_and_kill(trainer, lines):
@@ -153,7 +153,7 @@ async def test_stopped_trainer_shows_its_progress_and_its_state_instead_of_stack
     assert cause == "it was stopped"
 
 
-async def test_trainer_that_has_not_come_to_life_is_not_asked_for_stacks(script):
+async def test_trainer_that_is_still_starting_is_not_asked_for_stacks(script):
     script("import time\nprint('here', flush=True)\ntime.sleep(60)")
 
     async def ask_and_kill(trainer, lines):
@@ -167,7 +167,7 @@ async def test_trainer_that_has_not_come_to_life_is_not_asked_for_stacks(script)
     assert cause == "enough"
 
 
-async def test_nothing_of_its_page_is_left_open_when_a_trainer_has_ended(script):
+async def test_progress_page_is_closed_when_a_trainer_has_exited(script):
     script(WRITES_ITS_PROGRESS)
     descriptors = psutil.Process().num_fds()
 
@@ -181,7 +181,7 @@ async def test_nothing_of_its_page_is_left_open_when_a_trainer_has_ended(script)
     await until(lambda: psutil.Process().num_fds() <= descriptors)
 
 
-async def test_trainer_that_is_killed_while_it_starts_does_not_live_on(script):
+async def test_trainer_killed_while_it_starts_exits(script):
     script("import time\ntime.sleep(60)")
     over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     trainer = TrainerProcess(
@@ -194,7 +194,7 @@ async def test_trainer_that_is_killed_while_it_starts_does_not_live_on(script):
     assert await asyncio.wait_for(over, 20) == "nobody wants it any more"
 
 
-def test_trainer_may_open_as_many_files_as_its_user():
+def test_trainer_raises_its_descriptor_limit():
     # Review S3: strangers' connections use descriptors, and gloo ends the process at the limit.
     code = """
 import resource
@@ -225,7 +225,7 @@ async def test_text_that_cannot_be_encoded_is_printed_escaped(script):
     assert "exited with code 0" in cause
 
 
-async def test_trainer_whose_messages_cannot_be_read_is_ended_and_its_end_is_told(script):
+async def test_trainer_with_undecodable_messages_is_killed_and_its_exit_is_reported(script):
     """The task that reads them ended silently, and nobody heard of the trainer any more."""
     script(
         "import socket, time\n"
@@ -248,7 +248,7 @@ async def test_trainer_whose_messages_cannot_be_read_is_ended_and_its_end_is_tol
         ({"kind": "SpareReady", "is_new": 1, "wire_version": 99}, "it uses wire version 99, and"),
     ],
 )
-async def test_trainer_of_another_wire_version_is_ended_with_the_reason(script, hello, words):
+async def test_trainer_of_another_wire_version_is_killed_with_the_reason(script, hello, words):
     body = msgpack.packb(hello)
     script(
         "import socket, time\n"

@@ -33,7 +33,7 @@ def order_in(folder: Path, **values: Any) -> dict[str, Any]:
     return {"job_id": "j", "name": "j", "run_dir": str(folder), "config": {}, **facts, **values}
 
 
-async def test_head_that_does_not_see_the_file_asks_for_it_and_takes_it_in_pieces(
+async def test_head_without_access_to_the_file_requests_it_in_pieces(
     rig: Rig, tmp_path: Path
 ) -> None:
     coordinator, order = rig.coordinator, order_in(tmp_path / "j")
@@ -50,7 +50,7 @@ async def test_head_that_does_not_see_the_file_asks_for_it_and_takes_it_in_piece
     assert not list(path.parent.glob(".bundle*"))
 
 
-async def test_pieces_that_are_not_the_bundle_leave_nothing(rig: Rig, tmp_path: Path) -> None:
+async def test_invalid_or_incomplete_pieces_leave_no_file(rig: Rig, tmp_path: Path) -> None:
     order = order_in(tmp_path / "j")
     with pytest.raises(RequestError, match="the received bytes do not match its digest"):
         await rig.coordinator._put_bundle(q.PutBundle(job=order, offset=0, data=bytes(len(BUNDLE))))
@@ -60,7 +60,7 @@ async def test_pieces_that_are_not_the_bundle_leave_nothing(rig: Rig, tmp_path: 
     assert list((tmp_path / "j").iterdir()) == [], "a kernel that died in the midst of it"
 
 
-async def test_only_a_bundles_name_is_written_to(rig: Rig, tmp_path: Path) -> None:
+async def test_file_name_that_is_not_a_bundle_is_refused(rig: Rig, tmp_path: Path) -> None:
     for name in ("../x", "job.json", "bundle/../x"):
         piece = q.PutBundle(job=order_in(tmp_path, bundle_file=name), offset=0, data=b"x")
         with pytest.raises(RequestError, match="is not the name of a bundle file"):
@@ -83,7 +83,7 @@ async def test_workers_get_pieces_of_an_active_jobs_bundle(rig: Rig) -> None:
         await fetch(rig, "ab", 0)
 
 
-async def test_start_names_the_file_and_the_end_lets_the_workers_remove_it(rig: Rig) -> None:
+async def test_launch_order_names_the_bundle_and_the_end_of_the_job_removes_it(rig: Rig) -> None:
     await rig.start("w1", "w2")
     [start] = rig.orders("w1", m.LaunchTrainer)
     path = str(rig.folder / "j" / "bundle")
@@ -94,14 +94,14 @@ async def test_start_names_the_file_and_the_end_lets_the_workers_remove_it(rig: 
         assert [o.digest for o in rig.orders(worker, m.RemoveBundle)] == [DIGEST]
 
 
-async def test_end_of_one_job_leaves_another_ones_equal_bundle(rig: Rig) -> None:
+async def test_end_of_one_job_keeps_an_equal_bundle_of_another_job(rig: Rig) -> None:
     await rig.start("w1")
     await rig.submit(job_id="k", run_dir=str(rig.folder / "k"))
     await rig.control("stop", {"now": True})
     assert rig.orders("w1", m.RemoveBundle) == []
 
 
-async def test_crash_is_told_although_the_run_folder_is_gone(rig: Rig) -> None:
+async def test_crash_is_handled_although_the_bundle_is_missing(rig: Rig) -> None:
     await rig.start("w1", "w2")
     (rig.folder / "j" / "bundle").unlink()
     rig.tell("w1", m.TrainerExited, cause="trainer 7 was killed by SIGSEGV")
@@ -151,7 +151,7 @@ def test_kernel_sends_the_file_in_bounded_pieces(
     assert (scheduler.received, scheduler.largest) == (BUNDLE, 10)
 
 
-def test_scheduler_that_asks_again_is_refused(tmp_path: Path) -> None:
+def test_scheduler_that_still_requests_the_sent_bundle_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(BUNDLE)
     with pytest.raises(PoolError, match="but cannot read them") as caught:
         handover.hand_over(Scheduler(takes=False), order_in(tmp_path), tmp_path / "bundle")

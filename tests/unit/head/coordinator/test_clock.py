@@ -35,7 +35,7 @@ def pass_time(rig: Rig, seconds: float, *alive: str) -> None:
 
 
 @jumps
-async def test_nobody_is_declared_dead_or_hanging(rig: Rig, jump_s: float) -> None:
+async def test_no_worker_is_evicted_after_a_clock_jump(rig: Rig, jump_s: float) -> None:
     await rig.start("w1", "w2")
     pass_time(rig, 5, "w1", "w2")
     rig.wall_ahead_s = jump_s
@@ -47,7 +47,9 @@ async def test_nobody_is_declared_dead_or_hanging(rig: Rig, jump_s: float) -> No
 
 
 @jumps
-async def test_silence_is_found_as_soon_as_else(rig: Rig, jump_s: float) -> None:
+async def test_silent_worker_is_detected_on_time_despite_a_clock_jump(
+    rig: Rig, jump_s: float
+) -> None:
     await rig.start("w1", "w2")
     rig.wall_ahead_s = jump_s
     pass_time(rig, 10.5, "w1")
@@ -55,7 +57,7 @@ async def test_silence_is_found_as_soon_as_else(rig: Rig, jump_s: float) -> None
 
 
 @jumps
-async def test_retry_comes_when_it_is_due(rig: Rig, jump_s: float) -> None:
+async def test_retry_is_on_time_despite_a_clock_jump(rig: Rig, jump_s: float) -> None:
     await rig.start("w1", "w2")
     for _ in range(2):  # the second fault in a row makes its next trainer wait for a second
         rig.tell("w2", m.TrainerExited, cause="killed")
@@ -76,7 +78,9 @@ async def test_retry_comes_when_it_is_due(rig: Rig, jump_s: float) -> None:
 
 
 @jumps
-async def test_state_of_a_noticed_machine_is_saved_in_time(rig: Rig, jump_s: float) -> None:
+async def test_state_of_a_noticed_machine_is_saved_in_time_despite_a_clock_jump(
+    rig: Rig, jump_s: float
+) -> None:
     await rig.start("w1")
     rig.nodes.most = 1
     rig.commit("w1", 1)
@@ -127,7 +131,7 @@ async def test_next_scheduler_counts_from_the_clock_as_it_is_set_then(
 
 
 @jumps
-async def test_events_have_the_wall_time_as_it_is_set(rig: Rig, jump_s: float) -> None:
+async def test_events_have_the_current_wall_clock_time(rig: Rig, jump_s: float) -> None:
     await rig.start("w1", "w2")
     rig.wall_ahead_s = jump_s
     rig.tell("w2", m.TrainerExited, cause="killed")

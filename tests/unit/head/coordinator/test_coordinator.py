@@ -36,7 +36,9 @@ def ticks(rig: Rig, seconds: float, *alive: str, **page) -> None:
 # --- telling ---
 
 
-async def test_news_after_a_pause_are_told_at_once_and_then_several_together(rig, monkeypatch):
+async def test_first_event_after_a_pause_is_sent_immediately_and_later_ones_together(
+    rig, monkeypatch
+):
     monkeypatch.setattr(coordinator_module, "COALESCE_S", 3600.0)
     await rig.start("w1")
     known = (await rig.fetch(wait_s=0)).events[-1]["seq"]
@@ -57,7 +59,7 @@ async def test_news_after_a_pause_are_told_at_once_and_then_several_together(rig
     assert [event["step"] for event in told] == [2, 3]
 
 
-async def test_workers_are_told_with_the_machines_that_the_pool_knows(rig):
+async def test_joined_workers_are_logged_with_their_machine_and_price(rig):
     machine = {"type": "g5.xlarge", "zone": "us-east-1a", "lifecycle": "spot"}
     rig.nodes.records = [{"worker": "w1", "price_usd_per_h": 0.25, "device": "cuda:0", **machine}]
 
@@ -75,7 +77,7 @@ async def test_workers_are_told_with_the_machines_that_the_pool_knows(rig):
 # --- silence ---
 
 
-async def test_worker_that_is_silent_counts_as_gone_and_is_killed(rig):
+async def test_worker_without_heartbeats_is_evicted_and_killed(rig):
     await rig.start("w1", "w2")
     ticks(rig, 10.5, "w1")
     assert rig.nodes.killed == ["w2"]
@@ -87,7 +89,7 @@ async def test_worker_that_is_silent_counts_as_gone_and_is_killed(rig):
     assert rig.events(events.GenerationFormed)[-1].ranks == ["w1"]
 
 
-async def test_after_the_head_itself_was_suspended_nobody_is_given_up(rig):
+async def test_no_worker_is_evicted_after_the_head_itself_was_suspended(rig):
     await rig.start("w1", "w2")
     ticks(rig, 5, "w1", "w2")
     rig.tick(600.0)
@@ -104,7 +106,7 @@ async def test_limits_come_from_the_environment(monkeypatch):
     assert coordinator._hang_s == 4.5
 
 
-async def test_worker_that_was_given_up_has_no_say_and_begins_anew(rig):
+async def test_messages_of_an_evicted_worker_are_dropped_and_it_is_reset(rig):
     await rig.start("w1", "w2")
     old = rig.trainer("w2")
     ticks(rig, 10.5, "w1")
@@ -130,7 +132,7 @@ async def test_worker_that_was_given_up_has_no_say_and_begins_anew(rig):
     assert rig.events(events.GenerationFormed)[-1].ranks == ["w1", "w2"]
 
 
-async def test_worker_that_was_given_up_and_then_disconnects_is_lost_once(rig):
+async def test_evicted_worker_that_then_disconnects_is_lost_once(rig):
     await rig.start("w1", "w2")
     ticks(rig, 10.5, "w1")
     rig.coordinator.remove_worker(None, "tls://w2")
@@ -143,7 +145,7 @@ async def test_worker_that_was_given_up_and_then_disconnects_is_lost_once(rig):
 EVALUATION = {"step": 3, "epoch": 0, "samples": 8, "loss": 1.0, "duration_s": 0.1}
 
 
-async def test_what_a_rank_says_of_an_older_generation_is_dropped(rig):
+async def test_reports_of_an_older_generation_are_dropped(rig):
     await rig.start("w1", "w2")
     rig.commit("w1", 1, 2)
     rig.report("w1", 2)
@@ -162,7 +164,7 @@ async def test_what_a_rank_says_of_an_older_generation_is_dropped(rig):
     assert not rig.told("w2", m.StoreEntry)
 
 
-async def test_trainer_that_was_lost_has_no_say_though_its_generation_lives(rig):
+async def test_messages_of_a_lost_trainer_are_dropped_while_its_generation_is_current(rig):
     await rig.start("w1", "w2")
     lost = rig.trainer("w2")
     rig.tell("w2", m.TrainerExited, cause="SIGKILL")
@@ -174,7 +176,7 @@ async def test_trainer_that_was_lost_has_no_say_though_its_generation_lives(rig)
     assert (rig.job.state, rig.job.job_log.last_seq) == before
 
 
-async def test_checkpoint_of_a_trainer_that_was_released_meanwhile_counts(rig):
+async def test_checkpoint_of_a_released_trainer_counts(rig):
     await rig.start("w1", "w2")
     released = rig.trainer("w2")
     rig.coordinator._requests.do(rig.job, "scale", {"min": 1, "max": 1})
@@ -197,7 +199,7 @@ async def test_message_of_a_trainer_from_another_worker_is_dropped(rig):
 # --- hangs ---
 
 
-async def test_rank_that_holds_the_others_up_is_killed_with_its_stacks(rig):
+async def test_rank_that_blocks_the_others_is_killed_with_a_stack_dump(rig):
     await rig.start("w1", "w2", "w3")
     for _ in range(32):
         rig.beat("w1", collectives=9)
@@ -212,7 +214,7 @@ async def test_rank_that_holds_the_others_up_is_killed_with_its_stacks(rig):
     assert not rig.orders("w3", m.TerminateTrainer)
 
 
-async def test_progress_of_a_trainer_that_is_not_in_the_job_any_more_is_dropped(rig):
+async def test_progress_of_a_lost_trainer_is_dropped(rig):
     await rig.start("w1", "w2")
     old = rig.trainer("w2")
     rig.tell("w2", m.TrainerExited, cause="SIGKILL")
@@ -226,7 +228,7 @@ async def test_progress_of_a_trainer_that_is_not_in_the_job_any_more_is_dropped(
 # --- forming ---
 
 
-async def test_log_tells_the_phases_of_the_slowest_rank_when_all_have_formed(rig):
+async def test_slowest_duration_of_each_phase_is_logged_when_all_ranks_have_formed(rig):
     rig.hello("w1", "w2")
     await rig.submit(max_workers=2)
     rig.warm("w1", "w2")
@@ -238,7 +240,7 @@ async def test_log_tells_the_phases_of_the_slowest_rank_when_all_have_formed(rig
 
 
 @pytest.mark.parametrize(("gpus", "backend"), [(("a", "b"), "nccl"), (("a", "a"), "gloo")])
-async def test_ranks_with_gpus_of_their_own_talk_through_nccl(rig, gpus, backend):
+async def test_ranks_with_separate_gpus_use_nccl(rig, gpus, backend):
     rig.hello("w1", "w2")
     await rig.submit(max_workers=2)
     for worker, gpu in zip(("w1", "w2"), gpus, strict=True):
@@ -268,7 +270,7 @@ async def test_planned_faults_go_to_trainers_until_they_have_fired(rig):
     assert rig.job.state.faults.health == {}
 
 
-async def test_same_fault_that_two_trainers_commit_is_told_of_once(rig):
+async def test_fault_reported_by_two_trainers_is_logged_once(rig):
     await rig.start("w1", "w2", faults=[KILL])
     rig.tell("w1", m.FaultFired, fault_id=1)
     rig.tell("w2", m.FaultFired, fault_id=1)
@@ -286,7 +288,7 @@ async def test_coordinator_gives_the_planned_notice_when_the_step_is_committed(r
     assert len(rig.events(events.PreemptionNoticed)) == 1
 
 
-async def test_coordinator_kills_the_worker_that_the_plan_wants_dead(rig):
+async def test_coordinator_kills_the_worker_named_in_the_fault_plan(rig):
     await rig.start("w1", "w2", faults=[POWER])
     rig.commit("w1", 1, 2, 3)
     assert rig.nodes.killed == ["w1"]
@@ -295,14 +297,14 @@ async def test_coordinator_kills_the_worker_that_the_plan_wants_dead(rig):
     assert (fact.worker, fact.fault, fact.step) == ("w1", "kill_worker", 3)
 
 
-async def test_fault_of_a_rank_that_is_not_there_waits_for_it(rig):
+async def test_fault_for_a_missing_rank_is_not_injected(rig):
     late = {**POWER, "rank": 2}
     await rig.start("w1", "w2", faults=[late])
     rig.commit("w1", 1, 2, 3)
     assert rig.nodes.killed == []
 
 
-async def test_fault_by_hand_is_ordered_of_the_supervisor_and_told(rig):
+async def test_requested_fault_is_sent_to_the_supervisor_and_described(rig):
     await rig.start("w1", "w2")
     words = rig.coordinator._requests.do(rig.job, "fault", {"kind": "hang"})
     assert words.startswith("w2 has its trainer hang forever; that trainer is detected when")
@@ -312,13 +314,13 @@ async def test_fault_by_hand_is_ordered_of_the_supervisor_and_told(rig):
     assert rig.job.state.faults.at_step == (-1, ())
 
 
-async def test_fault_that_nobody_knows_is_refused(rig):
+async def test_unknown_fault_is_refused(rig):
     await rig.start("w1")
     with pytest.raises(RequestError, match="unknown fault 'flood'; known: kill, segfault"):
         rig.coordinator._requests.do(rig.job, "fault", {"kind": "flood"})
 
 
-async def test_chaos_strikes_until_it_is_switched_off(rig):
+async def test_chaos_injects_faults_until_it_is_switched_off(rig):
     await rig.start("w1", "w2")
     do = rig.coordinator._requests.do
     words = do(rig.job, "chaos", {"mtbf_s": 2.0, "mode": "stop", "seed": 4})
@@ -342,41 +344,41 @@ async def test_chaos_strikes_until_it_is_switched_off(rig):
     ]
 
 
-async def test_second_chaos_says_that_it_takes_the_place_of_the_first(rig):
+async def test_second_chaos_request_reports_that_it_replaces_the_first(rig):
     await rig.start("w1")
     do = rig.coordinator._requests.do
     do(rig.job, "chaos", {"seed": 4})
     assert "they replace the previous ones" in do(rig.job, "chaos", {"seed": 5})
 
 
-async def test_chaos_leaves_alone_who_leaves_anyway(rig):
+async def test_chaos_gives_a_leaving_worker_no_second_notice(rig):
     await rig.start("w1")
     rig.coordinator._requests.do(rig.job, "chaos", {"mtbf_s": 1.0, "mode": "notice", "seed": 4})
     ticks(rig, 30, "w1")
     assert len(rig.events(events.PreemptionNoticed)) == 1
 
 
-async def test_every_fault_that_can_be_asked_for_has_words(rig):
+async def test_every_fault_kind_has_a_description(rig):
     await rig.start("w1", "w2")
     for kind in (*FAULT_KINDS, "error", "disconnect"):
         words = rig.coordinator._requests.do(rig.job, "fault", {"kind": kind, "worker": "w1"})
         assert words.startswith("w1 "), kind
 
 
-async def test_chaos_of_a_mode_that_is_none_is_refused(rig):
+async def test_unknown_chaos_mode_is_refused(rig):
     await rig.start("w1")
     with pytest.raises(RequestError, match="unknown chaos mode 'flood'"):
         rig.coordinator._requests.do(rig.job, "chaos", {"mode": "flood"})
 
 
-async def test_kill_by_hand_counts_as_a_fault_on_purpose(rig):
+async def test_requested_kill_is_logged_as_an_injected_fault(rig):
     await rig.start("w1", "w2")
     rig.coordinator._requests.do(rig.job, "kill", {"worker": "w1"})
     assert rig.nodes.killed == ["w1"]
     assert [(e.worker, e.fault) for e in rig.events(events.FaultInjected)] == [("w1", "worker")]
 
 
-async def test_noticed_worker_is_killed_when_its_time_is_over(rig):
+async def test_noticed_worker_is_killed_at_its_deadline(rig):
     await rig.start("w1", "w2")
     rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w2", "notice_s": 5.0})
     ticks(rig, 4, "w1", "w2")
@@ -385,7 +387,7 @@ async def test_noticed_worker_is_killed_when_its_time_is_over(rig):
     assert "w2" in rig.nodes.killed
 
 
-async def test_no_notice_takes_an_earlier_one_back(rig):
+async def test_later_notice_does_not_extend_an_earlier_deadline(rig):
     await rig.start("w1", "w2")
     for notice_s in (5.0, 60.0, 2.0):
         args = {"worker": "w2", "notice_s": notice_s}
@@ -406,7 +408,7 @@ async def test_noticed_worker_is_replaced_when_the_others_train_without_it(rig):
     assert (set(rig.nodes.released), rig.nodes.wanted) == ({"w2"}, 2)
 
 
-async def test_noticed_worker_is_handed_back_in_time_though_the_others_do_not_form(rig):
+async def test_noticed_worker_is_released_in_time_even_if_the_others_do_not_form(rig):
     await rig.start("w1", "w2")
     rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w2", "notice_s": 10.0})
     for worker in ("w1", "w2"):
@@ -417,7 +419,7 @@ async def test_noticed_worker_is_handed_back_in_time_though_the_others_do_not_fo
     assert "w2" in rig.nodes.released
 
 
-async def test_last_noticed_worker_is_replaced_at_once_and_not_twice(rig):
+async def test_last_noticed_worker_is_replaced_immediately_and_only_once(rig):
     await rig.start("w1")
     assert rig.nodes.wanted == 1
     rig.coordinator._requests.do(rig.job, "preempt", {"worker": "w1", "notice_s": 60.0})
@@ -438,7 +440,7 @@ async def test_last_noticed_worker_is_replaced_at_once_and_not_twice(rig):
 # --- requests ---
 
 
-async def test_scale_beyond_the_pool_says_how_many_there_can_be(rig):
+async def test_scaling_beyond_the_pool_reports_its_limit(rig):
     await rig.start("w1")
     rig.nodes.most = 8
     words = rig.coordinator._requests.do(rig.job, "scale", {"max": 1000})
@@ -448,7 +450,7 @@ async def test_scale_beyond_the_pool_says_how_many_there_can_be(rig):
     assert rig.job.state.max_workers == 8
 
 
-async def test_pause_and_resume_say_when_there_is_nothing_to_do(rig):
+async def test_pause_and_resume_report_when_there_is_nothing_to_do(rig):
     await rig.start("w1")
     rig.commit("w1", 1)
     do = rig.coordinator._requests.do
@@ -457,7 +459,7 @@ async def test_pause_and_resume_say_when_there_is_nothing_to_do(rig):
     assert do(rig.job, "pause", {}) == "is already paused, at step 1; continue with %etrain resume"
 
 
-async def test_stop_of_a_job_that_stands_still_says_what_does_not_wait(rig):
+async def test_stop_of_a_stalled_job_suggests_stopping_immediately(rig):
     await rig.start("w1")
     rig.commit("w1", 1)
     rig.now += 25.0
@@ -482,7 +484,7 @@ async def test_reproducible_job_is_not_scaled_beyond_its_shards(rig):
     assert rig.job.state.max_workers == 4
 
 
-async def test_failure_that_a_rank_reports_is_in_the_log_and_the_next_generation_uses_gloo(rig):
+async def test_reported_nccl_failures_are_logged_and_the_next_generation_uses_gloo(rig):
     # Review G2
     rig.hello("w1", "w2")
     await rig.submit(max_workers=2, config={"backend": "auto"})
@@ -510,7 +512,7 @@ async def test_failure_that_a_rank_reports_is_in_the_log_and_the_next_generation
         {"kind": "SupervisorHello", "wire_version": 99, "is_new": True},
     ],
 )
-async def test_worker_of_another_wire_version_takes_no_part_and_the_log_says_why(rig, hello):
+async def test_worker_of_another_wire_version_is_excluded_with_a_logged_reason(rig, hello):
     await rig.start("w1")
     rig.coordinator._scheduler.workers["tls://w2"] = SimpleNamespace(name="w2")
 
@@ -524,7 +526,7 @@ async def test_worker_of_another_wire_version_takes_no_part_and_the_log_says_why
     assert warning.endswith("there and restart that worker")
 
 
-async def test_garbage_of_a_worker_is_logged_and_changes_nothing(rig, caplog):
+async def test_malformed_messages_of_a_worker_are_logged_and_change_nothing(rig, caplog):
     await rig.start("w1")
     rig.survive_defects()
     before = rig.job.state, rig.job.job_log.last_seq

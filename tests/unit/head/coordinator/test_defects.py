@@ -50,7 +50,7 @@ async def submit_another(rig: Rig) -> HostedJob:
     return rig.coordinator._jobs["k"]
 
 
-async def test_exception_in_the_tick_of_one_job_is_its_own(
+async def test_exception_in_the_tick_of_one_job_does_not_affect_other_jobs(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1")
@@ -71,7 +71,7 @@ async def test_exception_in_the_tick_of_one_job_is_its_own(
     assert not [e for e in other.job_log.since(0, 100) if e["event"] == "LogLine"]
 
 
-async def test_ticker_goes_on_after_an_exception(
+async def test_ticker_continues_after_an_exception(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(coordinator_module, "TICK_S", 0.0)
@@ -93,7 +93,7 @@ async def test_ticker_goes_on_after_an_exception(
     ]
 
 
-async def test_report_that_cannot_be_taken_costs_no_connection_and_is_not_repeated(
+async def test_report_whose_handler_raises_is_acknowledged_and_later_ones_are_handled(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1")
@@ -108,7 +108,7 @@ async def test_report_that_cannot_be_taken_costs_no_connection_and_is_not_repeat
     assert "handling TextLogged of tls://w1 failed: ZeroDivisionError" in errors(rig)[0]
 
 
-async def test_command_that_fails_leaves_no_other_one_undone(
+async def test_failing_command_does_not_prevent_the_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1", "w2")
@@ -120,7 +120,7 @@ async def test_command_that_fails_leaves_no_other_one_undone(
     assert "carrying out AbortGeneration failed" in errors(rig)[0]
 
 
-async def test_defect_that_comes_again_and_again_is_logged_less_and_less_often(
+async def test_repeated_defect_is_logged_less_and_less_often(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1")
@@ -135,7 +135,7 @@ async def test_defect_that_comes_again_and_again_is_logged_less_and_less_often(
     assert rig.job.state.status == "running"
 
 
-async def test_whoever_asks_for_something_hears_that_it_failed(
+async def test_failed_request_is_reported_to_its_caller(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1")
@@ -146,7 +146,7 @@ async def test_whoever_asks_for_something_hears_that_it_failed(
         await rig.control("pause")
 
 
-async def test_costs_that_cannot_be_told_do_not_keep_the_log_from_the_end(rig: Rig) -> None:
+async def test_failing_cost_report_does_not_prevent_the_end_from_being_logged(rig: Rig) -> None:
     await rig.start("w1")
     rig.job.before_end = fail
     rig.job.handle(s.StopRequested(now=True))

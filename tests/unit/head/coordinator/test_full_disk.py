@@ -48,7 +48,7 @@ def acks(rig: Rig, worker: str) -> list[int]:
     return [order.number for order in rig.orders(worker, m.AcknowledgeReports)]
 
 
-async def test_facts_wait_in_memory_and_are_written_in_order_once_there_is_space(
+async def test_events_are_kept_in_memory_and_written_in_order_once_there_is_space(
     rig: Rig, disk: Disk
 ) -> None:
     await rig.start("w1")
@@ -70,7 +70,7 @@ async def test_facts_wait_in_memory_and_are_written_in_order_once_there_is_space
     assert "could not be written for 0 s: No space left on device. 3 events were kept" in last.text
 
 
-async def test_nobody_hears_of_facts_that_are_only_in_memory_but_why(rig: Rig, disk: Disk) -> None:
+async def test_events_kept_in_memory_are_not_served_but_the_reason_is(rig: Rig, disk: Disk) -> None:
     await rig.start("w1")
     known = rig.job.job_log.last_seq
     disk.is_full = True
@@ -90,7 +90,7 @@ async def test_nobody_hears_of_facts_that_are_only_in_memory_but_why(rig: Rig, d
     assert answer.trouble == ""
 
 
-async def test_message_is_acknowledged_once_its_facts_are_on_the_disk(
+async def test_message_is_acknowledged_only_after_its_events_are_on_disk(
     rig: Rig, disk: Disk, tmp_path: Path
 ) -> None:
     rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
@@ -116,7 +116,9 @@ async def test_message_is_acknowledged_once_its_facts_are_on_the_disk(
     assert texts.count("hi") == 3
 
 
-async def test_rank_that_is_lost_meanwhile_is_done_without_at_once(rig: Rig, disk: Disk) -> None:
+async def test_job_continues_without_a_lost_rank_while_the_disk_is_full(
+    rig: Rig, disk: Disk
+) -> None:
     """The state machine's decision and what it says are one, whatever the disk does."""
     await rig.start("w1", "w2")
     disk.is_full = True
@@ -135,7 +137,7 @@ async def test_rank_that_is_lost_meanwhile_is_done_without_at_once(rig: Rig, dis
     assert kinds.count("GenerationFormed") == 2
 
 
-async def test_end_of_a_job_is_told_once_it_is_on_the_disk(
+async def test_end_of_a_job_is_announced_only_after_it_is_on_disk(
     rig: Rig, disk: Disk, tmp_path: Path
 ) -> None:
     rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
@@ -159,7 +161,7 @@ async def test_end_of_a_job_is_told_once_it_is_on_the_disk(
     EventLog(rig.job.order.log_path).close()  # nobody holds it any more
 
 
-async def test_job_is_refused_while_its_log_cannot_be_begun(
+async def test_job_is_refused_while_its_log_cannot_be_created(
     rig: Rig, disk: Disk, tmp_path: Path
 ) -> None:
     disk.is_full = True
@@ -172,7 +174,7 @@ async def test_job_is_refused_while_its_log_cannot_be_begun(
     assert rig.job.state.status == "submitted"
 
 
-async def test_trainers_that_wait_for_the_disk_do_not_hang(rig: Rig, disk: Disk) -> None:
+async def test_trainers_waiting_for_the_disk_do_not_count_as_hanging(rig: Rig, disk: Disk) -> None:
     await rig.start("w1", "w2")
     disk.is_full = True
     page = m.PageCopy(
@@ -194,7 +196,7 @@ async def test_trainers_that_wait_for_the_disk_do_not_hang(rig: Rig, disk: Disk)
     assert answer.trouble.endswith("training is blocked until then")
 
 
-async def test_next_scheduler_takes_what_was_only_in_memory_from_the_supervisors(
+async def test_next_scheduler_gets_unwritten_events_from_the_supervisors(
     rig: Rig, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
@@ -222,7 +224,7 @@ async def test_next_scheduler_takes_what_was_only_in_memory_from_the_supervisors
     assert texts == ["before", "meanwhile"]
 
 
-async def test_event_that_is_no_json_holds_up_no_other(rig: Rig, disk: Disk) -> None:
+async def test_event_that_is_not_json_does_not_block_others(rig: Rig, disk: Disk) -> None:
     await rig.start("w1")
     disk.is_full = True
     rig.commit("w1", 1)
@@ -265,7 +267,7 @@ def test_lines_whose_sync_failed_are_written_once(
     assert [event.seq for event in read_events(log.path)] == [1, 2]
 
 
-def test_half_a_line_that_cannot_be_cut_off_is_cut_off_before_the_next_one(
+def test_partial_line_that_cannot_be_removed_is_removed_before_the_next_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = EventLog(tmp_path / "events.jsonl")

@@ -43,7 +43,7 @@ def ticks(rig, seconds: int, *workers: str) -> None:
 # --- interruptions ---
 
 
-async def test_interruption_lets_the_worker_leave_at_a_step_boundary_and_is_told_once(rig):
+async def test_interrupted_worker_leaves_at_a_step_boundary_and_is_logged_once(rig):
     await rig.start("w1", "w2")
     interrupt(rig, "w2", 110.0)
     rig.now += 3.0
@@ -56,13 +56,13 @@ async def test_interruption_lets_the_worker_leave_at_a_step_boundary_and_is_told
     assert [m.worker for m in rig.job.state.members.values()] == ["w1"]
 
 
-async def test_interruption_without_time_left_by_itself_counts_by_the_deadline(rig):
+async def test_interruption_sets_the_deadline_from_the_time_left(rig):
     await rig.start("w1", "w2")
     rig.say("w2", m.MachineNotice(notice="interruption", left_s=60.0))
     assert rig.events(events.PreemptionNoticed)[0].deadline == 1060.0
 
 
-async def test_noticed_worker_that_nobody_uses_is_given_to_no_job(rig):
+async def test_unused_worker_with_a_notice_is_assigned_to_no_job(rig):
     rig.hello("w1", "w2")
     interrupt(rig, "w2", 60.0)
     await rig.submit(max_workers=2)
@@ -70,7 +70,7 @@ async def test_noticed_worker_that_nobody_uses_is_given_to_no_job(rig):
     assert rig.events(events.PreemptionNoticed) == []
 
 
-async def test_noticed_worker_is_counted_until_it_is_released_where_machines_come_early(cloud):
+async def test_noticed_worker_counts_until_its_release_if_the_pool_replaces_early(cloud):
     await cloud.start("w1", "w2")
     assert cloud.nodes.wanted == 2
     interrupt(cloud, "w2", 60.0)
@@ -83,7 +83,7 @@ async def test_noticed_worker_is_counted_until_it_is_released_where_machines_com
     assert (set(cloud.nodes.released), cloud.nodes.wanted) == ({"w2"}, 2)
 
 
-async def test_machine_elsewhere_is_left_to_whoever_takes_it_for_a_while(cloud):
+async def test_noticed_cloud_machine_is_killed_only_some_time_after_its_deadline(cloud):
     await cloud.start("w1")
     interrupt(cloud, "w1", 5.0)
     ticks(cloud, 20, "w1")
@@ -95,7 +95,7 @@ async def test_machine_elsewhere_is_left_to_whoever_takes_it_for_a_while(cloud):
 # --- rebalance recommendations ---
 
 
-async def test_worker_at_risk_trains_on_with_a_checkpoint_and_a_replacement(cloud):
+async def test_worker_at_risk_keeps_training_with_a_checkpoint_and_a_replacement(cloud):
     await cloud.start("w1", "w2")
     for _ in range(2):
         recommend(cloud, "w2")
@@ -111,14 +111,14 @@ async def test_worker_at_risk_trains_on_with_a_checkpoint_and_a_replacement(clou
     assert cloud.nodes.wanted == 3
 
 
-async def test_pool_whose_workers_share_a_machine_replaces_nobody_at_risk(rig):
+async def test_pool_whose_workers_share_a_machine_replaces_no_worker_at_risk(rig):
     await rig.start("w1", "w2")
     recommend(rig, "w2")
     assert rig.nodes.wanted == 2
     assert len(rig.told("w2", m.RequestCheckpoint)) == 1
 
 
-async def test_worker_at_risk_is_taken_last_and_wanted_by_nobody_without_a_job(cloud):
+async def test_worker_at_risk_is_assigned_last_and_not_replaced_without_a_job(cloud):
     cloud.hello("w1", "w2")
     recommend(cloud, "w1")
     assert cloud.nodes.wanted == 0
@@ -127,14 +127,14 @@ async def test_worker_at_risk_is_taken_last_and_wanted_by_nobody_without_a_job(c
     assert cloud.nodes.wanted == 1
 
 
-async def test_notice_after_a_rebalance_counts_and_a_rebalance_after_it_does_not(rig):
+async def test_rebalance_after_an_interruption_notice_is_ignored(rig):
     await rig.start("w1", "w2")
     interrupt(rig, "w2", 60.0)
     recommend(rig, "w2")
     assert rig.events(events.RebalanceRecommended) == []
 
 
-async def test_notice_of_a_worker_that_was_given_up_makes_it_begin_anew(rig):
+async def test_notice_from_an_evicted_worker_resets_its_supervisor(rig):
     await rig.start("w1", "w2")
     ticks(rig, 11, "w1")
     interrupt(rig, "w2", 60.0)
@@ -142,7 +142,7 @@ async def test_notice_of_a_worker_that_was_given_up_makes_it_begin_anew(rig):
     assert rig.orders("w2", m.ResetSupervisor)
 
 
-async def test_next_coordinator_knows_who_is_at_risk_and_tells_it_once(
+async def test_next_coordinator_knows_the_workers_at_risk_and_logs_each_once(
     cloud, tmp_path, monkeypatch
 ):
     cloud.coordinator.recall(tmp_path / "jobs", died_at=0.0)
@@ -173,7 +173,7 @@ def warnings(rig) -> list[str]:
     return [e.text for e in rig.events(events.LogLine) if e.level == "warning"]
 
 
-async def test_worker_whose_versions_do_not_fit_gets_no_work_and_the_log_says_why(rig):
+async def test_worker_with_incompatible_versions_is_excluded_with_a_logged_reason(rig):
     await rig.submit(max_workers=2, fingerprint=KERNEL)
     rig.hello("w1", fingerprint={**KERNEL, "torch": "2.12.0+cu130"})
     rig.hello("w2", fingerprint=KERNEL)
@@ -186,7 +186,7 @@ async def test_worker_whose_versions_do_not_fit_gets_no_work_and_the_log_says_wh
     assert len(warnings(rig)) == 1
 
 
-async def test_other_patch_version_works_and_is_told_once(rig):
+async def test_other_patch_version_is_accepted_and_logged_once(rig):
     await rig.submit(max_workers=2, fingerprint=KERNEL)
     for worker in ("w1", "w2"):
         rig.hello(worker, fingerprint={**KERNEL, "python": "3.12.1"})
@@ -195,14 +195,14 @@ async def test_other_patch_version_works_and_is_told_once(rig):
     assert text.startswith("Python 3.12.1 on w1, 3.12.4 in this notebook")
 
 
-async def test_worker_that_speaks_another_protocol_is_refused_whatever_the_notebook_has(rig):
+async def test_worker_with_another_protocol_is_refused_for_any_notebook(rig):
     await rig.submit(max_workers=2)
     rig.hello("w1", fingerprint={**KERNEL, "protocol": "99"})
     assert rig.job.state.members == {}
     assert "protocol 99 on w1" in warnings(rig)[0]
 
 
-async def test_worker_that_does_not_fit_one_job_works_for_another(rig):
+async def test_worker_incompatible_with_one_job_trains_another(rig):
     await rig.submit(max_workers=1, fingerprint=KERNEL)
     old = {**KERNEL, "python": "3.11.2"}
     rig.hello("w1", fingerprint=old)

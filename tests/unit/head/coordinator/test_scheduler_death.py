@@ -96,7 +96,7 @@ def steps_of(rig: Rig) -> list[int]:
     return [event.step for event in rig.events(StepCompleted)]
 
 
-async def test_the_generation_goes_on_and_what_was_missed_is_logged_once(lives: Lives) -> None:
+async def test_generation_continues_and_missed_events_are_logged_once(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
     told = [lives.numbered("w1", m.StepsTrained, records=records(1, 2))]
     line = lives.numbered("w1", m.TextLogged, level="info", text="hello")
@@ -122,7 +122,7 @@ async def test_the_generation_goes_on_and_what_was_missed_is_logged_once(lives: 
     assert rig.orders("w1", m.AcknowledgeReports)[-1].number == 3
 
 
-async def test_a_generation_that_was_forming_is_ended_and_formed_anew(lives: Lives) -> None:
+async def test_generation_that_was_forming_is_aborted_and_formed_again(lives: Lives) -> None:
     rig = lives.rig
     rig.hello("w1", "w2")
     await rig.submit(max_workers=2)
@@ -140,7 +140,7 @@ async def test_a_generation_that_was_forming_is_ended_and_formed_anew(lives: Liv
     assert rig.job.state.faults.at_step == (-1, ())
 
 
-async def test_a_worker_that_does_not_come_back_is_done_without(
+async def test_job_continues_without_a_worker_that_does_not_return(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await lives.rig.start("w1", "w2")
@@ -158,7 +158,7 @@ async def test_a_worker_that_does_not_come_back_is_done_without(
     assert rig.told("w1", m.JoinGeneration)[-1].logged_step == 1
 
 
-async def test_a_trainer_that_was_given_up_before_is_let_go(lives: Lives) -> None:
+async def test_trainer_lost_before_the_restart_is_released(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
     lives.rig.coordinator.remove_worker(None, "tls://w2")
     assert len(lives.rig.events(WorkerLost)) == 1
@@ -171,7 +171,7 @@ async def test_a_trainer_that_was_given_up_before_is_let_go(lives: Lives) -> Non
     assert "j/w2/2" not in rig.job.state.members
 
 
-async def test_a_job_whose_ranks_are_done_is_closed_with_its_checkpoint(lives: Lives) -> None:
+async def test_job_whose_ranks_are_done_is_finished_with_a_checkpoint(lives: Lives) -> None:
     rig = lives.rig
     await rig.start("w1", "w2")
     lives.numbered("w1", m.StepsTrained, records=records(1, 2))
@@ -212,7 +212,7 @@ async def test_pool_that_halts_during_the_recovery_stops_the_job_with_a_checkpoi
     assert [event.step for event in rig.events(CheckpointCommitted)] == [1]
 
 
-async def test_a_pause_that_nobody_has_carried_out_is_carried_out(lives: Lives) -> None:
+async def test_pending_pause_is_carried_out(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
     lives.numbered("w1", m.StepsTrained, records=records(1))
     await lives.rig.control("pause")
@@ -227,7 +227,7 @@ async def test_a_pause_that_nobody_has_carried_out_is_carried_out(lives: Lives) 
     assert (rig.job.state.status, rig.job.state.phase) == ("paused", "gathering")
 
 
-async def test_a_request_before_all_are_back_is_refused_in_words(lives: Lives) -> None:
+async def test_request_during_the_recovery_is_refused_with_a_retry_hint(lives: Lives) -> None:
     await lives.rig.start("w1")
     rig = lives.die()
 
@@ -238,13 +238,13 @@ async def test_a_request_before_all_are_back_is_refused_in_words(lives: Lives) -
     assert rig.events(JobStatusChanged)[-1].status == "running"
 
 
-async def test_a_job_that_had_ended_is_not_taken_up(lives: Lives) -> None:
+async def test_ended_job_is_not_recovered(lives: Lives) -> None:
     await lives.rig.start("w1")
     await lives.rig.control("stop", {"now": True})
     assert not (lives.folder / "jobs" / "j").exists()
 
 
-async def test_a_job_that_waits_for_workers_goes_on_waiting(lives: Lives) -> None:
+async def test_job_that_waits_for_workers_keeps_waiting(lives: Lives) -> None:
     rig = lives.rig
     rig.hello("w1")
     await rig.submit(min_workers=2, max_workers=2)
@@ -261,7 +261,7 @@ async def test_a_job_that_waits_for_workers_goes_on_waiting(lives: Lives) -> Non
     assert rig.told("w1", m.JoinGeneration)[-1].restore is False
 
 
-async def test_ranks_that_had_left_for_a_newcomer_go_on_with_it(lives: Lives) -> None:
+async def test_ranks_that_had_left_for_a_newcomer_continue_with_it(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
     lives.numbered("w1", m.StepsTrained, records=records(1))
     left = m.GenerationLeft(generation=1, progress=(1, 0), why="planned", undone=False)
@@ -277,7 +277,7 @@ async def test_ranks_that_had_left_for_a_newcomer_go_on_with_it(lives: Lives) ->
     assert rig.told("w1", m.BreakGeneration) == []
 
 
-async def test_a_scheduler_that_dies_again_before_all_are_back_loses_nothing(
+async def test_second_death_during_the_recovery_loses_nothing(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await lives.rig.start("w1", "w2")
@@ -295,7 +295,7 @@ async def test_a_scheduler_that_dies_again_before_all_are_back_loses_nothing(
     assert len(rig.events(SchedulerRestarted)) == 1
 
 
-async def test_what_the_ranks_saved_meanwhile_counts(lives: Lives) -> None:
+async def test_checkpoint_saved_during_the_recovery_counts(lives: Lives) -> None:
     await lives.rig.start("w1", "w2")
     rig = lives.die()
     lives.back("w1", n1={})

@@ -29,7 +29,7 @@ def host(run_dir: Path, **log: Any) -> HostedJob:
     return HostedJob(order=order, send_to=lambda worker, message: None)
 
 
-async def test_log_is_followed_into_the_folder_that_was_asked_for(
+async def test_tensorboard_files_are_written_to_the_configured_folder(
     tmp_path: Path, followed: Followed
 ) -> None:
     host(tmp_path / "a")
@@ -42,7 +42,7 @@ async def test_log_is_followed_into_the_folder_that_was_asked_for(
     ]
 
 
-async def test_writer_that_fails_is_told_of_in_the_log(tmp_path: Path, followed: Followed) -> None:
+async def test_failure_of_the_writer_is_logged(tmp_path: Path, followed: Followed) -> None:
     job = host(tmp_path, tensorboard=True)
     changed = job.job_log.changed
 

@@ -55,11 +55,11 @@ def test_hang_is_shown_as_a_traceback_of_the_users_frames():
     ]
 
 
-def test_hang_outside_of_the_users_code_shows_none():
+def test_hang_outside_of_the_users_code_shows_no_traceback():
     hang = [STACKS_ASKED, "Current thread 0x00007e (most recent call first):"]
     hang.append(f'  File "{OURS}/trainer/trainer.py", line 60 in _live')
     assert last_words("w1", hang, CELLS) == ""
 
 
-def test_silent_trainer_has_no_last_words():
+def test_trainer_without_output_gives_an_empty_text():
     assert last_words("w1", [], {}) == ""

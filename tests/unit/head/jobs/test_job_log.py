@@ -30,7 +30,7 @@ class Changed(asyncio.Event):
         super().set()
 
 
-async def test_nobody_hears_of_a_change_before_it_is_on_the_disk(
+async def test_change_is_announced_only_after_it_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
@@ -46,7 +46,7 @@ async def test_nobody_hears_of_a_change_before_it_is_on_the_disk(
     log.close()
 
 
-async def test_old_events_are_read_on_from_where_the_last_piece_ended(
+async def test_old_events_are_read_from_the_end_of_the_previous_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_log, "RECENT_EVENTS", 5)
@@ -66,7 +66,7 @@ async def test_old_events_are_read_on_from_where_the_last_piece_ended(
     log.close()
 
 
-async def test_log_of_an_ended_job_is_read_from_the_disk_and_takes_no_memory(
+async def test_log_of_an_ended_job_is_read_from_the_disk_and_uses_no_memory(
     tmp_path: Path,
 ) -> None:
     """Review R7: 20,000 events of every ended job stayed in the scheduler."""

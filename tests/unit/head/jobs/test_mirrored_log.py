@@ -64,7 +64,7 @@ def seen_elsewhere(tmp_path: Path, place: str) -> list[events.Event]:
     return list(read_events(copy.path))
 
 
-async def test_events_are_elsewhere_soon(rig: Rig, tmp_path: Path, place: str) -> None:
+async def test_events_are_uploaded_to_the_bucket(rig: Rig, tmp_path: Path, place: str) -> None:
     await rig.start("w1", place=place)
     rig.commit("w1", 1, 2)
     await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
@@ -74,7 +74,7 @@ async def test_events_are_elsewhere_soon(rig: Rig, tmp_path: Path, place: str) -
     assert rig.job.order.checkpoints == place
 
 
-async def test_outage_is_told_once_and_the_backlog_goes_up_afterwards(
+async def test_outage_is_logged_once_and_the_backlog_is_uploaded_afterwards(
     rig: Rig, tmp_path: Path, place: str, s3_server: S3Server
 ) -> None:
     await rig.start("w1", place=place)
@@ -96,7 +96,7 @@ async def test_outage_is_told_once_and_the_backlog_goes_up_afterwards(
     assert [e.step for e in steps] == [1, 2, 3, 4]
 
 
-async def test_end_is_told_once_the_bucket_has_it(
+async def test_end_is_announced_only_after_the_bucket_has_it(
     rig: Rig, tmp_path: Path, place: str, s3_server: S3Server
 ) -> None:
     await rig.start("w1", place=place)
@@ -117,7 +117,7 @@ async def test_end_is_told_once_the_bucket_has_it(
     assert (told["status"], told["has_ended"]) == ("stopped", True)
 
 
-async def test_job_ends_all_the_same_while_the_bucket_is_out_of_reach(
+async def test_job_ends_although_the_bucket_is_unreachable(
     rig: Rig, tmp_path: Path, place: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirrored_log, "LAST_UPLOAD_S", 0.0)
@@ -135,7 +135,7 @@ async def test_job_ends_all_the_same_while_the_bucket_is_out_of_reach(
     assert [e.status for e in there if isinstance(e, events.JobStatusChanged)][-1] == "stopped"
 
 
-async def test_upload_is_given_up_some_time_after_the_end(
+async def test_upload_is_abandoned_some_time_after_the_end(
     rig: Rig, place: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirrored_log, "LAST_UPLOAD_S", 0.0)
@@ -146,7 +146,7 @@ async def test_upload_is_given_up_some_time_after_the_end(
     await until(lambda: rig.job.has_told_its_end and not rig.job.is_uploading)
 
 
-async def test_coordinator_whose_job_goes_on_elsewhere_ends_it(
+async def test_coordinator_ends_a_job_that_another_one_has_taken_over(
     rig: Rig, tmp_path: Path, place: str
 ) -> None:
     await rig.start("w1", place=place)
@@ -182,7 +182,7 @@ async def test_job_is_taken_over_on_another_machine(
     assert second.job.job_log._mirror.join(30.0)
 
 
-async def test_submit_is_refused_where_the_bucket_cannot_be_written(
+async def test_submit_is_refused_if_the_bucket_is_not_writable(
     rig: Rig, place: str, s3_server: S3Server
 ) -> None:
     s3_server.set_faults(S3Fault(kind="deny", match="PUT "))
@@ -193,7 +193,7 @@ async def test_submit_is_refused_where_the_bucket_cannot_be_written(
     await rig.submit(place=place)  # nothing of the first attempt is in the way
 
 
-async def test_copy_that_somebody_else_writes_is_refused(
+async def test_job_whose_log_another_process_writes_is_refused(
     rig: Rig, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirrored_log, "LOCK_S", 0.0)
@@ -205,7 +205,7 @@ async def test_copy_that_somebody_else_writes_is_refused(
         await other._submit(SubmitJob(job={**order, "place": place, "resumes": True}))
 
 
-async def test_coordinator_that_was_started_anew_goes_on_as_the_same_writer(
+async def test_restarted_coordinator_continues_as_the_same_writer(
     rig: Rig, tmp_path: Path, place: str
 ) -> None:
     await rig.start("w1", place=place)
@@ -222,7 +222,7 @@ async def test_coordinator_that_was_started_anew_goes_on_as_the_same_writer(
     assert last.text == "here"
 
 
-async def test_cluster_that_ends_lets_the_last_events_be_uploaded(
+async def test_last_events_are_uploaded_before_the_cluster_ends(
     rig: Rig, tmp_path: Path, place: str, s3_server: S3Server
 ) -> None:
     await rig.start("w1", place=place)
@@ -237,7 +237,7 @@ async def test_cluster_that_ends_lets_the_last_events_be_uploaded(
     assert statuses[-1] == "stopped"
 
 
-async def test_packs_that_cannot_be_written_hold_up_nothing(
+async def test_failed_packs_do_not_block_the_upload(
     rig: Rig, tmp_path: Path, place: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etrain_jupyter.storage.bucket_log.uploads.PACKS", (20_000, 2))
@@ -250,7 +250,7 @@ async def test_packs_that_cannot_be_written_hold_up_nothing(
     assert step.step == 1
 
 
-async def test_bucket_gets_all_events_though_the_disk_here_was_full_at_the_end(
+async def test_bucket_gets_all_events_although_the_local_disk_was_full_at_the_end(
     rig: Rig, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review R1, for a job of a bucket."""

@@ -10,7 +10,7 @@ def ids(faults: list[dict]) -> list[int]:
     return [fault["id"] for fault in faults]
 
 
-def test_fault_of_any_rank_is_given_to_exactly_one_rank():
+def test_fault_for_any_rank_is_assigned_to_exactly_one_rank():
     plan = FaultPlan().kill(rank=None, step=3).hang(rank=None, step=5).exit(rank=1, step=7)
     planned = PlannedFaults(plan.to_list())
     for world_size in range(1, 6):
@@ -20,7 +20,7 @@ def test_fault_of_any_rank_is_given_to_exactly_one_rank():
         assert all(3 in mine for mine in told)  # its rank is told, each knows its own
 
 
-def test_fault_of_any_newcomer_is_given_to_another_one_once_the_first_has_ended():
+def test_fault_for_any_newcomer_is_reassigned_after_the_first_one_ended():
     planned = PlannedFaults(FaultPlan().kill(rank=None, step=0, at="warm").to_list())
     assert ids(planned.of_newcomer("t1", among=["t1"])) == [1]
     assert ids(planned.of_newcomer("t2", among=["t1", "t2"])) == []
@@ -30,6 +30,6 @@ def test_fault_of_any_newcomer_is_given_to_another_one_once_the_first_has_ended(
     assert planned.of_newcomer("t4", among=["t4"]) == []
 
 
-def test_newcomers_are_not_told_of_what_befalls_any_rank():
+def test_newcomers_get_no_fault_planned_for_any_rank():
     planned = PlannedFaults(FaultPlan().kill(rank=None, step=3).kill(rank=0, step=3).to_list())
     assert ids(planned.of_newcomer("t1", among=["t1"])) == [2]

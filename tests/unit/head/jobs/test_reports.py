@@ -39,7 +39,7 @@ def saved_steps(rig: Rig) -> list[int]:
 # --- newcomers ---
 
 
-async def test_newcomer_with_data_of_another_length_is_done_without(rig):
+async def test_newcomer_with_data_of_another_length_is_excluded(rig):
     await rig.start("w1")
     rig.coordinator._requests.do(rig.job, "scale", {"max": 2})
     rig.hello("w2")
@@ -96,7 +96,7 @@ async def test_notice_to_the_only_rank_saves_its_state_before_the_machine_is_tak
     assert rig.nodes.released == ["w1"]
 
 
-async def test_failed_checkpoint_is_told_with_its_error(rig):
+async def test_failed_checkpoint_is_reported_with_its_error(rig):
     await rig.start("w1")
     rig.commit("w1", 1)
     rig.report("w1", 1, why="done")
@@ -119,7 +119,7 @@ def saved_after(rig: Rig, worker: str, step: int, *, stall_s: float) -> None:
     )
 
 
-async def test_ranks_are_told_how_often_to_save_once_a_checkpoint_has_told_what_one_costs(rig):
+async def test_ranks_get_an_interval_once_the_cost_of_a_checkpoint_is_known(rig):
     await rig.start("w1", "w2")
     assert rig.told("w1", m.JoinGeneration)[-1].pace is None
     rig.commit("w1", 1, 2)
@@ -133,7 +133,7 @@ async def test_ranks_are_told_how_often_to_save_once_a_checkpoint_has_told_what_
     assert len(rig.events(events.CheckpointIntervalChosen)) == 1  # much the same
 
 
-async def test_next_rank_0_is_told_the_interval_and_how_old_the_newest_checkpoint_is(rig):
+async def test_next_rank_0_gets_the_interval_and_the_age_of_the_newest_checkpoint(rig):
     await rig.start("w1", "w2")
     rig.commit("w1", 1)
     saved_after(rig, "w1", 1, stall_s=0.1)
@@ -145,7 +145,7 @@ async def test_next_rank_0_is_told_the_interval_and_how_old_the_newest_checkpoin
     assert 0.5 <= pace.age_s < 60
 
 
-async def test_interval_that_the_cell_gives_is_left_alone(rig, monkeypatch):
+async def test_interval_set_in_the_cell_is_not_changed(rig, monkeypatch):
     monkeypatch.setattr(type(await started(rig)), "is_paced", False)
     rig.commit("w1", 1)
     saved_after(rig, "w1", 1, stall_s=0.1)
@@ -161,7 +161,7 @@ async def started(rig: Rig):
 # --- those that were given up ---
 
 
-async def test_checkpoint_of_steps_that_the_job_never_had_is_not_told_of(rig):
+async def test_checkpoint_of_steps_unknown_to_the_job_is_not_logged(rig):
     await rig.start("w1")
     rig.commit("w1", 1, 2)
     evicted_incarnation = rig.trainer("w1")
@@ -172,7 +172,7 @@ async def test_checkpoint_of_steps_that_the_job_never_had_is_not_told_of(rig):
     assert rig.job.state.saved_step == 2
 
 
-async def test_checkpoint_that_a_later_generation_has_made_void_is_not_told_of(rig):
+async def test_checkpoint_invalidated_by_a_later_generation_is_not_logged(rig):
     await rig.start("w1", "w2")
     rig.commit("w1", 1, 2, 3)
     evicted_incarnation = rig.trainer("w1")
@@ -184,7 +184,7 @@ async def test_checkpoint_that_a_later_generation_has_made_void_is_not_told_of(r
     assert saved_steps(rig) == [2]
 
 
-async def test_next_generation_is_told_where_the_ones_before_began_and_the_log_ends(rig):
+async def test_next_generation_gets_the_starts_of_earlier_ones_and_the_log_end(rig):
     await rig.start("w1")
     rig.commit("w1", 1, 2, 3)
     committed(rig, "w1", rig.trainer("w1"), 2)
@@ -211,7 +211,7 @@ def evaluation(step: int, loss: float) -> dict:
     return {"step": step, "epoch": 0, "samples": 8, "loss": loss, "duration_s": 0.1, "time": 1.0}
 
 
-async def test_evaluation_that_is_told_again_is_logged_once(rig):
+async def test_evaluation_reported_again_is_logged_once(rig):
     await rig.start("w1")
     trainer = next(iter(rig.job.state.members))
     for step, loss in ((3, 0.5), (3, 0.5), (6, float("nan")), (6, float("nan"))):
@@ -243,7 +243,7 @@ async def test_scores_that_are_told_again_are_logged_once_and_lost_ones_are_a_wa
     ]
 
 
-async def test_what_was_evaluated_after_the_step_that_a_job_goes_back_to_counts_anew(rig):
+async def test_evaluation_after_the_restored_step_is_logged_again(rig):
     await rig.start("w1")
     trainer = next(iter(rig.job.state.members))
 
@@ -261,7 +261,7 @@ async def test_what_was_evaluated_after_the_step_that_a_job_goes_back_to_counts_
     assert len(rig.events(events.EvalCompleted)) == len(rig.events(events.BestReached)) == 2
 
 
-async def test_early_end_that_every_rank_tells_is_logged_once(rig):
+async def test_early_end_reported_by_every_rank_is_logged_once(rig):
     await rig.start("w1", "w2")
     told = {
         "metric": "loss",

@@ -49,7 +49,7 @@ async def crash(rig: Rig, folder: Path, monkeypatch: Any) -> Rig:
     return Rig(folder, monkeypatch)
 
 
-async def test_what_the_log_tells_is_all_that_the_coordinator_knew(
+async def test_record_read_from_the_log_equals_that_of_the_coordinator(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     rig = Rig(tmp_path, monkeypatch)
@@ -76,7 +76,9 @@ async def test_what_the_log_tells_is_all_that_the_coordinator_knew(
     assert past.plan.num_train_samples == PLAN["num_train_samples"]
 
 
-async def test_resumed_job_counts_on_and_restores(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_resumed_job_continues_its_numbering_and_restores(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     first = Rig(tmp_path, monkeypatch)
     await train_and_restore(first)
     rig = await crash(first, tmp_path, monkeypatch)
@@ -114,9 +116,7 @@ async def test_torn_last_line_is_repaired(tmp_path: Path, monkeypatch: Any) -> N
     assert "JobResumed" in kinds
 
 
-async def test_job_that_another_coordinator_still_writes_is_refused(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+async def test_job_with_a_running_coordinator_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     first, second = Rig(tmp_path, monkeypatch), Rig(tmp_path, monkeypatch)
     await first.start("w0")
     before = log_of(tmp_path).read_bytes()
@@ -128,7 +128,7 @@ async def test_job_that_another_coordinator_still_writes_is_refused(
     assert second.coordinator._jobs == {}
 
 
-async def test_damaged_log_is_refused_and_let_go(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_damaged_log_is_refused_and_unlocked(tmp_path: Path, monkeypatch: Any) -> None:
     first = Rig(tmp_path, monkeypatch)
     await first.start("w0")
     rig = await crash(first, tmp_path, monkeypatch)
@@ -141,7 +141,7 @@ async def test_damaged_log_is_refused_and_let_go(tmp_path: Path, monkeypatch: An
     EventLog(log_of(tmp_path)).close()  # nobody holds it
 
 
-async def test_job_that_is_being_trained_here_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_job_that_already_runs_here_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     rig = Rig(tmp_path, monkeypatch)
     await rig.start("w0")
 
@@ -149,7 +149,7 @@ async def test_job_that_is_being_trained_here_is_refused(tmp_path: Path, monkeyp
         await rig.submit(resumes=True)
 
 
-async def test_ended_job_of_the_same_cluster_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_ended_job_of_the_same_cluster_is_resumed(tmp_path: Path, monkeypatch: Any) -> None:
     rig = Rig(tmp_path, monkeypatch)
     await rig.start("w0")
     rig.commit("w0", 1)
@@ -164,7 +164,7 @@ async def test_ended_job_of_the_same_cluster_goes_on(tmp_path: Path, monkeypatch
     assert rig.coordinator.idle_s() == 0.0
 
 
-async def test_generation_that_the_log_has_lost_still_fences(
+async def test_generation_known_only_from_a_checkpoint_still_fences(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     first = Rig(tmp_path, monkeypatch)
@@ -232,9 +232,7 @@ async def test_other_shards_are_refused_unless_forced(
     assert rig.job.state.status == "running"
 
 
-async def test_job_whose_coordinator_never_wrote_a_line_is_submitted(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+async def test_resumed_job_without_a_log_is_submitted(tmp_path: Path, monkeypatch: Any) -> None:
     rig = Rig(tmp_path, monkeypatch)
 
     await rig.submit(resumes=True)

@@ -43,7 +43,7 @@ ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)
         ("No CUDA GPUs are available", True, True),
     ],
 )
-def test_error_is_the_notebooks_unless_only_a_machine_or_a_peer_makes_it(
+def test_device_error_is_attributed_to_the_machine_or_to_the_notebook(
     kind, text, alone, with_peers
 ):
     error = kind(text)
@@ -64,11 +64,11 @@ def test_error_is_the_notebooks_unless_only_a_machine_or_a_peer_makes_it(
         ValueError(ASSERT),
     ],
 )
-def test_memory_connections_and_ordinary_errors_are_none(error):
+def test_memory_connection_and_ordinary_errors_are_not_device_errors(error):
     assert device_error_in(error) is None
 
 
-def test_first_error_counts_whatever_cleaning_up_has_raised_after_it():
+def test_first_error_counts_even_if_the_clean_up_raises_another():
     first = RuntimeError(ASSERT)
 
     def fail_twice() -> None:
@@ -82,7 +82,7 @@ def test_first_error_counts_whatever_cleaning_up_has_raised_after_it():
     assert device_error_in(caught.value) is first
 
 
-def test_error_that_a_collective_stumbles_over_is_found():
+def test_device_error_behind_a_failed_collective_is_found():
     first = RuntimeError(ASSERT)
     with pytest.raises(CommunicationError) as caught:
         raise CommunicationError("device-side assert") from first

@@ -26,17 +26,17 @@ def raised(call) -> BaseException:
     return caught.value
 
 
-def test_exception_out_of_our_own_lines_is_our_defect():
+def test_exception_raised_in_our_own_code_is_our_defect():
     assert is_our_defect(raised(lambda: digest_of(None)))
     assert is_our_defect(raised(lambda: Every(None, None, now=0.0)))
 
 
-def test_deliberate_error_counts_as_one():
+def test_injected_error_counts_as_our_defect():
     assert is_our_defect(raised(lambda: inject_fault("error")))
     assert is_our_defect(InjectedError("never raised"))
 
 
-def test_what_the_notebook_or_torch_raises_is_the_notebooks():
+def test_exception_raised_by_the_notebook_or_torch_is_not_our_defect():
     assert not is_our_defect(raised(lambda: 1 / 0))
     assert not is_our_defect(raised(lambda: torch.zeros(2) @ torch.zeros(3)))
     # Raised in its own line, called from ours.
@@ -45,13 +45,13 @@ def test_what_the_notebook_or_torch_raises_is_the_notebooks():
     )
 
 
-def test_call_of_the_notebooks_function_with_wrong_arguments_is_the_notebooks():
+def test_notebook_function_with_wrong_arguments_is_not_our_defect():
     assert not is_our_defect(
         raised(lambda: open_samples(_needs_one, name="data.train", collate=None, num_workers=0))
     )
 
 
-def test_refusal_in_words_is_no_defect():
+def test_data_error_is_not_a_defect():
     error = raised(
         lambda: open_samples(np.zeros(0), name="data.train", collate=None, num_workers=0)
     )
@@ -59,13 +59,13 @@ def test_refusal_in_words_is_no_defect():
     assert not is_our_defect(error)
 
 
-def test_refusal_in_words_is_no_defect_wherever_it_is_raised():
+def test_config_error_is_not_a_defect():
     error = raised(lambda: plan_shards(num_shards=1, world_size=2))
     assert isinstance(error, ConfigError)
     assert not is_our_defect(error)
 
 
-def test_function_of_the_notebook_that_makes_no_optimizer_is_the_notebooks():
+def test_failing_optimizer_function_is_not_our_defect():
     config = OptimizerConfig(name=None, reference="make")
     names = SimpleNamespace(evaluate=lambda key: _needs_two)
     error = raised(lambda: build_optimizer(config, names, torch.nn.Linear(1, 1)))
@@ -73,7 +73,7 @@ def test_function_of_the_notebook_that_makes_no_optimizer_is_the_notebooks():
     assert not is_our_defect(error)
 
 
-def test_broken_connection_below_torch_is_told_from_an_error_of_the_notebooks():
+def test_broken_connection_in_torch_is_distinguished_from_a_notebook_error():
     reset = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: reset by peer"
 
     assert is_broken_exchange(RuntimeError(reset))

@@ -71,7 +71,7 @@ def start() -> Iterator[Any]:
         ("error", 1),
     ],
 )
-def test_fault_ends_the_process_at_its_place_and_is_told_before(
+def test_fault_is_reported_before_it_ends_the_process_at_its_place(
     start: Any, kind: str, code: int
 ) -> None:
     process = start(kind)
@@ -115,7 +115,7 @@ def beats(output: int) -> bool:
         ("hang", psutil.STATUS_SLEEPING, True),
     ],
 )
-def test_process_that_hangs_lives_and_its_other_threads_do_or_do_not(
+def test_hanging_process_stays_alive_with_or_without_its_other_threads(
     start: Any, kind: str, status: str, others_run: bool
 ) -> None:
     process = start(kind)
@@ -127,7 +127,7 @@ def test_process_that_hangs_lives_and_its_other_threads_do_or_do_not(
     assert process.poll() is None
 
 
-def test_gil_is_held_although_signals_come(start: Any) -> None:
+def test_gil_is_held_despite_signals(start: Any) -> None:
     process = start("hold_gil")
     output = await_fault(process)
 
@@ -152,7 +152,7 @@ def test_fault_fires_once_at_its_step_or_a_later_one() -> None:
     assert told == [FaultFired(fault_id=1)]
 
 
-def test_plan_is_renewed_and_kinds_of_the_coordinator_are_left_to_it() -> None:
+def test_renewed_plan_ignores_fault_kinds_of_the_coordinator() -> None:
     told: list[Any] = []
     faults = FaultInjector([planned("error")], told.append)
 
@@ -162,7 +162,7 @@ def test_plan_is_renewed_and_kinds_of_the_coordinator_are_left_to_it() -> None:
     assert told == []
 
 
-def test_hang_that_is_ordered_by_hand_waits_for_the_main_thread() -> None:
+def test_requested_fault_fires_in_the_main_thread() -> None:
     told: list[Any] = []
     faults = FaultInjector([], told.append)
     orders = threading.Thread(target=faults.inject, args=("error",))
@@ -187,7 +187,7 @@ def test_disconnect_breaks_the_connections_of_the_generation() -> None:
     assert broken == [1, 1]
 
 
-def test_lost_sample_is_missing_and_repeated_one_takes_the_place_of_another() -> None:
+def test_lost_sample_is_removed_and_repeated_one_replaces_another() -> None:
     share = np.array([7, 8, 9])
     lost = FaultInjector([planned("lose_sample")], lambda _: None)
     repeated = FaultInjector([planned("repeat_sample")], lambda _: None)
@@ -198,14 +198,14 @@ def test_lost_sample_is_missing_and_repeated_one_takes_the_place_of_another() ->
     assert share.tolist() == [7, 8, 9]
 
 
-def test_share_of_one_sample_is_left_alone_and_a_later_one_is_spoilt() -> None:
+def test_share_of_one_sample_is_unchanged_and_a_later_one_is_corrupted() -> None:
     faults = FaultInjector([planned("lose_sample")], lambda _: None)
 
     assert faults.corrupt_indices(np.array([7]), rank=0, step=2).tolist() == [7]
     assert faults.corrupt_indices(np.array([7, 8]), rank=0, step=3).tolist() == [8]
 
 
-def test_diverged_rank_has_one_other_weight() -> None:
+def test_diverged_rank_has_exactly_one_changed_weight() -> None:
     model = nn.Linear(3, 2)
     before = [p.detach().clone() for p in model.parameters()]
     faults = FaultInjector([planned("diverge")], lambda _: None)
@@ -220,7 +220,7 @@ def test_diverged_rank_has_one_other_weight() -> None:
     assert sum(int((p != b).sum()) for p, b in zip(model.parameters(), before, strict=True)) == 1
 
 
-def test_loss_of_one_rank_is_spoilt_once() -> None:
+def test_loss_of_one_rank_is_corrupted_once() -> None:
     faults = FaultInjector([planned("nan_loss")], lambda _: None)
 
     spoilt = [faults.corrupts_loss(rank=rank, step=step) for rank, step in ((0, 1), (1, 2), (0, 2))]

@@ -34,7 +34,7 @@ def reporter_at(channel: Channel, *steps: int, rank: int) -> Reporter:
     return reporter
 
 
-def test_next_rank_0_tells_what_the_dead_one_did_not():
+def test_next_rank_0_sends_records_that_the_dead_one_did_not():
     channel = Channel()
     reporter = reporter_at(channel, 1, 2, 3, rank=1)
     reporter.begin(generation=2, rank=0, logged_step=1)
@@ -42,7 +42,7 @@ def test_next_rank_0_tells_what_the_dead_one_did_not():
     assert channel.steps() == [2, 3]
 
 
-def test_newcomer_that_took_the_state_over_tells_the_records_that_came_with_it():
+def test_newcomer_sends_the_records_received_with_the_state():
     """The only rank that had made steps 2 and 3 died before it could tell of them."""
     ours, theirs = Channel(), Channel()
     dying = reporter_at(theirs, 1, 2, 3, rank=1)
@@ -54,7 +54,7 @@ def test_newcomer_that_took_the_state_over_tells_the_records_that_came_with_it()
     assert ours.steps() == [2, 3]
 
 
-def test_records_of_a_state_that_was_replaced_are_forgotten():
+def test_records_of_a_replaced_state_are_dropped():
     channel = Channel()
     reporter = reporter_at(channel, 1, 2, 3, rank=1)
     reporter.adopt([])
@@ -63,7 +63,7 @@ def test_records_of_a_state_that_was_replaced_are_forgotten():
     assert channel.steps() == []
 
 
-def test_record_after_a_pause_is_sent_at_once_and_the_next_ones_together(monkeypatch):
+def test_first_record_after_a_pause_is_sent_immediately_and_later_ones_together(monkeypatch):
     monkeypatch.setattr(reporter_module, "FLUSH_EVERY_S", 3600.0)
     channel = Channel()
     reporter = reporter_at(channel, 1, rank=0)

@@ -75,7 +75,7 @@ def test_rank_without_any_connection_is_refused():
     assert find_mismatch({0: [], 1: []}).ranks == (0, 1)
 
 
-def test_lists_survive_the_store():
+def test_connection_lists_round_trip_through_the_store():
     pairs = whole(3)[1]
     assert decode(encode(pairs)) == pairs
 

@@ -456,7 +456,7 @@ def test_step_with_a_non_finite_loss_is_undone_and_can_be_repeated(bad, reproduc
     assert digest_of(loop.workload.model) == digest_of(train_plainly(PLAIN).model)
 
 
-def test_metric_that_is_nan_ends_nothing():
+def test_nan_metric_does_not_end_the_job():
     names = Names(**{"metrics.accuracy": lambda o, t: torch.full((len(t),), math.nan)})
     loop, sent = make_loop(names=names)
     assert run(loop) == "done"

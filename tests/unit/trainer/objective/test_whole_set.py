@@ -39,7 +39,7 @@ def in_one_go(model: dict[str, torch.Tensor]) -> dict[str, float]:
 
 @pytest.mark.parametrize("members", [(0,), (0, 1), (2, 0, 1), (0, 1, 2, 3)])
 @pytest.mark.parametrize("shards", [None, 7], ids=["averaged", "reproducible"])
-def test_value_is_that_of_the_whole_set_at_once(ranks, members, shards):
+def test_value_equals_that_of_the_whole_set_at_once(ranks, members, shards):
     more = {"reproducible": {"shards": shards}} if shards else {}
     outcomes = train(ranks, Generation(members=members), **more)
     told = outcomes[0].records("eval")[-1]["metrics"]

@@ -27,5 +27,5 @@ def test_metric_that_step_does_not_return_is_refused_by_name(key):
     tracking.check(["accuracy", "f1"])
 
 
-def test_loss_is_always_there():
+def test_loss_is_always_a_valid_metric():
     tracker(early_stopping={"metric": "loss"}).check([])

@@ -48,7 +48,7 @@ def test_checkpoint_is_due_at_the_first_step_that_reaches_the_interval(every, du
     assert found == due
 
 
-def test_question_before_a_step_that_is_undone_leaves_no_trace():
+def test_due_check_before_an_undone_step_changes_nothing():
     saving = policy("3 steps")
     assert is_due(saving, 3, now=1001.0)
     # Step 3 is undone, and made again by the next generation.
@@ -57,7 +57,7 @@ def test_question_before_a_step_that_is_undone_leaves_no_trace():
     assert take(saving, 3, now=1002.0)
 
 
-def test_time_of_an_interval_is_not_restarted_by_a_question():
+def test_due_check_does_not_restart_the_interval():
     saving = policy("20 s")
     assert is_due(saving, 1, now=1020.0)
     assert is_due(saving, 1, now=1021.0)
