@@ -42,7 +42,7 @@ class WorkerProcess:
     started_at: float
     """On the monotonic clock."""
     is_draining: bool = False
-    is_end_wanted: bool = False
+    is_stopping: bool = False
     """True if the worker was released or killed on purpose, so that its exit is not a failure."""
 
 
@@ -149,7 +149,7 @@ class LocalNodes:
         process = self._processes.get(worker)
         if process is None or process.is_draining:
             return
-        process.is_draining = process.is_end_wanted = True
+        process.is_draining = process.is_stopping = True
         # SIGTERM starts a clean exit: the worker closes its connection and kills its trainers.
         _signal(process.popen, signal.SIGTERM)
         self._call_later(f"kill {worker}", drain_s, lambda: self.kill(worker))
@@ -159,7 +159,7 @@ class LocalNodes:
         """Send SIGKILL to a worker immediately. Unknown names are ignored."""
         process = self._processes.get(worker)
         if process is not None:
-            process.is_end_wanted = True
+            process.is_stopping = True
             _signal(process.popen, signal.SIGKILL)
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
@@ -271,7 +271,7 @@ class LocalNodes:
         if process.popen.stdin is not None:
             process.popen.stdin.close()
         code = process.popen.returncode
-        if process.is_end_wanted or self._is_closing:
+        if process.is_stopping or self._is_closing:
             logger.info("worker %s exited as requested (exit code %s)", process.name, code)
             return
         lived_s = time.monotonic() - process.started_at

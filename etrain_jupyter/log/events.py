@@ -17,7 +17,7 @@ JobStatus = Literal["submitted", "waiting", "running", "paused", "finished", "st
 LeaveReason = Literal["preempted", "scaled down"]
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed"})
 
-STACKS_ASKED = "etrain: what the threads of this trainer are doing:"
+STACKS_HEADER = "etrain: what the threads of this trainer are doing:"
 """Text of the log line that precedes the stack traces a supervisor has requested from a trainer."""
 
 

@@ -116,7 +116,7 @@ class JobRecord:
     """Step of the newest evaluation with scores that no restore has undone; -1 if there is none."""
     best: list[BestReached] = field(default_factory=list)
     """The best evaluations, in the order in which they were reported; the best is last."""
-    best_told: BestReached | None = None
+    best_reported: BestReached | None = None
     """The newest ``BestReached``; None once a restore has undone its step. After that, rank 0
     reports the best evaluation again."""
 
@@ -228,7 +228,7 @@ class JobRecord:
                 self.stalls[event.step] = event.stall_s
             case BestReached():  # a new rank 0 may report it again; the newest report counts
                 self.best = [*(b for b in self.best if b.step != event.step), event]
-                self.best_told = event
+                self.best_reported = event
             case CostUpdated():
                 self.cost = event
             case GenerationFormed():
@@ -326,8 +326,8 @@ class JobRecord:
         self.evaluated_step = -1 if self.evaluated_step > event.step else self.evaluated_step
         self.scored_step = -1 if self.scored_step > event.step else self.scored_step
         self.best = [best for best in self.best if best.step <= event.step]
-        if self.best_told is not None and self.best_told.step > event.step:
-            self.best_told = None
+        if self.best_reported is not None and self.best_reported.step > event.step:
+            self.best_reported = None
 
     def _apply_status(self, event: JobStatusChanged) -> None:
         self.status, self.reason = event.status, event.reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etrain_jupyter.config import template
-from etrain_jupyter.notebook.commands.other_jobs import look_around
+from etrain_jupyter.notebook.commands.other_jobs import find_other_jobs
 from etrain_jupyter.notebook.dashboard.browser import has_front_end
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
@@ -44,7 +44,7 @@ def open_panel() -> None:
         return ""
 
     link().panel.serve(
-        look=lambda ids, is_asked: look_around(open_runs(), ids, is_asked=is_asked),
+        look=lambda ids, is_asked: find_other_jobs(open_runs(), ids, is_asked=is_asked),
         attach=attach_quietly,
         template=lambda: f"%%etrain distributed\n{template()}",
     )

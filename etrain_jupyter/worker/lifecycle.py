@@ -49,7 +49,7 @@ DISMISSED_S = 2.0
 """If the scheduler is still running this many seconds after closing the connection, it has
 dismissed this worker. A dying scheduler closes its connections just before its process exits."""
 
-LOOK_EVERY_S = 0.05
+POLL_EVERY_S = 0.05
 """Seconds between attempts to look up the next scheduler."""
 
 DISMISSALS = frozenset({"scheduler-remove-worker", "scheduler-close-worker"})
@@ -227,7 +227,7 @@ class WorkerLifecycle:
             # only after DISMISSED_S.
             elif self._finder.is_remote or (record.is_serving and away_s > DISMISSED_S):
                 return None
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
         if not self._stop.is_set():
             logger.error(
                 "no scheduler was found within %g s: shutting down with the trainers", limit_s

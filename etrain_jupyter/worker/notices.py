@@ -64,7 +64,7 @@ class NoticeWatch:
         """Start polling."""
         self._thread.start()
 
-    def look_now(self) -> None:
+    def poll_now(self) -> None:
         """Check for an interruption now, on the caller's thread, and report it."""
         self._look(INTERRUPTION, INTERRUPTION_PATH)
 

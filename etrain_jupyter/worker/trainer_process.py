@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import psutil
 
-from etrain_jupyter.log.events import STACKS_ASKED
+from etrain_jupyter.log.events import STACKS_HEADER
 from etrain_jupyter.wire.channel import FrameDecoder, frame
 from etrain_jupyter.wire.codec import Encoded, WireVersionError, encode
 from etrain_jupyter.wire.messages import FROM_TRAINER, TextLogged
@@ -194,7 +194,7 @@ class TrainerProcess:
             text = f"trainer {self.pid} is {state}: the stacks of its threads cannot be logged"
             self.log("warning", text)
             return
-        self.log("warning", STACKS_ASKED)
+        self.log("warning", STACKS_HEADER)
         self._num_free_lines = MAX_STACK_LINES
         self.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + STACKS_S

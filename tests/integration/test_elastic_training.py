@@ -29,7 +29,7 @@ from etrain_jupyter.log.events import (
     WorkerLeft,
     WorkerLost,
 )
-from etrain_jupyter.notebook.commands.other_jobs import find_pools, look_around
+from etrain_jupyter.notebook.commands.other_jobs import find_other_jobs, find_pools
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
@@ -212,7 +212,7 @@ def test_two_jobs_share_the_pool(submit):
     second = submit(**body(workers={"min": 1, "max": 2}, epochs=10))
     until(lambda: first.step and second.step, "steps of both")
     # The view of another kernel's side panel on the jobs and the pool.
-    around = look_around(open_runs(), {first.id}, is_asked=False)
+    around = find_other_jobs(open_runs(), {first.id}, is_asked=False)
     assert [other["job_id"] for other in around.others or ()] == [second.id]
     until(lambda: find_pools()[0]["workers"] >= 2, "two workers in the pool's load")
     assert find_pools()[0]["idle_s"] == 0.0

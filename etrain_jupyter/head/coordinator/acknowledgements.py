@@ -76,5 +76,5 @@ class Acknowledgements:
         # Until the report is acknowledged, the supervisor resends it to each new scheduler, which
         # must recognize it as handled.
         number = self._taken[worker]
-        self._records.note_heard(worker, number)
+        self._records.note_received(worker, number)
         self._due[worker] = number

@@ -147,7 +147,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             order=order,
             send_to=self._send_to,
             describe_worker=self._machine_of,
-            before_end=self._money.tell_last,
+            before_end=self._money.report_final,
             defects=self._defects,
             hang_s=self._hang_s,
             **more,
@@ -445,14 +445,14 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         #     the job's end is logged ──── free its resources,   ──── the end is durable, in a
         #                                  reassign its workers       bucket up to 15 s later:
         #                                                             remove its record
-        ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_let_go]
+        ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_disposed]
         for job in ended:
-            job.let_go()
+            job.dispose()
             self._forget_bundle(job.order.bundle_digest)
             self._money.end(job)
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
-        for job in [job for job in self._jobs.values() if job.has_told_its_end and job.is_recorded]:
+        for job in [job for job in self._jobs.values() if job.has_reported_end and job.is_recorded]:
             # Do not remove the record earlier. If this scheduler died in between, the next one
             # would not know the job and would reject a kernel that still waits for the job's end.
             job.is_recorded = False
@@ -529,7 +529,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         job = self._job(job_id)
         # Long polling: reply when there are new events, or after ``wait_s``. A log that is behind
         # also wakes waiting kernels, so that they receive ``trouble``.
-        if job.job_log.last_seq <= since and not job.has_told_its_end:
+        if job.job_log.last_seq <= since and not job.has_reported_end:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(job.job_log.changed.wait(), min(wait_s, 60.0))
         if wait_s and job.job_log.last_seq - since < request.limit:

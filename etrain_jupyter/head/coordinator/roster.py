@@ -46,7 +46,7 @@ class WorkerRoster:
     """
 
     def __init__(self, *, silence_s: float, tick_s: float) -> None:
-        self._hearing = HeartbeatMonitor(limit_s=silence_s, tick_s=tick_s)
+        self._heartbeats = HeartbeatMonitor(limit_s=silence_s, tick_s=tick_s)
         self._by_name: dict[str, WorkerFacts] = {}
         self._evicted: dict[str, int] = {}  # fenced incarnation, by address
 
@@ -71,14 +71,14 @@ class WorkerRoster:
             return False
         self._evicted.pop(facts.address, None)
         self._by_name[facts.name] = facts
-        self._hearing.hear(facts.name, now)
+        self._heartbeats.hear(facts.name, now)
         return True
 
     def hear(self, address: str, now: float) -> WorkerFacts | None:
         """Record a message, and return its worker; None if the address is fenced or unknown."""
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
-            self._hearing.hear(facts.name, now)
+            self._heartbeats.hear(facts.name, now)
         return facts
 
     def evicted_incarnation(self, address: str) -> int | None:
@@ -91,22 +91,22 @@ class WorkerRoster:
         facts = next((w for w in self._by_name.values() if w.address == address), None)
         if facts is not None:
             del self._by_name[facts.name]
-            self._hearing.forget(facts.name)
+            self._heartbeats.forget(facts.name)
         return facts
 
     def tick(self, now: float) -> float:
         """Set the current time, and return for how many seconds the coordinator was suspended."""
-        return self._hearing.tick(now)
+        return self._heartbeats.tick(now)
 
     def evict_silent(self, now: float) -> list[tuple[WorkerFacts, float]]:
         """Evict the workers that have timed out.
 
         Return each of them with the seconds since its last message.
         """
-        evicted_incarnation = []
-        for name, silence_s in self._hearing.silent(now).items():
+        evicted = []
+        for name, silence_s in self._heartbeats.silent(now).items():
             facts = self._by_name.pop(name)
-            self._hearing.forget(name)
+            self._heartbeats.forget(name)
             self._evicted[facts.address] = facts.incarnation
-            evicted_incarnation.append((facts, silence_s))
-        return evicted_incarnation
+            evicted.append((facts, silence_s))
+        return evicted

@@ -56,7 +56,7 @@ class Money:
         """Return a job's cost."""
         return self._costs.of(job.order.job_id)
 
-    def tell_last(self, job: HostedJob) -> None:
+    def report_final(self, job: HostedJob) -> None:
         """Log the final cost of a job that is about to end."""
         if self._has_prices and self._logged.get(job.order.job_id, (-math.inf, None))[1] != self.of(
             job

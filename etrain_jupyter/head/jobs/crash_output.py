@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from etrain_jupyter.bundle.sources import CellSource, is_of_this_package
-from etrain_jupyter.log.events import STACKS_ASKED
+from etrain_jupyter.log.events import STACKS_HEADER
 
 MAX_LINES = 10
 
@@ -45,7 +45,7 @@ def last_words(worker: str, lines: Iterable[str], cells: Mapping[str, CellSource
 
 
 def _begins_report(text: str) -> bool:
-    return text == STACKS_ASKED or _FATAL.match(text) is not None
+    return text == STACKS_HEADER or _FATAL.match(text) is not None
 
 
 def _frames(report: list[str], cells: Mapping[str, CellSource]) -> list[str]:

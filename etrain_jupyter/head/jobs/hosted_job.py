@@ -74,7 +74,7 @@ class HostedJob:
     """Reports from its trainers, and their consequences."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
     """Input to ``checkpoint.every: auto``: the same events, timed by this process's clock."""
-    is_let_go: bool = field(default=False, init=False)
+    is_disposed: bool = field(default=False, init=False)
     """True once the resources of the ended job are freed."""
     is_recorded: bool = field(default=True, init=False)
     """True while its record exists for the next scheduler."""
@@ -283,18 +283,18 @@ class HostedJob:
         return m.PaceUpdate(interval_s=choice.interval_s, age_s=age_s)
 
     @property
-    def has_told_its_end(self) -> bool:
+    def has_reported_end(self) -> bool:
         """True if it has ended and listeners may receive its end (see ``MirroredLog``)."""
-        return self.state.is_ended and self.job_log.is_told
+        return self.state.is_ended and self.job_log.is_reported
 
     @property
     def is_uploading(self) -> bool:
         """True if the log of the ended job is still being uploaded to a bucket."""
         return self.state.is_ended and self.job_log.is_uploading
 
-    def let_go(self) -> None:
+    def dispose(self) -> None:
         """Free the resources of an ended job."""
-        self.is_let_go = True
+        self.is_disposed = True
         self.trainers.clear()
 
     # --- the state machine ---

@@ -80,7 +80,7 @@ class JobLog:
         return bool(self._waiting)
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """True if listeners may receive everything appended so far."""
         return not self._waiting
 

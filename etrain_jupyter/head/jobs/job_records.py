@@ -97,7 +97,7 @@ class JobRecords:
         for path in folders:
             try:
                 order = _order_from(msgpack.unpackb(path.read_bytes()))
-                wishes = _wishes_from(msgpack.unpackb((path.parent / "wishes").read_bytes()))
+                wishes = _requests_from(msgpack.unpackb((path.parent / "wishes").read_bytes()))
                 # A copied folder would run the job twice, with two writers for one log.
                 if order.job_id != path.parent.name:
                     raise ValueError(f"it is the record of job {order.job_id!r}")
@@ -119,7 +119,7 @@ class JobRecords:
                     self._heard[worker] = int.from_bytes(data[:8], "little")
         return self._heard[worker]
 
-    def note_heard(self, worker: str, number: int) -> None:
+    def note_received(self, worker: str, number: int) -> None:
         """Record that a message was processed, once its events are in the log."""
         self._heard[worker] = number
         if self._folder is None:
@@ -172,6 +172,6 @@ def _order_from(values: dict[str, Any]) -> JobSpec:
     return order
 
 
-def _wishes_from(values: dict[str, Any]) -> PendingRequests:
+def _requests_from(values: dict[str, Any]) -> PendingRequests:
     faults = values.pop("faults")
     return PendingRequests(**values, faults=None if faults is None else tuple(faults))

@@ -133,9 +133,9 @@ class MirroredLog(JobLog):
         return self.is_behind or not self._mirror.is_done.is_set()
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """True if listeners may receive everything appended so far."""
-        return not self._withheld and super().is_told
+        return not self._withheld and super().is_reported
 
     def append(self, new: list[events.Event]) -> None:
         """Append events locally. Hold back the job's end, and upload it immediately."""

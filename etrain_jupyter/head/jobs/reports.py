@@ -83,8 +83,7 @@ class TrainerMessages:
             case m.TrainerHello():
                 yield from self._on_hello(report, facts)
             case m.StoreEntry():
-                # Relay only to ranks in the current generation: entries of older generations were
-                # fenced.
+                # Only the current generation needs it: older entries were fenced.
                 others = (member.trainer for member in state.in_phase("ranked"))
                 yield Relay(entry=report, trainers=tuple(t for t in others if t != report.trainer))
             case m.GenerationJoined():
@@ -272,7 +271,7 @@ class TrainerMessages:
     def _on_best(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
         # Rank 0 of each generation reports the best result again, because the rank that found it
         # may have died before its report arrived.
-        known = self._record.best_told
+        known = self._record.best_reported
         if known is None or any(getattr(known, name) != record[name] for name in record):
             yield self._event(events.BestReached, **record)
 

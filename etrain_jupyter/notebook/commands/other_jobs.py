@@ -22,7 +22,7 @@ MAX_CHECKED_JOBS = 50
 still running."""
 
 
-def look_around(store: RunStore, followed: Collection[str], *, is_asked: bool) -> OtherJobs:
+def find_other_jobs(store: RunStore, followed: Collection[str], *, is_asked: bool) -> OtherJobs:
     """Return the running jobs that this kernel does not follow, and the live clusters.
 
     Args:

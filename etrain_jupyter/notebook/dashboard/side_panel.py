@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 ROWS_EVERY_S = 0.5
-LOOK_EVERY_S = 20.0
+POLL_EVERY_S = 20.0
 """Interval of scans for other jobs and for pools."""
 WATCHED_S = 120.0
 """How long a ``watch`` is valid; a page in the background repeats it only once per minute."""
@@ -190,7 +190,7 @@ class SidePanel:
 
     def _max_wait_s(self) -> float:
         with self._lock:
-            until = min(self._watched_until, self._scanned_at + LOOK_EVERY_S)
+            until = min(self._watched_until, self._scanned_at + POLL_EVERY_S)
         return max(0.0, until - time.monotonic())
 
     def _send_rows(self) -> None:
@@ -217,7 +217,7 @@ class SidePanel:
     # --- the thread that scans ---
 
     def _is_scan_due(self) -> bool:
-        is_late = time.monotonic() - self._scanned_at >= LOOK_EVERY_S
+        is_late = time.monotonic() - self._scanned_at >= POLL_EVERY_S
         return self._look is not None and (is_late or self._is_scan_requested)
 
     def _scan(self) -> None:

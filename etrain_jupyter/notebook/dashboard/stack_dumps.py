@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from etrain_jupyter.log.events import STACKS_ASKED, LogLine
+from etrain_jupyter.log.events import STACKS_HEADER, LogLine
 from etrain_jupyter.notebook.dashboard.event_text import Line, counted
 
 CellNumbers = Callable[[], Mapping[str, int]]
@@ -94,7 +94,7 @@ class StackDumps:
 
     def add(self, event: LogLine) -> Dump | None:
         """Return the dump that a line starts or belongs to; None for any other line."""
-        if event.text == STACKS_ASKED or _FATAL.match(event.text):
+        if event.text == STACKS_HEADER or _FATAL.match(event.text):
             dump = Dump(
                 worker=event.worker, header=event.text, seq=event.seq, updated_at=event.time
             )

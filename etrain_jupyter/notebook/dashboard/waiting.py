@@ -37,7 +37,7 @@ def split_of(timing: RankTimed | None) -> TimeSplit | None:
     )
 
 
-def what_it_waits_for(state: str, note: str, timing: RankTimed | None) -> str:
+def waiting_reason(state: str, note: str, timing: RankTimed | None) -> str:
     """Return why a worker is not computing; empty if it is.
 
     >>> what_it_waits_for("warm", "", None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from etrain_jupyter.log.events import RankTimed, WorkerJoined
 from etrain_jupyter.notebook.dashboard.snapshot import WorkerRow
-from etrain_jupyter.notebook.dashboard.waiting import split_of, what_it_waits_for
+from etrain_jupyter.notebook.dashboard.waiting import split_of, waiting_reason
 
 MAX_GONE = 6
 """Maximum number of rows for workers that left or were lost; the oldest rows are dropped."""
@@ -72,7 +72,7 @@ class TrackedWorker:
             trainer_pid=self.trainer_pid,
             steps=self.steps(num_steps),
             split=split_of(self.timing),
-            waits_for=what_it_waits_for(self.state, self.note, self.timing),
+            waits_for=waiting_reason(self.state, self.note, self.timing),
         )
 
 

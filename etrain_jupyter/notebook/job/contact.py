@@ -60,7 +60,7 @@ class Contact:
         self._num_denials = self._num_denials + 1 if is_denial else 0
         if self.trouble or self.num_failures < NOTIFY_AFTER:
             return False
-        self.trouble = f"{_what_failed(exc)}, {self._describe_last_seen()}retrying"
+        self.trouble = f"{_describe_failure(exc)}, {self._describe_last_seen()}retrying"
         return True
 
     def _describe_last_seen(self) -> str:
@@ -79,7 +79,7 @@ class Contact:
         return float(min(RETRY_MAX_S, RETRY_S * 2**doublings)) if self.num_failures else 0.0
 
 
-def _what_failed(exc: BaseException) -> str:
+def _describe_failure(exc: BaseException) -> str:
     if isinstance(exc, UnreachableError | NoAnswerError):
         return "its scheduler cannot be reached"
     # The first sentence is the cause; the rest is advice for requests that a user made.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError, RunStoreError
+from etrain_jupyter.notebook.job.cluster_location import find_cluster
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
 from etrain_jupyter.notebook.job.job_record import RunRecord, safe_name
 from etrain_jupyter.notebook.job.link import JobLink, open_link
@@ -20,7 +21,6 @@ from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore, absol
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.notebook.job.whereabouts import find_cluster
 from etrain_jupyter.pools.own_clusters import note_scheduler
 from etrain_jupyter.wire.versions import read_fingerprint
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.bundle.files import has_digest, write_bundle
 from etrain_jupyter.errors import EtrainError, JobNotFoundError
+from etrain_jupyter.notebook.job.cluster_location import find_cluster
 from etrain_jupyter.notebook.job.history import peek_log
 from etrain_jupyter.notebook.job.job_record import (
     BUNDLE_FILE,
@@ -35,7 +36,6 @@ from etrain_jupyter.notebook.job.job_record import (
     safe_name,
 )
 from etrain_jupyter.notebook.job.ownership import sign
-from etrain_jupyter.notebook.job.whereabouts import find_cluster
 from etrain_jupyter.untrusted import check_job_id, open_regular
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ class ProgressReading:
     """The newest reading of a trainer's progress page."""
 
     seen: ProgressSeen
-    heard_at: float
+    last_seen: float
     """When the coordinator received it."""
     moved_at: float
     """When the counters of collectives and beats last changed."""

@@ -65,7 +65,7 @@ def _delay_next_round(turn: Turn) -> None:
     wait_s = SAVE_WAITS_S[min(saving.num_rounds, len(SAVE_WAITS_S) - 1)]
     retry_at, num_rounds = turn.now + wait_s, saving.num_rounds + 1
     turn.update_saving(replace(saving, failed=(), num_rounds=num_rounds, retry_at=retry_at))
-    if not _is_given_up(turn.state):
+    if not _is_abandoned(turn.state):
         what = f"step {turn.state.step} could not be saved ({saving.error})"
         turn.log(f"{what}; retrying in {wait_s:g} s")
 
@@ -94,7 +94,7 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
         turn.update_saving(replace(turn.state.saving, trainer="", failed=failed, error=error))
 
 
-def _is_given_up(state: JobState) -> bool:
+def _is_abandoned(state: JobState) -> bool:
     # The job gives up only when it ends. Before an interruption, it retries as long as the machine
     # exists.
     return state.phase == "closing" and state.saving.num_rounds > len(SAVE_WAITS_S)
@@ -125,7 +125,7 @@ def close_job(turn: Turn) -> None:
             turn.enter_phase("closing")
             turn.update_saving(replace(state.saving, num_rounds=0, retry_at=0.0))
         save_newest(turn)
-        if _is_given_up(turn.state):
+        if _is_abandoned(turn.state):
             end_job(turn, unsaved=_describe_loss(turn.state))
 
 

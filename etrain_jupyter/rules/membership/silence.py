@@ -21,33 +21,33 @@ class HeartbeatMonitor:
     """Timeout in seconds without a message from a supervisor."""
     tick_s: float
     """Normal interval between calls to ``tick``, in seconds."""
-    heard_at: dict[str, float] = field(default_factory=dict)
+    last_seen: dict[str, float] = field(default_factory=dict)
     _ticked_at: float | None = None  # None before the first tick
 
     def hear(self, name: str, now: float) -> None:
         """Record a message from a supervisor."""
-        self.heard_at[name] = now
+        self.last_seen[name] = now
 
     def forget(self, name: str) -> None:
         """Expect no more messages from a supervisor."""
-        self.heard_at.pop(name, None)
+        self.last_seen.pop(name, None)
 
     def tick(self, now: float) -> float:
         """Advance the time, and return the seconds for which the coordinator was suspended."""
         # tick   tick                           tick    tick_s is the normal interval
         #  |------|------- suspended ------------|
-        #         |<-tick_s->|<---- asleep_s --->|      heard_at moves by asleep_s
+        #         |<-tick_s->|<---- asleep_s --->|      last_seen moves by asleep_s
         passed_s = self.tick_s if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
         if 0 <= passed_s < LATE_S:
             return 0.0
         asleep_s = passed_s - self.tick_s
         # Do not count the suspended time: messages sent then may still be waiting in the sockets.
-        for name in self.heard_at:
-            self.heard_at[name] += asleep_s
+        for name in self.last_seen:
+            self.last_seen[name] += asleep_s
         return asleep_s
 
     def silent(self, now: float) -> dict[str, float]:
         """Return the supervisors that have timed out, and the seconds since their last message."""
-        silences = {name: now - heard_at for name, heard_at in self.heard_at.items()}
+        silences = {name: now - last_seen for name, last_seen in self.last_seen.items()}
         return {name: silence for name, silence in silences.items() if silence > self.limit_s}

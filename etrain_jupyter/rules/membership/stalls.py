@@ -63,7 +63,7 @@ def take_progress(turn: Turn, seen: s.ProgressSeen) -> None:
     old = member.signs
     has_moved = old is None or _position(old.seen) != _position(seen)
     moved_at = turn.now if old is None or has_moved else old.moved_at
-    signs = ProgressReading(seen=seen, heard_at=turn.now, moved_at=moved_at)
+    signs = ProgressReading(seen=seen, last_seen=turn.now, moved_at=moved_at)
     is_warned_of = member.is_warned_of and not has_moved
     turn.put(replace(member, signs=signs, is_warned_of=is_warned_of))
 
@@ -91,8 +91,8 @@ def excuse_sleep(turn: Turn, asleep_s: float) -> None:
     for member in list(turn.state.members.values()):
         signs = member.signs
         if signs is not None:
-            heard_at, moved_at = signs.heard_at + asleep_s, signs.moved_at + asleep_s
-            signs = replace(signs, heard_at=heard_at, moved_at=moved_at)
+            last_seen, moved_at = signs.last_seen + asleep_s, signs.moved_at + asleep_s
+            signs = replace(signs, last_seen=last_seen, moved_at=moved_at)
         killed_at = member.killed_at and member.killed_at + asleep_s
         since = member.since + asleep_s
         turn.put(replace(member, since=since, signs=signs, killed_at=killed_at))
@@ -178,7 +178,7 @@ def _is_frozen(member: Member, now: float, quiet_s: float, hang_s: float) -> boo
     if member.signs is None:
         return False
     age_s = member.signs.seen.alive_age_s  # when its supervisor read the page
-    frozen_s = age_s + now - member.signs.heard_at
+    frozen_s = age_s + now - member.signs.last_seen
     return age_s > min(FROZEN_S, hang_s / 2) and frozen_s >= min(0.9 * quiet_s, hang_s)
 
 
@@ -190,7 +190,7 @@ def _moved_at(state: JobState, ranked: list[Member]) -> float:
 
 
 def _have_fresh_reports(turn: Turn, members: list[Member]) -> bool:
-    return all(m.signs and turn.now - m.signs.heard_at <= MAX_REPORT_AGE_S for m in members)
+    return all(m.signs and turn.now - m.signs.last_seen <= MAX_REPORT_AGE_S for m in members)
 
 
 def _restart_generation(turn: Turn, quiet_s: float) -> None:

@@ -1,7 +1,7 @@
 """Upload a job's log to the bucket in a background thread, while this machine writes it.
 
 The thread ``etrain-mirror-<job>`` ends after ``finish``, when everything is uploaded or the bucket
-has been unreachable for ``GIVE_UP_S``. Training never waits for it.
+has been unreachable for ``ABANDON_S``. Training never waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SILENT_S = 45.0
 # Pauses after consecutive failures: 1, 2, 4, 8, then 15 seconds.
 RETRY_S = 1.0
 MAX_RETRY_S = 15.0
-GIVE_UP_S = 600.0
+ABANDON_S = 600.0
 """Timeout for uploading the rest after the job's end, in seconds."""
 
 
@@ -149,7 +149,7 @@ class Mirror:
                     logger.error(
                         "%s; gave up after %.0f s: the events after %d are on this machine only",
                         exc,
-                        GIVE_UP_S,
+                        ABANDON_S,
                         self._uploads.seq,
                     )
                     return
@@ -174,4 +174,4 @@ class Mirror:
 
     def _has_given_up(self) -> bool:
         is_finishing = self._is_finishing.is_set()
-        return is_finishing and time.monotonic() - self._finished_at > GIVE_UP_S
+        return is_finishing and time.monotonic() - self._finished_at > ABANDON_S

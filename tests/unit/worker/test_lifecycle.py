@@ -85,7 +85,7 @@ class Life(WorkerLifecycle):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(lifecycle, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(lifecycle, "POLL_EVERY_S", 0.001)
     monkeypatch.setattr(lifecycle, "DISMISSED_S", 0.05)
 
 

@@ -120,10 +120,10 @@ def test_notices_can_be_polled_immediately():
     told: queue.Queue = queue.Queue()
     with ImdsServer() as server:
         watch = NoticeWatch(Imds(server.url), told.put, poll_s=1000.0)
-        watch.look_now()
+        watch.poll_now()
         assert told.empty()
         server.interrupt(time.time() + 100)
-        watch.look_now()
+        watch.poll_now()
         assert told.get_nowait().kind == INTERRUPTION
 
 

@@ -12,7 +12,7 @@ import msgpack
 import psutil
 import pytest
 
-from etrain_jupyter.log.events import STACKS_ASKED
+from etrain_jupyter.log.events import STACKS_HEADER
 from etrain_jupyter.worker import trainer_process
 from etrain_jupyter.worker.trainer_process import TrainerProcess
 
@@ -130,7 +130,7 @@ async def test_stacks_show_what_holds_the_gil(script):
         trainer.kill("it held the GIL")
 
     lines, cause = await run(look_and_kill)
-    assert lines[1] == STACKS_ASKED
+    assert lines[1] == STACKS_HEADER
     assert any("in hold_it_for_ever" in line for line in lines)
     assert cause == "it held the GIL"
 

@@ -161,7 +161,7 @@ class NodeAgent(MachineAgent):
         if self._notice is None:
             # The workers poll for notices, too, and may have exited before our watch has seen the
             # notice. Put it into the mailbox now, and process the messages next.
-            self._notices.look_now()
+            self._notices.poll_now()
         self._take_messages(0.0)
         if self._notice is None or not self._is_free(self._notice):
             return why

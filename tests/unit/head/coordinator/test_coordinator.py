@@ -102,7 +102,7 @@ async def test_limits_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("ETRAIN_SILENCE_S", "3")
     monkeypatch.setenv("ETRAIN_HANG_S", "4.5")
     coordinator = Coordinator(Nodes(), cluster_id="c", on_shutdown=lambda: None)
-    assert coordinator._workers._hearing.limit_s == 3.0
+    assert coordinator._workers._heartbeats.limit_s == 3.0
     assert coordinator._hang_s == 4.5
 
 

@@ -148,12 +148,12 @@ async def test_end_of_a_job_is_announced_only_after_it_is_on_disk(
     rig.tick()
 
     assert rig.job.state.is_ended
-    assert not rig.job.has_told_its_end
+    assert not rig.job.has_reported_end
     assert rig.coordinator.idle_s() == 0.0
     assert (tmp_path / "jobs" / "j").exists()
     disk.is_full = False
     rig.tick()
-    assert rig.job.has_told_its_end
+    assert rig.job.has_reported_end
     assert not (tmp_path / "jobs" / "j").exists()
     statuses = [e.status for e in on_disk(rig) if isinstance(e, events.JobStatusChanged)]
     assert statuses[-1] == "stopped"

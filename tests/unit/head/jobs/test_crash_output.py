@@ -7,7 +7,7 @@ from pathlib import Path
 import etrain_jupyter
 from etrain_jupyter.bundle.sources import CellSource
 from etrain_jupyter.head.jobs.crash_output import last_words
-from etrain_jupyter.log.events import STACKS_ASKED
+from etrain_jupyter.log.events import STACKS_HEADER
 
 CELLS = {"/tmp/cell_1.py": CellSource(label="Cell In[3]", text="")}
 OURS = Path(etrain_jupyter.__file__).parent
@@ -45,7 +45,7 @@ def test_crash_is_shown_as_a_traceback_of_the_users_frames():
 
 
 def test_hang_is_shown_as_a_traceback_of_the_users_frames():
-    hang = [STACKS_ASKED if text.startswith("Fatal") else text for text in CRASH]
+    hang = [STACKS_HEADER if text.startswith("Fatal") else text for text in CRASH]
     assert last_words("w1", hang, CELLS).splitlines() == [
         "w1 printed last:",
         "  loading",
@@ -56,7 +56,7 @@ def test_hang_is_shown_as_a_traceback_of_the_users_frames():
 
 
 def test_hang_outside_of_the_users_code_shows_no_traceback():
-    hang = [STACKS_ASKED, "Current thread 0x00007e (most recent call first):"]
+    hang = [STACKS_HEADER, "Current thread 0x00007e (most recent call first):"]
     hang.append(f'  File "{OURS}/trainer/trainer.py", line 60 in _live')
     assert last_words("w1", hang, CELLS) == ""
 

@@ -104,11 +104,11 @@ async def test_end_is_announced_only_after_the_bucket_has_it(
     s3_server.set_faults(S3Fault(kind="internal_error"))
     await rig.control("stop", {"now": True})
     assert rig.job.state.is_ended
-    assert not rig.job.has_told_its_end
+    assert not rig.job.has_reported_end
     assert rig.coordinator.idle_s() == 0.0
     assert "stopped" not in [e.status for e in rig.events(events.JobStatusChanged)]
     s3_server.set_faults()
-    await until(lambda: rig.job.has_told_its_end)
+    await until(lambda: rig.job.has_reported_end)
     assert rig.events(events.JobStatusChanged)[-1].status == "stopped"
     there = seen_elsewhere(tmp_path, place)
     assert [e.status for e in there if isinstance(e, events.JobStatusChanged)][-1] == "stopped"
@@ -125,7 +125,7 @@ async def test_job_ends_although_the_bucket_is_unreachable(
     await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     s3_server.set_faults(S3Fault(kind="internal_error"))
     await rig.control("stop", {"now": True})
-    await until(lambda: rig.job.has_told_its_end)
+    await until(lambda: rig.job.has_reported_end)
     assert rig.events(events.JobStatusChanged)[-1].status == "stopped"
     assert f"{place} does not have its end yet" in rig.events(events.LogLine)[-1].text
     assert rig.job.is_uploading
@@ -139,11 +139,11 @@ async def test_upload_is_abandoned_some_time_after_the_end(
     rig: Rig, place: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirrored_log, "LAST_UPLOAD_S", 0.0)
-    monkeypatch.setattr(mirror, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(mirror, "ABANDON_S", 0.0)
     await rig.start("w1", place=place)
     s3_server.set_faults(S3Fault(kind="internal_error"))
     await rig.control("stop", {"now": True})
-    await until(lambda: rig.job.has_told_its_end and not rig.job.is_uploading)
+    await until(lambda: rig.job.has_reported_end and not rig.job.is_uploading)
 
 
 async def test_coordinator_ends_a_job_that_another_one_has_taken_over(
@@ -158,7 +158,7 @@ async def test_coordinator_ends_a_job_that_another_one_has_taken_over(
     await until(lambda: rig.job.state.is_ended)
     [told] = [e for e in rig.events(events.LogLine) if e.level == "error"]
     assert told.text.startswith("Another coordinator has taken over the job, so it stops here")
-    await until(lambda: rig.job.has_told_its_end)
+    await until(lambda: rig.job.has_reported_end)
     there = seen_elsewhere(tmp_path, place)
     assert not [e for e in there if isinstance(e, events.StepCompleted)]
 
@@ -245,7 +245,7 @@ async def test_failed_packs_do_not_block_the_upload(
     await rig.start("w1", place=place)
     rig.commit("w1", 1)
     await rig.control("stop", {"now": True})
-    await until(lambda: rig.job.has_told_its_end and not rig.job.is_uploading)
+    await until(lambda: rig.job.has_reported_end and not rig.job.is_uploading)
     [step] = [e for e in seen_elsewhere(tmp_path, place) if isinstance(e, events.StepCompleted)]
     assert step.step == 1
 
@@ -262,12 +262,12 @@ async def test_bucket_gets_all_events_although_the_local_disk_was_full_at_the_en
     await rig.control("stop", {"now": True})
     rig.tick()
     assert rig.job.state.is_ended
-    assert not rig.job.has_told_its_end
+    assert not rig.job.has_reported_end
     assert "cannot be written: No space left on device" in rig.job.job_log.trouble
 
     disk.is_full = False
     rig.tick()
-    await until(lambda: rig.job.has_told_its_end and not rig.job.is_uploading)
+    await until(lambda: rig.job.has_reported_end and not rig.job.is_uploading)
     there = seen_elsewhere(tmp_path, place)
     assert [e.step for e in there if isinstance(e, events.StepCompleted)] == [1, 2]
     statuses = [e.status for e in there if isinstance(e, events.JobStatusChanged)]

@@ -70,7 +70,7 @@ async def test_record_read_from_the_log_equals_that_of_the_coordinator(
     assert past.logged_step == 3
     assert past.saved_steps == job.state.saved_steps == (2,)
     assert past.num_started == job.state.num_started == 4
-    assert past.best_told is None, "its step was undone"
+    assert past.best_reported is None, "its step was undone"
     assert past.status == "running"
     assert past.plan is not None
     assert past.plan.num_train_samples == PLAN["num_train_samples"]

@@ -13,8 +13,8 @@ from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event, JobStatusChanged, JobSubmitted
 from etrain_jupyter.notebook.commands import other_jobs
 from etrain_jupyter.notebook.job import run_store
+from etrain_jupyter.notebook.job.cluster_location import ClusterLocation
 from etrain_jupyter.notebook.job.run_store import RunStore
-from etrain_jupyter.notebook.job.whereabouts import Whereabouts
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.machine_load import LOAD_FILE, Load, write_load
@@ -44,7 +44,7 @@ def make_job(store: RunStore, name: str, *, status: str, cluster: ClusterDir | N
 def test_jobs_that_run_and_are_not_followed_are_offered(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_store, "find_cluster", lambda cluster, host: Whereabouts())
+    monkeypatch.setattr(run_store, "find_cluster", lambda cluster, host: ClusterLocation())
     running = make_job(store, "running", status="running")
     followed = make_job(store, "followed", status="running")
     make_job(store, "over", status="finished")
@@ -64,7 +64,7 @@ def test_jobs_that_run_and_are_not_followed_are_offered(
 def test_a_job_whose_cluster_has_ended_is_not_offered(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = Whereabouts(has_ended=True)
+    ended = ClusterLocation(has_ended=True)
     monkeypatch.setattr(run_store, "find_cluster", lambda cluster, host: ended)
     make_job(store, "orphan", status="running")
 
@@ -84,8 +84,8 @@ def test_a_bucket_is_looked_into_only_if_a_person_asks(
     monkeypatch.setattr(other_jobs, "find_pools", list)
     bucket = Bucket(tmp_path / "copies")
 
-    assert other_jobs.look_around(bucket, (), is_asked=False).others is None
-    assert other_jobs.look_around(bucket, (), is_asked=True).others == ()
+    assert other_jobs.find_other_jobs(bucket, (), is_asked=False).others is None
+    assert other_jobs.find_other_jobs(bucket, (), is_asked=True).others == ()
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def test_looking_around_imports_no_dask(cluster: ClusterDir, store: RunStore) ->
     write_load(cluster, Load(workers=2, idle_since=None))
     code = (
         "import sys; from etrain_jupyter.notebook.job.runs import open_runs\n"
-        "from etrain_jupyter.notebook.commands.other_jobs import look_around\n"
-        "around = look_around(open_runs(), (), is_asked=True)\n"
+        "from etrain_jupyter.notebook.commands.other_jobs import find_other_jobs\n"
+        "around = find_other_jobs(open_runs(), (), is_asked=True)\n"
         "print(len(around.others), len(around.pools))\n"
         "print([name for name in ('dask', 'distributed', 'torch') if name in sys.modules])"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etrain_jupyter.log.events import STACKS_ASKED, LogLine
+from etrain_jupyter.log.events import STACKS_HEADER, LogLine
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID
 
@@ -41,7 +41,7 @@ class Lines:
 def test_a_dump_is_one_entry_that_begins_with_the_notebooks_frame() -> None:
     lines = Lines({CELL: 3})
     lines.add("w0", "loading")
-    lines.add("w0", STACKS_ASKED, *FRAMES)
+    lines.add("w0", STACKS_HEADER, *FRAMES)
     lines.add("w0", "done")
 
     assert lines.listed == [
@@ -58,7 +58,7 @@ def test_a_dump_is_one_entry_that_begins_with_the_notebooks_frame() -> None:
 
 def test_dumps_of_several_workers_that_come_interleaved_are_an_entry_each() -> None:
     lines = Lines()
-    for text in (STACKS_ASKED, *FRAMES):
+    for text in (STACKS_HEADER, *FRAMES):
         lines.add("w0", text)
         lines.add("w1", text)
 
@@ -70,8 +70,8 @@ def test_dumps_of_several_workers_that_come_interleaved_are_an_entry_each() -> N
 
 def test_a_dump_without_the_notebooks_code_shows_the_innermost_frame() -> None:
     lines = Lines()
-    lines.add("w0", STACKS_ASKED)
-    assert lines.listed == [(1, "warning", f"w0: {STACKS_ASKED}")]
+    lines.add("w0", STACKS_HEADER)
+    assert lines.listed == [(1, "warning", f"w0: {STACKS_HEADER}")]
 
     lines.add("w0", FRAMES[4], FRAMES[5])
 

@@ -144,11 +144,11 @@ def random_history(seed: int) -> list[Generation]:
         joining = set(dice.sample(range(4), dice.randint(0, 3)))
         members = list(staying | joining)
         dice.shuffle(members)
-        is_told = dice.random() < 0.5 or len(members) == 1
+        is_reported = dice.random() < 0.5 or len(members) == 1
         rank = dice.randrange(len(members))
-        history.append(told(tuple(members), rank) if is_told else lost(tuple(members), rank))
+        history.append(told(tuple(members), rank) if is_reported else lost(tuple(members), rank))
         # After a loss, the lost rank leaves; after a notice, any may leave except one.
-        others = [m for m in members if is_told or m != members[rank]]
+        others = [m for m in members if is_reported or m != members[rank]]
         staying = set(dice.sample(others, dice.randint(1, len(others))))
     return [*history, Generation(members=tuple(staying))]
 

@@ -50,7 +50,7 @@ class Watch:
     def __init__(self) -> None:
         self.find = lambda: None
 
-    def look_now(self) -> None:
+    def poll_now(self) -> None:
         self.find()
 
 

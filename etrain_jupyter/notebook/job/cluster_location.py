@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whereabouts:
+class ClusterLocation:
     """The location of a job's cluster, if known; otherwise only the log can be followed."""
 
     address: SchedulerAddress | None = None
@@ -33,7 +33,7 @@ class Whereabouts:
     """Why it is unreachable from here, and how to change that."""
 
 
-def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
+def find_cluster(cluster: Mapping[str, str], host: str) -> ClusterLocation:
     """Look up a job's cluster in this user's own files.
 
     Args:
@@ -58,21 +58,23 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> Whereabouts:
     #   a state directory of this user and host    -> ended, since its folder is gone
     #   otherwise, another user or host            -> only the log
     if not address_in_record and not state_dir:
-        return Whereabouts(has_ended=True)
+        return ClusterLocation(has_ended=True)
     own = find_cluster_dir(cluster_id)
     if own is not None and is_out_of_reach(own):
-        return Whereabouts(why=_why_unreachable(cluster, host))
+        return ClusterLocation(why=_why_unreachable(cluster, host))
     if own is not None:
         address, process = address_of(own), own.record()
         is_alive = process is not None and process.is_here and process.is_alive
-        return Whereabouts(address=address, is_alive=is_alive, has_ended=address is None)
+        return ClusterLocation(address=address, is_alive=is_alive, has_ended=address is None)
     if not state_dir:
         known = find_scheduler(cluster_id, address_in_record)
-        return Whereabouts(address=known, why="" if known else _why_unreachable(cluster, host))
+        return ClusterLocation(address=known, why="" if known else _why_unreachable(cluster, host))
     # This user's live clusters on this machine always have a folder; if it is missing, the cluster
     # has ended.
     is_here = host in ("", platform.node()) and PurePath(state_dir).parent in state_roots()
-    return Whereabouts(has_ended=is_here, why="" if is_here else _why_unreachable(cluster, host))
+    return ClusterLocation(
+        has_ended=is_here, why="" if is_here else _why_unreachable(cluster, host)
+    )
 
 
 def _why_unreachable(cluster: Mapping[str, str], host: str) -> str:
