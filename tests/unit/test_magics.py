@@ -125,7 +125,7 @@ def test_load_ext_registers_and_unload_ext_removes(shell: InteractiveShell) -> N
     assert give_empty_body not in shell.input_transformers_cleanup
 
 
-def test_loading_in_a_terminal_opens_no_way_to_a_browser(
+def test_loading_in_a_terminal_opens_no_comm(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = PanelComm()
@@ -164,7 +164,7 @@ def test_the_side_panel_gets_the_template_that_the_magic_prints(
     assert heard[-1]["text"].split("\n", 1) == ["%%etrain distributed", printed.rstrip("\n") + "\n"]
 
 
-def test_a_job_attached_from_the_side_panel_is_listed_and_the_latest_stays_the_latest(
+def test_job_attached_from_the_side_panel_is_listed_but_not_the_latest(
     posted: tuple[PanelComm, list[dict[str, Any]]], run: Run
 ) -> None:
     made, heard = posted
@@ -208,7 +208,7 @@ def test_each_subcommand_has_help(run: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["%etrain show ?", "%%etrain show --help", "%%etrain show?\nx"])
-def test_help_of_a_subcommand_is_got_in_every_way_and_starts_nothing(run: Run, line: str) -> None:
+def test_help_of_a_subcommand_has_several_forms_and_starts_nothing(run: Run, line: str) -> None:
     is_ok, shown = run(line)
 
     assert is_ok
@@ -216,7 +216,7 @@ def test_help_of_a_subcommand_is_got_in_every_way_and_starts_nothing(run: Run, l
 
 
 @pytest.mark.parametrize("command", [c for c in SUBCOMMANDS if c.example], ids=lambda c: c.name)
-def test_the_example_in_the_help_of_a_subcommand_is_taken(command: Subcommand) -> None:
+def test_example_in_the_help_of_a_subcommand_is_valid(command: Subcommand) -> None:
     name, *words = command.example.split()
     parser = command.parser("%etrain")
 
@@ -268,7 +268,7 @@ def test_a_question_mark_shows_every_subcommand_and_an_example(run: Run, line: s
     assert "%%etrain distributed --name digits -o job" in shown
 
 
-def test_unknown_subcommand_names_the_nearest_and_fails_the_cell(run: Run) -> None:
+def test_unknown_subcommand_suggests_the_nearest_and_fails_the_cell(run: Run) -> None:
     assert run("%etrain stpo") == (
         False,
         "etrain: unknown sub-command: %etrain stpo\n  did you mean %etrain stop?\n",
@@ -343,7 +343,7 @@ def test_mistyped_line_fails_the_cell_without_frames(run: Run, line: str, words:
         ),
     ],
 )
-def test_wrong_value_is_refused_with_what_to_write(run: Run, line: str, shown: str) -> None:
+def test_wrong_value_is_refused_with_a_remedy(run: Run, line: str, shown: str) -> None:
     make_job()
 
     assert run(f"%etrain {line}") == (False, f"etrain: {shown}\n")
@@ -396,7 +396,7 @@ def test_wrong_cell_shows_line_and_caret_and_nothing_else(run: Run) -> None:
     )
 
 
-def test_error_stays_what_it_is_for_programs(shell: InteractiveShell) -> None:
+def test_error_keeps_its_type_for_programs(shell: InteractiveShell) -> None:
     result = shell.run_cell("%%etrain distributed\nmodle: Net\n", silent=True)
 
     assert isinstance(result.error_in_exec, etrain_jupyter.CellError)
@@ -489,7 +489,7 @@ def test_ls_lists_the_newest_first(run: Run) -> None:
     assert lines[1].split()[1] == "finished"
 
 
-def test_ls_says_when_a_job_was_last_seen_that_may_have_lost_its_cluster(run: Run) -> None:
+def test_ls_shows_when_a_job_of_an_unknown_cluster_was_last_seen(run: Run) -> None:
     foreign = {"cluster_id": "Scheduler-1", "address": "tcp://10.9.9.9:8786"}
     job = make_job(JobStatusChanged(job_id="digits", time=2.0, status="running"), cluster=foreign)
     three_hours_ago = time.time() - 3 * 3600
@@ -500,7 +500,7 @@ def test_ls_says_when_a_job_was_last_seen_that_may_have_lost_its_cluster(run: Ru
     assert "running (last seen 3 h ago)" in shown
 
 
-def test_ls_says_that_the_cluster_of_a_job_has_ended(run: Run) -> None:
+def test_ls_shows_that_the_cluster_of_a_job_has_ended(run: Run) -> None:
     make_job(JobStatusChanged(job_id="digits", time=2.0, status="running"))
 
     assert "failed (its cluster has ended)" in run("%etrain ls")[1]
@@ -513,12 +513,12 @@ def test_ls_trusts_a_job_that_has_just_written_its_log(run: Run) -> None:
     assert "last seen" not in run("%etrain ls")[1]
 
 
-def test_empty_store_is_said_plainly(run: Run) -> None:
+def test_empty_store_has_a_plain_message(run: Run) -> None:
     assert run("%etrain ls")[1].startswith("No jobs in ")
     assert "there is no job in" in run("%etrain show")[1]
 
 
-def test_attach_binds_and_later_lines_mean_that_job(run: Run, shell: InteractiveShell) -> None:
+def test_attach_binds_the_job_and_later_lines_use_it(run: Run, shell: InteractiveShell) -> None:
     old, _ = make_job(name="old", created=1.0), make_job(name="new", created=2.0)
 
     run("%etrain attach old -o mine")
@@ -564,7 +564,7 @@ def test_force_without_resume_is_refused_before_the_cell_is_read(
     assert "--force requires --resume" in shown
 
 
-def test_unknown_job_names_the_nearest(run: Run) -> None:
+def test_error_for_an_unknown_job_suggests_the_nearest(run: Run) -> None:
     make_job(name="digits")
 
     is_ok, shown = run("%etrain wait digist")
@@ -573,7 +573,7 @@ def test_unknown_job_names_the_nearest(run: Run) -> None:
     assert "Did you mean digits" in shown
 
 
-def test_wait_tells_how_the_job_ended(run: Run) -> None:
+def test_wait_reports_how_the_job_ended(run: Run) -> None:
     make_job(name="digits")
 
     is_ok, shown = run("%etrain wait")
@@ -582,7 +582,7 @@ def test_wait_tells_how_the_job_ended(run: Run) -> None:
     assert ": finished, step 0" in shown
 
 
-def test_wait_for_a_job_that_somebody_stopped_fails_the_cell_and_says_so(run: Run) -> None:
+def test_wait_for_a_stopped_job_fails_the_cell_with_the_reason(run: Run) -> None:
     job = make_job(JobStatusChanged(job_id="digits", time=2.0, status="stopped"))
 
     is_ok, shown = run("%etrain wait")
@@ -601,7 +601,7 @@ def test_request_to_an_ended_job_fails_the_cell(run: Run) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--workers", "--max"])
-def test_resume_takes_the_most_workers_under_both_names(
+def test_resume_accepts_both_names_of_the_max_workers_option(
     run: Run, monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     asked: list[dict[str, Any]] = []
@@ -614,7 +614,7 @@ def test_resume_takes_the_most_workers_under_both_names(
     assert asked[0]["max"] == 8
 
 
-def test_resume_says_that_a_job_is_trusted_only_if_asked_to(
+def test_resume_trusts_a_job_only_with_the_trust_flag(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review S2."""
@@ -651,9 +651,7 @@ def test_cell_that_resumes_a_strangers_job_needs_trust(
 
 
 @pytest.mark.parametrize("flag", ["--force", "--trust"])
-def test_flag_that_goes_with_resume_is_refused_before_the_cell_is_checked(
-    run: Run, flag: str
-) -> None:
+def test_flag_without_resume_is_refused_before_the_cell_is_checked(run: Run, flag: str) -> None:
     is_ok, shown = run(f"%%etrain distributed {flag}\nno: cell\n")
 
     assert not is_ok
@@ -691,12 +689,12 @@ def test_variable_names_a_job_that_has_no_name(
         ("", []),
     ],
 )
-def test_number_sign_within_quotes_begins_no_comment(line: str, words: list[str]) -> None:
+def test_number_sign_within_quotes_does_not_start_a_comment(line: str, words: list[str]) -> None:
     assert split_line(line) == words
 
 
 @pytest.mark.parametrize("command", ["kill", "preempt"])
-def test_job_in_the_place_of_a_worker_is_told_from_one(
+def test_error_explains_a_job_given_in_place_of_a_worker(
     run: Run, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     def refuse(job: TrainingJob, worker: str | None = None, **_: Any) -> str:
@@ -745,7 +743,7 @@ def test_logs_show_the_last_lines(run: Run) -> None:
     assert [line.split(": ")[1] for line in shown.splitlines()] == ["line 1", "line 2"]
 
 
-def test_logs_tell_of_faults_and_losses_in_between(run: Run) -> None:
+def test_logs_include_faults_and_losses(run: Run) -> None:
     make_job(
         LogLine(job_id="j", time=1.0, level="info", worker="w1", text="hello"),
         FaultInjected(job_id="j", time=2.0, worker="w1", fault="kill", step=3),
@@ -764,7 +762,7 @@ def test_logs_tell_of_faults_and_losses_in_between(run: Run) -> None:
     ]
 
 
-def test_logs_tell_what_the_time_of_each_worker_went_into(run: Run) -> None:
+def test_logs_show_the_time_split_of_each_worker(run: Run) -> None:
     times = {"data_s": 0.1, "compute_s": 7.0, "communication_s": 2.0, "optimizer_s": 0.5}
     make_job(
         RankTimed(
@@ -799,14 +797,14 @@ def test_audit_prints_its_report(run: Run) -> None:
     assert shown.startswith("audit")
 
 
-def test_template_is_a_body_that_the_parser_takes(run: Run) -> None:
+def test_template_is_printed(run: Run) -> None:
     is_ok, shown = run("%etrain template")
 
     assert is_ok
     assert "model:" in shown
 
 
-def test_doctor_looks_at_everything(run: Run) -> None:
+def test_doctor_checks_every_component(run: Run) -> None:
     is_ok, shown = run("%etrain doctor")
 
     assert is_ok
@@ -845,7 +843,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
         ("chaos --off", ("chaos", {"off": True})),
     ],
 )
-def test_faults_on_purpose_are_asked_of_the_job(
+def test_fault_commands_are_sent_to_the_job(
     run: Run,
     requests: list[tuple[str, dict[str, Any]]],
     line: str,
@@ -867,7 +865,7 @@ def test_faults_on_purpose_are_asked_of_the_job(
         ("chaos --seeed 3", "did you mean --seed?"),
     ],
 )
-def test_mistyped_faults_are_refused_with_what_was_meant(
+def test_mistyped_fault_commands_are_refused_with_a_suggestion(
     run: Run, requests: list[tuple[str, dict[str, Any]]], line: str, hint: str
 ) -> None:
     is_ok, shown = run(f"%etrain {line}")
@@ -900,7 +898,7 @@ def test_tensorboard_opens_under_the_cell(
     assert f"tensorboard --logdir {folder}" in said
 
 
-def test_folder_that_a_stranger_chose_is_not_evaluated(
+def test_expressions_in_a_tensorboard_folder_are_not_evaluated(
     shell: InteractiveShell, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review S2: IPython evaluates {expressions} in the line of a magic."""

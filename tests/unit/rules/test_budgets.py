@@ -70,7 +70,7 @@ def test_three_trainers_that_die_before_any_is_ready_fail_the_job():
     assert story.state.reason.startswith("3 trainers in a row exited before they were ready")
 
 
-def test_faults_on_purpose_count_nowhere():
+def test_injected_faults_do_not_count():
     story = Story(max_workers=2).start("w1", "w2")
     for _ in range(4):
         story.lose("w2", injected=True)
@@ -85,7 +85,7 @@ def test_faults_on_purpose_count_nowhere():
     assert not story.state.is_ended
 
 
-def test_lost_workers_count_nowhere():
+def test_lost_workers_do_not_count_as_faults():
     story = Story(max_workers=1)
     for number in range(6):
         story.send(s.WorkersAssigned(workers=(f"w{number}",)))
@@ -97,7 +97,7 @@ def test_lost_workers_count_nowhere():
     assert story.state.faults.at_step == (-1, ())
 
 
-def test_rank_that_dies_again_and_again_comes_back_later_and_later():
+def test_rank_that_dies_repeatedly_is_restarted_with_back_off():
     story = Story(max_workers=2).start("w1", "w2")
     waits = []
     for step in range(6):
@@ -109,7 +109,7 @@ def test_rank_that_dies_again_and_again_comes_back_later_and_later():
     assert waits == [0, 1, 2, 4, 8, 16]
 
 
-def test_rank_that_trained_for_a_while_comes_back_at_once_each_time():
+def test_rank_that_trained_for_a_while_is_restarted_immediately():
     story = Story(max_workers=2).start("w1", "w2")
     for step in range(6):
         story.wait(HEALTHY_S + 1).send(s.StepsCommitted(step=step, step_s=0.1))
@@ -119,7 +119,7 @@ def test_rank_that_trained_for_a_while_comes_back_at_once_each_time():
         story.warm("w2").report("w1", step=step).formed()
 
 
-def test_what_is_long_ago_is_forgotten():
+def test_old_faults_are_forgotten():
     old = Health(num_faults=9, last_at=0.0, retry_at=60.0)
     assert after_fault(old, now=100.0, stepped_s=0.0, was_ready=False).num_faults == 10
     assert after_fault(old, now=200.0, stepped_s=0.0, was_ready=False).num_faults == 1

@@ -8,7 +8,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from tests.unit.rules.story import Story
 
 
-def test_worker_that_is_scaled_away_and_back_before_it_has_left_stays():
+def test_worker_scaled_down_and_up_again_before_it_left_stays():
     """It used to leave, and nobody started another trainer: the job waited below min for ever."""
     story = Story(min_workers=2, max_workers=3).start("w1", "w2")
     story.send(s.WorkersAssigned(workers=("w1",)))
@@ -18,7 +18,7 @@ def test_worker_that_is_scaled_away_and_back_before_it_has_left_stays():
     assert not story.found(c.ReleaseTrainer)
 
 
-def test_job_is_not_finished_if_all_that_stood_at_the_end_died_before_it_was_durable():
+def test_job_is_not_finished_if_all_holders_of_its_end_died_before_it_was_saved():
     story = Story().start("w1")
     story.send(s.CheckpointSaved(step=4))
     story.report("w1", step=9, why="done")
@@ -31,7 +31,7 @@ def test_job_is_not_finished_if_all_that_stood_at_the_end_died_before_it_was_dur
     assert (form.generation, form.restore, form.step) == (2, True, 4)
 
 
-def test_survivor_that_did_not_see_the_last_step_trains_it_again_when_the_others_are_dead():
+def test_survivor_without_the_last_step_repeats_it_after_the_others_died():
     """w1 has finished step 9 and dies; w2 had not seen its end: the job is not done yet."""
     story = Story().start("w1", "w2")
     story.report("w1", step=9, why="done")
@@ -43,7 +43,7 @@ def test_survivor_that_did_not_see_the_last_step_trains_it_again_when_the_others
     assert (form.step, form.restore) == (8, False)
 
 
-def test_stop_at_once_while_the_end_is_being_saved_is_not_called_finished():
+def test_immediate_stop_while_the_end_is_saved_results_in_stopped():
     story = Story().start("w1").report("w1", step=9, why="done")
     story.send(s.StopRequested(now=True))
     assert story.state.status == "stopped"
@@ -61,7 +61,7 @@ def test_step_that_only_its_dead_holder_had_committed_is_logged_as_undone():
     assert (fact.generation, fact.step, fact.workers) == (1, 5, ["w2"])
 
 
-def test_rank_that_freezes_in_the_midst_of_a_long_step_is_killed_after_the_limit():
+def test_rank_that_freezes_during_a_long_step_is_killed_after_the_limit():
     """It had computed for long when it froze: that says nothing for it."""
     story = Story().start("w1", "w2")
     story.see("w1", 3).see("w2", 3)
@@ -74,7 +74,7 @@ def test_rank_that_freezes_in_the_midst_of_a_long_step_is_killed_after_the_limit
     assert kill.trainer == story.trainer("w2")
 
 
-def test_generation_that_broke_although_no_rank_was_lost_has_the_reason_broken():
+def test_generation_after_one_that_broke_without_a_loss_has_reason_broken():
     story = Story().start("w1", "w2")
     story.report("w1", step=4, why="failed").report("w2", step=4, why="failed")
     [fact] = story.found(events.GenerationFormed)

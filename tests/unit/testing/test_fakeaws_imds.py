@@ -47,7 +47,7 @@ def status(imds: ImdsServer, path: str, **headers: str) -> int:
     return caught.value.code
 
 
-def test_an_instance_reads_who_and_where_it_is(imds: ImdsServer) -> None:
+def test_instance_reads_its_identity_and_placement(imds: ImdsServer) -> None:
     held = token(imds)
 
     identity = json.loads(ask(imds, "dynamic/instance-identity/document", **held))
@@ -65,13 +65,13 @@ def test_a_folder_is_listed(imds: ImdsServer) -> None:
     assert ask(imds, "", **token(imds)) == "dynamic/\nmeta-data/\nuser-data"
 
 
-def test_nothing_is_told_without_a_token(imds: ImdsServer) -> None:
+def test_requests_without_a_valid_token_are_refused(imds: ImdsServer) -> None:
     assert status(imds, "meta-data/instance-id") == 401
     assert status(imds, "meta-data/instance-id", **{TOKEN: "invented"}) == 401
 
 
 @pytest.mark.parametrize("ttl", ["0", "21601", "long", ""])
-def test_a_token_lives_between_a_second_and_six_hours(imds: ImdsServer, ttl: str) -> None:
+def test_invalid_token_lifetime_is_refused(imds: ImdsServer, ttl: str) -> None:
     assert status(imds, "api/token", **{TTL: ttl}) == 400
 
 
@@ -79,7 +79,7 @@ def test_a_proxy_gets_no_token(imds: ImdsServer) -> None:
     assert status(imds, "api/token", **{TTL: "60", "X-Forwarded-For": "10.0.0.9"}) == 403
 
 
-def test_notices_are_404_until_they_are_given(imds: ImdsServer) -> None:
+def test_notices_return_404_until_they_are_set(imds: ImdsServer) -> None:
     held = token(imds)
     rebalance, action = (
         "meta-data/events/recommendations/rebalance",
@@ -95,7 +95,7 @@ def test_notices_are_404_until_they_are_given(imds: ImdsServer) -> None:
     assert json.loads(ask(imds, action, **held)) == {"action": "terminate", "time": timestamp(at)}
 
 
-def test_tokens_end_at_once_when_told_and_new_ones_are_good(imds: ImdsServer) -> None:
+def test_expired_tokens_are_refused_and_new_ones_are_valid(imds: ImdsServer) -> None:
     held = token(imds)
 
     imds.expire_tokens()
@@ -104,7 +104,7 @@ def test_tokens_end_at_once_when_told_and_new_ones_are_good(imds: ImdsServer) ->
     assert ask(imds, "meta-data/instance-id", **token(imds)) == "i-0abc"
 
 
-def test_errors_and_expired_tokens_last_until_mended(imds: ImdsServer) -> None:
+def test_errors_and_expired_tokens_last_until_the_fault_is_cleared(imds: ImdsServer) -> None:
     imds.break_("500")
     assert status(imds, "api/token", **{TTL: "60"}) == 500
     imds.break_("expired")
@@ -117,7 +117,7 @@ def test_errors_and_expired_tokens_last_until_mended(imds: ImdsServer) -> None:
         imds.break_("tired")  # type: ignore[arg-type]
 
 
-def test_a_hanging_service_answers_nobody_until_mended(imds: ImdsServer) -> None:
+def test_hanging_service_does_not_respond_until_the_fault_is_cleared(imds: ImdsServer) -> None:
     held = token(imds)
     imds.break_("hang")
     with pytest.raises(TimeoutError):

@@ -41,7 +41,7 @@ def pools(got: FleetPlan) -> list[CapacityPool]:
     return [candidate.pool for candidate in got.launches]
 
 
-def test_lowest_price_takes_the_cheapest_that_has_room_and_then_the_next() -> None:
+def test_lowest_price_takes_the_cheapest_pool_with_capacity_and_then_the_next() -> None:
     made = market(a5=(1, 0.3), a6=(5, 0.5), b5=(1, 0.4))
 
     got = plan(made, spot(3))
@@ -49,13 +49,13 @@ def test_lowest_price_takes_the_cheapest_that_has_room_and_then_the_next() -> No
     assert (pools(got), got.refusals) == ([A5, B5, A6], ())
 
 
-def test_lowest_price_spreads_over_as_many_pools_as_it_is_told() -> None:
+def test_lowest_price_spreads_over_the_requested_number_of_pools() -> None:
     got = plan(market(a5=(9, 0.3), a6=(9, 0.5), b5=(9, 0.4)), spot(4, num_pools=2))
 
     assert sorted(pools(got)) == [A5, A5, B5, B5]
 
 
-def test_price_capacity_optimized_leaves_a_cheap_pool_that_is_nearly_empty() -> None:
+def test_price_capacity_optimized_avoids_a_cheap_pool_that_is_nearly_empty() -> None:
     made = market(a5=(1, 0.30), a6=(9, 0.40), b5=(9, 0.50))
 
     assert pools(plan(made, spot(1, strategy="price-capacity-optimized"))) == [A6]
@@ -84,7 +84,7 @@ def test_diversified_takes_from_all_pools_in_turn() -> None:
     assert sorted(pools(plan(made, spot(6, strategy="diversified")))) == sorted([A5, A6, B5] * 2)
 
 
-def test_too_little_capacity_gives_what_there_is_and_says_which_pools_are_empty() -> None:
+def test_too_little_capacity_launches_what_is_available_and_names_empty_pools() -> None:
     got = plan(market(a5=(1, 0.3), a6=(0, 0.5)), spot(3))
 
     assert pools(got) == [A5]
@@ -96,7 +96,7 @@ def test_too_little_capacity_gives_what_there_is_and_says_which_pools_are_empty(
     assert "sufficient g6 capacity" in got.refusals[1].message
 
 
-def test_one_zone_is_the_one_that_gives_the_most() -> None:
+def test_single_zone_is_the_one_that_provides_the_most() -> None:
     made = market(a5=(1, 0.1), a6=(1, 0.1), b5=(4, 0.9))
 
     assert pools(plan(made, spot(4, is_single_zone=True))) == [B5] * 4
@@ -104,7 +104,7 @@ def test_one_zone_is_the_one_that_gives_the_most() -> None:
     assert pools(plan(made, spot(2, is_single_zone=True, is_single_type=True))) == [B5] * 2
 
 
-def test_below_the_least_target_nothing_is_launched() -> None:
+def test_below_the_minimum_target_nothing_is_launched() -> None:
     got = plan(market(a5=(2, 0.3)), spot(4, min_target=3))
 
     assert (pools(got), got.refusals[0].code) == ([], UNFULFILLABLE)
@@ -112,7 +112,7 @@ def test_below_the_least_target_nothing_is_launched() -> None:
     assert pools(plan(market(a5=(2, 0.3)), spot(4, min_target=2))) == [A5, A5]
 
 
-def test_a_machine_counts_as_many_units_as_it_weighs() -> None:
+def test_machine_counts_as_its_weight_in_units() -> None:
     made = market(a5=(9, 1.0), a6=(9, 1.5))
     wanted = [Candidate(pool=A5, weight=1), Candidate(pool=A6, weight=4)]
 
@@ -138,7 +138,7 @@ def test_on_demand_machines_are_counted_by_type() -> None:
     assert {one.code for one in got.refusals} == {NO_CAPACITY}
 
 
-def test_what_is_taken_is_not_free_and_what_ec2_takes_back_is_lost() -> None:
+def test_taken_capacity_is_not_free_and_reclaimed_capacity_is_lost() -> None:
     made = market(a5=(2, 0.3))
     made.take("i-1", A5, "spot")
     made.take("i-2", A5, "spot")
@@ -162,7 +162,7 @@ def test_a_charge_follows_the_price_in_force() -> None:
     assert (made.spot_usd(A5, 3599.0), made.spot_usd(A5, 3600.0)) == (1.0, 2.0)
 
 
-def test_prices_do_not_go_back_in_time_and_are_not_negative() -> None:
+def test_changes_in_the_past_and_negative_values_are_refused() -> None:
     made = market(a5=(9, 1.0))
     made.set_pool(A5, at=100.0, price_usd=2.0)
 

@@ -53,7 +53,7 @@ def test_on_demand_machines_are_always_charged() -> None:
     assert usd_of(100.0, reason="Server.InternalError", lifecycle="on-demand") == (0.2, 0.0)
 
 
-def test_a_disk_costs_as_long_as_it_exists() -> None:
+def test_disk_is_charged_as_long_as_it_exists() -> None:
     market = Market()
     usage = Usage(
         instance_id="i-1",
@@ -74,7 +74,7 @@ def test_a_disk_costs_as_long_as_it_exists() -> None:
     ("words", "minutes"),
     [("-h now", 0), ("-h +15", 15), ("-P +0", 0), ("--poweroff 3", 3), ("", 1), ("-c", None)],
 )
-def test_the_words_of_shutdown_are_understood(words: str, minutes: int | None) -> None:
+def test_arguments_of_shutdown_are_parsed(words: str, minutes: int | None) -> None:
     assert parse_arguments(words.split()) == PowerCommand(minutes=minutes)
 
 

@@ -17,7 +17,7 @@ ADDRESS = SchedulerAddress(cluster_id="c", address="tcp://127.0.0.1:1")
 PLAN = FaultPlan().kill(rank=1, step=3).notice(rank=0, step=7).hang(rank=2, step=9, at="commit")
 
 
-def test_plan_becomes_plain_dicts_with_numbers() -> None:
+def test_plan_is_converted_to_numbered_dicts() -> None:
     assert PLAN.to_list() == [
         {"id": 1, "kind": "kill", "rank": 1, "step": 3, "at": "forward"},
         {"id": 2, "kind": "notice", "rank": 0, "step": 7, "at": "forward", "notice_s": 120.0},
@@ -25,7 +25,7 @@ def test_plan_becomes_plain_dicts_with_numbers() -> None:
     ]
 
 
-def test_longer_plan_leaves_the_shorter_one_alone() -> None:
+def test_extending_a_plan_does_not_change_the_original() -> None:
     short = FaultPlan().kill(rank=0, step=1)
 
     short.exit(rank=1, step=2)
@@ -40,13 +40,13 @@ def test_every_kind_has_a_method_of_its_name(kind: str) -> None:
     assert [(f.kind, f.rank, f.step) for f in plan.faults] == [(kind, None, 4)]
 
 
-def test_trainer_knows_every_kind_that_befalls_it() -> None:
+def test_trainer_implements_every_fault_kind_meant_for_it() -> None:
     assert frozenset(AT_A_PLACE) == faults._AT_A_PLACE
     assert frozenset(PLANTED) == faults._CORRUPTIONS
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_random_plan_prints_as_the_code_that_makes_it_again(seed: int) -> None:
+def test_random_plan_prints_as_code_that_reproduces_it(seed: int) -> None:
     plan = FaultPlan.random(seed, num_steps=40)
 
     assert plan == FaultPlan.random(seed, num_steps=40)
@@ -71,12 +71,12 @@ def test_random_plans_differ_and_have_every_kind() -> None:
         ({"kind": "hang", "rank": 0, "step": -2}, "hang: step=-2 must be at least 0"),
     ],
 )
-def test_wrong_plan_is_refused_in_words(values: dict[str, Any], message: str) -> None:
+def test_invalid_plan_is_refused_with_an_explanation(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         FaultPlan().add(**values)
 
 
-def test_faults_travel_beside_the_job_and_not_in_its_configuration(
+def test_faults_are_sent_separately_from_the_job_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: dict[str, Any] = {}

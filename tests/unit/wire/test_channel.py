@@ -27,7 +27,7 @@ sent_messages = st.lists(
 
 
 @given(sent_messages, st.integers(1, 17))
-def test_messages_come_out_whole_and_in_order_wherever_the_stream_is_cut(sent, size):
+def test_messages_are_decoded_completely_and_in_order_for_any_chunk_size(sent, size):
     stream = b"".join(frame(encode(message)) for message in sent)
     decoder = FrameDecoder()
     received = []
@@ -36,7 +36,7 @@ def test_messages_come_out_whole_and_in_order_wherever_the_stream_is_cut(sent, s
     assert [m.FROM_TRAINER.decode(data) for data in received] == sent
 
 
-def test_second_reader_gets_what_the_first_has_not_taken():
+def test_second_reader_gets_the_messages_that_the_first_has_not_read():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(frame(encode(m.RequestCheckpoint())) + frame(encode(m.ShutDownTrainer())))

@@ -123,7 +123,7 @@ def test_every_request_and_reply_survives_the_wire_unchanged(cls, data):
         ),
     )
 )
-def test_garbage_is_refused_and_never_raises_anything_else(garbage):
+def test_garbage_raises_only_malformed_message_errors(garbage):
     for vocabulary, _ in VOCABULARIES.values():
         try:
             message = vocabulary.decode(garbage)
@@ -165,7 +165,7 @@ RECORD = {
         ({"time": None}, "time of StepCompleted is NoneType"),
     ],
 )
-def test_a_record_that_is_not_of_its_event_is_refused(change, words):
+def test_record_that_does_not_match_its_event_is_refused(change, words):
     good = codec.encode(m.StepsTrained(records=(RECORD,)))
     assert m.FROM_TRAINER.decode(good) == m.StepsTrained(records=(RECORD,))
     with pytest.raises(MalformedMessageError, match=words):
@@ -250,7 +250,7 @@ async def test_request_of_another_version_is_refused_before_it_is_carried_out():
     assert await answer(wire_version=WIRE_VERSION) == {"wire_version": WIRE_VERSION}
 
 
-async def test_request_with_a_wrong_argument_is_refused_in_words():
+async def test_request_with_a_wrong_argument_is_refused_with_an_explanation():
     async def fetch(request: q.FetchEvents) -> q.EventBatch:
         raise AssertionError(request)
 

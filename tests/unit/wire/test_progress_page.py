@@ -22,7 +22,7 @@ def page() -> Iterator[ProgressPage]:
     page.close()
 
 
-def test_page_that_nobody_has_written_says_nothing_bad(page: ProgressPage) -> None:
+def test_unwritten_page_is_idle_with_age_zero(page: ProgressPage) -> None:
     read = page.read()
     assert (read.generation, read.collectives, read.beats, read.phase) == (0, 0, 0, "idle")
     assert read.alive_age_s == 0.0
@@ -69,9 +69,7 @@ def test_no_count_is_lost_between_threads(page: ProgressPage) -> None:
     assert page.read().collectives == 20_000
 
 
-def test_pulse_makes_the_age_zero_again(
-    page: ProgressPage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pulse_resets_the_age(page: ProgressPage, monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = 7_000_000_000
     monkeypatch.setattr(progress_page, "time", SimpleNamespace(monotonic_ns=lambda: now_ns))
     page.pulse()
@@ -81,7 +79,7 @@ def test_pulse_makes_the_age_zero_again(
     assert page.read().alive_age_s == 0.0
 
 
-def test_pulse_beats_on_by_itself_and_ends_with_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pulse_thread_repeats_and_ends_with_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     pulses = threading.Semaphore(0)
 
     class CountedPage(ProgressPage):
@@ -114,7 +112,7 @@ def test_other_process_reads_the_same_page(page: ProgressPage) -> None:
     assert page.has_pulsed()
 
 
-def test_closing_gives_the_descriptor_back_and_may_be_done_twice() -> None:
+def test_closing_releases_the_descriptor_and_may_be_repeated() -> None:
     page = ProgressPage.create()
     fd = page.fd
     page.close()

@@ -24,7 +24,7 @@ def check(**theirs):
     return compare(KERNEL | theirs, KERNEL, at="w1", here="this notebook")
 
 
-def test_own_fingerprint_fits_itself():
+def test_own_fingerprint_is_compatible_with_itself():
     own = read_fingerprint()
     assert set(own) == set(NAMES)
     assert (own["python"], own["etrain"]) == (platform.python_version(), __version__)
@@ -55,9 +55,7 @@ def test_own_fingerprint_fits_itself():
         ({"torch": ""}, "no torch on w1, 2.13.0 in this notebook", "torch==2.13.0"),
     ],
 )
-def test_other_minor_version_of_what_must_fit_is_refused_with_both_and_what_to_install(
-    theirs, words, remedy
-):
+def test_incompatible_version_is_refused_with_both_versions_and_a_remedy(theirs, words, remedy):
     found = check(**theirs)
     assert not found.fits
     assert (found.wrong, found.remedies, found.notes) == ((words,), (remedy,), ())
@@ -71,18 +69,18 @@ def test_other_minor_version_of_what_must_fit_is_refused_with_both_and_what_to_i
         ({"numpy": "1.26.4"}, "numpy 1.26.4 on w1, 2.1.0 in this notebook"),
     ],
 )
-def test_other_patch_or_other_library_is_only_told(theirs, words):
+def test_other_patch_version_or_library_only_causes_a_note(theirs, words):
     found = check(**theirs)
     assert found.fits
     assert found.notes == (words,)
 
 
 @pytest.mark.parametrize("theirs", [{"torch": "2.13.0+cpu"}, {"future": "1"}, {}])
-def test_build_for_other_devices_or_unknown_keys_are_no_difference(theirs):
+def test_device_builds_and_unknown_keys_are_not_differences(theirs):
     found = check(**theirs)
     assert (found.fits, found.notes) == (True, ())
 
 
-def test_what_one_of_them_does_not_tell_is_not_compared():
+def test_missing_versions_are_not_compared():
     assert compare({}, KERNEL, at="w1", here="here").fits
     assert compare(KERNEL, KERNEL | {"torch": ""}, at="w1", here="here").fits

@@ -221,7 +221,7 @@ def test_log_of_a_job_that_has_not_trained_passes() -> None:
     assert audit_log(number([submitted(), planned()])).ok
 
 
-def test_epoch_in_progress_may_lack_what_is_not_due_yet() -> None:
+def test_epoch_in_progress_may_lack_samples_that_are_not_due_yet() -> None:
     report = audit_log(number(undisturbed()[:11]))
     assert report.ok
     assert [row.is_complete for row in report.epochs] == [True, False]
@@ -246,7 +246,7 @@ def test_last_epoch_of_an_ended_job_is_not_in_progress(status: str, words: str) 
     assert report.verdict == f"audit ok: every sample exactly once (1 epoch complete, {words})"
 
 
-def test_last_epoch_is_planned_in_part() -> None:
+def test_partial_last_epoch_is_accepted_if_configured() -> None:
     log = undisturbed()[:11]
     log[1] = replace(planned(), total_steps=5)  # epochs: 1.25
     report = audit_log(number([*log, ended()]))
@@ -254,7 +254,7 @@ def test_last_epoch_is_planned_in_part() -> None:
     assert report.verdict.endswith("(1 epoch complete, the last one in part, as configured)")
 
 
-def test_digest_of_an_earlier_step_is_not_given_for_the_last_one() -> None:
+def test_digest_of_an_earlier_step_is_not_reported_for_the_last_one() -> None:
     saved = CheckpointCommitted(
         **COMMON, step=6, manifest="m", size_bytes=1, stall_s=0.0, duration_s=0.1
     )
@@ -268,7 +268,7 @@ def test_digest_of_an_earlier_step_is_not_given_for_the_last_one() -> None:
     assert "saved" not in str(audit_log(number(log)))
 
 
-def test_digests_that_come_later_or_never_are_compared_as_far_as_they_go() -> None:
+def test_late_or_missing_digests_are_compared_as_far_as_available() -> None:
     """Review R5: they are computed while training goes on; a rank that is killed tells none."""
     log = [submitted(), planned(), formed(1, 0, ["w0", "w1", "w2"], [1, 2, 3])]
     log += [*map(completed, range(1, 6)), *hashed(4, ["d4", "d4"]), completed(6), ended("stopped")]
@@ -317,7 +317,7 @@ def test_sample_trained_in_place_of_another_is_found() -> None:
 
 
 @pytest.mark.parametrize("checksum", [0, -5, 2**63, 2**70, 12345])
-def test_checksum_of_anything_else_counts_for_nothing(checksum: int) -> None:
+def test_step_with_an_unexplained_checksum_counts_no_sample(checksum: int) -> None:
     report = audit_changed(replace_step(6, replace(completed(6), sample_checksum=checksum)))
     assert report.problems[0].startswith("step 6 trained other samples than expected (checksum")
     assert report.epochs[1].missing == 32
@@ -375,13 +375,13 @@ def test_diverged_rank_is_found_and_named() -> None:
     )
 
 
-def test_single_digest_is_not_called_a_comparison() -> None:
+def test_single_digest_is_not_counted_as_a_comparison() -> None:
     report = audit_log(number([*undisturbed()[:4], *hashed(1, ["d1"])]))
     assert report.digests_compared == 0
     assert "digests" not in str(report)
 
 
-def test_report_says_how_far_the_proof_of_equal_weights_reaches() -> None:
+def test_report_states_at_how_many_steps_the_weights_were_compared() -> None:
     alone = formed(2, 8, ["w0"], [10])
     report = audit_changed(insert_before_step(9, lost("w1"), alone))
     assert (report.steps_compared, report.steps_alone) == (8, 4)
@@ -389,7 +389,7 @@ def test_report_says_how_far_the_proof_of_equal_weights_reaches() -> None:
     assert "nothing to compare at 4 steps of a single rank" in str(report)
 
 
-def test_ranks_that_told_different_fingerprints_are_found_where_they_parted() -> None:
+def test_different_fingerprints_are_reported_at_the_first_step_they_differ() -> None:
     parted = audit_changed(
         lambda e: replace(e, ranks_agree=e.step < 6) if isinstance(e, StepCompleted) else e
     )
@@ -397,7 +397,7 @@ def test_ranks_that_told_different_fingerprints_are_found_where_they_parted() ->
     assert parted.steps_compared == 5
 
 
-def test_generation_whose_rank_0_died_before_it_told_where_it_begins_throws_nothing_away() -> None:
+def test_generation_whose_rank_0_died_before_its_report_discards_no_step() -> None:
     """It was to restore step 4 as far as the coordinator knew; the next one found step 6."""
     restored = JobRestored(**COMMON, generation=3, step=6, num_undone=0)
     nobody = formed(2, 4, ["w2"], [20])
@@ -431,7 +431,7 @@ def test_job_that_finished_early_is_found() -> None:
     assert audit_log(number([*undisturbed()[:6], ended("stopped")])).ok
 
 
-def test_steps_without_a_plan_prove_nothing() -> None:
+def test_steps_without_a_plan_are_a_problem() -> None:
     report = audit_log(number([e for e in undisturbed() if not isinstance(e, JobPlanned)]))
     assert report.problems == (
         "12 steps were committed, but the log has no plan of the samples to train",
@@ -464,7 +464,7 @@ def test_loss_known_before_the_last_commit_may_cost_the_next_step() -> None:
     assert audit_changed(replace_step(6, lost(), completed(6), undone(7))).ok
 
 
-def test_steps_that_are_logged_after_the_loss_do_not_make_its_undone_step_another_one() -> None:
+def test_steps_logged_after_a_loss_do_not_shift_its_undone_step() -> None:
     """Rank 0 sends its records in batches: some come after the coordinator knew of the loss."""
     late = [lost(), completed(6), completed(7), undone(8), formed(2, 7, ["w0", "w1"], [10, 11])]
     assert audit_changed(lambda e: late if is_step(e, 6) else [] if is_step(e, 7) else e).ok
@@ -537,7 +537,7 @@ def restored(generation: int, step: int, num_undone: int) -> JobRestored:
     return JobRestored(**COMMON, generation=generation, step=step, num_undone=num_undone)
 
 
-def test_log_that_goes_on_after_a_resume_proves_the_whole_job() -> None:
+def test_log_continued_by_a_resume_covers_the_whole_job() -> None:
     """The coordinator died at step 6; its successor went on from the checkpoint of step 4."""
     log: list[Event] = [
         *[submitted(), planned(), formed(1, 0, ["w0", "w1"], [10, 11])],
@@ -570,7 +570,7 @@ def test_sample_that_a_resume_repeats_is_found() -> None:
     assert audit_log(number(log)).problems != ()
 
 
-def test_finished_job_that_goes_on_is_judged_by_its_newest_length() -> None:
+def test_resumed_finished_job_is_audited_with_its_newest_length() -> None:
     longer = replace(planned(), total_steps=16)
     log: list[Event] = [
         *[submitted(), planned(), formed(1, 0, ["w0", "w1"], [10, 11])],
@@ -586,7 +586,7 @@ def test_finished_job_that_goes_on_is_judged_by_its_newest_length() -> None:
     )
 
 
-def test_another_batch_that_was_forced_is_checked_by_its_own_rules() -> None:
+def test_forced_batch_size_is_audited_with_its_own_plan() -> None:
     """The second life trains 20 samples a step from position 64 of epoch 0 on."""
     order = epoch_order(seed=SEED, epoch=0, num_samples=NUM_SAMPLES)
     other = replace(planned(batch=20), total_steps=15)
@@ -608,12 +608,12 @@ def test_another_batch_that_was_forced_is_checked_by_its_own_rules() -> None:
     assert sum(row.seen_once for row in report.epochs) == 100
 
 
-def test_going_back_although_a_trainer_survived_is_found() -> None:
+def test_rollback_although_a_trainer_survived_is_found() -> None:
     report = rolled_back(survivor_pid=10)
     assert report.problems == ("generation 2 went back from step 6 to 4 although w0 had survived",)
 
 
-def test_survivor_that_undid_the_step_may_go_back_by_it() -> None:
+def test_survivor_that_undid_the_last_step_may_repeat_it() -> None:
     """Both holders of step 4 died after it was logged; w0 had not seen its end."""
     only_w0 = replace(undone(4), workers=["w0"])
     log: list[Event] = [
@@ -626,7 +626,7 @@ def test_survivor_that_undid_the_step_may_go_back_by_it() -> None:
     assert audit_log(number(go_on_in_newest(log))).problems == ()
 
 
-def test_job_that_continues_another_is_judged_from_where_it_begins() -> None:
+def test_job_that_continues_another_is_audited_from_its_first_step() -> None:
     steps = [completed(step) for step in range(7, 13)]
     log = [submitted(), planned(), formed(1, 6, ["w0"], [10]), *steps, ended()]
     report = audit_log(number(log))
@@ -635,7 +635,7 @@ def test_job_that_continues_another_is_judged_from_where_it_begins() -> None:
 
 
 @given(num_samples=st.integers(1, 60), batch=st.integers(1, 70), data=st.data())
-def test_any_job_passes_and_any_step_taken_away_is_missed(
+def test_any_job_passes_and_any_removed_step_is_found(
     num_samples: int, batch: int, data: st.DataObject
 ) -> None:
     plan = planned(num_samples, batch)
@@ -689,7 +689,7 @@ def test_ten_thousand_steps_are_audited_at_once() -> None:
     assert report.steps_committed == 10_000
 
 
-def test_survivors_that_tell_of_one_undone_step_around_another_event_count_once() -> None:
+def test_undone_step_reported_by_two_survivors_counts_once() -> None:
     w0, w1 = (replace(undone(5), workers=[worker]) for worker in ("w0", "w1"))
     log: list[Event] = [
         *[submitted(), planned(), formed(1, 0, ["w0", "w1", "w2"], [10, 11, 12])],
@@ -722,7 +722,7 @@ def cut_after(step: int, *more: Event) -> list[Event]:
     return number([*kept, *more, ended()])
 
 
-def test_early_end_is_right_only_where_it_was_decided() -> None:
+def test_early_end_is_valid_only_at_the_step_where_it_was_decided() -> None:
     report = audit_log(cut_after(6, stopped_early(6)))
 
     assert report.ok, report
@@ -733,7 +733,7 @@ def test_early_end_is_right_only_where_it_was_decided() -> None:
     )
 
 
-def test_decision_that_was_lost_with_its_state_excuses_nothing() -> None:
+def test_decision_lost_with_its_state_does_not_excuse_an_early_end() -> None:
     """All that had decided died; the next generation went on from an older state."""
     log = cut_after(6, stopped_early(6))[:-1]
     restored = JobRestored(**COMMON, generation=2, step=5, num_undone=1)

@@ -105,7 +105,7 @@ def test_job_that_finishes_early_is_found():
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=10))
-def test_steps_to_come_are_told_right_from_the_last_change_on(world_sizes):
+def test_total_steps_are_predicted_exactly_after_the_last_change(world_sizes):
     steps = [e for e in log_of(world_sizes) if isinstance(e, StepCompleted)]
     for step in steps[len(world_sizes) - 1 :]:
         assert PLAN.total_steps_after(step) == len(steps)

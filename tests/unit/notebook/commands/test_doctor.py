@@ -33,7 +33,7 @@ def test_guide_has_a_section_for_each_check_and_none_for_another(store: RunStore
     assert sections == [*topics, "What a job says"]
 
 
-def test_finding_that_needs_something_done_names_its_section(
+def test_finding_that_requires_action_names_its_section(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "torch" else "7.0")
@@ -45,7 +45,7 @@ def test_finding_that_needs_something_done_names_its_section(
     assert GUIDE not in str(Finding(state="ok", what="fine", topic="packages"))
 
 
-def test_check_that_breaks_is_a_finding_and_hides_no_other(
+def test_failing_check_is_a_finding_and_hides_no_other(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> list[Finding]:
@@ -86,7 +86,7 @@ SPOT = "spot: {kind: aws-spot, region: us-east-1, bucket: my-bucket}\n"
         ("spot: [", "line 1"),
     ],
 )
-def test_fault_in_pools_yaml_is_found_with_its_place(
+def test_error_in_pools_yaml_is_reported_with_its_position(
     pools: Path, store: RunStore, text: str, where: str
 ) -> None:
     pools.write_text(text)
@@ -98,7 +98,7 @@ def test_fault_in_pools_yaml_is_found_with_its_place(
     assert wrong.remedy
 
 
-def test_ec2_pool_without_credentials_or_boto3_is_found_without_asking_aws(
+def test_ec2_pool_without_credentials_or_boto3_is_found_without_a_request(
     pools: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools.write_text(SPOT)
@@ -121,7 +121,7 @@ def test_ec2_pool_without_credentials_or_boto3_is_found_without_asking_aws(
     assert of_pools(store)[1].remedy == "pip install 'etrain-jupyter[aws]'"
 
 
-def test_ec2_is_asked_only_if_wanted_and_what_has_expired_is_wrong(
+def test_ec2_is_queried_only_on_request_and_expired_resources_are_wrong(
     pools: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def thing(cluster: str, expires_at: float, **facts: Any) -> Tagged:

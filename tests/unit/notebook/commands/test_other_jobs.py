@@ -41,7 +41,7 @@ def make_job(store: RunStore, name: str, *, status: str, cluster: ClusterDir | N
     return record.job_id
 
 
-def test_jobs_that_run_and_are_not_followed_are_offered(
+def test_running_jobs_that_are_not_followed_are_offered(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_store, "find_cluster", lambda cluster, host: ClusterLocation())
@@ -78,7 +78,7 @@ class Bucket(RunStore):
         return "s3://bucket/runs"
 
 
-def test_a_bucket_is_looked_into_only_if_a_person_asks(
+def test_bucket_is_scanned_only_on_request_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(other_jobs, "find_pools", list)
@@ -97,7 +97,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterDir:
     return cluster
 
 
-def test_an_idle_cluster_tells_for_how_long_and_when_it_ends(cluster: ClusterDir) -> None:
+def test_idle_cluster_has_its_idle_time_and_its_remaining_time(cluster: ClusterDir) -> None:
     write_load(cluster, Load(workers=2, idle_since=time.time() - 400.0))
 
     [pool] = other_jobs.find_pools()
@@ -113,7 +113,7 @@ def test_a_cluster_with_a_job_is_not_idle(cluster: ClusterDir) -> None:
     assert [pool["idle_s"] for pool in other_jobs.find_pools()] == [0.0]
 
 
-def test_a_cluster_that_only_down_ends_says_so_in_json(
+def test_cluster_without_an_idle_limit_has_no_remaining_time(
     cluster: ClusterDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ClusterDir, "settings", lambda _: ClusterSettings(idle_s=float("inf")))
@@ -141,7 +141,7 @@ def test_a_cluster_that_has_ended_is_left_out(cluster: ClusterDir) -> None:
     assert other_jobs.find_pools() == []
 
 
-def test_looking_around_imports_no_dask(cluster: ClusterDir, store: RunStore) -> None:
+def test_scan_imports_no_dask(cluster: ClusterDir, store: RunStore) -> None:
     # On a thread it would break the import of a cell that needs it at the same moment.
     make_job(store, "running", status="running", cluster=cluster)
     write_load(cluster, Load(workers=2, idle_since=None))

@@ -89,14 +89,14 @@ def test_worker_is_shown_with_its_machine_if_the_pool_reports_it() -> None:
     assert "<td>cuda:1</td>" in html
 
 
-def test_the_line_of_text_names_what_matters() -> None:
+def test_text_line_contains_the_status_step_loss_and_workers() -> None:
     text = render_text(view_of(list(Script(num_steps=60).events())).snapshot())
 
     assert text.startswith("<etrain job 'digits': finished, step 60 of 60, loss ")
     assert text.endswith("workers 4 of 4>")
 
 
-def test_the_line_of_text_has_the_reason_of_the_status() -> None:
+def test_text_line_contains_the_reason_of_the_status() -> None:
     script = Script(num_steps=60)
     events = [*script.begin()]
     why = "1 of min 2 workers available"

@@ -34,7 +34,7 @@ def test_a_million_points_are_held_in_24_bytes_each_at_most() -> None:
     assert 12 * len(series) <= held <= 24 * len(series)
 
 
-def test_cutting_forgets_the_points_from_there_on() -> None:
+def test_cutting_removes_the_points_from_a_step_on() -> None:
     series = series_of([(1, 1), (2, 2), (3, 3)])
 
     assert series.cut_from(2)
@@ -59,7 +59,7 @@ def test_thinning_keeps_ends_peaks_and_dips_at_their_places() -> None:
     y=st.lists(st.floats(width=32), min_size=1, max_size=300),
     max_points=st.integers(min_value=4, max_value=50),
 )
-def test_thinning_is_ordered_small_and_invents_nothing(y: list[float], max_points: int) -> None:
+def test_thinning_is_ordered_bounded_and_adds_no_values(y: list[float], max_points: int) -> None:
     values = np.array(y, np.float32)
     x = np.arange(len(y), dtype=np.float64)
 
@@ -73,11 +73,11 @@ def test_thinning_is_ordered_small_and_invents_nothing(y: list[float], max_point
         assert np.nanmin(kept_y) == np.nanmin(values)
 
 
-def test_a_loss_too_large_for_the_screen_is_infinite_and_no_warning() -> None:
+def test_loss_too_large_for_float32_is_infinite_without_a_warning() -> None:
     assert series_of([(1, 1e300)]).y[0] == pytest.approx(float("inf"))
 
 
-def test_means_of_neighbours_lie_where_most_points_are() -> None:
+def test_means_of_neighbours_are_close_to_most_points() -> None:
     y = np.where(np.arange(1000) % 100 == 0, 50.0, 1.0).astype(np.float32)
 
     x, mean = means(np.arange(1000.0), y, 10)

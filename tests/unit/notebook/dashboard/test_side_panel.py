@@ -118,7 +118,7 @@ def test_second_watch_receives_everything_again(panel: SidePanel, wire: Wire) ->
     assert ids_of(wire.wait_for(lambda m: m["whole"])) == ["a"]
 
 
-def test_a_job_shown_by_another_dashboard_is_told_anew(panel: SidePanel, wire: Wire) -> None:
+def test_job_shown_by_another_dashboard_is_sent_again(panel: SidePanel, wire: Wire) -> None:
     panel.add("a", Job("a"))
     panel.receive({"ask": "watch"})
     wire.wait_for(lambda m: ids_of(m) == ["a"])
@@ -185,7 +185,7 @@ def test_answer_is_addressed_to_the_view_that_asked(panel: SidePanel, wire: Wire
     assert attached["text"] == "there is no job x"
 
 
-def test_a_row_has_no_lists_and_a_short_curve_without_what_json_lacks() -> None:
+def test_row_has_no_lists_and_a_short_curve_of_valid_json_values() -> None:
     view = JobView("digits-7f3a")
     script = Script(400)
     view.add(script.events())

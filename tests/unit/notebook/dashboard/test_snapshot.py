@@ -45,7 +45,7 @@ def state_of(snapshot: Snapshot, worker: str) -> tuple[str, int | None]:
     return row.state, row.rank
 
 
-def test_the_finished_job_shows_what_its_log_says() -> None:
+def test_snapshot_of_a_finished_job_matches_its_log() -> None:
     snapshot = view_of(EVENTS).snapshot()
 
     assert snapshot.status == "finished"
@@ -98,7 +98,7 @@ def test_events_read_back_from_the_log_give_the_same_snapshot() -> None:
     assert replayed.snapshot() == view_of(EVENTS).snapshot()
 
 
-def test_a_lost_rank_leaves_its_place_to_the_survivors() -> None:
+def test_rank_of_a_lost_worker_is_reassigned_to_a_survivor() -> None:
     lost = view_of(until(t.WorkerLost)).snapshot()
     formed = view_of(until(t.GenerationFormed, 3)).snapshot()
 
@@ -113,7 +113,7 @@ def test_each_worker_counts_the_steps_that_it_took_part_in() -> None:
     assert rows == {"w0": 60, "w1": 24, "w2": 29, "w3": 50, "w4": 33, "w5": 15}
 
 
-def test_one_worker_continues_and_two_continue() -> None:
+def test_event_text_uses_singular_and_plural() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start"), *script.form(["w0", "w1"], "join")]
 
@@ -259,7 +259,7 @@ def test_a_silent_scheduler_is_the_reason_and_changes_nothing_else() -> None:
     assert (silent.markers, silent.workers) == (before.markers, before.workers)
 
 
-def test_resuming_from_an_older_step_cuts_what_did_not_happen() -> None:
+def test_resuming_from_an_older_step_removes_the_later_steps() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start")]
     events += [event for step in range(1, 31) for event in script.complete(step)]
@@ -318,7 +318,7 @@ def test_the_remaining_time_ignores_stalls_and_batched_clocks(batch: int) -> Non
     assert eta_s == pytest.approx(90, rel=0.35)
 
 
-def test_a_loss_that_is_not_a_number_survives_json() -> None:
+def test_nan_loss_survives_json() -> None:
     script = Script()
     step = {"epoch": 0, "first": 0, "samples": 4, "sample_checksum": 0, "lr": 0.1}
     events = [
@@ -338,7 +338,7 @@ def test_the_charts_are_known_before_the_first_step() -> None:
     assert snapshot.charts == ChartList(metrics=("accuracy",), has_eval=True)
 
 
-def test_what_a_step_returns_has_a_chart_from_the_first_step_on() -> None:
+def test_metrics_returned_by_a_step_have_charts_from_the_first_step_on() -> None:
     view = view_of([event for event in EVENTS if isinstance(event, t.JobSubmitted)])
     configured = view.snapshot().charts.metrics
     steps = [event for event in EVENTS if isinstance(event, t.StepCompleted)][:3]
@@ -433,7 +433,7 @@ def test_job_that_ended_early_is_complete_and_has_a_reason() -> None:
     assert texts[-2].startswith("Early stopping: accuracy has not improved in 3 evaluations")
 
 
-def test_best_of_steps_that_were_undone_is_forgotten() -> None:
+def test_best_value_of_undone_steps_is_dropped() -> None:
     common: dict[str, Any] = {"job_id": JOB_ID, "time": 1.0}
     best = t.BestReached(**common, step=10, metric="loss", value=0.9)
     restored = t.JobRestored(**common, step=9, num_undone=1)
@@ -488,7 +488,7 @@ def test_resumed_job_is_active_again_and_keeps_its_curves() -> None:
     assert snapshot.events[-2].text.startswith("Resumed on pool local for 1 to 2 workers")
 
 
-def test_each_step_knows_its_samples_and_its_time_and_a_rewind_takes_them_back() -> None:
+def test_samples_and_time_of_each_step_are_removed_by_a_rewind() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0"], "start")]
     began = script.now
@@ -511,7 +511,7 @@ def test_each_step_knows_its_samples_and_its_time_and_a_rewind_takes_them_back()
     assert view.snapshot().markers[-1].text.endswith(", 6 steps will be trained again")
 
 
-def test_the_number_of_workers_over_time_keeps_what_a_rewind_undoes_over_steps() -> None:
+def test_rewind_cuts_the_world_size_over_steps_but_not_over_time() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0", "w1"], "start"), *script.complete(9)]
     events += script.form(["w0"], "lost")

@@ -56,7 +56,7 @@ def test_a_dump_is_one_entry_that_begins_with_the_notebooks_frame() -> None:
     ]
 
 
-def test_dumps_of_several_workers_that_come_interleaved_are_an_entry_each() -> None:
+def test_interleaved_dumps_of_several_workers_are_one_entry_each() -> None:
     lines = Lines()
     for text in (STACKS_HEADER, *FRAMES):
         lines.add("w0", text)

@@ -35,14 +35,14 @@ def planned() -> t.JobPlanned:
     )
 
 
-def test_a_job_of_a_free_pool_says_that_there_are_no_prices() -> None:
+def test_job_in_a_pool_without_prices_has_no_cost() -> None:
     cost = cost_of(view_of(step(1, 0, 0)))
 
     assert not cost.is_known
     assert str(cost) == "no cost: the machines of this job's pool have no prices"
 
 
-def test_cost_is_what_was_told_last_with_its_interruptions_and_samples() -> None:
+def test_cost_is_the_last_reported_one_with_interruptions_and_samples() -> None:
     told = {"on_demand_usd": 4.0, "wasted_usd": 0.2}
     cost = cost_of(
         view_of(

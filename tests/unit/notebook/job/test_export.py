@@ -91,7 +91,7 @@ def assert_weights(path: Path, step: int) -> None:
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_export_writes_the_newest_weights_with_where_they_come_from(
+def test_export_writes_the_newest_weights_with_their_origin(
     job: TrainingJob, tmp_path: Path
 ) -> None:
     commit(job, 10)
@@ -128,7 +128,7 @@ def test_a_file_is_replaced_only_on_request(job: TrainingJob, tmp_path: Path) ->
     assert_weights(path, 10)
 
 
-def test_a_disk_that_is_full_leaves_nothing(
+def test_full_disk_leaves_no_file(
     job: TrainingJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(job, 10)
@@ -173,7 +173,7 @@ def test_a_wrong_export_is_refused_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_is_no_file_and_a_file_is_no_folder(job: TrainingJob, tmp_path: Path) -> None:
+def test_export_to_the_wrong_kind_of_path_is_refused(job: TrainingJob, tmp_path: Path) -> None:
     commit(job, 10)
     (tmp_path / "file").touch()
 
@@ -183,13 +183,13 @@ def test_a_folder_is_no_file_and_a_file_is_no_folder(job: TrainingJob, tmp_path:
         job.export(tmp_path / "file", format="transformers", model=as_hugging_face(10))
 
 
-def test_without_a_checkpoint_it_says_when_there_is_one(job: TrainingJob, tmp_path: Path) -> None:
+def test_missing_checkpoint_error_names_the_interval(job: TrainingJob, tmp_path: Path) -> None:
     for which in ("last", "best", 7):
         with pytest.raises(CheckpointError, match=r"has no weights to load: .* at the interval"):
             job.export(tmp_path / "out", which=which)
 
 
-def test_an_unknown_step_is_answered_with_the_nearest(job: TrainingJob, tmp_path: Path) -> None:
+def test_error_for_an_unknown_step_suggests_the_nearest(job: TrainingJob, tmp_path: Path) -> None:
     for step in (10, 20, 30):
         commit(job, step)
 
@@ -197,7 +197,7 @@ def test_an_unknown_step_is_answered_with_the_nearest(job: TrainingJob, tmp_path
         job.export(tmp_path / "out", which=23)
 
 
-def test_a_broken_step_is_named_and_is_not_exported(job: TrainingJob, tmp_path: Path) -> None:
+def test_corrupt_checkpoint_is_named_and_not_exported(job: TrainingJob, tmp_path: Path) -> None:
     store = commit(job, 10)
     spoil(store, 10)
 
@@ -213,7 +213,7 @@ def spoil(store: LocalStore, step: int) -> None:
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def test_a_model_that_does_not_fit_is_told_by_names_and_shapes(job: TrainingJob) -> None:
+def test_error_for_an_incompatible_model_lists_names_and_shapes(job: TrainingJob) -> None:
     commit(job, 10)
     model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "other": nn.Linear(4, 7)})
 
@@ -235,9 +235,7 @@ def as_hugging_face(step: int) -> Tied:
     return model  # type: ignore[no-any-return]
 
 
-def test_a_folder_for_from_pretrained_keeps_what_else_is_there(
-    job: TrainingJob, tmp_path: Path
-) -> None:
+def test_folder_for_from_pretrained_keeps_its_other_files(job: TrainingJob, tmp_path: Path) -> None:
     commit(job, 10)
     folder = tmp_path / "tied"
     folder.mkdir()
@@ -290,7 +288,7 @@ def test_checkpoints_are_listed_with_the_newest_and_the_best(job: TrainingJob) -
     assert thorough[1]["where"] == f"{job.record.folder}/checkpoints/step_00000020"
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_is_not_broken(
+def test_checkpoint_removed_meanwhile_is_not_reported_as_broken(
     job: TrainingJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (10, 20):
@@ -308,7 +306,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_broken(
     assert [(row["step"], row["problem"]) for row in rows] == [(20, "")]
 
 
-def test_newest_that_makes_room_while_it_is_read_is_answered_by_the_next(
+def test_newest_checkpoint_pruned_while_it_is_read_is_replaced_by_the_next(
     job: TrainingJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = commit(job, 10)

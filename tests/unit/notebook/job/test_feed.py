@@ -139,7 +139,7 @@ def test_without_a_readable_log_everything_comes_from_the_coordinator(tmp_path: 
     assert link.asked_since[0] == 0
 
 
-def test_repeats_are_dropped_and_a_gap_is_asked_for_again(tmp_path: Path) -> None:
+def test_duplicates_are_dropped_and_a_gap_is_requested_again(tmp_path: Path) -> None:
     link = FakeLink([line(1), line(2)], [line(2), line(3), line(5)], [line(4), line(5), end(6)], [])
 
     feed, recorder = follow(link, tmp_path / "none")
@@ -161,7 +161,7 @@ def test_log_that_has_ended_needs_no_coordinator(log: EventLog) -> None:
     assert feed.lost == ""
 
 
-def test_what_workers_say_after_the_end_still_comes(tmp_path: Path) -> None:
+def test_log_lines_after_the_end_are_delivered(tmp_path: Path) -> None:
     link = FakeLink([end(1)], [line(2)], [])
 
     _, recorder = follow(link, tmp_path / "none")
@@ -171,7 +171,7 @@ def test_what_workers_say_after_the_end_still_comes(tmp_path: Path) -> None:
     assert recorder.seqs == [1, 2]
 
 
-def test_one_broken_connection_is_not_the_end(tmp_path: Path) -> None:
+def test_feed_survives_single_broken_connections(tmp_path: Path) -> None:
     link = FakeLink(
         [line(1)], UnreachableError("reset"), [line(2)], UnreachableError("reset"), [end(3)], []
     )
@@ -182,7 +182,7 @@ def test_one_broken_connection_is_not_the_end(tmp_path: Path) -> None:
     assert (recorder.seqs, feed.lost) == ([1, 2, 3], "")
 
 
-def test_scheduler_that_is_silent_for_a_while_is_asked_again(tmp_path: Path) -> None:
+def test_unresponsive_scheduler_is_retried(tmp_path: Path) -> None:
     link = FakeLink(*[PoolError("no answer")] * 10, [end(1)], [])
 
     feed, recorder = follow(link, tmp_path / "none")
@@ -191,7 +191,7 @@ def test_scheduler_that_is_silent_for_a_while_is_asked_again(tmp_path: Path) -> 
     assert (recorder.seqs, feed.lost) == ([1], "")
 
 
-def test_unreachable_scheduler_is_said_once_and_asked_until_it_answers(log: EventLog) -> None:
+def test_unreachable_scheduler_is_reported_once_and_retried(log: EventLog) -> None:
     log.append([line(0), JobStatusChanged(job_id="j", time=1.0, status="running")])
     silence = [NoAnswerError("no answer"), *[UnreachableError("cannot be reached")] * 30]
     link = FakeLink(*silence)
@@ -223,7 +223,7 @@ def test_unreachable_scheduler_is_said_once_and_asked_until_it_answers(log: Even
     feed.close()
 
 
-def test_log_that_ends_during_a_silence_leaves_nothing_of_it(log: EventLog) -> None:
+def test_log_that_ends_during_an_outage_clears_the_trouble(log: EventLog) -> None:
     log.append([line(0)])
     link = FakeLink(*[UnreachableError("cannot be reached")] * 3)
     feed, recorder = follow(link, log.path)
@@ -242,7 +242,7 @@ def test_log_that_ends_during_a_silence_leaves_nothing_of_it(log: EventLog) -> N
     assert recorder.seqs == [1, 2]
 
 
-def test_feed_that_is_closed_during_a_silence_does_not_begin_anew(tmp_path: Path) -> None:
+def test_feed_closed_during_an_outage_does_not_restart(tmp_path: Path) -> None:
     link = FakeLink(*[UnreachableError("cannot be reached")] * 3)
     feed, _ = follow(link, tmp_path / "none")
     _, question = link.questions.get(timeout=5)
@@ -262,7 +262,7 @@ def test_feed_that_is_closed_during_a_silence_does_not_begin_anew(tmp_path: Path
     assert link.questions.empty()
 
 
-def test_listener_that_comes_during_a_silence_hears_of_it(tmp_path: Path) -> None:
+def test_listener_added_during_an_outage_is_notified(tmp_path: Path) -> None:
     link = FakeLink(*[UnreachableError("cannot be reached")] * 3)
     feed, _ = follow(link, tmp_path / "none")
     link.questions.get(timeout=5)
@@ -276,7 +276,7 @@ def test_listener_that_comes_during_a_silence_hears_of_it(tmp_path: Path) -> Non
     feed.close()
 
 
-def test_scheduler_that_does_not_know_the_job_has_lost_it_after_the_log_is_drained(
+def test_job_unknown_to_the_scheduler_is_lost_after_the_log_is_read(
     log: EventLog,
 ) -> None:
     log.append([line(0)])
@@ -308,7 +308,7 @@ def test_cluster_that_is_known_to_have_ended_is_not_asked_again(log: EventLog) -
     assert len(link.asked_since) == 1
 
 
-def test_listeners_learn_that_the_cluster_is_gone(log: EventLog) -> None:
+def test_listeners_are_notified_that_the_cluster_has_ended(log: EventLog) -> None:
     log.append([line(0)])
     came: queue.Queue[Event] = queue.Queue()
     feed, _ = follow(None, log.path)
@@ -322,7 +322,7 @@ def test_listeners_learn_that_the_cluster_is_gone(log: EventLog) -> None:
     assert farewell.reason == "its cluster has ended"
 
 
-def test_log_that_ends_while_the_cluster_goes_is_not_lost(log: EventLog) -> None:
+def test_log_that_ends_while_the_cluster_disappears_is_read_completely(log: EventLog) -> None:
     link = FakeLink()
     feed, recorder = follow(link, log.path)
     _, first = link.questions.get(timeout=5)
@@ -377,7 +377,7 @@ def test_listener_after_the_end_gets_the_history_and_leaves_no_thread(log: Event
     assert_no_thread_is_left()
 
 
-def test_listener_that_raises_is_counted_and_harms_nobody(tmp_path: Path) -> None:
+def test_exception_in_a_listener_is_counted_and_does_not_affect_others(tmp_path: Path) -> None:
     def bad(events: list[Event]) -> None:
         raise ValueError("no screen")
 
@@ -396,7 +396,7 @@ def test_listener_that_raises_is_counted_and_harms_nobody(tmp_path: Path) -> Non
     assert isinstance(feed.last_listener_error, ValueError)
 
 
-def test_events_of_a_newer_version_keep_the_numbers_whole(tmp_path: Path) -> None:
+def test_unknown_events_of_a_newer_version_leave_no_gap(tmp_path: Path) -> None:
     link = FakeLink()
     feed, recorder = follow(link, tmp_path / "none")
     _, waiting = link.questions.get(timeout=5)
@@ -408,7 +408,7 @@ def test_events_of_a_newer_version_keep_the_numbers_whole(tmp_path: Path) -> Non
     assert recorder.seqs == [1, 2]
 
 
-def test_listeners_learn_that_following_failed(log: EventLog) -> None:
+def test_listeners_are_notified_that_following_failed(log: EventLog) -> None:
     log.append([line(0)])
 
     def fail(_: object) -> None:
@@ -432,7 +432,7 @@ def running() -> Event:
     return JobStatusChanged(job_id="j", time=1.0, status="running")
 
 
-def test_trouble_with_the_log_is_the_reason_for_whoever_listens_until_it_is_over(
+def test_log_trouble_is_reported_to_listeners_until_it_is_over(
     log: EventLog,
 ) -> None:
     log.append([running()])
@@ -452,7 +452,7 @@ def test_trouble_with_the_log_is_the_reason_for_whoever_listens_until_it_is_over
     feed.close()
 
 
-def test_first_look_at_a_job_hears_of_trouble_with_its_log(log: EventLog) -> None:
+def test_first_read_of_a_job_includes_log_trouble(log: EventLog) -> None:
     log.append([running()])
     link = FakeLink()
     feed = EventFeed("j", log.path, link, fold=lambda events: None)
@@ -466,7 +466,7 @@ def test_first_look_at_a_job_hears_of_trouble_with_its_log(log: EventLog) -> Non
     feed.close()
 
 
-def test_copy_of_a_log_that_cannot_be_written_here_is_tried_again(tmp_path: Path) -> None:
+def test_failed_write_of_a_local_log_copy_is_retried(tmp_path: Path) -> None:
     """Review R2: a full disk of the watching machine ended the feed, and the job looked lost."""
     full = OSError(28, "No space left on device")
     link = FakeLink(full, full, full, [line(1), end(2)], [])

@@ -57,7 +57,7 @@ def evaluation(number: int, loss: float, **metrics: float) -> EvalCompleted:
     )
 
 
-def test_columns_are_of_equal_length_whatever_was_measured_when() -> None:
+def test_columns_have_equal_length_for_any_mix_of_measurements() -> None:
     history = History()
     history.add_step(step(1))
     history.add_step(step(2, metrics={"accuracy": 0.5}))
@@ -115,7 +115,7 @@ def test_evaluation_before_the_first_step_has_no_row() -> None:
     assert set(map(len, history.columns().values())) == {0}
 
 
-def test_step_that_is_committed_again_replaces_what_followed() -> None:
+def test_step_committed_again_replaces_all_later_steps() -> None:
     history = History()
     for number in (1, 2, 3):
         history.add_step(step(number, metrics={"accuracy": 0.1}))
@@ -243,7 +243,7 @@ def test_peek_counts_the_workers_of_a_generation_that_formed_between_the_two_end
     assert (view.world_size, view.generation, view.step) == (3, 2, 2000)
 
 
-def test_paused_job_counts_the_ranks_that_are_there() -> None:
+def test_paused_job_counts_the_remaining_ranks() -> None:
     view = LatestValues()
     view.add([formed(1, ["a", "b", "c"]), step(1, world_size=3)])
     view.add([WorkerLost(job_id="j", time=0.0, worker="b", cause="killed")])
@@ -255,7 +255,7 @@ def test_paused_job_counts_the_ranks_that_are_there() -> None:
     assert view.world_size == 1
 
 
-def test_peek_looks_behind_an_end_of_the_log_that_is_full_of_printed_lines(tmp_path: Path) -> None:
+def test_peek_finds_the_newest_state_behind_many_printed_lines(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", fsync_every_s=None)
     said = LogLine(job_id="j", time=0.0, level="info", worker="", text="x" * 90)
     log.append([JobStatusChanged(job_id="j", time=0.0, status="waiting"), formed(1, ["a"])])
@@ -269,11 +269,11 @@ def test_peek_looks_behind_an_end_of_the_log_that_is_full_of_printed_lines(tmp_p
     assert (view.status, view.world_size, view.step) == ("running", 2, 7)
 
 
-def test_peek_at_a_log_that_is_not_there_tells_a_job_that_was_submitted(tmp_path: Path) -> None:
+def test_peek_at_a_missing_log_gives_status_submitted(tmp_path: Path) -> None:
     assert peek_log(tmp_path / "none").status == "submitted"
 
 
-def test_best_is_the_newest_that_still_holds_and_a_finished_job_has_made_all_its_steps() -> None:
+def test_restore_drops_later_best_steps_and_the_end_sets_the_total_steps() -> None:
     common = {"job_id": "j", "time": 1.0}
     view = LatestValues()
     for number, value in ((2, 0.5), (4, 0.9)):
@@ -288,7 +288,7 @@ def test_best_is_the_newest_that_still_holds_and_a_finished_job_has_made_all_its
     assert (view.step, view.total_steps) == (5, 5)
 
 
-def test_job_that_goes_on_after_its_end_has_one_history() -> None:
+def test_resumed_job_has_one_history() -> None:
     view = LatestValues()
     common: dict[str, Any] = {"job_id": "j", "time": 5.0}
     view.add([step(number) for number in (1, 2, 3)])
@@ -315,7 +315,7 @@ def test_job_that_goes_on_after_its_end_has_one_history() -> None:
     assert view.columns()["loss"][-1] == 7.0
 
 
-def test_peek_at_a_job_that_was_resumed_tells_its_newest_status(tmp_path: Path) -> None:
+def test_peek_at_a_resumed_job_gives_its_newest_status(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     common: dict[str, Any] = {"job_id": "j", "time": 5.0}
     log.append([step(1), JobStatusChanged(**common, status="stopped")])

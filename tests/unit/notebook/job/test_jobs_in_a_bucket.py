@@ -121,7 +121,7 @@ def test_variable_and_flag_choose_the_store(runs: str, capsys: pytest.CaptureFix
         ("gs://bucket", "'gs://bucket' is neither a folder nor a bucket"),
     ],
 )
-def test_store_that_is_none_is_refused(url: str, words: str) -> None:
+def test_invalid_store_url_is_refused(url: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_runs(url)
     assert words in str(caught.value)
@@ -146,7 +146,7 @@ def test_checkpoints_in_a_bucket_keep_their_url() -> None:
         ("ignore_conditions", "ignores the condition If-None-Match and overwrites"),
     ],
 )
-def test_store_that_cannot_be_written_is_told_before_anything_is_started(
+def test_unwritable_store_is_reported_before_anything_is_started(
     runs: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, fault: Any, words: str
 ) -> None:
     monkeypatch.setattr(LocalPool, "up", lambda self: pytest.fail("the pool was started"))
@@ -161,7 +161,7 @@ def test_store_that_cannot_be_written_is_told_before_anything_is_started(
     assert "worker" not in str(caught.value)
 
 
-def test_doctor_says_which_store_and_whether_it_can_be_written(
+def test_doctor_reports_the_store_and_whether_it_is_writable(
     runs: str, s3_server: S3Server, tmp_path: Path
 ) -> None:
     found = [str(finding) for finding in examine(open_runs())]
@@ -196,7 +196,7 @@ def test_job_is_followed_live_to_its_end(coordinator: Coordinator, here: Trainin
     assert [event.seq for event in here.events()] == [1, 2, 3, 4, 5]
 
 
-def test_silent_coordinator_is_told_and_a_new_life_is_followed(
+def test_silent_coordinator_is_reported(
     coordinator: Coordinator, here: TrainingJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator.log(*story()[:2], status("running"))
@@ -209,15 +209,13 @@ def test_silent_coordinator_is_told_and_a_new_life_is_followed(
     assert open_runs().summarize(here.record).is_gone
 
 
-def test_what_only_the_cluster_can_do_is_refused(
-    coordinator: Coordinator, here: TrainingJob
-) -> None:
+def test_commands_for_the_cluster_are_refused(coordinator: Coordinator, here: TrainingJob) -> None:
     coordinator.log(*story()[:2], status("running"))
     with pytest.raises(UnreachableError, match="takes no commands from here"):
         here.pause()
 
 
-def test_looking_at_a_strangers_job_in_a_bucket_connects_to_nothing(runs: str) -> None:
+def test_reading_an_untrusted_job_in_a_bucket_opens_no_connection(runs: str) -> None:
     """Review S2: every node of a pool could write such a record."""
     with socket.socket() as trap:
         trap.bind(("127.0.0.1", 0))
@@ -238,7 +236,7 @@ def test_looking_at_a_strangers_job_in_a_bucket_connects_to_nothing(runs: str) -
             trap.accept()
 
 
-def test_record_in_a_bucket_that_is_none_is_named_with_the_reason(runs: str) -> None:
+def test_invalid_record_in_a_bucket_is_named_with_the_reason(runs: str) -> None:
     """Review S4."""
     good = create(S3RunStore(runs))
     objects = RunObjects(runs)
@@ -254,12 +252,12 @@ def test_record_in_a_bucket_that_is_none_is_named_with_the_reason(runs: str) -> 
     assert "the limit is 16,000,000" in listing.problems["digits-4"]
 
 
-def test_job_that_no_coordinator_took_up_is_told(here: TrainingJob) -> None:
+def test_job_without_a_coordinator_is_reported(here: TrainingJob) -> None:
     here.wait()
     assert here.reason == "no coordinator has started it"
 
 
-def test_outage_while_following_is_said_and_passes(
+def test_outage_while_following_is_reported_until_it_ends(
     coordinator: Coordinator, here: TrainingJob, s3_server: S3Server
 ) -> None:
     coordinator.log(*story()[:2], status("running"))
@@ -274,7 +272,7 @@ def test_outage_while_following_is_said_and_passes(
     assert here.wait() == "stopped"
 
 
-def test_list_says_how_jobs_stand_and_when_that_cannot_be_read(
+def test_list_shows_the_status_of_jobs_or_unknown(
     coordinator: Coordinator, s3_server: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coordinator.log(*story())
@@ -285,7 +283,7 @@ def test_list_says_how_jobs_stand_and_when_that_cannot_be_read(
     assert "digits-1  unknown" in capsys.readouterr().out
 
 
-def test_audit_reads_the_bucket_and_says_when_it_cannot(
+def test_audit_reads_the_bucket_and_reports_when_it_cannot(
     coordinator: Coordinator, here: TrainingJob, s3_server: S3Server
 ) -> None:
     coordinator.log(*story())
@@ -298,9 +296,7 @@ def test_audit_reads_the_bucket_and_says_when_it_cannot(
 # --- going on ---
 
 
-def test_job_that_went_on_elsewhere_is_not_resumed(
-    coordinator: Coordinator, here: TrainingJob
-) -> None:
+def test_job_resumed_elsewhere_is_not_resumed(coordinator: Coordinator, here: TrainingJob) -> None:
     coordinator.log(*story()[:2], status("stopped"))
     assert here.wait() == "stopped"
     asked = {"min_workers": 1, "max_workers": 1}

@@ -144,7 +144,7 @@ def link(address: str) -> Iterator[ClusterLink]:
     link.release()
 
 
-def test_answer_comes_back_with_lists_as_the_log_has_them(link: ClusterLink) -> None:
+def test_lists_in_a_reply_stay_lists(link: ClusterLink) -> None:
     values = {"ranks": ["a", "b"], "nested": {"pids": [1, 2]}, "data": b"bytes"}
 
     assert link.call(Echo(values=values)) == Echoed(values=values)
@@ -160,24 +160,24 @@ def test_calls_from_many_threads_share_one_loop_thread(link: ClusterLink) -> Non
     assert [thread.daemon for thread in threads] == [True]
 
 
-def test_refusal_is_a_pool_error_with_the_coordinators_words(link: ClusterLink) -> None:
+def test_refusal_is_a_pool_error_with_the_coordinators_message(link: ClusterLink) -> None:
     with pytest.raises(PoolError, match="no such worker w9"):
         link.call(Refuse())
 
 
-def test_scheduler_that_does_not_know_the_job_means_that_it_is_lost(link: ClusterLink) -> None:
+def test_job_unknown_to_the_scheduler_is_lost(link: ClusterLink) -> None:
     with pytest.raises(JobLostError, match="no job j here"):
         link.call(Forget())
 
 
-def test_answer_that_is_none_of_ours_is_refused(link: ClusterLink) -> None:
+def test_reply_of_a_scheduler_without_a_coordinator_is_refused(link: ClusterLink) -> None:
     with pytest.raises(PoolError, match="runs no etrain coordinator") as caught:
         link.call(Nonsense())
     assert isinstance(caught.value, JobLostError), "it holds no job, whichever that is"
 
 
 @pytest.mark.parametrize("request_of", [AskOldCluster, AskOldPool])
-def test_cluster_of_an_older_wire_version_is_refused_with_what_to_do(
+def test_cluster_of_an_older_wire_version_is_refused_with_a_remedy(
     link: ClusterLink, request_of: type[Request[Done]]
 ) -> None:
     with pytest.raises(PoolError) as caught:
@@ -189,7 +189,7 @@ def test_cluster_of_an_older_wire_version_is_refused_with_what_to_do(
     assert "%etrain down" in text
 
 
-def test_silent_scheduler_is_given_up_after_the_timeout_and_can_be_asked_again(
+def test_call_to_a_silent_scheduler_times_out_and_the_next_one_works(
     link: ClusterLink,
 ) -> None:
     with pytest.raises(
@@ -207,21 +207,21 @@ def test_released_link_can_be_used_again(link: ClusterLink) -> None:
     assert link.call(Echo(values={"second": 2})) == Echoed(values={"second": 2})
 
 
-def test_scheduler_that_is_gone_is_a_lost_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scheduler_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "CONNECT_S", 0.3)
 
     with pytest.raises(UnreachableError, match="cannot be reached"):
         ClusterLink("tcp://127.0.0.1:9").call(Echo())
 
 
-def test_cluster_that_is_known_to_have_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_cluster_raises_a_cluster_ended_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "CONNECT_S", 0.3)
 
     with pytest.raises(ClusterEndedError, match="its cluster has ended"):
         ClusterLink("tcp://127.0.0.1:9", has_ended=lambda: True).call(Echo())
 
 
-def test_line_follows_a_scheduler_that_was_started_again_elsewhere(address: str) -> None:
+def test_link_follows_a_scheduler_restarted_at_another_address(address: str) -> None:
     found = iter(["", "", address])
     line = ClusterLink("tcp://127.0.0.1:9", locate=lambda: next(found, address))
 
@@ -229,7 +229,7 @@ def test_line_follows_a_scheduler_that_was_started_again_elsewhere(address: str)
     assert line.address == address
 
 
-def test_scheduler_that_does_not_come_back_in_time_is_to_be_asked_again(
+def test_error_for_a_restarting_scheduler_suggests_a_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(link_module, "RESTART_S", 0.0)

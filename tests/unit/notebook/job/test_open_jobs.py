@@ -91,7 +91,7 @@ def test_submitted_job_is_in_the_store_and_at_the_coordinator(
     assert TrainConfig.model_validate(record["config"]).model == "nets.small:Net"
 
 
-def test_folder_for_checkpoints_means_the_notebooks_folder(
+def test_relative_checkpoint_path_starts_in_the_notebooks_folder(
     tmp_path: Path, orders: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -110,7 +110,7 @@ def test_refused_job_leaves_no_folder(tmp_path: Path, orders: list[Any]) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_stays_when_nobody_knows_whether_the_job_began(
+def test_folder_is_kept_if_it_is_unknown_whether_the_job_started(
     tmp_path: Path, orders: list[Any]
 ) -> None:
     orders.append(JobLostError("connection reset"))
@@ -131,9 +131,7 @@ def test_folder_stays_when_the_submit_times_out(tmp_path: Path, orders: list[Any
     assert f"%etrain attach {record.job_id}" in str(caught.value)
 
 
-def test_attach_returns_the_object_that_is_held(
-    tmp_path: Path, orders: list[dict[str, Any]]
-) -> None:
+def test_attach_returns_the_existing_object(tmp_path: Path, orders: list[dict[str, Any]]) -> None:
     store = RunStore(tmp_path)
     first, second = submit(store, name="a"), submit(store, name="b")
 
@@ -179,7 +177,7 @@ def test_name_comes_from_the_models_expression(expression: str, name: str) -> No
     assert name_of_model(expression) == name
 
 
-def test_job_whose_folder_cannot_be_written_is_refused_in_words(
+def test_job_whose_folder_cannot_be_written_is_refused_with_a_reason(
     tmp_path: Path, orders: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review R1: a full disk was a bare OSError in the cell."""

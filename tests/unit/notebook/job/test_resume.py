@@ -147,7 +147,7 @@ def save(folder: Path, step: int) -> None:
     )
 
 
-def test_ended_job_is_handed_over_as_it_was(make: Make, coordinator: Coordinator) -> None:
+def test_resume_order_has_the_job_and_its_changes(make: Make, coordinator: Coordinator) -> None:
     job = make()
     save(job.record.folder, 4)
 
@@ -166,7 +166,7 @@ def test_ended_job_is_handed_over_as_it_was(make: Make, coordinator: Coordinator
     assert job.record == known, "the variable of the notebook follows it"
 
 
-def test_job_without_checkpoint_says_that_it_begins_anew(
+def test_resume_without_a_checkpoint_reports_a_start_from_the_beginning(
     make: Make, coordinator: Coordinator
 ) -> None:
     said = go_on(make())
@@ -175,7 +175,7 @@ def test_job_without_checkpoint_says_that_it_begins_anew(
     assert "has no checkpoint yet" in said
 
 
-def test_other_code_needs_force_and_is_named(make: Make, coordinator: Coordinator) -> None:
+def test_changed_code_is_named_and_requires_force(make: Make, coordinator: Coordinator) -> None:
     job = make()
     cell = {"config": config(), "bundle": bundle(f=g), "cell": "the cell"}
 
@@ -194,7 +194,7 @@ def test_other_code_needs_force_and_is_named(make: Make, coordinator: Coordinato
     assert not job.record.folder.joinpath("bundle").exists(), "the old one is gone"
 
 
-def test_other_values_are_listed_with_both_and_why(make: Make, coordinator: Coordinator) -> None:
+def test_changed_values_are_listed_with_the_reason(make: Make, coordinator: Coordinator) -> None:
     cell = {"config": config(seed=3, batch={"global": 8}), "bundle": bundle()}
 
     with pytest.raises(ConfigError) as refused:
@@ -204,7 +204,7 @@ def test_other_values_are_listed_with_both_and_why(make: Make, coordinator: Coor
         assert line in str(refused.value)
 
 
-def test_refused_job_is_left_as_it_was(make: Make, coordinator: Coordinator) -> None:
+def test_refused_resume_leaves_the_job_unchanged(make: Make, coordinator: Coordinator) -> None:
     job = make()
     before = {path.name: path.read_bytes() for path in job.record.folder.iterdir()}
     coordinator.refusal = PoolError("the job's coordinator still runs")
@@ -216,7 +216,7 @@ def test_refused_job_is_left_as_it_was(make: Make, coordinator: Coordinator) -> 
     assert job.status == "stopped"
 
 
-def test_job_whose_checkpoints_other_machines_cannot_read_is_not_begun_anew_there(
+def test_job_is_not_resumed_on_a_pool_that_cannot_read_its_checkpoints(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make()
@@ -229,7 +229,7 @@ def test_job_whose_checkpoints_other_machines_cannot_read_is_not_begun_anew_ther
     assert "checkpoint: {to: s3://mine/etrain/runs}" in caught.value.hint
 
 
-def test_finished_job_needs_more_to_do(make: Make, coordinator: Coordinator) -> None:
+def test_finished_job_requires_more_epochs(make: Make, coordinator: Coordinator) -> None:
     job = make(PLANNED, status="finished")
 
     with pytest.raises(ConfigError, match="has finished all of its 3 epochs") as refused:
@@ -240,7 +240,7 @@ def test_finished_job_needs_more_to_do(make: Make, coordinator: Coordinator) -> 
     assert coordinator.orders[0]["config"]["epochs"] == 4.0
 
 
-def test_job_that_ended_early_would_end_again(make: Make, coordinator: Coordinator) -> None:
+def test_job_that_stopped_early_is_refused(make: Make, coordinator: Coordinator) -> None:
     stopped = EarlyStopped(
         **COMMON,
         **{"step": 4, "metric": "loss", "best": 0.1, "best_step": 1, "num_evals": 3},
@@ -260,7 +260,7 @@ def test_running_job_is_refused(make: Make, coordinator: Coordinator) -> None:
         go_on(job)
 
 
-def test_job_of_a_dead_cluster_goes_on(make: Make, coordinator: Coordinator) -> None:
+def test_job_of_a_dead_cluster_is_resumed(make: Make, coordinator: Coordinator) -> None:
     job = make(status="running")
     assert job.status == "failed"
     assert job.lost == "its cluster has ended"
@@ -271,7 +271,7 @@ def test_job_of_a_dead_cluster_goes_on(make: Make, coordinator: Coordinator) -> 
     assert job.status == "running", "what the log says until the coordinator writes more"
 
 
-def test_unreachable_cluster_may_still_train(make: Make, coordinator: Coordinator) -> None:
+def test_unreachable_cluster_requires_force(make: Make, coordinator: Coordinator) -> None:
     job = make(status="running")
     job._link = job._feed._link = coordinator  # type: ignore[assignment]
     assert job.status == "running"
@@ -297,7 +297,7 @@ def test_folder_that_cannot_be_written_to_is_refused(
     assert coordinator.orders == []
 
 
-def test_lost_or_changed_bundle_asks_for_the_cell(make: Make, coordinator: Coordinator) -> None:
+def test_missing_or_changed_bundle_is_refused(make: Make, coordinator: Coordinator) -> None:
     job = make()
     job.record.bundle_path.write_bytes(b"something else")
     with pytest.raises(BundleError, match="has changed since job j was submitted"):
@@ -320,7 +320,7 @@ def test_record_of_an_older_version_is_read(make: Make, coordinator: Coordinator
     assert coordinator.orders[0]["cwd"] == os.getcwd()
 
 
-def test_two_notebooks_do_not_resume_at_once(make: Make, coordinator: Coordinator) -> None:
+def test_two_notebooks_cannot_resume_at_the_same_time(make: Make, coordinator: Coordinator) -> None:
     job = make()
 
     with resume._resume_lock(job.record), pytest.raises(EtrainError, match="by another notebook"):

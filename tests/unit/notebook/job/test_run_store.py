@@ -40,7 +40,7 @@ def test_interrupted_creation_leaves_nothing(tmp_path: Path) -> None:
     assert store.records() == []
 
 
-def test_id_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_existing_id_is_refused(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     create(store, "digits", job_id="digits-1")
 
@@ -50,7 +50,7 @@ def test_id_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["digits-1"]
 
 
-def test_newest_comes_first_and_wins_on_a_name(tmp_path: Path) -> None:
+def test_newest_job_comes_first_and_is_found_by_a_shared_name(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     create(store, "digits", created=1.0, job_id="digits-aa")
     create(store, "digits", created=3.0, job_id="digits-bb")
@@ -61,7 +61,7 @@ def test_newest_comes_first_and_wins_on_a_name(tmp_path: Path) -> None:
     assert store.latest().job_id == "digits-bb"
 
 
-def test_unique_start_of_an_id_is_enough(tmp_path: Path) -> None:
+def test_unique_prefix_of_an_id_is_enough(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     create(store, "digits", job_id="digits-aa11")
     create(store, "digits", job_id="digits-bb22")
@@ -71,7 +71,7 @@ def test_unique_start_of_an_id_is_enough(tmp_path: Path) -> None:
         store.find("digits-")
 
 
-def test_unknown_job_names_the_nearest(tmp_path: Path) -> None:
+def test_error_for_an_unknown_job_suggests_the_nearest(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     create(store, "digits", job_id="digits-aa11")
 
@@ -79,12 +79,12 @@ def test_unknown_job_names_the_nearest(tmp_path: Path) -> None:
         store.find("digist")
 
 
-def test_empty_store_says_what_to_do(tmp_path: Path) -> None:
+def test_error_for_an_empty_store_contains_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(JobNotFoundError, match="%%etrain distributed"):
         RunStore(tmp_path / "none").latest()
 
 
-def test_folders_that_are_no_jobs_are_passed_over(tmp_path: Path) -> None:
+def test_folders_that_are_not_jobs_are_skipped(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     create(store, "digits", job_id="digits-1")
     (tmp_path / "notes").mkdir()

@@ -116,7 +116,7 @@ def plant(store: RunStore, *, log: bool = True, **values: Any) -> RunRecord:
 
 
 @pytest.mark.parametrize("kind", ["plain", "with a state directory", "with certificates"])
-def test_looking_at_a_strangers_job_connects_to_nothing(
+def test_reading_an_untrusted_job_opens_no_connection(
     kind: str,
     store: RunStore,
     trap: socket.socket,
@@ -154,7 +154,7 @@ def test_looking_at_a_strangers_job_connects_to_nothing(
     job._feed.close()
 
 
-def test_log_of_a_strangers_job_is_followed_to_its_end(store: RunStore) -> None:
+def test_log_of_an_untrusted_job_is_followed_to_its_end(store: RunStore) -> None:
     """Review S2: what can be seen without asking anybody is seen."""
     plant(store, cluster={"address": "tcp://10.0.0.1:1", "cluster_id": "Scheduler-1"})
     job = attach("digits")
@@ -169,7 +169,7 @@ def test_log_of_a_strangers_job_is_followed_to_its_end(store: RunStore) -> None:
     assert job.wait(timeout=20) == "finished"
 
 
-def test_address_of_the_users_own_pools_is_asked_with_the_certificates_named_there(
+def test_address_in_the_users_pools_is_contacted_with_its_certificates(
     store: RunStore, tmp_path: Path
 ) -> None:
     """Review S2."""
@@ -188,7 +188,7 @@ def test_address_of_the_users_own_pools_is_asked_with_the_certificates_named_the
     assert known.tls_ca == str(own.parent / "a")
 
 
-def test_scheduler_that_got_a_job_from_here_is_asked_again(store: RunStore, tmp_path: Path) -> None:
+def test_known_scheduler_is_contacted_at_its_noted_address(store: RunStore, tmp_path: Path) -> None:
     """Review S2."""
     ours = SchedulerAddress(address="tcp://10.0.0.2:1", cluster_id="Scheduler-2", tls_ca="/ours")
     note_scheduler(ours)
@@ -204,7 +204,7 @@ def test_scheduler_that_got_a_job_from_here_is_asked_again(store: RunStore, tmp_
     assert isinstance(link_of(store.find(ID)), StoreLink)
 
 
-def test_own_cluster_is_found_by_its_id_whatever_else_the_record_says(store: RunStore) -> None:
+def test_own_cluster_is_found_by_its_id_despite_other_fields_of_the_record(store: RunStore) -> None:
     """Review S2."""
     root = state_root()
     root.mkdir(mode=0o700)
@@ -227,7 +227,7 @@ def test_own_cluster_is_found_by_its_id_whatever_else_the_record_says(store: Run
     assert isinstance(link_of(store.find(ID)), StoreLink)
 
 
-def test_head_with_a_machine_of_its_own_is_found_by_its_id(store: RunStore) -> None:
+def test_remote_head_is_found_by_its_id(store: RunStore) -> None:
     """Review S2: what this machine has of such a cluster is its keys and where it is reached."""
     root = state_root()
     root.mkdir(mode=0o700)
@@ -243,7 +243,7 @@ def test_head_with_a_machine_of_its_own_is_found_by_its_id(store: RunStore) -> N
 
 
 @pytest.mark.parametrize("cluster_id", ["../../x", "local-../../x", "local-a/b", "", "local-\0"])
-def test_id_of_a_cluster_is_never_a_path(cluster_id: str, store: RunStore) -> None:
+def test_cluster_id_is_never_used_as_a_path(cluster_id: str, store: RunStore) -> None:
     """Review S2, S4."""
     record = plant(store, cluster={"cluster_id": cluster_id, "address": "a", "state_dir": "/s"})
 
@@ -260,7 +260,7 @@ def test_ended_cluster_of_this_machine_is_known_to_have_ended(store: RunStore) -
     assert store.summarize(record).is_gone
 
 
-def test_job_that_may_train_elsewhere_is_resumed_by_force_only(store: RunStore) -> None:
+def test_job_that_may_still_be_training_is_resumed_only_by_force(store: RunStore) -> None:
     plant(store, cluster={"address": "tcp://10.0.0.1:1", "cluster_id": "Scheduler-1"})
 
     with pytest.raises(EtrainError, match=r"may still be training.*add --force"):
@@ -296,9 +296,7 @@ def test_own_job_is_known_and_survives_its_file(store: RunStore) -> None:
         ("signature", "0" * 64),
     ],
 )
-def test_record_that_somebody_changed_is_not_the_users_own(
-    name: str, value: Any, store: RunStore
-) -> None:
+def test_modified_record_is_not_trusted(name: str, value: Any, store: RunStore) -> None:
     path = own(store).folder / "job.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
 
@@ -307,7 +305,7 @@ def test_record_that_somebody_changed_is_not_the_users_own(
         resume_job(attach("digits"), ResumeRequest())
 
 
-def test_own_record_under_another_id_is_not_the_users_own(store: RunStore) -> None:
+def test_own_record_under_another_id_is_not_trusted(store: RunStore) -> None:
     made = own(store)
     other = made.folder.with_name("digits-11111111")
     made.folder.rename(other)
@@ -317,7 +315,7 @@ def test_own_record_under_another_id_is_not_the_users_own(store: RunStore) -> No
     assert not store.find(other.name).is_own
 
 
-def test_key_is_private_and_one_that_others_can_read_is_not_believed(
+def test_signing_key_is_private_and_a_readable_one_is_not_trusted(
     store: RunStore, tmp_path: Path
 ) -> None:
     record = own(store)
@@ -330,7 +328,7 @@ def test_key_is_private_and_one_that_others_can_read_is_not_believed(
     assert not record.is_own
 
 
-def test_user_who_can_keep_no_key_can_submit(
+def test_without_a_storable_key_jobs_are_created_unsigned(
     store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -369,7 +367,7 @@ EVIL_ID = "digits-00000001\nopen('PWNED','w').write('x')"
         {"cell": {}},
     ],
 )
-def test_record_that_is_none_is_named_with_the_reason_and_used_for_nothing(
+def test_invalid_record_is_named_with_the_reason_and_ignored(
     values: dict[str, Any], store: RunStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Review S4."""
@@ -388,7 +386,7 @@ def test_record_that_is_none_is_named_with_the_reason_and_used_for_nothing(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "[" * 100_000, '{"job_id": ', "\ud800"])
-def test_file_that_is_no_record_is_passed_over(text: str, store: RunStore) -> None:
+def test_file_that_is_not_a_record_is_skipped(text: str, store: RunStore) -> None:
     """Review S4."""
     (store.root / ID).mkdir(parents=True)
     (store.root / ID / "job.json").write_text(text, errors="surrogatepass")
@@ -397,7 +395,7 @@ def test_file_that_is_no_record_is_passed_over(text: str, store: RunStore) -> No
     assert ID in store.scan().problems
 
 
-def test_folder_whose_name_is_no_id_is_never_a_job(store: RunStore) -> None:
+def test_folder_whose_name_is_not_a_job_id_is_skipped(store: RunStore) -> None:
     """Review S4."""
     folder = store.root / EVIL_ID.replace("/", "")
     folder.mkdir(parents=True)
@@ -410,14 +408,14 @@ def test_folder_whose_name_is_no_id_is_never_a_job(store: RunStore) -> None:
         store.create({"name": "x", "created": 1.0}, job_id="../x")
 
 
-def test_name_is_one_word_whatever_the_record_says(store: RunStore) -> None:
+def test_unsafe_characters_in_a_job_name_are_replaced(store: RunStore) -> None:
     """Review S4."""
     record = plant(store, name="\x1b[2J<script>alert(1)</script>\nimport os")
 
     assert record.name == "2J-script-alert-1-script-import-os"
 
 
-def test_text_of_a_strangers_log_does_not_command_the_terminal(
+def test_untrusted_log_cannot_send_terminal_control_sequences(
     store: RunStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Review S4."""
@@ -443,7 +441,7 @@ def test_text_of_a_strangers_log_does_not_command_the_terminal(
 # --- S6 and files that are none ---
 
 
-def test_folders_of_jobs_are_their_owners_alone(store: RunStore) -> None:
+def test_job_folders_are_accessible_by_their_owner_only(store: RunStore) -> None:
     """Review S6."""
     before = os.umask(0)
     try:
@@ -471,7 +469,7 @@ def test_folder_of_an_older_version_stays_usable(store: RunStore) -> None:
 
 @pytest.mark.parametrize("name", ["job.json", "events.jsonl"])
 @pytest.mark.parametrize("what", ["pipe", "link", "loop", "folder", "device"])
-def test_what_is_no_file_neither_blocks_nor_leads_elsewhere(
+def test_special_files_and_links_neither_block_nor_are_followed(
     what: str, name: str, store: RunStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Review S6: looking must not wait for ever."""
@@ -499,7 +497,7 @@ def test_what_is_no_file_neither_blocks_nor_leads_elsewhere(
     assert elsewhere.read_bytes() == before
 
 
-def test_record_of_any_size_is_not_read_into_memory(store: RunStore) -> None:
+def test_oversized_record_is_reported_and_not_read_into_memory(store: RunStore) -> None:
     record = plant(store)
     with (record.folder / "job.json").open("r+b") as file:
         file.truncate(1 << 40)
@@ -510,7 +508,7 @@ def test_record_of_any_size_is_not_read_into_memory(store: RunStore) -> None:
 # --- logs with anything in them ---
 
 
-def test_line_without_an_end_is_refused_before_it_fills_the_memory(
+def test_line_beyond_the_length_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etrain_jupyter.log.event_log._LONGEST_LINE", 3_000_000)
@@ -542,7 +540,7 @@ def test_line_without_an_end_is_refused_before_it_fills_the_memory(
         ' "metrics": {"a": "b"}, "num_samples": 1, "duration_s": 1.0, "epoch": 1}',
     ],
 )
-def test_line_that_is_no_event_is_named_and_never_folded(event: str, tmp_path: Path) -> None:
+def test_line_that_is_not_an_event_is_named_and_ignored_by_peek(event: str, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(event + "\n")
 
@@ -551,7 +549,7 @@ def test_line_that_is_no_event_is_named_and_never_folded(event: str, tmp_path: P
     assert peek_log(path).status == "submitted"
 
 
-def test_numbers_beyond_any_step_or_date_break_no_list(
+def test_huge_numbers_in_a_log_do_not_break_the_list(
     store: RunStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = plant(store, log=False)

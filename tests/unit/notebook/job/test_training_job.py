@@ -99,7 +99,7 @@ def test_result_of_a_failed_job_raises_the_users_error(tmp_path: Path) -> None:
     assert str(caught.value).count("Nothing was saved.") == 1
 
 
-def test_failed_job_says_after_which_step_on_whom_and_what_is_saved(tmp_path: Path) -> None:
+def test_failure_reports_the_step_the_workers_and_the_newest_checkpoint(tmp_path: Path) -> None:
     common = {"job_id": "digits-1", "time": 2.0}
     saved = CheckpointCommitted(
         **common, step=7, manifest="m", size_bytes=1, stall_s=0.0, duration_s=0.1
@@ -123,7 +123,7 @@ def test_failed_job_says_after_which_step_on_whom_and_what_is_saved(tmp_path: Pa
     )
 
 
-def test_job_whose_cluster_is_gone_has_failed_and_says_so(tmp_path: Path) -> None:
+def test_job_whose_cluster_has_ended_fails_with_that_reason(tmp_path: Path) -> None:
     job = make_job(tmp_path, None, status("running"))
 
     assert job.wait() == "failed"
@@ -203,7 +203,7 @@ def test_notice_in_the_past_is_refused(tmp_path: Path, notice_s: float) -> None:
     assert link.requests == []
 
 
-def test_ended_job_takes_no_requests(tmp_path: Path) -> None:
+def test_ended_job_accepts_no_requests(tmp_path: Path) -> None:
     job = make_job(tmp_path, FakeLink(), status("finished"))
 
     assert job.stop() == "digits-1 has already finished"
@@ -211,7 +211,7 @@ def test_ended_job_takes_no_requests(tmp_path: Path) -> None:
         job.scale(max=2)
 
 
-def test_wait_says_that_the_scheduler_is_silent_and_goes_on(
+def test_wait_reports_a_silent_scheduler_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     link = FakeLink()
@@ -233,7 +233,7 @@ def test_wait_says_that_the_scheduler_is_silent_and_goes_on(
     ]
 
 
-def test_silent_scheduler_is_the_reason_and_leaves_the_last_known_status(tmp_path: Path) -> None:
+def test_silent_scheduler_is_the_reason_and_the_last_status_is_kept(tmp_path: Path) -> None:
     job = make_job(tmp_path, FakeLink(), status("running"))
     assert (job.status, job.reason) == ("running", "")
 
@@ -243,7 +243,7 @@ def test_silent_scheduler_is_the_reason_and_leaves_the_last_known_status(tmp_pat
     assert "running (its scheduler cannot be reached)" in repr(job)
 
 
-def test_request_without_an_answer_says_that_it_may_still_happen(tmp_path: Path) -> None:
+def test_error_of_an_unanswered_request_warns_that_it_may_still_happen(tmp_path: Path) -> None:
     def stay_silent(request: Request[Any]) -> Any:
         raise NoAnswerError("the scheduler did not answer")
 
@@ -279,7 +279,7 @@ class Interrupts:
         ((1.0, 7.0), [("stop", {"now": False}), ("stop", {"now": False})]),
     ],
 )
-def test_interrupt_stops_with_a_checkpoint_and_a_second_one_within_5_s_at_once(
+def test_second_interrupt_within_5_s_stops_without_a_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -319,7 +319,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_interrupt_means_the_same_for_who_awaits_a_job(
+def test_interrupt_has_the_same_effect_on_an_awaited_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     link, other = FakeLink(), FakeLink()
@@ -345,7 +345,7 @@ def test_interrupt_means_the_same_for_who_awaits_a_job(
     assert capsys.readouterr().out.count("with a checkpoint. Interrupt again within 5 s") == 2
 
 
-def test_third_interrupt_cancels_who_awaits_a_job(tmp_path: Path) -> None:
+def test_third_interrupt_cancels_an_await(tmp_path: Path) -> None:
     link = FakeLink()
     job = make_job(tmp_path, link, status("running"))
 
@@ -363,7 +363,7 @@ def test_third_interrupt_cancels_who_awaits_a_job(tmp_path: Path) -> None:
     assert [args for _, args in link.requests] == [{"now": False}, {"now": True}]
 
 
-def test_cancelling_who_awaits_a_job_leaves_the_job_alone(tmp_path: Path) -> None:
+def test_cancelling_an_await_does_not_stop_the_job(tmp_path: Path) -> None:
     link = FakeLink()
     job = make_job(tmp_path, link, status("running"))
 
@@ -379,7 +379,7 @@ def test_cancelling_who_awaits_a_job_leaves_the_job_alone(tmp_path: Path) -> Non
     assert not job.was_interrupted
 
 
-def test_listener_may_ask_the_job(tmp_path: Path) -> None:
+def test_listener_may_read_the_job_status(tmp_path: Path) -> None:
     job = make_job(tmp_path, FakeLink(), status("running"))
     seen: list[str] = []
     came = threading.Event()
@@ -451,7 +451,7 @@ def test_best_weights_are_those_of_the_best_step_that_was_saved(tmp_path: Path) 
     assert (result["best"], result["reason"]) == (job.best, "early stopping: enough")
 
 
-def test_when_the_best_was_lost_the_best_that_is_left_is_loaded(tmp_path: Path) -> None:
+def test_if_the_best_checkpoint_was_lost_the_best_remaining_one_is_loaded(tmp_path: Path) -> None:
     job = make_job(tmp_path, None, reached(4, 0.9), status("finished"))
     job.record.config["checkpoint"] = {"best": {"metric": "accuracy", "mode": "max"}}
     save_weights(job, 2, [[2, 0.5]])
@@ -471,7 +471,7 @@ def test_best_weights_of_a_job_that_was_never_evaluated_are_refused(tmp_path: Pa
 # --- properties do not block ---
 
 
-def test_a_property_returns_what_the_log_says_while_its_bucket_does_not_answer(
+def test_property_returns_the_logged_value_while_its_bucket_does_not_respond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()

@@ -91,7 +91,7 @@ GRANTED = {
 }
 
 
-def test_one_call_asks_in_all_types_and_subnets_under_its_token() -> None:
+def test_one_call_requests_all_types_and_subnets_with_its_token() -> None:
     client = Fleet(GRANTED)
     ask(client)
     (call,) = client.calls
@@ -106,7 +106,7 @@ def test_one_call_asks_in_all_types_and_subnets_under_its_token() -> None:
     assert "MaxPrice" not in str(call)
 
 
-def test_answer_names_what_came_and_what_had_no_capacity() -> None:
+def test_result_names_launched_machines_and_pools_without_capacity() -> None:
     answer = ask(Fleet(GRANTED))
 
     assert answer is not None
@@ -240,7 +240,7 @@ def test_machines_are_found_by_their_tag_in_every_state(clients: Clients) -> Non
 
 
 @pytest.mark.aws
-def test_types_are_known_by_their_gpus(clients: Clients) -> None:
+def test_instance_types_are_described_and_found_by_their_gpus(clients: Clients) -> None:
     facts = describe_types(clients.ec2, ["g5.xlarge", "g5.12xlarge", "t3.small", "x9.none"])
 
     assert {name: one.gpus for name, one in facts.items()} == {
@@ -302,7 +302,7 @@ def test_configured_owner_is_not_requested(
     assert calls == []
 
 
-def test_sts_that_does_not_answer_says_which_key_to_write(
+def test_error_for_unresponsive_sts_names_the_key_to_set(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_owners, "_registered", {})

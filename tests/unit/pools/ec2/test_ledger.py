@@ -37,7 +37,7 @@ def test_price_in_force_is_charged_by_the_second() -> None:
     assert charge.hours == 1.0
 
 
-def test_a_second_costs_a_minute() -> None:
+def test_minimum_charge_is_one_minute() -> None:
     ended = dataclasses.replace(ROW, ended_at=T + 1)
 
     assert charge_of(ended, BOOK, T + 9999).spent == pytest.approx(60 / 3600 * 0.36)
@@ -54,7 +54,7 @@ def test_a_second_costs_a_minute() -> None:
         ("on-demand", 600, TAKEN, False),
     ],
 )
-def test_only_what_ec2_takes_in_the_first_hour_is_free(
+def test_only_machines_reclaimed_by_ec2_in_the_first_hour_are_free(
     lifecycle: str, seconds: float, reason: str, is_free: bool
 ) -> None:
     row = dataclasses.replace(ROW, lifecycle=lifecycle, ended_at=T + seconds, reason=reason)
@@ -73,7 +73,7 @@ def test_on_demand_is_charged_at_its_rate_and_saves_nothing() -> None:
     assert (charge.spent, charge.saved) == (pytest.approx(2.0), 0.0)
 
 
-def test_disk_is_charged_though_the_machine_is_free() -> None:
+def test_disk_is_charged_although_the_machine_is_free() -> None:
     row = dataclasses.replace(ROW, ended_at=T + 1800, reason=TAKEN, volume_gib=100)
 
     charge = charge_of(row, BOOK, T + 9999)
@@ -95,7 +95,7 @@ def test_missing_price_is_marked_as_unknown() -> None:
     assert not Ledger().with_rows([ROW, strange]).total(BOOK, T + 3600).is_known
 
 
-def test_rate_counts_what_runs_now() -> None:
+def test_rate_counts_only_running_machines() -> None:
     ended = dataclasses.replace(ROW, id="i-2", ended_at=T + 5)
     head = Row(id="i-3", type="t3.small", zone="z", lifecycle="on-demand", launched_at=T)
 
@@ -122,7 +122,7 @@ def test_end_time_is_kept_when_a_late_listing_shows_the_machine() -> None:
     assert ledger.rows["i-1"] == dataclasses.replace(ended, reason=TAKEN)
 
 
-def test_worst_case_is_the_dearest_for_the_whole_life_within_the_budget() -> None:
+def test_worst_case_is_the_highest_price_for_the_lifetime_within_the_budget() -> None:
     free = worst_case(num_nodes=8, highest_usd=0.5, lifetime_s=43200)
     bound = worst_case(
         num_nodes=8, highest_usd=0.5, lifetime_s=43200, max_hourly=2.0, max_total=10.0
@@ -150,7 +150,7 @@ rows = st.builds(
 
 
 @given(row=rows, points=prices, now=seconds)
-def test_a_machine_costs_between_the_least_and_the_dearest_price(
+def test_cost_of_a_machine_is_between_the_lowest_and_the_highest_price(
     row: Row, points: list[tuple[float, float]], now: float
 ) -> None:
     book = PriceBook(spot={POOL: points}, on_demand={POOL[0]: 60.0})
@@ -167,7 +167,7 @@ def test_a_machine_costs_between_the_least_and_the_dearest_price(
 
 
 @given(row=rows, points=prices, cuts=st.lists(seconds, min_size=2, max_size=6).map(sorted))
-def test_watching_more_often_changes_nothing(
+def test_cost_of_an_interval_is_the_sum_of_its_parts(
     row: Row, points: list[tuple[float, float]], cuts: list[float]
 ) -> None:
     book = PriceBook(spot={POOL: points})

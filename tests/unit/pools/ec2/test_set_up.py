@@ -73,7 +73,7 @@ def set_up(clients: Clients, spec: AwsSpotSpec, cluster: str = "c1", seconds: fl
 # --- network ---
 
 
-def test_subnets_of_the_default_vpc_one_a_zone(clients: Clients, spec: AwsSpotSpec) -> None:
+def test_default_vpc_gives_one_subnet_per_zone(clients: Clients, spec: AwsSpotSpec) -> None:
     vpc, subnets = find_subnets(clients.ec2, spec)
 
     assert vpc.startswith("vpc-")
@@ -88,7 +88,7 @@ def test_zone_without_a_subnet_is_refused(clients: Clients, spec: AwsSpotSpec) -
         find_subnets(clients.ec2, wrong)
 
 
-def test_without_a_default_vpc_it_says_what_to_type(clients: Clients, spec: AwsSpotSpec) -> None:
+def test_missing_default_vpc_error_has_the_command(clients: Clients, spec: AwsSpotSpec) -> None:
     for subnet in clients.ec2.describe_subnets()["Subnets"]:
         clients.ec2.delete_subnet(SubnetId=subnet["SubnetId"])
 
@@ -96,7 +96,7 @@ def test_without_a_default_vpc_it_says_what_to_type(clients: Clients, spec: AwsS
         find_subnets(clients.ec2, spec)
 
 
-def test_security_group_lets_in_its_members_only(clients: Clients, spec: AwsSpotSpec) -> None:
+def test_security_group_allows_its_members_only(clients: Clients, spec: AwsSpotSpec) -> None:
     network = open_network(clients.ec2, spec, "c1", tags(spec))
     again = open_network(clients.ec2, spec, "c1", tags(spec))
 
@@ -120,7 +120,7 @@ def test_unknown_security_group_is_refused(clients: Clients, spec: AwsSpotSpec) 
 # --- template and files ---
 
 
-def test_template_demands_tokens_and_ends_machines_that_shut_down(
+def test_template_requires_tokens_and_terminates_on_shutdown(
     clients: Clients, spec: AwsSpotSpec
 ) -> None:
     template = set_up(clients, spec)
@@ -195,7 +195,7 @@ def test_archive_that_cannot_be_read_is_refused_with_the_command(
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_node_unpacks_the_archive_only_if_it_is_the_one_that_is_named(
+def test_node_unpacks_the_archive_only_if_its_digest_matches(
     spec: AwsSpotSpec, tmp_path: Path, is_right: bool
 ) -> None:
     """Review S7: the script is run as a node runs it, with stand-ins for its commands."""
@@ -230,7 +230,7 @@ def test_node_unpacks_the_archive_only_if_it_is_the_one_that_is_named(
     assert "--bucket my-bucket --key e.tar.gz --expected-bucket-owner 123456789012" in asked
 
 
-def test_setup_that_is_too_long_or_holds_a_key_is_refused(spec: AwsSpotSpec) -> None:
+def test_setup_that_is_too_long_or_contains_a_key_is_refused(spec: AwsSpotSpec) -> None:
     with pytest.raises(PoolError, match=r"is 20.* bytes long; EC2's limit is 16384"):
         user_data(change(spec, image={"setup": ["#" * 20_000]}), "c1", BOOT)
     with pytest.raises(PoolError, match=r"image.setup contains a private key"):
@@ -246,7 +246,7 @@ def test_unknown_image_is_refused(clients: Clients, spec: AwsSpotSpec) -> None:
             )
 
 
-def test_nodes_find_their_files_but_no_key_of_others(
+def test_node_files_have_a_secret_key_folder_and_only_the_worker_key(
     clients: Clients, spec: AwsSpotSpec, tls_dir: Path
 ) -> None:
     config = config_of(spec, "c1", fingerprint={"python": "3.11"})
@@ -281,7 +281,7 @@ def test_missing_bucket_is_an_error(clients: Clients, spec: AwsSpotSpec, tls_dir
 # --- prices ---
 
 
-def test_rates_come_from_the_dated_table_where_the_pricing_api_is_silent(
+def test_built_in_rates_are_used_if_the_pricing_api_fails(
     clients: Clients, spec: AwsSpotSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Silent:
@@ -364,7 +364,7 @@ def test_everything_of_a_cluster_is_found_and_removed_by_its_tag(
     assert not remove(clients, "us-east-1", "c1", pause=lambda seconds: None)
 
 
-def test_only_expired_clusters_are_reaped_unless_all_are_meant(
+def test_only_expired_clusters_are_reaped_unless_others_are_requested(
     clients: Clients, spec: AwsSpotSpec
 ) -> None:
     launch(clients, set_up(clients, spec, "old", seconds=-5))
@@ -385,7 +385,7 @@ def test_only_expired_clusters_are_reaped_unless_all_are_meant(
     assert chosen(all_clusters=True) == ["new", "old"]
 
 
-def test_what_will_not_go_is_named(
+def test_machines_that_do_not_terminate_are_named(
     clients: Clients, spec: AwsSpotSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = launch(clients, set_up(clients, spec))

@@ -61,7 +61,7 @@ volume: {gib: 100, type: gp3}
     assert spec.environment == {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "4"}
 
 
-def test_it_survives_being_written_down() -> None:
+def test_spec_round_trips_through_json() -> None:
     spec = parse(
         capacity={"types": ["g5.xlarge"], "zones": ["us-east-1a"], "on_demand": {"after": "90s"}},
         lifetime={"max": "90 min"},
@@ -73,7 +73,7 @@ def test_it_survives_being_written_down() -> None:
     assert spec.prefix == "mine/"
 
 
-def test_gpu_stands_for_types() -> None:
+def test_gpu_requirement_can_replace_types() -> None:
     spec = parse(capacity={"gpu": {"memory_gib": ">=16", "count": 4}})
 
     assert spec.capacity.gpu is not None
@@ -124,7 +124,7 @@ def test_a_missing_key_is_named() -> None:
         AwsSpotSpec.parse({"region": "us-east-1"})
 
 
-def test_faults_point_into_the_file() -> None:
+def test_errors_point_into_the_file() -> None:
     data, source = load_body(
         "region: us-east-1\nbucket: b1b\nworkers: {max: three}\n", namespace={}
     )

@@ -96,7 +96,7 @@ async def test_workers_are_woken_by_a_job_before_they_start_its_trainers_and_the
     assert told(rig, "w1") == ["wake", "start", "rest"]
 
 
-async def test_silence_while_nothing_runs_is_held_against_nobody(rig):
+async def test_silent_worker_is_not_evicted_while_no_job_runs(rig):
     rig.hello("w1")
     rig.now += 3600
     await rig.start("w1")
@@ -122,13 +122,13 @@ async def test_scheduler_does_not_end_as_idle_nor_close_busy_workers_while_a_job
     assert rig.coordinator.valid_workers_downscaling(rig.scheduler, workers) == workers
 
 
-async def test_report_that_cannot_be_taken_in_does_not_reach_dask(rig, caplog):
+async def test_exception_in_a_report_does_not_reach_dask(rig, caplog):
     rig.survive_defects()
     rig.say("stranger", m.SupervisorHello(device="cpu", pid=1))
     assert "handling SupervisorHello of tls://stranger failed: KeyError" in caplog.text
 
 
-async def test_job_whose_folder_a_worker_does_not_see_is_refused(rig, monkeypatch):
+async def test_job_whose_folder_is_missing_on_a_worker_is_refused(rig, monkeypatch):
     rig.hello("w1", "w2")
     rig.scheduler.blind.add("tls://w2")
     with pytest.raises(RequestError, match=r"does not exist on w2: .* ETRAIN_RUNS"):
@@ -141,7 +141,7 @@ async def test_job_whose_folder_a_worker_does_not_see_is_refused(rig, monkeypatc
     assert rig.coordinator._jobs == {}
 
 
-async def test_worker_that_cannot_take_part_is_no_node_and_stands_in_the_log(rig):
+async def test_unfit_worker_is_not_a_node_and_is_logged(rig):
     rig.hello("w1")
     rig.scheduler.workers["tls://w2"] = SimpleNamespace(name="w2", address="tls://w2:1")
     early = {"name": "w2", "why": "RuntimeError: no torch", "worker": "tls://w2"}
@@ -175,7 +175,7 @@ async def test_released_worker_retires_after_its_job_has_left_it(rig):
     assert rig.scheduler.retired == ["tls://unused", "tls://w2"]
 
 
-async def test_scheduler_is_left_as_it_was_and_late_messages_do_no_harm(rig):
+async def test_uninstalling_restores_the_scheduler_and_ignores_late_messages(rig):
     before = {"theirs"}
     assert rig.scheduler.handlers.keys() > before
     await rig.coordinator._stop_jobs(q.ShutDownCluster(drain_s=0.0))
@@ -188,7 +188,7 @@ async def test_scheduler_is_left_as_it_was_and_late_messages_do_no_harm(rig):
 # --- on a worker ---
 
 
-def test_plugin_loads_where_this_package_is_not_installed_and_says_so() -> None:
+def test_plugin_loads_without_this_package_and_reports_that_it_is_missing() -> None:
     with sent_as_code():
         data = dumps(GuestSupervisor(__version__))
     code = (
@@ -206,13 +206,13 @@ def test_plugin_loads_where_this_package_is_not_installed_and_says_so() -> None:
     assert done.stdout.decode().startswith(f"({UNFIT!r}, {{'name': 'w', 'why': 'ModuleNotFound")
 
 
-def test_worker_with_another_version_takes_no_part() -> None:
+def test_worker_with_another_version_is_refused() -> None:
     with pytest.raises(RuntimeError, match=rf"{__version__} is installed there, not 9\.9"):
         make_supervisor("9.9")
     assert make_supervisor(__version__).name == "etrain-supervisor"
 
 
-def test_a_look_tells_what_is_installed_and_which_coordinator_is_there() -> None:
+def test_probe_reports_installed_versions_and_the_coordinator() -> None:
     assert look_here()["etrain-jupyter"] == __version__
     assert "coordinator" not in look_here()
     assert look_here(Scheduler())["coordinator"] == ""

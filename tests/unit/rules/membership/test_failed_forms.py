@@ -96,7 +96,7 @@ def test_waiting_job_explains_why_its_generation_did_not_form():
     assert f"attempt 3 of {MAX_FAILED_FORMS} follows" in story.state.reason
 
 
-def test_nccl_that_breaks_in_mid_run_counts_like_one_that_does_not_connect():
+def test_nccl_failure_during_training_counts_like_a_failed_connection():
     story = with_gpus("w1", "w2").formed()
     for step in (4, 5):
         story.send(s.StepsCommitted(step=step, step_s=0.1))
@@ -105,14 +105,14 @@ def test_nccl_that_breaks_in_mid_run_counts_like_one_that_does_not_connect():
     assert backends(story) == ["nccl", "nccl", "gloo"]
 
 
-def test_nccl_that_hangs_without_any_error_counts_too():
+def test_nccl_hang_without_an_error_counts_as_a_failure():
     story = with_gpus("w1", "w2")
     for _ in range(2):
         retry(break_off(story))
     assert backends(story) == ["nccl", "nccl", "gloo"]
 
 
-def test_failures_that_are_far_apart_do_not_end_nccl():
+def test_failures_far_apart_do_not_disable_nccl():
     story = with_gpus("w1", "w2").formed()
     for step in range(1, 5):
         story.wait(HEALTHY_S + 1).send(s.StepsCommitted(step=step, step_s=0.1))
@@ -120,14 +120,14 @@ def test_failures_that_are_far_apart_do_not_end_nccl():
     assert backends(story) == ["nccl"] * 5
 
 
-def test_connections_of_gloo_that_break_do_not_count_against_nccl():
+def test_gloo_failures_do_not_count_against_nccl():
     story = with_gpus("w1", "w2")
     for _ in range(3):
         retry(break_off(story, error="Connection refused", backend="gloo"))
     assert backends(story) == ["nccl"] * 4
 
 
-def test_lost_worker_explains_a_broken_generation_and_counts_nowhere():
+def test_broken_generation_with_a_lost_worker_does_not_count_as_a_failure():
     story = with_gpus("w1", "w2", "w3")
     for number in range(MAX_FAILED_FORMS + 1):
         names = [m.worker for m in story.state.in_phase("ranked")]
@@ -145,7 +145,7 @@ def test_lost_worker_explains_a_broken_generation_and_counts_nowhere():
     assert set(backends(story)) == {"nccl"}
 
 
-def test_nccl_gets_one_more_attempt_when_a_worker_with_which_it_failed_has_left():
+def test_nccl_is_retried_once_after_a_worker_of_the_failed_group_left():
     story = with_gpus("w1", "w2", "w3")
     for _ in range(2):
         retry(break_off(story, error=SHM, backend="nccl"))
@@ -177,7 +177,7 @@ def test_job_whose_ranks_never_connect_fails_with_the_reason(backend, expected):
     assert ("every TCP port" in story.state.reason) == (backend != "nccl")
 
 
-def test_job_that_a_stranger_keeps_from_forming_fails_with_what_to_do_about_it():
+def test_job_blocked_by_an_unknown_process_fails_with_a_remedy():
     # Review S3: retries are bounded, and the last word is about the stranger.
     story = with_gpus("a", "b", backend="gloo")
     text = "an unknown process connects to this job's ports (rank 0, port 4: uid 65534)"
@@ -214,7 +214,7 @@ def test_generations_that_commit_steps_are_retried_for_ever():
     assert story.state.status == "running"
 
 
-def test_memory_that_gives_way_counts_nowhere():
+def test_out_of_memory_does_not_count_as_a_failure():
     story = with_gpus("w1", "w2").formed()
     for _ in range(MAX_FAILED_FORMS + 2):
         break_off(story, step=0, error="out of memory", is_excused=True).formed()
@@ -246,7 +246,7 @@ def test_backend_nccl_excludes_a_newcomer_without_a_gpu():
 
 
 @pytest.mark.parametrize("backend", ["auto", "nccl", "gloo"])
-def test_whatever_breaks_the_backend_is_what_the_cell_allows_and_attempts_are_bounded(backend):
+def test_random_failures_keep_the_allowed_backend_and_bound_the_attempts(backend):
     for seed in range(25):
         dice = random.Random(seed)
         story = with_gpus("w1", "w2", backend=backend)

@@ -14,7 +14,7 @@ def test_generation_that_has_not_begun_fences_no_checkpoint():
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
-def test_job_owns_exactly_the_states_that_its_last_generation_came_through(ahead, data):
+def test_job_owns_exactly_the_states_in_the_history_of_its_last_generation(ahead, data):
     # Each generation makes some steps; the next goes on from any of its states.
     starts, owned = [0], {(1, 0)}
     for generation, steps in enumerate(ahead, start=1):

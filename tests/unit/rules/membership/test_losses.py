@@ -40,7 +40,7 @@ def test_waiting_job_names_the_missing_workers_and_continues_by_itself():
     assert story.state.status == "running"
 
 
-def test_trainer_that_comes_back_is_not_named_as_missing_any_more():
+def test_returning_trainer_is_no_longer_listed_as_missing():
     story = Story(min_workers=2, max_workers=2).start("w1", "w2").lose("w2")
     story.report("w1", step=5, why="failed")
     assert story.state.reason == "1 of min 2 workers available (w2 is warming up)"
@@ -82,7 +82,7 @@ def test_paused_job_below_its_minimum_waits_when_it_is_resumed():
     assert story.state.reason == "1 of min 2 workers available (w2 was lost: gone)"
 
 
-def test_paused_job_that_loses_everybody_restores_when_it_is_resumed():
+def test_paused_job_that_loses_all_workers_restores_when_it_is_resumed():
     story = Story().start("w1").send(s.CheckpointSaved(step=3)).send(s.PauseRequested())
     story.report("w1", step=4)
     gone(story, "w1").send(s.WorkersAssigned(workers=("w2",))).warm("w2")
@@ -111,7 +111,7 @@ def test_loss_of_rank_0_loses_nothing_that_another_rank_holds():
     assert story.ranks() == ["w2", "w3"]
 
 
-def test_loss_of_all_but_one_keeps_that_ones_state():
+def test_loss_of_all_ranks_but_one_keeps_its_state():
     story = gone(Story().start("w1", "w2", "w3", "w4"), "w1", "w2", "w4")
     story.report("w3", step=5, why="failed")
     assert story.ranks() == ["w3"]
@@ -130,14 +130,14 @@ def test_loss_of_all_restores_the_newest_checkpoint_on_their_successors():
     assert (form.restore, form.step, form.behind) == (True, 4, (1,))
 
 
-def test_second_loss_while_the_first_is_dealt_with_shrinks_the_next_generation():
+def test_second_loss_during_the_recovery_shrinks_the_next_generation():
     story = gone(Story().start("w1", "w2", "w3"), "w1")
     story.report("w3", step=5, why="failed")
     gone(story, "w2")  # it had not reported yet
     assert story.ranks() == ["w3"]
 
 
-def test_survivor_that_dies_after_its_report_is_done_without():
+def test_survivor_that_dies_after_its_report_is_excluded():
     story = gone(Story().start("w1", "w2", "w3"), "w1")
     story.report("w3", step=5, why="failed").lose("w3")
     story.report("w2", step=4, why="failed")
@@ -186,7 +186,7 @@ def test_source_of_the_state_that_dies_while_it_sends_is_replaced_by_another_hol
     assert (form.step, form.behind) == (6, (1,))
 
 
-def test_only_holder_that_dies_while_it_sends_means_a_checkpoint():
+def test_death_of_the_only_holder_during_the_transfer_restores_a_checkpoint():
     story = Story(max_workers=2).start("w1").send(s.CheckpointSaved(step=5))
     story.send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w2").report("w1", step=6)
     gone(story, "w1").report("w2", step=-1, why="failed")
@@ -206,7 +206,7 @@ def test_notice_while_a_generation_forms_waits_until_it_has_formed():
     assert story.ranks() == ["w1"]
 
 
-def test_notice_that_is_followed_by_the_kill_early_is_a_loss_like_any_other():
+def test_kill_before_the_end_of_the_notice_is_an_ordinary_loss():
     story = Story().start("w1", "w2").send(s.WorkerNoticed(worker="w2"))
     assert story.found(c.AnnounceChange)
     gone(story, "w2")
@@ -232,7 +232,7 @@ def test_two_notices_at_once_are_one_change():
     assert len(story.found(c.AnnounceChange, ever=True)) == 1
 
 
-def test_all_noticed_workers_train_on_until_a_newcomer_can_take_over():
+def test_if_all_workers_are_noticed_they_train_until_a_newcomer_can_take_over():
     story = Story(max_workers=2).start("w1", "w2")
     story.send(s.WorkerNoticed(worker="w1")).send(s.WorkerNoticed(worker="w2"))
     story.report("w1", step=4).report("w2", step=4)

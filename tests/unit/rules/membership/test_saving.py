@@ -36,7 +36,7 @@ def left(story: Story) -> list[tuple[str, str]]:
 # --- the last holder is given notice ---
 
 
-def test_last_holder_is_asked_for_a_checkpoint_at_once_and_trains_on():
+def test_last_holder_is_asked_for_a_checkpoint_immediately_and_keeps_training():
     story = notice(Story().start("w1"), "w1")
     [ask] = story.found(c.RequestBackgroundCheckpoint)
     assert ask.trainers == (story.trainer("w1"),)
@@ -72,7 +72,7 @@ def test_half_of_a_short_notice_is_kept_for_the_checkpoint():
     assert story.wait(0.2).found(c.AnnounceChange)
 
 
-def test_notice_leaves_as_much_time_as_checkpoints_have_taken_lately():
+def test_time_reserved_for_saving_follows_recent_checkpoint_durations():
     story = Story().start("w1")
     for step, duration_s in ((1, 50.0), (2, 10.0)):
         told = s.CheckpointSaved(step=step, duration_s=duration_s)
@@ -82,7 +82,7 @@ def test_notice_leaves_as_much_time_as_checkpoints_have_taken_lately():
     assert story.wait(3).found(c.AnnounceChange)  # 1.5 x 0.8 x 50 s before the end
 
 
-def test_notice_that_is_shorter_than_a_checkpoint_takes_is_used_from_its_beginning():
+def test_notice_shorter_than_a_checkpoint_is_used_immediately():
     story = Story().start("w1").send(s.CheckpointSaved(step=1, duration_s=300.0))
     notice(story, "w1", seconds=120)
     assert story.found(c.AnnounceChange, ever=True)
@@ -114,7 +114,7 @@ def test_ranks_that_are_all_given_notice_are_saved_once_and_leave_together():
     assert left(story) == [("w1", "preempted"), ("w2", "preempted")]
 
 
-def test_rank_whose_machine_lives_longer_trains_on_without_the_one_that_goes_first():
+def test_rank_with_the_later_deadline_continues_without_the_earlier_one():
     story = notice(Story().start("w1", "w2"), "w1", "w2", seconds=120)
     story = notice(story, "w2", seconds=600).wait(91)
     story.report("w1", step=7).report("w2", step=7)
@@ -148,7 +148,7 @@ def test_holder_whose_state_is_durable_leaves_without_another_checkpoint():
     assert not savers(story, ever=True)
 
 
-def test_kill_that_comes_before_the_checkpoint_restores_the_one_before():
+def test_kill_before_the_checkpoint_restores_the_previous_one():
     story = notice(Story().start("w1").send(s.CheckpointSaved(step=3)), "w1").wait(91)
     story.report("w1", step=7).send(s.WorkerGone(worker="w1", cause="preempted"))
     story.send(s.WorkersAssigned(workers=("w2",))).warm("w2")
@@ -156,7 +156,7 @@ def test_kill_that_comes_before_the_checkpoint_restores_the_one_before():
     assert (form.step, form.restore) == (3, True)
 
 
-def test_checkpoint_that_fails_before_a_machine_is_taken_is_tried_again():
+def test_failed_checkpoint_before_an_interruption_is_retried():
     story = notice(Story().start("w1"), "w1").wait(91).report("w1", step=7)
     saved(story, "w1", 7, error="no space")
     assert not savers(story)
@@ -177,7 +177,7 @@ def test_stop_while_the_last_holder_is_saved_ends_the_job_with_that_checkpoint()
     assert savers(story, ever=True) == ["w1"]
 
 
-def test_checkpoint_of_a_state_that_was_lost_does_not_count_as_the_same_step_made_again():
+def test_checkpoint_of_a_lost_state_does_not_count_for_the_repeated_step():
     """w1 had seen the end of step 5 and saved it; w2 had not, and makes another one."""
     story = Story(max_workers=2).start("w1", "w2")
     saved(story, "w1", 5)
@@ -186,7 +186,7 @@ def test_checkpoint_of_a_state_that_was_lost_does_not_count_as_the_same_step_mad
     assert savers(story) == ["w2"]
 
 
-def test_restored_job_knows_from_its_ranks_which_checkpoint_could_be_read():
+def test_restored_step_is_that_of_the_checkpoint_reported_by_the_ranks():
     story = Story().start("w1").send(s.CheckpointSaved(step=3)).send(s.CheckpointSaved(step=6))
     story.send(s.WorkerGone(worker="w1", cause="gone"))
     story.send(s.WorkersAssigned(workers=("w2",))).warm("w2")
@@ -252,7 +252,7 @@ def test_stopped_job_that_loses_its_last_holder_names_the_newest_durable_checkpo
     )
 
 
-def test_failure_of_an_older_checkpoint_is_not_that_of_the_last_one():
+def test_failure_of_an_older_checkpoint_does_not_count_for_the_last_one():
     story = finished("w1")
     saved(story, "w1", 6, error="no space")
     assert not savers(story)
@@ -275,14 +275,14 @@ def test_saver_without_progress_is_killed_and_the_next_holder_saves():
     assert savers(story) == ["w2"]
 
 
-def test_holder_that_failed_tries_again_when_the_other_one_is_lost():
+def test_failed_holder_retries_when_the_other_one_is_lost():
     story = finished("w1", "w2")
     saved(story, "w1", 8, error="no space")
     story.lose("w2")
     assert savers(story.wait(5)) == ["w1"]
 
 
-def test_other_holder_that_is_lost_does_not_make_the_saver_begin_again():
+def test_loss_of_another_holder_does_not_restart_the_saver():
     story = finished("w1", "w2")
     story.lose("w2")
     assert not savers(story)

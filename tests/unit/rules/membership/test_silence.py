@@ -36,7 +36,7 @@ def test_after_the_coordinator_itself_was_suspended_no_supervisor_is_silent():
     assert heard.silent(3710.25) == {"w2": 10.25}
 
 
-def test_clock_that_was_set_back_keeps_the_silence_that_there_was():
+def test_clock_set_back_keeps_the_silence_measured_so_far():
     heard = hearing("w1")
     tick_until(heard, 108.0)
     heard.tick(50.0)  # instead of 108.25

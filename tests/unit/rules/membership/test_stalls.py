@@ -66,7 +66,7 @@ def test_stopped_rank_is_blamed_although_it_has_started_as_many_collectives():
     assert why == "stopped (SIGSTOP), no progress for 31 s at step 1 while 2 ranks waited"
 
 
-def test_pulse_that_a_busy_machine_delays_does_not_make_a_suspect():
+def test_delayed_pulse_of_a_busy_machine_is_not_suspected():
     story = Story().start("w1", "w2", "w3")
     for worker, count in (("w1", 12), ("w2", 12), ("w3", 11)):
         story.see(worker, count, **ALIVE)
@@ -80,7 +80,7 @@ def test_pulse_that_a_busy_machine_delays_does_not_make_a_suspect():
     ("process", "words"),
     [("running", "held the GIL"), ("sleeping", "held the GIL"), ("disk-sleep", "(disk-sleep)")],
 )
-def test_frozen_rank_that_was_not_stopped_held_the_gil(process, words):
+def test_frozen_rank_that_was_not_stopped_is_killed_with_the_likely_cause(process, words):
     story = Story().start("w1", "w2")
     story.see("w1", 3, **ALIVE).see("w2", 3, **ALIVE)
     story.now += 31
@@ -90,7 +90,7 @@ def test_frozen_rank_that_was_not_stopped_held_the_gil(process, words):
     assert words in why
 
 
-def test_two_ranks_at_the_same_place_may_wait_for_each_other_until_they_do_not_even_report():
+def test_two_ranks_at_the_same_place_are_killed_only_if_they_do_not_report():
     story = Story().start("w1", "w2", "w3")
     stand_still(story, 31, w1=4, w2=5, w3=4)
     assert not story.found(c.KillTrainer)
@@ -100,7 +100,7 @@ def test_two_ranks_at_the_same_place_may_wait_for_each_other_until_they_do_not_e
     assert [worker for worker, _ in kills(story)] == ["w1"]
 
 
-def test_rank_that_never_began_the_generation_is_the_one_that_holds_it_up():
+def test_rank_that_never_began_the_generation_is_killed():
     story = Story()
     story.send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
     assert story.ranks() == ["w1", "w2"]
@@ -151,7 +151,7 @@ def test_stalled_generation_without_a_straggler_is_aborted_and_formed_again():
     assert formed.why == "stalled"
 
 
-def test_step_in_which_all_stand_still_in_three_generations_fails_the_job():
+def test_step_that_stalls_three_generations_fails_the_job():
     story = Story().start("w1", "w2")
     for _ in range(3):
         stand_still(story, 31, w1=2, w2=2)
@@ -163,7 +163,7 @@ def test_step_in_which_all_stand_still_in_three_generations_fails_the_job():
     )
 
 
-def test_network_that_lets_no_generation_form_is_retried_more_and_more_seldom():
+def test_generation_that_cannot_form_is_retried_with_back_off():
     story = Story()
     story.send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
     waits = []
@@ -185,7 +185,7 @@ def test_network_that_lets_no_generation_form_is_retried_more_and_more_seldom():
     assert (story.state.status, story.state.faults.failed_forms.num) == ("running", 1)
 
 
-def test_alone_a_frozen_trainer_is_killed():
+def test_frozen_single_trainer_is_killed():
     story = Story().start("w1")
     story.see("w1", 0, **ALIVE)
     story.now += 31
@@ -193,7 +193,7 @@ def test_alone_a_frozen_trainer_is_killed():
     assert kills(story) == [("w1", "stopped (SIGSTOP), no progress for 31 s at step 1")]
 
 
-def test_alone_a_living_trainer_that_stands_still_is_warned_of_once_and_lives():
+def test_stalled_single_trainer_causes_one_warning_and_is_not_killed():
     story = Story().start("w1")
     stand_still(story, 31, w1=0)
     assert [dump.trainer for dump in story.found(c.DumpStacks)] == [story.trainer("w1")]
@@ -225,7 +225,7 @@ def test_before_the_first_step_the_warm_up_bounds_the_duration_of_a_pass():
     assert story.found(c.AbortGeneration)
 
 
-def test_restoring_rank_may_read_for_long():
+def test_restoring_rank_gets_a_longer_limit():
     story = Story().start("w1", "w2")
     story.lose("w1", injected=True).lose("w2", injected=True).warm("w1", "w2")
     [form] = story.found(c.FormGeneration)
@@ -254,7 +254,7 @@ def test_suspension_of_the_coordinator_itself_does_not_count_as_a_stall():
     assert story.found(c.KillTrainer)
 
 
-def test_clock_that_is_set_back_excuses_no_stall_for_ever():
+def test_clock_set_back_does_not_excuse_a_stall_forever():
     story = Story().start("w1", "w2")
     story.see("w1", 5, **ALIVE).see("w2", 4, **ALIVE)
     story.now -= 3600
@@ -263,7 +263,7 @@ def test_clock_that_is_set_back_excuses_no_stall_for_ever():
     assert [worker for worker, _ in kills(story)] == ["w2"]
 
 
-def test_trainer_that_cannot_be_killed_is_given_up():
+def test_worker_whose_trainer_cannot_be_killed_is_evicted():
     story = stand_still(Story().start("w1", "w2"), 31, w1=5, w2=4)
     assert story.found(c.KillTrainer)
     story.see("w2", 4, **ALIVE).send(s.Tick())
@@ -284,7 +284,7 @@ def test_frozen_rank_that_does_not_report_is_killed_with_its_state_in_the_reason
     assert why == "stopped (SIGSTOP), no report 31 s after its generation was aborted"
 
 
-def test_aborted_rank_that_still_moves_may_report_later():
+def test_aborted_rank_with_progress_may_report_later():
     story = Story().start("w1", "w2", "w3")
     story.send(s.WorkerGone(worker="w1", cause="gone")).report("w2", step=4, why="failed")
     for beats in range(5):
@@ -293,7 +293,7 @@ def test_aborted_rank_that_still_moves_may_report_later():
         assert not story.found(c.KillTrainer)
 
 
-def test_frozen_newcomer_is_killed_and_a_slow_one_only_warned_of():
+def test_frozen_newcomer_is_killed_and_a_slow_one_only_causes_a_warning():
     story = Story().start("w1")
     story.send(s.WorkersAssigned(workers=("w1", "w2", "w3")))
     for _ in range(4):

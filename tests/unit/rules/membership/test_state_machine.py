@@ -11,7 +11,7 @@ from etrain_jupyter.rules.membership.formation import ADMISSION_GRACE_S, GUARDED
 from tests.unit.rules.story import Story
 
 
-def test_job_starts_with_the_workers_that_are_warm_when_the_grace_is_over():
+def test_job_starts_with_the_workers_that_are_warm_after_the_grace_period():
     story = Story().send(s.WorkersAssigned(workers=("w1", "w2")))
     assert [x.worker for x in story.found(c.StartTrainer)] == ["w1", "w2"]
     story.send(s.TrainerWarm(trainer=story.trainer("w1")))
@@ -35,7 +35,7 @@ def test_newcomer_is_admitted_at_a_step_boundary_and_gets_the_state():
     assert fact.why == "join"
 
 
-def test_lost_rank_forms_next_generation_of_the_survivors_newest_first():
+def test_survivors_of_a_loss_form_the_next_generation_newest_first():
     story = Story().start("w1", "w2", "w3")
     story.send(s.WorkerGone(worker="w1", cause="SIGKILL"))
     [abort] = story.found(c.AbortGeneration)
@@ -73,7 +73,7 @@ def test_last_holder_of_the_state_leaves_only_after_another_rank_has_it():
     assert story.ranks() == ["w2"]
 
 
-def test_below_min_survivors_keep_their_state_and_wait():
+def test_survivors_below_min_workers_keep_their_state_and_wait():
     story = Story(min_workers=2).start("w1", "w2")
     story.send(s.WorkerGone(worker="w2", cause="gone"))
     story.report("w1", step=5, why="failed")
@@ -170,7 +170,7 @@ def test_trainers_that_keep_dying_before_they_are_warm_fail_the_job():
     assert "3 trainers in a row" in story.state.reason
 
 
-def test_failure_before_the_first_step_carries_what_the_last_trainer_said():
+def test_failure_before_the_first_step_contains_the_last_output_of_the_trainer():
     story = Story().send(s.WorkersAssigned(workers=("w1",)))
     for _ in range(3):
         lost = s.TrainerLost(
@@ -186,7 +186,7 @@ def test_failure_before_the_first_step_carries_what_the_last_trainer_said():
     assert error.workers == ["w1"]
 
 
-def test_step_that_ends_the_same_workers_trainer_again_and_again_fails_the_job():
+def test_step_that_repeatedly_kills_the_trainer_of_one_worker_fails_the_job():
     """The step's samples go to the same rank each time, so other workers never come into it."""
     story = Story(min_workers=2, max_workers=2).start("w1", "w2")
     for _ in range(2):
@@ -217,7 +217,7 @@ def test_job_waits_for_more_workers_and_reports_it_before_its_first_step():
     assert (story.state.status, story.state.reason) == ("waiting", "2 of min 3 workers available")
 
 
-def test_killed_trainer_is_started_again_on_its_worker():
+def test_killed_trainer_is_restarted_on_its_worker():
     story = Story().start("w1", "w2")
     story.send(s.TrainerLost(trainer=story.trainer("w2"), cause="SIGKILL"))
     [again] = story.found(c.StartTrainer)
@@ -234,14 +234,14 @@ def test_pause_keeps_the_state_and_resume_continues_from_it():
     assert story.state.status == "running"
 
 
-def test_generation_after_a_pause_resumed_before_the_ranks_left_says_resume():
+def test_generation_has_reason_resume_if_resumed_before_the_ranks_left():
     story = Story().start("w1").send(s.PauseRequested()).send(s.ResumeRequested())
     story.report("w1", step=2)
     [formed] = story.found(events.GenerationFormed)
     assert (formed.generation, formed.why) == (2, "resume")
 
 
-def test_worker_that_was_scaled_away_while_warming_leaves_at_once():
+def test_worker_scaled_down_during_its_warm_up_leaves_immediately():
     story = Story().start("w1")
     story.send(s.WorkersAssigned(workers=("w1", "w2")))
     trainer = story.trainer("w2")
@@ -282,7 +282,7 @@ def test_step_that_one_survivor_has_committed_is_not_logged_as_undone():
     assert (fact.step, fact.workers) == (6, ["w2"])
 
 
-def test_checkpoint_that_was_under_way_does_not_pass_for_the_last_one():
+def test_older_checkpoint_in_flight_does_not_count_as_the_last_one():
     story = Story().start("w1").send(s.StopRequested()).report("w1", step=83)
     assert story.found(c.SaveCheckpoint)
     story.send(s.CheckpointSaved(step=80))
@@ -357,7 +357,7 @@ def test_training_job_excludes_a_newcomer_on_which_the_code_fails():
     assert not story.found(c.AbortGeneration)
 
 
-def test_worker_on_which_the_code_fails_is_tried_again_less_and_less_often():
+def test_worker_on_which_the_code_fails_is_retried_with_back_off():
     story = Story().start("w1").send(s.WorkersAssigned(workers=("w1", "w2")))
     for wait_s in (1, 2, 4, 8, 16, 32, 60, 60):
         user_error(story, "w2")
@@ -379,7 +379,7 @@ def test_error_of_a_newcomer_fails_a_job_whose_state_no_trainer_holds():
     assert story.state.status == "failed"
 
 
-def test_error_that_leaves_no_state_behind_has_the_last_good_step():
+def test_error_without_a_remaining_state_reports_the_last_good_step():
     story = Story().start("w1").send(s.StepsCommitted(step=11, step_s=0.1))
     story.send(
         s.UserErrorSeen(
@@ -399,7 +399,7 @@ def test_error_that_leaves_no_state_behind_has_the_last_good_step():
 # --- how long nobody stepped ---
 
 
-def test_stall_counts_from_the_last_step_not_from_when_the_hang_was_found():
+def test_stall_counts_from_the_last_step_not_from_the_detection_of_the_hang():
     story = Story().start("w1", "w2").send(s.StepsCommitted(step=4, step_s=0.1))
     story.wait(6.5).send(s.TrainerLost(trainer=story.trainer("w2"), cause="hung"))
     story.report("w1", step=4, why="failed")
@@ -410,7 +410,7 @@ def test_stall_counts_from_the_last_step_not_from_when_the_hang_was_found():
 # --- notices where too few would be left ---
 
 
-def test_noticed_worker_trains_on_while_too_few_would_be_left_and_others_come():
+def test_noticed_worker_keeps_training_until_enough_others_are_ready():
     story = Story(min_workers=2).start("w1", "w2")
     story.send(s.WorkerNoticed(worker="w2", deadline=story.now + 120))
     assert not story.found(c.AnnounceChange)
@@ -445,7 +445,7 @@ def nan(story: Story, worker: str, rank: int, step: int, *, is_source: bool = Fa
     )
 
 
-def test_loss_that_is_nan_fails_the_job_once_all_have_reported_and_the_last_good_step_is_saved():
+def test_nan_loss_fails_the_job_after_all_reports_and_saves_the_last_good_step():
     story = Story().start("w1", "w2", "w3").send(s.CheckpointSaved(step=4, trainer="x"))
     nan(story, "w1", 0, 6)
     nan(story, "w3", 2, 6, is_source=True)
@@ -465,7 +465,7 @@ def test_loss_that_is_nan_fails_the_job_once_all_have_reported_and_the_last_good
     assert not story.found(events.StepUndone, ever=True)
 
 
-def test_loss_that_is_nan_can_pause_and_resume_makes_the_step_again():
+def test_nan_loss_can_pause_the_job_and_resume_retries_the_step():
     story = Story().start("w1", "w2")
     story.state = replace(story.state, pauses_on_nan=True)
     nan(nan(story, "w1", 0, 6, is_source=True), "w2", 1, 6)
@@ -481,7 +481,7 @@ def test_loss_that_is_nan_can_pause_and_resume_makes_the_step_again():
     assert (story.state.status, story.state.reason) == ("running", "")
 
 
-def test_rank_that_dies_before_it_could_tell_does_not_hide_a_loss_that_is_nan():
+def test_rank_that_dies_before_its_report_does_not_hide_a_nan_loss():
     story = Story().start("w1", "w2")
     nan(story, "w1", 0, 6)
     story.lose("w2")
@@ -489,14 +489,14 @@ def test_rank_that_dies_before_it_could_tell_does_not_hide_a_loss_that_is_nan():
     assert "is nan (the ranks that computed it were lost)" in story.state.ending.error.error
 
 
-def test_stop_that_was_asked_for_before_the_loss_was_nan_still_stops():
+def test_stop_requested_before_a_nan_loss_still_stops():
     story = Story().start("w1").send(s.StopRequested())
     nan(story, "w1", 0, 6, is_source=True)
     story.send(s.CheckpointSaved(step=6))
     assert (story.state.status, story.state.reason) == ("stopped", "")
 
 
-def test_loss_of_a_generation_that_is_over_changes_nothing():
+def test_nan_loss_of_an_older_generation_is_ignored():
     story = Story().start("w1", "w2")
     before = story.state
     trainer = story.trainer("w1")
@@ -518,7 +518,7 @@ def test_job_that_ends_early_explains_why():
     assert (story.state.status, story.state.reason) == ("finished", "early stopping: enough")
 
 
-def test_early_end_that_is_lost_with_its_holders_is_decided_again():
+def test_early_end_lost_with_its_holders_is_decided_again():
     story = Story().start("w1")
     reported = s.TrainerReported(
         trainer=story.trainer("w1"), generation=1, progress=(6, 3), why="done", ending="enough"
@@ -528,7 +528,7 @@ def test_early_end_that_is_lost_with_its_holders_is_decided_again():
     assert story.state.ending is None
 
 
-def test_rank_that_saw_the_others_leave_before_it_had_the_loss_has_undone_the_same_step():
+def test_rank_that_failed_during_a_nan_step_logs_no_second_undone_step():
     story = Story().start("w1", "w2")
     nan(story, "w1", 0, 6, is_source=True)
     failed = {"generation": 1, "progress": (6, 0), "why": "failed", "undone": True}
@@ -537,7 +537,7 @@ def test_rank_that_saw_the_others_leave_before_it_had_the_loss_has_undone_the_sa
     assert not story.found(events.StepUndone, ever=True)
 
 
-def test_generations_after_one_that_did_not_form_are_guarded_against_strangers_for_a_while():
+def test_generations_after_a_failed_one_are_guarded_for_a_while():
     # Review S3. Guarding costs some ms, so it is not done without a reason.
     story = Story().send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
     story.report("w1", step=-1, why="failed").report("w2", step=-1, why="failed")

@@ -25,7 +25,7 @@ def measured(gradients: np.ndarray) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 12])
-def test_estimates_are_those_of_the_noise_that_made_the_gradients(world_size):
+def test_estimates_match_the_noise_that_generated_the_gradients(world_size):
     rng = np.random.default_rng(0)
     true = np.array([3.0, -1.0, 0.5])
     noise = GradientNoise()
@@ -40,7 +40,7 @@ def test_estimates_are_those_of_the_noise_that_made_the_gradients(world_size):
 
 
 @given(variance=SIZES, square=SIZES, world_size=WORKERS, base=WORKERS)
-def test_gain_lies_between_one_and_linear(variance, square, world_size, base):
+def test_gain_is_between_one_and_linear(variance, square, world_size, base):
     noise = GradientNoise(variance=variance, square_norm=square, num_estimates=5)
     scale = world_size / base
     gain = noise.gain(world_size=world_size, base_workers=base)
@@ -56,26 +56,26 @@ def test_gain_grows_with_the_workers_and_is_one_at_the_base(variance, square):
     assert gains[3] == 1.0
 
 
-def test_noise_alone_is_scaled_linearly_and_a_sure_gradient_not_at_all():
+def test_pure_noise_scales_linearly_and_a_noiseless_gradient_not_at_all():
     alone = GradientNoise(variance=7.0, square_norm=-0.1, num_estimates=1)
     sure = GradientNoise(variance=-0.1, square_norm=7.0, num_estimates=1)
     assert alone.gain(world_size=8, base_workers=2) == 4.0
     assert sure.gain(world_size=8, base_workers=2) == 1.0
 
 
-def test_before_anything_is_known_a_growing_batch_keeps_its_rate_and_a_small_one_is_cut():
+def test_without_estimates_a_larger_batch_keeps_its_rate_and_a_smaller_one_is_cut():
     assert GradientNoise().gain(world_size=8, base_workers=2) == 1.0
     assert GradientNoise().gain(world_size=1, base_workers=4) == 0.25
 
 
-def test_one_rank_and_infinite_gradients_say_nothing():
+def test_one_rank_or_infinite_gradients_do_not_change_the_estimate():
     noise = GradientNoise(variance=1.0, square_norm=2.0, num_estimates=3)
     one = noise.take(mean_of_squares=3.0, square_of_mean=3.0, world_size=1)
     infinite = noise.take(mean_of_squares=math.inf, square_of_mean=math.inf, world_size=2)
     assert one == infinite == noise
 
 
-def test_means_are_plain_at_first_and_forget_the_faster_the_more_ranks_there_are():
+def test_means_are_plain_at_first_and_decay_faster_with_more_ranks():
     noise = GradientNoise()
     for value in (2.0, 4.0, 6.0):
         noise = noise.take(mean_of_squares=value, square_of_mean=0.0, world_size=2)

@@ -20,5 +20,5 @@ from etrain_jupyter.rules.policy.backend import choose_backend
         ([], "gloo"),
     ],
 )
-def test_nccl_needs_a_gpu_of_its_own_for_every_rank(devices, expected):
+def test_nccl_requires_a_separate_gpu_for_every_rank(devices, expected):
     assert choose_backend(devices) == expected

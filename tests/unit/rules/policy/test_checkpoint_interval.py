@@ -35,11 +35,11 @@ seen = st.builds(
 )
 
 
-def test_interval_is_young_s_where_a_checkpoint_is_cheap():
+def test_cheap_checkpoint_gives_youngs_interval():
     assert daly_interval(0.01, 10 * HOUR) == pytest.approx(math.sqrt(2 * 0.01 * 36_000), rel=1e-3)
 
 
-def test_interval_is_the_time_between_losses_where_a_checkpoint_costs_more_than_twice_that():
+def test_very_expensive_checkpoint_gives_the_mean_time_between_losses():
     assert daly_interval(500.0, 200.0) == 200.0
 
 
@@ -58,7 +58,7 @@ def test_no_other_interval_wastes_noticeably_less(cost_s, mean_time_s):
 
 
 @given(cost_s=costs_s, more=costs_s, mean_time_s=times_s)
-def test_dearer_checkpoints_are_made_less_often(cost_s, more, mean_time_s):
+def test_more_expensive_checkpoints_are_less_frequent(cost_s, more, mean_time_s):
     rarer = daly_interval(cost_s + more, mean_time_s)
     assert rarer >= daly_interval(cost_s, mean_time_s) * (1 - 1e-9)
 
@@ -70,7 +70,7 @@ def test_rarer_losses_need_fewer_checkpoints(cost_s, mean_time_s, more):
 
 
 @given(cost_s=costs_s, duration_s=costs_s, seen=seen)
-def test_interval_keeps_its_bounds_and_the_cost_goes_first(cost_s, duration_s, seen):
+def test_interval_keeps_its_bounds_and_the_cost_limit_has_priority(cost_s, duration_s, seen):
     chosen = choose_interval(Costs(cost_s=cost_s, duration_s=duration_s), seen)
     assert chosen.interval_s >= 10
     assert cost_s <= 0.01 * chosen.interval_s * (1 + 1e-9)
@@ -79,7 +79,7 @@ def test_interval_keeps_its_bounds_and_the_cost_goes_first(cost_s, duration_s, s
 
 
 @given(seen=seen, cost_s=costs_s)
-def test_every_loss_that_is_seen_makes_checkpoints_more_frequent_or_leaves_them(seen, cost_s):
+def test_additional_loss_never_makes_checkpoints_less_frequent(seen, cost_s):
     costs = Costs(cost_s=cost_s)
     before = choose_interval(costs, seen).interval_s
     for name in ("num_lost", "num_all_lost"):
@@ -87,7 +87,7 @@ def test_every_loss_that_is_seen_makes_checkpoints_more_frequent_or_leaves_them(
         assert choose_interval(costs, more).interval_s <= before * (1 + 1e-9)
 
 
-def test_rank_that_is_alone_is_saved_more_often_than_several():
+def test_single_rank_has_a_higher_total_loss_rate_than_several():
     rates = [total_loss_rate(Interruptions(num_holders=n)) * DAY for n in (1, 2, 4)]
     assert rates == pytest.approx([2.0, 1.2, 1.4], rel=0.01)
 
@@ -176,7 +176,7 @@ def test_time_of_workers_counts_while_they_train():
     assert (seen.worker_s, seen.job_s, seen.num_holders) == (2 * 10 + 3 * 10 + 5, 25, 1)
 
 
-def test_losses_and_preemptions_count_and_workers_that_were_sent_away_do_not():
+def test_losses_and_preemptions_count_and_scaled_down_workers_do_not():
     evidence = evidence_of(
         at(t.WorkerLost, 1, worker="a", cause="SIGKILL"),
         at(t.WorkerLeft, 2, worker="b", reason="preempted"),
@@ -188,7 +188,7 @@ def test_losses_and_preemptions_count_and_workers_that_were_sent_away_do_not():
 
 
 @pytest.mark.parametrize(("status", "count"), [("running", 1), ("stopped", 0), ("finished", 0)])
-def test_resumed_job_had_lost_everything_only_if_it_had_not_been_ended(status, count):
+def test_resumed_job_counts_a_total_loss_only_if_it_had_not_ended(status, count):
     evidence = evidence_of(formed(1, 2), resumed(50, status), formed(60, 2), restored(61))
     assert evidence.seen(61).num_all_lost == count
 
@@ -219,7 +219,7 @@ def test_resumed_job_continues_with_the_interval_that_was_chosen():
     assert evidence.choice.interval_s == 42.0
 
 
-def test_age_is_that_of_the_state_and_not_of_the_end_of_its_writing():
+def test_age_counts_from_the_state_and_not_from_the_end_of_writing():
     evidence = evidence_of(formed(100, 1))
     assert evidence.age_s(130) == 30
     evidence.fold(saved(150))

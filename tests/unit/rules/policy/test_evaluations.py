@@ -31,7 +31,7 @@ from etrain_jupyter.rules.policy.evaluations import (
         (9.0, None, "min", 5.0, True),
     ],
 )
-def test_better_is_more_than_min_delta_in_the_right_direction(
+def test_improvement_must_exceed_min_delta_in_the_right_direction(
     value, than, mode, min_delta, expected
 ):
     assert is_better(value, than, mode=mode, min_delta=min_delta) is expected
@@ -44,16 +44,16 @@ def ranked(values, mode="max"):
     return [known.step for known in best]
 
 
-def test_best_come_first_and_of_equal_ones_the_earlier():
+def test_best_evaluations_come_first_and_ties_are_ordered_by_step():
     assert ranked([0.5, 0.9, 0.9, 0.7]) == [2, 3, 4, 1]
     assert ranked([0.5, 0.9, 0.9, 0.7], mode="min") == [1, 4, 2, 3]
 
 
-def test_what_is_not_finite_is_never_among_the_best():
+def test_non_finite_values_are_never_among_the_best():
     assert ranked([math.nan, 0.1, math.inf, -math.inf]) == [2]
 
 
-def test_step_that_is_evaluated_again_counts_as_it_is_now():
+def test_latest_evaluation_of_a_step_counts():
     best = add_evaluation(
         (EvaluationRecord(5, 0.9), EvaluationRecord(3, 0.8)), EvaluationRecord(5, 0.1), mode="max"
     )
@@ -63,7 +63,7 @@ def test_step_that_is_evaluated_again_counts_as_it_is_now():
     )
 
 
-def test_only_so_many_are_remembered():
+def test_number_of_kept_evaluations_is_limited():
     steps = ranked(range(100))
     assert (len(steps), steps[0]) == (KEEP_BEST, 100)
 
@@ -85,7 +85,7 @@ def test_small_improvements_in_a_row_count_once_they_have_added_up():
     assert trend_of([0.5, 0.58, 0.59], min_delta=0.1).num_stale == 2
 
 
-def test_evaluation_that_is_nan_is_no_improvement():
+def test_nan_evaluation_is_not_an_improvement():
     assert trend_of([math.nan, math.nan]).num_stale == 2
     assert describe_early_stop(trend_of([math.nan]), metric="f1") == (
         "early stopping: f1 was not finite in 1 evaluation"

@@ -37,7 +37,7 @@ def test_a_rank_pays_for_its_node() -> None:
     assert costs.of("b") == RunningCost(spent_usd=0.5, on_demand_usd=1.5)
 
 
-def test_a_boot_before_the_first_step_is_no_waste_and_later_it_is() -> None:
+def test_boot_cost_is_waste_only_after_the_first_step() -> None:
     costs = begun()
     costs.take([Node("i", 1.0)], ranks={}, active=["a"])
     costs.take([Node("i", 2.0)], ranks={"i": "a"}, active=["a"])
@@ -56,7 +56,7 @@ def test_a_refund_goes_back_to_the_jobs_that_paid() -> None:
     assert costs.of("b") == RunningCost(on_demand_usd=3.0)
 
 
-def test_what_was_spent_under_another_scheduler_comes_from_the_log() -> None:
+def test_cost_under_an_earlier_scheduler_is_carried_over() -> None:
     costs = JobCosts()
     costs.begin("a", RunningCost(spent_usd=7.0), has_trained=True)
     costs.take([Node("i", 5.0)], ranks={"i": "a"}, active=["a"])
@@ -86,7 +86,7 @@ def test_without_a_job_no_cost_is_charged_and_an_ended_job_is_forgotten() -> Non
         max_size=30,
     )
 )
-def test_the_jobs_together_pay_what_the_nodes_cost(
+def test_costs_of_the_jobs_add_up_to_those_of_the_nodes(
     changes: list[tuple[str, float, str | None]],
 ) -> None:
     costs, spent = begun(), {"i": 0.0, "j": 0.0}

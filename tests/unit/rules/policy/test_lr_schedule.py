@@ -15,7 +15,7 @@ WARM, TOTAL = 4, 20
 
 @pytest.mark.parametrize("batch", [1, 32])
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine"])
-def test_at_a_constant_batch_it_is_the_usual_formula(batch, decay):
+def test_constant_batch_gives_the_usual_formula(batch, decay):
     schedule = LrSchedule(warmup=WARM * batch, decay=decay, end=TOTAL * batch)
     for step in range(TOTAL):
         passed = (step - WARM) / (TOTAL - WARM)
@@ -32,7 +32,7 @@ def test_at_a_constant_batch_it_is_the_usual_formula(batch, decay):
     st.lists(st.integers(1, 50), min_size=1, max_size=40),
     st.sampled_from(["none", "linear", "cosine"]),
 )
-def test_any_batches_give_a_rate_between_nothing_and_the_optimizers_own(counts, decay):
+def test_factor_is_between_zero_and_one_for_any_batches(counts, decay):
     schedule = LrSchedule(warmup=sum(counts) // 3, decay=decay, end=sum(counts))
     position, factors = 0, []
     for count in counts:
@@ -43,9 +43,9 @@ def test_any_batches_give_a_rate_between_nothing_and_the_optimizers_own(counts, 
     assert factors[: top + 1] == sorted(factors[: top + 1])
 
 
-def test_warm_up_of_nothing_is_none():
+def test_without_a_warm_up_the_factor_starts_at_one():
     assert LrSchedule(end=10).factor(0, 1) == 1.0
 
 
-def test_after_the_end_it_stays_as_it_is_there():
+def test_factor_stays_constant_after_the_end():
     assert LrSchedule(decay="linear", end=10).factor(15, 1) == 0.0

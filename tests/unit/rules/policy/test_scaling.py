@@ -38,7 +38,7 @@ def test_growth_ramps_linearly_and_shrinkage_is_immediate():
     assert factors(ramp.aim(1.0, 0.9), 2) == [1.0, 1.0]
 
 
-def test_nested_change_starts_from_where_the_factor_stands():
+def test_nested_change_starts_from_the_current_factor():
     ramp = Ramp().aim(4.0, 0.9, length=3).advance()
     higher = ramp.aim(8.0, 0.9, length=3)
     assert factors(higher, 4) == [2.0, 4.0, 6.0, 8.0]
@@ -51,7 +51,7 @@ def test_same_target_continues_the_ramp():
 
 
 @given(targets=st.lists(st.tuples(SCALES, st.integers(0, 30)), min_size=1, max_size=8))
-def test_factor_stays_between_where_it_was_and_where_it_goes(targets):
+def test_factor_stays_between_its_start_and_its_target(targets):
     ramp = Ramp()
     for target, steps in targets:
         before = ramp.factor

@@ -66,7 +66,7 @@ def test_evaluation_takes_each_sample_once(num_samples: int, world_size: int) ->
 
 
 @given(count=st.integers(1, 40), world_size=st.integers(1, 9), min_share=st.integers(1, 3))
-def test_no_rank_gets_less_than_the_least_share_unless_the_step_has_less(
+def test_non_empty_shares_have_the_minimum_size_unless_the_step_is_smaller(
     count: int, world_size: int, min_share: int
 ) -> None:
     plan = plan_step(count=count, world_size=world_size, micro_batch_size=None, min_share=min_share)
@@ -81,7 +81,7 @@ def test_no_rank_gets_less_than_the_least_share_unless_the_step_has_less(
     num_passes=st.integers(1, 12),
     min_share=st.sampled_from([1, 2]),
 )
-def test_asked_passes_are_made_unless_the_share_is_too_small(
+def test_requested_passes_are_made_unless_the_share_is_too_small(
     count: int, world_size: int, num_passes: int, min_share: int
 ) -> None:
     sizes = {"count": count, "world_size": world_size, "micro_batch_size": None}
@@ -94,6 +94,6 @@ def test_asked_passes_are_made_unless_the_share_is_too_small(
     assert largest // plan.num_micro_steps >= min(largest, min_share)
 
 
-def test_memory_may_need_more_passes_than_were_asked_for() -> None:
+def test_memory_limit_may_require_more_passes_than_requested() -> None:
     plan = plan_step(count=64, world_size=1, micro_batch_size=8, num_passes=4)
     assert plan.num_micro_steps == 8

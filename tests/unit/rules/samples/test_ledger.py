@@ -34,7 +34,7 @@ def test_hash_is_the_published_splitmix64() -> None:
     assert ledger._mix(np.array(states, dtype=np.uint64)).tolist() == expected
 
 
-def test_order_never_changes() -> None:
+def test_order_matches_recorded_values() -> None:
     # A job resumed by a later version goes on in this order: never adapt these numbers.
     assert epoch_order(seed=0, epoch=0, num_samples=8).tolist() == [0, 7, 2, 5, 4, 6, 3, 1]
     assert epoch_order(seed=0, epoch=1, num_samples=8).tolist() == [6, 0, 4, 5, 2, 7, 1, 3]
@@ -52,7 +52,7 @@ def test_order_is_a_permutation_and_a_function_of_its_arguments(
     assert np.array_equal(order, epoch_order(seed=seed, epoch=epoch, num_samples=num_samples))
 
 
-def test_epochs_and_seeds_have_unlike_orders() -> None:
+def test_orders_of_epochs_and_seeds_are_uncorrelated() -> None:
     orders = [
         epoch_order(seed=seed, epoch=epoch, num_samples=2000)
         for seed in range(3)
@@ -76,7 +76,7 @@ def test_checksum_is_exact_in_float64() -> None:
     assert float(terms.astype(np.float64).sum()) == checksum_of(np.arange(1 << 20)) < 2**53
 
 
-def test_checksum_detects_a_lost_a_repeated_and_an_exchanged_sample() -> None:
+def test_checksum_detects_lost_repeated_and_replaced_samples() -> None:
     right = np.arange(100)
     lost, repeated, exchanged = right[1:], np.append(right, 5), np.append(right[1:], 5)
     assert len({checksum_of(part) for part in (right, lost, repeated, exchanged)}) == 4

@@ -66,7 +66,7 @@ def test_order_of_the_sum_depends_on_the_number_of_shards_alone(size, adds_in_pl
 
 
 @given(sizes)
-def test_few_sums_travel_and_few_are_kept(size):
+def test_number_of_sent_and_stored_sums_is_bounded(size):
     num_shards, world_size = size
     depth = math.ceil(math.log2(num_shards))
     plan = plan_shards(num_shards=num_shards, world_size=world_size)
@@ -77,7 +77,7 @@ def test_few_sums_travel_and_few_are_kept(size):
 
 
 @given(sizes)
-def test_no_two_partial_sums_of_a_rank_could_have_been_one(size):
+def test_no_two_partial_sums_of_a_rank_can_be_merged(size):
     num_shards, world_size = size
     plan = plan_shards(num_shards=num_shards, world_size=world_size)
     for subtrees in plan.subtrees:

@@ -39,7 +39,7 @@ def upload_all(machine: Machine, up: Uploads) -> None:
     up.pack()
 
 
-def test_another_machine_reads_what_one_wrote(machine: Make) -> None:
+def test_log_written_on_one_machine_is_read_on_another(machine: Make) -> None:
     here, there = machine("here"), machine("there")
     up = here.uploads()
     here.write(step(1), step(2))
@@ -53,7 +53,7 @@ def test_another_machine_reads_what_one_wrote(machine: Make) -> None:
     assert [e.step for e in read_events(there.path)] == [1, 2, 3]
 
 
-def test_steady_reading_costs_one_request(machine: Make, s3_server: S3Server) -> None:
+def test_refresh_without_new_events_costs_one_request(machine: Make, s3_server: S3Server) -> None:
     here, there = machine("here"), machine("there")
     here.write(step(1))
     upload_all(here, here.uploads())
@@ -96,7 +96,7 @@ def test_long_log_is_packed_and_reads_the_same(
     assert [e.step for e in read_log(late.path)] == list(range(1, 97))
 
 
-def test_writer_that_was_killed_goes_on_where_it_was(machine: Make) -> None:
+def test_killed_writer_continues_where_it_stopped(machine: Make) -> None:
     here, there = machine("here"), machine("there")
     here.write(step(1))
     up = here.uploads()
@@ -114,7 +114,7 @@ def test_writer_that_was_killed_goes_on_where_it_was(machine: Make) -> None:
     assert there.lines == here.lines
 
 
-def test_of_two_takers_one_gets_the_log_and_the_old_writer_is_fenced(machine: Make) -> None:
+def test_only_one_of_two_claims_succeeds_and_the_old_writer_is_fenced(machine: Make) -> None:
     here, one, two = machine("here"), machine("one"), machine("two")
     here.write(step(1))
     up = here.uploads()
@@ -144,7 +144,7 @@ def test_of_two_takers_one_gets_the_log_and_the_old_writer_is_fenced(machine: Ma
     assert len(list(here.path.parent.glob("events.*.lost.jsonl"))) == 1
 
 
-def test_who_takes_over_uploads_first_what_only_its_machine_has(machine: Make) -> None:
+def test_claim_first_uploads_events_that_exist_only_locally(machine: Make) -> None:
     here, there = machine("here"), machine("there")
     here.write(step(1))
     upload_all(here, here.uploads())
@@ -179,7 +179,7 @@ def test_claim_is_refused_while_another_process_writes_and_force_continues_after
         up.upload()
 
 
-def test_objects_of_others_are_passed_over(machine: Make, s3_server: S3Server, url: str) -> None:
+def test_unrelated_objects_are_ignored(machine: Make, s3_server: S3Server, url: str) -> None:
     here, there = machine("here"), machine("there")
     here.write(step(1))
     upload_all(here, here.uploads())
@@ -191,7 +191,7 @@ def test_objects_of_others_are_passed_over(machine: Make, s3_server: S3Server, u
 
 
 @pytest.mark.parametrize("data", [b"", b"{}\nx\n", b"half"])
-def test_piece_that_is_not_whole_is_refused_by_name_and_the_rest_is_read(
+def test_incomplete_piece_is_refused_by_name_and_events_before_it_are_read(
     machine: Make, s3_server: S3Server, url: str, data: bytes
 ) -> None:
     here, there = machine("here"), machine("there")
@@ -208,7 +208,7 @@ def test_piece_that_is_not_whole_is_refused_by_name_and_the_rest_is_read(
     assert there.lines == here.lines[:1]
 
 
-def test_piece_that_is_missing_is_named(machine: Make, s3_server: S3Server, url: str) -> None:
+def test_missing_piece_is_named(machine: Make, s3_server: S3Server, url: str) -> None:
     here, there = machine("here"), machine("there")
     up = here.uploads()
     for number in (1, 2, 3):
@@ -221,7 +221,7 @@ def test_piece_that_is_missing_is_named(machine: Make, s3_server: S3Server, url:
     assert there.lines == here.lines[:1]
 
 
-def test_pack_that_unfolds_without_end_is_refused(
+def test_pack_that_decompresses_beyond_the_limit_is_refused(
     machine: Make, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small object may expand a thousandfold and fill the reader's memory."""
@@ -234,7 +234,7 @@ def test_pack_that_unfolds_without_end_is_refused(
 
 
 @pytest.mark.usefixtures("small")
-def test_pack_that_is_not_whole_is_named(machine: Make, s3_server: S3Server, url: str) -> None:
+def test_incomplete_pack_is_named(machine: Make, s3_server: S3Server, url: str) -> None:
     here, there = machine("here"), machine("there")
     here.write(*(step(n) for n in range(1, 15)))
     upload_all(here, here.uploads())
@@ -247,7 +247,7 @@ def test_pack_that_is_not_whole_is_named(machine: Make, s3_server: S3Server, url
             there.copy.refresh()
 
 
-def test_torn_line_of_a_copy_is_cut_off(machine: Make) -> None:
+def test_partial_line_of_a_copy_is_repaired(machine: Make) -> None:
     here, there = machine("here"), machine("there")
     here.write(step(1), step(2))
     upload_all(here, here.uploads())
@@ -259,7 +259,7 @@ def test_torn_line_of_a_copy_is_cut_off(machine: Make) -> None:
     assert there.lines == here.lines
 
 
-def test_copy_that_a_coordinator_writes_is_left_alone(machine: Make) -> None:
+def test_locked_copy_is_not_changed(machine: Make) -> None:
     here, there = machine("here"), machine("there")
     here.write(step(1))
     upload_all(here, here.uploads())
@@ -272,7 +272,7 @@ def test_copy_that_a_coordinator_writes_is_left_alone(machine: Make) -> None:
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_requests_that_fail_now_and_then_change_nothing(machine: Make, s3_server: S3Server) -> None:
+def test_intermittent_failures_do_not_change_the_log(machine: Make, s3_server: S3Server) -> None:
     here, there = machine("here"), machine("there")
     up = here.uploads()
     s3_server.set_faults(

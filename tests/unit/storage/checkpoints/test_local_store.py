@@ -58,7 +58,7 @@ def test_listing_does_not_create_the_folder(store: LocalStore) -> None:
     assert not store.root.exists()
 
 
-def test_strange_files_are_never_touched(store: LocalStore) -> None:
+def test_unknown_files_are_never_changed(store: LocalStore) -> None:
     store.commit(save(store, 1))
     mine = store.root / "checkpoints" / "my_notes"
     mine.mkdir()
@@ -70,7 +70,7 @@ def test_strange_files_are_never_touched(store: LocalStore) -> None:
     assert (store.root / "manifests" / "readme.txt").exists()
 
 
-def test_temporary_manifests_of_a_crash_are_cleared(store: LocalStore) -> None:
+def test_temporary_manifests_of_a_crash_are_removed(store: LocalStore) -> None:
     store.commit(save(store, 5))
     folder = store.root / "manifests"
     (folder / ".step_00000003.0a1b2c3d").write_text("{")
@@ -79,7 +79,7 @@ def test_temporary_manifests_of_a_crash_are_cleared(store: LocalStore) -> None:
     assert sorted(os.listdir(folder)) == [".step_00000007.0a1b2c3d", "step_00000005.json"]
 
 
-def test_link_that_leads_out_is_refused(store: LocalStore, tmp_path: Path) -> None:
+def test_link_out_of_the_store_is_refused(store: LocalStore, tmp_path: Path) -> None:
     manifest = save(store, 1)
     store.commit(manifest)
     part = manifest.parts["model.safetensors"]
@@ -91,7 +91,7 @@ def test_link_that_leads_out_is_refused(store: LocalStore, tmp_path: Path) -> No
         store.get_part(part)
 
 
-def test_full_disk_leaves_no_part_and_says_so(
+def test_full_disk_leaves_no_part_and_is_reported(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = store.begin(1)
@@ -107,7 +107,7 @@ def test_full_disk_leaves_no_part_and_says_so(
     assert os.listdir(store.root / folder) == []
 
 
-def test_write_that_the_disk_falsified_is_noticed(
+def test_write_corrupted_by_the_disk_is_detected(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = store.begin(1)
@@ -136,7 +136,7 @@ def test_file_system_without_links_still_commits_once(
     assert os.listdir(store.root / "manifests") == ["step_00000001.json"]
 
 
-def test_place_that_is_no_folder_is_explained(tmp_path: Path) -> None:
+def test_path_that_is_not_a_folder_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = LocalStore(tmp_path / "file")
     with pytest.raises(CheckpointError, match=r"step_00000001 cannot be started in .*file"):
@@ -165,7 +165,7 @@ WRITER = """
 """
 
 
-def test_killed_writer_never_costs_an_acknowledged_checkpoint(store: LocalStore) -> None:
+def test_killed_writer_never_loses_an_acknowledged_checkpoint(store: LocalStore) -> None:
     """Invariant I6 with SIGKILL at whatever moment comes; the sixth writer clears up after all."""
     acknowledged = 0
     for delay in (1, 2, 3, 5, 8, 13):
@@ -209,7 +209,7 @@ def test_stores_are_opened_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_places_that_are_no_store_are_refused() -> None:
+def test_invalid_store_urls_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.to names no bucket"):
         open_store("s3:///run")
     with pytest.raises(ConfigError, match="no store for gs://") as caught:

@@ -33,7 +33,7 @@ def open_uploads(store: S3Store) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("source", ["bytes", "file"])
-def test_large_part_goes_and_comes_in_several_pieces(
+def test_large_part_is_uploaded_and_downloaded_in_pieces(
     s3_server: S3Server, s3_bucket: str, tmp_path: Path, source: str
 ) -> None:
     store = S3Store(f"s3://{s3_bucket}", limits=IN_CHUNKS)
@@ -50,7 +50,7 @@ def test_large_part_goes_and_comes_in_several_pieces(
 
 
 @pytest.mark.parametrize("kind", ["reset", "lose_answer", "spoil_upload", "truncate"])
-def test_large_part_gets_over_what_happens_to_single_requests(
+def test_large_part_survives_failures_of_single_requests(
     s3_server: S3Server, s3_bucket: str, no_pauses: None, kind: Any
 ) -> None:
     store = S3Store(f"s3://{s3_bucket}", limits=IN_CHUNKS)
@@ -62,7 +62,7 @@ def test_large_part_gets_over_what_happens_to_single_requests(
     assert open_uploads(store) == []
 
 
-def test_upload_that_fails_is_aborted(s3_server: S3Server, s3_bucket: str) -> None:
+def test_failed_upload_is_aborted(s3_server: S3Server, s3_bucket: str) -> None:
     store = S3Store(f"s3://{s3_bucket}", limits=IN_CHUNKS)
     folder = store.begin(1)
     s3_server.set_faults(S3Fault(kind="deny", match="partNumber=2"))
@@ -72,7 +72,7 @@ def test_upload_that_fails_is_aborted(s3_server: S3Server, s3_bucket: str) -> No
     assert s3_server.list_keys(s3_bucket) == ["checkpoints/step_00000001/.begun"]
 
 
-def test_upload_that_a_crash_left_goes_with_the_next_clean_up(
+def test_upload_left_by_a_crash_is_removed_by_the_next_clean_up(
     s3_server: S3Server, s3_bucket: str
 ) -> None:
     store = S3Store(f"s3://{s3_bucket}", limits=IN_CHUNKS)
@@ -145,7 +145,7 @@ def test_endpoint_that_ignores_conditions_is_refused(s3_server: S3Server, s3_buc
         S3Store(f"s3://{s3_bucket}").begin(1)
 
 
-def test_more_manifests_than_a_page_are_all_listed(s3_server: S3Server, s3_bucket: str) -> None:
+def test_manifests_on_several_pages_are_all_listed(s3_server: S3Server, s3_bucket: str) -> None:
     for step in range(1, 8):
         s3_server.write(s3_bucket, f"runs/manifests/step_{step:08d}.json", b"{}")
     s3_server.write(s3_bucket, "runs/manifests/readme.txt", b"mine")
@@ -241,7 +241,7 @@ def test_copy_of_a_part_is_deleted_when_unreferenced(s3_server: S3Server, s3_buc
     assert not os.path.exists(name)
 
 
-def test_scratch_of_a_killed_process_is_removed_and_of_a_living_one_not(
+def test_scratch_of_a_killed_process_is_removed_and_that_of_a_live_one_kept(
     s3_server: S3Server, s3_bucket: str
 ) -> None:
     store = S3Store(f"s3://{s3_bucket}")
@@ -256,7 +256,7 @@ def test_scratch_of_a_killed_process_is_removed_and_of_a_living_one_not(
     assert copy.read_bytes() == b"weights"
 
 
-def test_python_without_boto3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_boto3_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -272,7 +272,7 @@ def test_python_without_boto3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         open_store("s3://bucket/run")
 
 
-def test_each_job_has_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_job_has_its_own_location(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     assert place_of_job("s3://bucket", "job-1") == "s3://bucket/job-1"
     assert place_of_job("s3://bucket/runs/", "job-1") == "s3://bucket/runs/job-1"
@@ -281,7 +281,7 @@ def test_each_job_has_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("where", ["environment", "profile"])
-def test_number_of_tries_that_the_user_has_set_goes_before_ours(
+def test_retry_settings_of_the_user_override_ours(
     s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     if where == "environment":
@@ -296,9 +296,7 @@ def test_number_of_tries_that_the_user_has_set_goes_before_ours(
     assert (retries["total_max_attempts"], retries["mode"]) == (2, "adaptive")
 
 
-def test_without_settings_of_the_user_requests_are_tried_four_times(
-    s3_server: S3Server, s3_bucket: str
-) -> None:
+def test_requests_are_tried_four_times_by_default(s3_server: S3Server, s3_bucket: str) -> None:
     retries = S3Store(f"s3://{s3_bucket}")._bucket._s3.connect().meta.config.retries
     assert (retries["total_max_attempts"], retries["mode"]) == (4, "standard")
 
@@ -312,7 +310,7 @@ def test_progress_of_a_large_part_is_reported_piece_by_piece(
     assert sorted(told, reverse=True) == [5 * MIB, 5 * MIB, 2 * MIB + 7]
 
 
-def test_scratch_file_ends_with_its_path_but_not_with_paths_derived_from_it() -> None:
+def test_scratch_file_is_removed_with_its_path_but_not_with_derived_paths() -> None:
     path = new_scratch_file()
     path.write_bytes(b"weights")
     name = os.fspath(path)

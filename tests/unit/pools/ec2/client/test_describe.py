@@ -5,7 +5,7 @@ from __future__ import annotations
 from etrain_jupyter.pools.ec2.client.describe import keys_as_table
 
 
-def test_every_key_of_the_table_says_what_it_means() -> None:
+def test_every_key_of_the_table_has_a_meaning() -> None:
     rows = [row.split(" | ") for row in keys_as_table().splitlines()[2:]]
 
     assert [key for key, _, meaning in rows if len(meaning) < 10] == []

@@ -231,7 +231,7 @@ def changed(spec: AwsSpotSpec, keys: dict[str, Any]) -> AwsSpotSpec:
 
 @pytest.mark.parametrize("role", MAKERS)
 @pytest.mark.parametrize("keys", SPECS)
-def test_every_condition_key_is_one_that_its_actions_have(
+def test_every_condition_key_is_supported_by_its_actions(
     role: str, keys: str, spec: AwsSpotSpec
 ) -> None:
     """Review R3: ``s3:prefix`` on ListBucketMultipartUploads allows nothing on AWS."""
@@ -263,7 +263,7 @@ def wrong_keys(policy: dict[str, Any]) -> list[tuple[str, str, str]]:
     return wrong
 
 
-def test_key_that_an_action_lacks_is_found() -> None:
+def test_condition_key_unsupported_by_an_action_is_found() -> None:
     """Review R3: the condition that the policies had."""
     statement = {
         "Effect": "Allow",
@@ -277,7 +277,7 @@ def test_key_that_an_action_lacks_is_found() -> None:
     assert found == [("s3:ListBucketMultipartUploads", "bucket", "s3:prefix")]
 
 
-def test_launcher_may_do_what_a_cluster_takes_and_no_more(spec: AwsSpotSpec) -> None:
+def test_launcher_may_do_what_a_cluster_requires_and_no_more(spec: AwsSpotSpec) -> None:
     policy = launcher_policy(spec)
 
     assert allowed(policy, LAUNCHES | FRAME) == {*LAUNCHES, *FRAME}
@@ -307,7 +307,7 @@ def test_node_may_write_checkpoints_and_its_state_but_no_more(spec: AwsSpotSpec)
     assert allowed(policy, NOT_FOR_NODES) == set()
 
 
-def test_node_of_one_cluster_reads_no_other_one(spec: AwsSpotSpec) -> None:
+def test_node_of_one_cluster_cannot_read_another(spec: AwsSpotSpec) -> None:
     policy = node_policy(spec, cluster_id="aws-0a1b2c-000002")
 
     others = {what: one for what, one in NODES.items() if one.resource.startswith(HOME)}
@@ -315,7 +315,7 @@ def test_node_of_one_cluster_reads_no_other_one(spec: AwsSpotSpec) -> None:
     assert allowed(policy, others) == set()
 
 
-def test_launches_stay_in_the_subnets_and_groups_that_are_named(spec: AwsSpotSpec) -> None:
+def test_launches_are_limited_to_the_named_subnets_and_groups(spec: AwsSpotSpec) -> None:
     own = changed(spec, SPECS["named"])
     policy = launcher_policy(own)
     subnets = {
@@ -404,7 +404,7 @@ def test_conditions_are_evaluated_as_iam_does(
     assert is_allowed([policy_with(condition)], request) is expected
 
 
-def test_deny_goes_before_allow_and_nothing_is_allowed_by_itself() -> None:
+def test_deny_overrides_allow_and_the_default_is_deny() -> None:
     request = Request("s3:GetObject", f"{BUCKET}/key", {})
 
     assert not is_allowed([], request)
@@ -417,14 +417,14 @@ def test_deny_goes_before_allow_and_nothing_is_allowed_by_itself() -> None:
 @pytest.mark.parametrize(
     "changed", [{"NotAction": "s3:*"}, {"Condition": {"DateLessThan": {"k": "1"}}}]
 )
-def test_policy_element_that_the_evaluator_lacks_is_an_error(changed: dict[str, Any]) -> None:
+def test_unsupported_policy_element_is_an_error(changed: dict[str, Any]) -> None:
     statement = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "*", **changed}
 
     with pytest.raises(ValueError, match="evaluator does not support"):
         is_allowed([{"Statement": statement}], Request("s3:GetObject", "*", {"k": "1"}))
 
 
-def test_wildcard_of_an_arn_stays_in_its_part() -> None:
+def test_wildcard_of_an_arn_matches_only_within_its_part() -> None:
     assert arn_matches("arn:aws:s3:::b/*", "arn:aws:s3:::b/a/b")
     assert not arn_matches("arn:aws:*", "arn:aws:s3:::b")
 
@@ -456,7 +456,7 @@ def code_of_doing(act: Any) -> str:
 
 
 @pytest.mark.aws
-def test_node_reaches_its_own_cluster_and_no_further(clients: Clients, spec: AwsSpotSpec) -> None:
+def test_node_cannot_access_other_clusters(clients: Clients, spec: AwsSpotSpec) -> None:
     own, other = "etrain/clusters/c1", "etrain/clusters/c2"
     for folder in (own, other):
         for name in ("config.json", "lease.json", "keys/0123/worker.key"):
@@ -505,7 +505,7 @@ def test_node_reaches_its_own_cluster_and_no_further(clients: Clients, spec: Aws
 
 
 @pytest.mark.aws
-def test_launcher_reaches_its_prefix_only(clients: Clients, spec: AwsSpotSpec) -> None:
+def test_launcher_can_access_only_its_prefix(clients: Clients, spec: AwsSpotSpec) -> None:
     launcher = client_of("launcher", launcher_policy(spec))
 
     @set_initial_no_auth_action_count(0)

@@ -32,7 +32,7 @@ def change(spec: AwsSpotSpec, **keys: Any) -> AwsSpotSpec:
         ({"budget": {"max_hourly": 2}}, (SMALL,), 2.0),
     ],
 )
-def test_worst_case_is_of_the_dearest_worker(
+def test_worst_case_uses_the_most_expensive_worker(
     spec: AwsSpotSpec, keys: dict[str, Any], offers: tuple[Offer, ...], hourly: float
 ) -> None:
     worst = worst_of(change(spec, **keys), offers, BOOK, 8)

@@ -86,7 +86,7 @@ def test_missing_workers_are_requested_in_one_zone_with_all_its_types() -> None:
     assert request.overrides == (("g5.xlarge", A), ("g6.xlarge", A))
 
 
-def test_machines_that_are_not_listed_yet_count() -> None:
+def test_unlisted_machines_count() -> None:
     first = look()
     state = after(first, granted(only(first), "i-1", "i-2"))
 
@@ -104,7 +104,7 @@ def test_listed_machines_are_counted_once() -> None:
     assert only(look(state, machines=machines(1))).num_nodes == 1
 
 
-def test_request_without_an_answer_is_repeated_under_its_token() -> None:
+def test_unanswered_request_is_retried_with_the_same_token() -> None:
     first = look()
     state = first.state.sent(only(first), T)
 
@@ -124,7 +124,7 @@ def test_tokens_differ_between_requests_and_between_heads() -> None:
     assert only(look(FleetState(life=2))).token == "c1-2-1"
 
 
-def test_pool_without_capacity_is_left_alone_for_longer_each_time() -> None:
+def test_pool_without_capacity_is_retried_with_back_off() -> None:
     state, waits, now = FleetState(), [], T
     for _ in range(7):
         first = look(state, now=now, offers=OFFERS[:1])
@@ -149,14 +149,14 @@ def test_unsupported_type_is_not_requested_again_within_the_hour() -> None:
     assert only(look(state, now=T + 3000, offers=OFFERS[:2])).overrides == (("g6.xlarge", A),)
 
 
-def test_quota_stops_all_of_the_request() -> None:
+def test_quota_error_backs_off_all_types_of_the_request() -> None:
     first = look()
     state = after(first, FleetResult(refusals=refused(only(first), "quota").refusals[:1]))
 
     assert {key[0] for key in state.back_offs} == {"g5.xlarge", "g6.xlarge"}
 
 
-def test_refusals_that_do_not_pass_halt_after_three() -> None:
+def test_three_permanent_refusals_halt_the_launches() -> None:
     state, now = FleetState(), T
     for number in range(1, 4):
         first = look(state, now=now)
@@ -167,7 +167,7 @@ def test_refusals_that_do_not_pass_halt_after_three() -> None:
     assert look(state, now=now).launches == ()
 
 
-def test_wanted_is_bounded_by_max_but_for_machines_at_risk() -> None:
+def test_wanted_workers_are_bounded_by_max_except_for_machines_at_risk() -> None:
     assert only(look(wanted=9)).num_nodes == 4
     four = machines(4)
     assert look(wanted=9, machines=four).launches == ()
@@ -176,7 +176,7 @@ def test_wanted_is_bounded_by_max_but_for_machines_at_risk() -> None:
     assert only(look(wanted=4, machines=(*four[:3], machine(3, is_leaving=True)))).num_nodes == 1
 
 
-def test_surplus_goes_after_a_while_the_new_and_idle_first() -> None:
+def test_surplus_is_released_after_a_while_new_and_idle_machines_first() -> None:
     three = (
         machine(1, launched_at=T - 100, is_busy=True),
         machine(2, launched_at=T - 50),
@@ -200,7 +200,7 @@ def test_zone_is_chosen_by_price_and_score() -> None:
     assert look(offers=tuple(likely)).state.zone == B
 
 
-def test_zone_of_the_workers_stays() -> None:
+def test_new_machines_stay_in_the_zone_of_the_workers() -> None:
     request = only(look(wanted=2, machines=(machine(1, zone=B, type="g5.xlarge"),)))
 
     assert request.overrides == (("g5.xlarge", B),)
@@ -227,7 +227,7 @@ def test_shortage_shrinks_moves_or_spreads() -> None:
     assert (only(spread).overrides, spread.state.zone) == ((("g5.xlarge", B),), A)
 
 
-def test_after_moving_the_others_follow_one_by_one() -> None:
+def test_after_a_zone_change_the_other_machines_are_released() -> None:
     both = (machine(1), machine(2, zone=B))
     moved = FleetState(zone=B)
 
@@ -244,13 +244,13 @@ def test_after_moving_the_others_follow_one_by_one() -> None:
     )
 
 
-def test_spread_asks_in_all_zones() -> None:
+def test_spread_requests_all_zones() -> None:
     request = only(look(rules=dataclasses.replace(RULES, is_single_zone=False)))
 
     assert {zone for _, zone in request.overrides} == {A, B}
 
 
-def test_machines_of_several_gpus_never_bring_more_than_max() -> None:
+def test_machines_with_several_gpus_never_exceed_max_workers() -> None:
     big = (Offer(type="g5.12xlarge", zone=A, workers=4, spot_usd=1.0),)
     small = Offer(type="g5.xlarge", zone=A, workers=1, spot_usd=0.5)
 
@@ -260,7 +260,7 @@ def test_machines_of_several_gpus_never_bring_more_than_max() -> None:
     assert look(wanted=2, offers=big, machines=machines(1)).launches == ()
 
 
-def test_base_comes_on_demand_first() -> None:
+def test_on_demand_base_is_launched_first() -> None:
     rules = dataclasses.replace(RULES, on_demand_base=1, most_on_demand=1)
 
     request = only(look(rules=rules, wanted=3))
@@ -270,7 +270,7 @@ def test_base_comes_on_demand_first() -> None:
     assert (request.lifecycle, request.num_nodes) == ("spot", 2)
 
 
-def test_on_demand_fills_in_after_a_shortage_up_to_its_max() -> None:
+def test_on_demand_is_used_after_a_shortage_up_to_its_max() -> None:
     rules = dataclasses.replace(RULES, most_on_demand=2, on_shortage="shrink")
     first = look(rules=rules, wanted=4, offers=OFFERS[:2])
     state, now = after(first, refused(only(first))), T
@@ -328,7 +328,7 @@ def test_warning_keeps_its_key_while_its_figures_change() -> None:
     assert all(len(those) > 1 for those in texts.values())
 
 
-def test_max_hourly_counts_the_dearest_that_may_come() -> None:
+def test_max_hourly_counts_the_most_expensive_possible_machines() -> None:
     rules = dataclasses.replace(RULES, max_hourly=1.2)
     decision = look(rules=rules, wanted=4)
 
@@ -342,7 +342,7 @@ def test_max_hourly_counts_the_dearest_that_may_come() -> None:
     assert look(rules=dataclasses.replace(RULES, max_hourly=0.3)).launches == ()
 
 
-def test_what_is_coming_is_part_of_max_hourly() -> None:
+def test_pending_machines_count_toward_max_hourly() -> None:
     rules = dataclasses.replace(RULES, max_hourly=1.2)
     first = look(rules=rules, wanted=2)
     state = after(first, granted(only(first), "i-8", "i-9"))
@@ -350,7 +350,7 @@ def test_what_is_coming_is_part_of_max_hourly() -> None:
     assert only(look(state, rules=rules, wanted=4)).num_nodes == 1
 
 
-def test_prices_that_rise_release_the_dearest() -> None:
+def test_rising_prices_release_the_most_expensive_machine() -> None:
     rules = dataclasses.replace(RULES, max_hourly=1.0)
     dear = (machine(1), machine(2, type="g5.xlarge"), machine(3))
 
@@ -361,7 +361,7 @@ def test_prices_that_rise_release_the_dearest() -> None:
     assert look(rules=rules, wanted=2, machines=left, rate_usd=1.16).releases == ()
 
 
-def test_no_node_is_launched_that_would_end_the_money_for_all_of_them() -> None:
+def test_no_node_is_launched_that_would_exhaust_the_budget_reserve() -> None:
     """It owes a minute at once, and then all must have the money to stop."""
     offers = (Offer(type="g6.xlarge", zone=A, spot_usd=60.0, on_demand_usd=60.0),)
     rules = dataclasses.replace(RULES, max_total=10.0, reserve_s=120.0)
@@ -374,7 +374,7 @@ def test_no_node_is_launched_that_would_end_the_money_for_all_of_them() -> None:
     assert only(look(rules=rules, spent_usd=4.5, **facts)).num_nodes == 1
 
 
-def test_money_that_pays_for_no_node_halts_when_none_is_left() -> None:
+def test_budget_too_small_for_any_node_halts_when_no_node_is_left() -> None:
     """Else a job would wait for ever."""
     offers = (Offer(type="g6.xlarge", zone=A, spot_usd=60.0, on_demand_usd=60.0),)
     rules = dataclasses.replace(RULES, max_total=10.0, reserve_s=120.0)
@@ -386,7 +386,7 @@ def test_money_that_pays_for_no_node_halts_when_none_is_left() -> None:
     assert look(rules=dear, spent_usd=0.0, offers=offers).state.halted == ""
 
 
-def test_max_total_halts_while_there_is_money_to_stop() -> None:
+def test_max_total_halts_before_the_reserve_for_stopping_is_spent() -> None:
     rules = dataclasses.replace(RULES, max_total=10.0, reserve_s=120.0)
     busy = machines(2, is_busy=True)
 
@@ -424,7 +424,7 @@ def test_machine_whose_first_minute_would_halt_the_cluster_is_not_launched(
     assert listed.state.halted == ("" if asked.launches else "budget")
 
 
-def test_nodes_that_never_say_hello_are_ended_and_halt_the_launches() -> None:
+def test_nodes_that_never_register_are_terminated_and_halt_the_launches() -> None:
     mute = machines(2, is_ready=False)
     decision = look(machines=mute, now=T + 901)
     assert [id for id, _ in decision.terminations] == ["i-0", "i-1"]
@@ -436,13 +436,13 @@ def test_nodes_that_never_say_hello_are_ended_and_halt_the_launches() -> None:
     assert look(state, now=T + 999).launches == ()
 
 
-def test_a_hello_clears_the_count() -> None:
+def test_successful_boot_resets_the_failure_count() -> None:
     state = FleetState().failed_to_boot("i-1", 3, T).failed_to_boot("i-2", 3, T).boot_succeeded()
 
     assert state.failed_to_boot("i-3", 3, T).halted == ""
 
 
-def test_memory_survives_being_written_down() -> None:
+def test_fleet_state_round_trips_through_json() -> None:
     first = look()
     state = after(first, refused(only(first))).failed_to_boot("i-3", 3, T)
     state = state.sent(only(first), T).with_(acks=granted(only(first), "i-1").acks)

@@ -163,7 +163,7 @@ def test_there_are_never_more_workers_than_max(seed: int, rules: Rules) -> None:
     live_through(seed, rules, num_ticks=120)
 
 
-def test_who_does_not_count_what_is_not_listed_yet_launches_too_many() -> None:
+def test_control_that_ignores_unlisted_machines_launches_too_many() -> None:
     own = Rules(cluster_id="c", max_workers=4)
 
     def live_fifty_times() -> None:
@@ -174,7 +174,7 @@ def test_who_does_not_count_what_is_not_listed_yet_launches_too_many() -> None:
         live_fifty_times()
 
 
-def test_the_cloud_of_these_tests_gives_and_takes() -> None:
+def test_simulated_cloud_launches_machines_and_answers_requests() -> None:
     cloud = live_through(7, Rules(cluster_id="c", max_workers=6), num_ticks=300)
 
     assert len(cloud.machines) > 10
@@ -183,7 +183,7 @@ def test_the_cloud_of_these_tests_gives_and_takes() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32), max_workers=st.integers(1, 6))
-def test_with_capacity_everybody_wanted_comes(seed: int, max_workers: int) -> None:
+def test_with_capacity_all_wanted_workers_are_launched(seed: int, max_workers: int) -> None:
     chance = random.Random(seed)
     cloud = Cloud(chance, {(type, zone): 9 for type, _ in USD for zone in ZONES})
     own = Rules(cluster_id="c", max_workers=max_workers, linger_s=30.0)
