@@ -885,7 +885,7 @@ class TrainConfig(Section):
             return None
         if self.reproducible.shards is not None:
             return self.reproducible.shards
-        # Rounded up to a power of two, because these divide evenly among 1, 2, 4 and 8 workers.
+        # Round up to a power of two: powers of two divide evenly among 1, 2, 4 and 8 workers.
         most = self.workers.max or max(DEFAULT_MAX_WORKERS, self.workers.min)
         return min(1 << (most - 1).bit_length(), self.batch.size(1))
 

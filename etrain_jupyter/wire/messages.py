@@ -259,7 +259,7 @@ class JoinGeneration(TrainerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveGeneration(TrainerMessage):
-    """Leave the generation after the step that all ranks agree on, because its members change."""
+    """Leave the generation after the step that all ranks agree on: its membership is changing."""
 
     fence: ClassVar[Fence] = Fence.GENERATION
 

@@ -250,7 +250,7 @@ class RunStore:
             shutil.rmtree(record.folder, ignore_errors=True)
 
     def records(self) -> list[RunRecord]:
-        """Return all jobs with a valid record, the newest first."""
+        """Return all jobs with a valid record, newest first."""
         return self.scan().jobs
 
     def scan(self) -> Listing:
@@ -265,7 +265,7 @@ class RunStore:
         return found.sorted()
 
     def find(self, name_or_id: str) -> RunRecord:
-        """Find a job by id, else the newest one with the name, else one by a prefix of its id.
+        """Find a job by id, else the newest one with that name, else one by a prefix of its id.
 
         Raises:
             JobNotFoundError: If no job or several jobs match; the message has the closest names.

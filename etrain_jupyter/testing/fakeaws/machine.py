@@ -189,7 +189,7 @@ class SimulatedMachine:
             self.imds.close()
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        # 1. Namespaces: kill the child of `unshare`, which is process 1 of the machine.
+        # 1. Namespaces: kill the child of `unshare`, which is the machine's PID 1.
         # 2. Close the pipe, the machine's power supply: the first process kills all others.
         # 3. If it hangs or has been killed, find the processes by their environment.
         was_alive = process.poll() is None

@@ -60,7 +60,7 @@ class PowerSwitch:
 
         Args:
             folder: Folder for the socket.
-            on_command: Executes an instance's command; returns the output.
+            on_command: Executes a command on an instance; returns the output.
         """
         self._server = _PowerServer(folder, on_command)
         self._thread = serve_in_thread(self._server, "power")

@@ -15,7 +15,7 @@ import torch
 from etrain_jupyter.trainer.group.process_group import RankGroup
 
 WINDOW_BYTES = 4 << 20
-"""Size of the buffer in which a stream passes through a rank's memory."""
+"""Size of the buffer through which a stream passes through a rank's memory."""
 
 
 def gather_bytes(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list[bytes]:

@@ -44,9 +44,9 @@ def split_batch(batch: Any, forward: Callable[..., Any], *, has_loss: bool) -> S
         inputs = batch[:-1] if has_loss else batch
         return Split(tuple(inputs), {}, batch[-1])
     raise DataError(
-        f"a batch is a {type(batch).__name__}, not (input, ..., target) or a dict. Let the data "
-        "set return a tuple whose last element is the target, or a dict; give data.collate; or "
-        "write step: a function (model, batch)."
+        f"a batch is a {type(batch).__name__}, not (input, ..., target) or a dict. Change the "
+        "data set so that it returns a tuple whose last element is the target, or a dict. Or set "
+        "data.collate, or set step to a function of (model, batch)."
     )
 
 
@@ -57,7 +57,7 @@ def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_lo
         raise WorkloadError(
             f"a batch has {what}: its keys are {_listed(batch)}, and loss needs exactly one of "
             f"{', '.join(TARGET_KEYS)}. Rename the key in the data set or in data.collate, or "
-            "write step: a function (model, batch)."
+            "set step to a function of (model, batch)."
         )
     # If the notebook defines no loss, the model needs the target to compute one, and gets all keys.
     target_key = found[0] if len(found) == 1 else None
@@ -79,7 +79,7 @@ def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, 
         raise WorkloadError(
             f"the model's forward takes {takes}, but a batch has the keys {_listed(inputs)} for "
             f"it{f' (missing: {_listed(missing)})' if missing else ''}. Use the same names in the "
-            "data set or in data.collate, or write step: a function (model, batch)."
+            "data set or in data.collate, or set step to a function of (model, batch)."
         )
     return kwargs
 

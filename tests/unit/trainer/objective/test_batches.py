@@ -58,7 +58,7 @@ def test_model_that_computes_the_loss_needs_no_target():
         ({"input_ids": 1}, forward, "no target: its keys are 'input_ids', and loss needs exactly"),
         ({"label": 1, "target": 2}, forward, "more than one target: its keys are 'label', 'target"),
         ({"a": 1, "labels": 2}, takes_two, "forward takes a, b, .* keys 'a' .*missing: 'b'"),
-        ({"x": 1, "labels": 2}, takes_batch, "forward takes batch, .* 'x' .* write step: a funct"),
+        ({"x": 1, "labels": 2}, takes_batch, "forward takes batch, .* 'x' .* set step to a funct"),
     ],
 )
 def test_dict_that_does_not_fit_is_named_by_its_keys(batch, function, text):
