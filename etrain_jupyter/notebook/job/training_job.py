@@ -547,7 +547,8 @@ class TrainingJob(JobRequests):
         """Return the values that are known now.
 
         Reading the history may take a long time if the cluster or the bucket is slow or the log is
-        long. Until the feed has read it, these are the values at the end of the log on this machine.
+        long. Until the feed has read it, these are the values at the end of the log on this
+        machine.
         """
         self._feed.start()
         # All properties share one second of waiting per attempt, so a slow bucket delays a cell
