@@ -12,6 +12,7 @@ from benchmarks import log
 from etrain_jupyter.notebook.job.run_store import RunStore
 from tests.browser.lab import Lab, Notebook
 from tests.browser.test_dashboard import SET_UP, shoot, step_of, wait_for_step
+from tests.capabilities import long
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -19,6 +20,7 @@ STEPS = 200_000
 NAMED = "board = start(4000, 100, job_id='{}-1234')"
 
 
+@long
 def test_three_live_jobs_update_next_to_one_of_200000_steps(
     lab: Lab, open_notebook: Callable[..., Notebook], page: Page
 ) -> None:

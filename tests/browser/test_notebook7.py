@@ -12,6 +12,7 @@ from playwright.sync_api import Page, expect
 from tests.browser.lab import REPOSITORY, Lab, Notebook
 from tests.browser.test_dashboard import shoot
 from tests.browser.test_training import cluster
+from tests.capabilities import long
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
@@ -32,6 +33,7 @@ def notebook7(
     server.close()
 
 
+@long
 def test_quickstart_runs_in_notebook_7(notebook7: Lab, page: Page) -> None:
     quickstart = json.loads(QUICKSTART.read_text(encoding="utf-8"))
     (notebook7.root / "quickstart.ipynb").write_text(json.dumps(quickstart), encoding="utf-8")

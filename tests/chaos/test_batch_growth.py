@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from etrain_jupyter.rules.samples.ledger import cursor_at, epoch_order
-from tests.capabilities import only_in_endurance
+from tests.capabilities import long, only_in_endurance
 from tests.chaos.digits import (
     Pair,
     Run,
@@ -120,6 +120,7 @@ async def test_twelve_processes_reproduce_the_losses_of_one_process(
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
+@long
 async def test_ramp_shorter_than_the_momentum_requires_overshoots(
     zygote: Zygote, folder: Path, seeds: range
 ) -> None:
@@ -195,6 +196,7 @@ def mnist() -> tuple[Pair, Pair]:
         pytest.param(range(1, 3), id="seeds 1-2", marks=OTHER_SEEDS),
     ],
 )
+@long
 async def test_cnn_does_not_recover_from_the_overshoot_without_a_ramp(
     zygote: Zygote, folder: Path, seeds: range
 ) -> None:
@@ -221,6 +223,7 @@ async def test_cnn_does_not_recover_from_the_overshoot_without_a_ramp(
         pytest.param(range(1, 5), id="seeds 1-4", marks=OTHER_SEEDS),
     ],
 )
+@long
 async def test_adascale_converges_at_a_rate_at_which_the_linear_rule_fails(
     zygote: Zygote, folder: Path, seeds: range
 ) -> None:

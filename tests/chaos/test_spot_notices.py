@@ -100,6 +100,7 @@ def test_two_simultaneous_notices_keep_the_third_worker_and_launch_two_machines(
     spot.check_costs()
 
 
+@long
 def test_notice_for_a_booting_replacement_launches_another_one(spot: Spot) -> None:
     spot.configure()
     job = spot.train()
@@ -122,6 +123,7 @@ def test_notice_for_a_booting_replacement_launches_another_one(spot: Spot) -> No
     spot.check_costs()
 
 
+@long
 def test_notice_during_a_checkpoint_loses_neither_step_nor_checkpoint(
     spot: Spot, monkeypatch: pytest.MonkeyPatch
 ) -> None:

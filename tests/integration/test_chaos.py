@@ -15,6 +15,7 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.log.events import FaultInjected, GenerationFormed, WorkerLeft, WorkerLost
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import long
 from tests.integration.conftest import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(400)
@@ -43,6 +44,7 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target)
 
 
+@long
 def test_chaos_for_twenty_seconds_costs_no_sample(submit: Callable[..., TrainingJob]) -> None:
     job = submit(
         model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)),

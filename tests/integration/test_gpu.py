@@ -19,6 +19,7 @@ from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
 from etrain_jupyter.trainer.state.transfer import Transferred, receive_state, send_state
 from etrain_jupyter.trainer.state.transfer_plan import CHUNK_BYTES
+from tests.capabilities import long
 from tests.integration import gpu_ranks
 from tests.unit.trainer.peers import linked_groups, on_each
 
@@ -63,6 +64,7 @@ def on_ranks(
             process.kill()
 
 
+@long
 def test_gpu_scenarios_work_on_the_cpu(monkeypatch):
     first, second = on_ranks(gpu_ranks.train, GLOO, monkeypatch, device="cpu")
     assert first[1] == second[1]
