@@ -210,7 +210,10 @@ generator_loss = make_loss()""",
     Case(
         "invalid bucket name",
         {"checkpoint": "{to: s3://Bucket/run}"},
-        ["checkpoint.to names the bucket 'Bucket', but the name of a bucket has", "write s3://bucket/prefix"],
+        [
+            "checkpoint.to names the bucket 'Bucket', but the name of a bucket has",
+            "write s3://bucket/prefix",
+        ],
     ),
     Case("no epochs", {"epochs": "0"}, ["line 7, column 9: epochs must be above 0, not 0"]),
     Case(
