@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from etrain_jupyter.data.columns import Column
 from etrain_jupyter.data.shards import Shards, Warn
 from etrain_jupyter.rules.samples.block_order import BlockLayout
+from etrain_jupyter.trainer.row_sets import tensors_of
 from etrain_jupyter.trainer.seeds import seeded
 
 _NUM_AHEAD = 2
@@ -156,10 +157,7 @@ class _Converter:
             return (self._collate or default_collate)(samples)
 
     def _tensors_of(self, columns: dict[str, Column]) -> Any:
-        tensors = {
-            name: torch.from_numpy(column) if isinstance(column, np.ndarray) else column
-            for name, column in columns.items()
-        }
+        tensors = tensors_of(columns)
         return tuple(tensors.values()) if self._shards.index.sample == "tuple" else tensors
 
 
