@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -17,6 +18,7 @@ from etrain_jupyter.config.source_map import with_article
 from etrain_jupyter.data.kinds import is_frame
 from etrain_jupyter.data.shards import Shards
 from etrain_jupyter.rules.samples.block_order import BlockLayout
+from etrain_jupyter.trainer.ahead import Ahead
 from etrain_jupyter.trainer.references import DataError
 from etrain_jupyter.trainer.row_sets import FrameRows, RowSet, row_set_of
 from etrain_jupyter.trainer.seeds import seeded
@@ -61,7 +63,7 @@ class SampleSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the loader processes, if there are any."""
+        """Stop the threads and loader processes, if there are any."""
         ...
 
 
@@ -140,11 +142,16 @@ def _source_of(
     )
 
 
+_SMALL_BYTES = 1 << 20
+"""Gathering a smaller batch costs less than passing it between threads."""
+
+
 class RowSource:
-    """Rows that are gathered by the batch, in this process; nothing is random."""
+    """Rows that are gathered by the batch, in a thread of this process; nothing is random."""
 
     def __init__(self, rows: RowSet) -> None:
         self._rows = rows
+        self._ahead = Ahead()
 
     layout = None
     digest = ""
@@ -154,12 +161,24 @@ class RowSource:
 
     def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
         """Yield one batch per share."""
-        for share in shares:
-            rows = np.asarray(share.indices, dtype=np.int64)
-            yield rows, self._rows.batch_of(rows)
+        stream = iter(shares)
+        first = next(stream, None)
+        if first is None:
+            return
+        num_bytes = len(first.indices) * self._rows.row_bytes
+        shares = itertools.chain([first], stream)
+        if num_bytes < _SMALL_BYTES and not self._rows.is_decoded:
+            yield from map(self._gather, shares)
+        else:
+            yield from self._ahead.map(self._gather, shares)
 
     def close(self) -> None:
-        """Do nothing: this source has no loader processes."""
+        """Stop the thread."""
+        self._ahead.close()
+
+    def _gather(self, share: Share) -> Delivered:
+        rows = np.asarray(share.indices, dtype=np.int64)
+        return rows, self._rows.batch_of(rows)
 
 
 class ItemSource:

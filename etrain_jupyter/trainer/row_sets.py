@@ -23,6 +23,11 @@ class RowSet(Protocol):
         """True if gathering computes more than it copies, so that loader processes are useful."""
         ...
 
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row in memory, on average."""
+        ...
+
     def __len__(self) -> int: ...
 
     def batch_of(self, rows: NDArray[np.int64]) -> Any:
@@ -88,6 +93,7 @@ class TensorRows:
             )
         self._columns = columns
         self._length = lengths[0]
+        self.row_bytes = sum(v.numel() * v.element_size() for v in values) // max(1, self._length)
 
     def __len__(self) -> int:
         return self._length
@@ -126,6 +132,7 @@ class FrameRows:
             raise DataError(f"{name}: {exc}") from exc
         is_pandas = hasattr(frame, "fillna")
         remedy = "fillna() or dropna()" if is_pandas else "fill_null() or drop_nulls()"
+        self.row_bytes = self._frame.num_bytes // max(1, len(frame))
         _check_missing(self._frame.missing, len(frame), name, remedy)
 
     def __len__(self) -> int:
@@ -157,6 +164,7 @@ class HuggingFaceRows:
                 "torch", columns=form["columns"], output_all_columns=form["output_all_columns"]
             )
         self._dataset = dataset
+        self.row_bytes = int(dataset.data.nbytes) // max(1, len(dataset.data))
         _check_missing(_missing_in(dataset), len(dataset), name, "map() or filter()")
 
     def __len__(self) -> int:
@@ -175,6 +183,7 @@ class SelectedRows:
         self._rows = rows
         self._selected = np.asarray(selected, dtype=np.int64)
         self.is_decoded = rows.is_decoded
+        self.row_bytes = rows.row_bytes
 
     def __len__(self) -> int:
         return len(self._selected)
