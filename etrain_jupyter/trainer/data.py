@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import cloudpickle
@@ -19,6 +19,7 @@ from etrain_jupyter.data.kinds import is_frame
 from etrain_jupyter.data.shards import Shards
 from etrain_jupyter.rules.samples.block_order import BlockLayout
 from etrain_jupyter.trainer.ahead import Ahead
+from etrain_jupyter.trainer.batch_memory import pin
 from etrain_jupyter.trainer.references import DataError
 from etrain_jupyter.trainer.row_sets import FrameRows, RowSet, row_set_of
 from etrain_jupyter.trainer.seeds import seeded
@@ -73,6 +74,7 @@ def open_samples(
     name: str,
     collate: Callable[[list[Any]], Any] | None,
     num_workers: int,
+    pins_memory: bool = False,
     warn: Callable[[str], None] = print,
 ) -> SampleSource:
     """Wrap the object that ``data.train`` or ``data.eval`` refers to.
@@ -84,6 +86,8 @@ def open_samples(
         name: The key in the cell, for messages.
         collate: Joins a list of samples into a batch; torch's ``default_collate`` if None.
         num_workers: Number of loader processes; 0 loads in the training process.
+        pins_memory: True to prepare batches in pinned memory, if a thread or a loader process
+            prepares them.
         warn: Receives messages about problems that do not stop the job.
 
     Returns:
@@ -97,12 +101,21 @@ def open_samples(
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
     if isinstance(data, Shards):
-        return _open_shards(data, name=name, collate=collate, num_workers=num_workers, warn=warn)
+        return _open_shards(
+            data,
+            name=name,
+            collate=collate,
+            num_workers=num_workers,
+            pins_memory=pins_memory,
+            warn=warn,
+        )
     if is_stream(data):
         raise DataError(f"{name} is {with_article(type(data).__name__)}. {STREAM_HINT}")
     if splits := splits_of(data):
         raise DataError(f"{name} is a DatasetDict. Return one of its splits: {', '.join(splits)}.")
-    source = _source_of(data, name=name, collate=collate, num_workers=num_workers)
+    source = _source_of(
+        data, name=name, collate=collate, num_workers=num_workers, pins_memory=pins_memory
+    )
     if len(source) == 0:
         raise DataError(f"{name} is empty (0 samples). Check the code that builds it.")
     return source
@@ -119,23 +132,30 @@ def _open_shards(data: Shards, *, name: str, **options: Any) -> SampleSource:
         options["collate"],
         options["num_workers"],
         is_sequential=name == "data.eval",
+        pins_memory=options["pins_memory"],
         warn=options["warn"],
     )
 
 
 def _source_of(
-    data: Any, *, name: str, collate: Callable[[list[Any]], Any] | None, num_workers: int
+    data: Any,
+    *,
+    name: str,
+    collate: Callable[[list[Any]], Any] | None,
+    num_workers: int,
+    pins_memory: bool,
 ) -> SampleSource:
     # The notebook's ``collate`` expects a list of samples.
     if collate is None:
         rows = row_set_of(data, name)
         if rows is not None:
-            is_worth_processes = num_workers > 0 and rows.is_decoded
-            return ItemSource(rows, None, num_workers) if is_worth_processes else RowSource(rows)
+            if num_workers and rows.is_decoded:
+                return ItemSource(rows, None, num_workers, pins_memory=pins_memory)
+            return RowSource(rows, pins_memory=pins_memory)
     elif is_frame(data):
         data = FrameRows(data, name)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        return ItemSource(data, collate or default_collate, num_workers)
+        return ItemSource(data, collate or default_collate, num_workers, pins_memory=pins_memory)
     raise DataError(
         f"{name} is a {type(data).__name__} without len() and [i]. Give a map-style data set, "
         "a data frame, a pair of tensors, or a function that returns one."
@@ -149,8 +169,9 @@ _SMALL_BYTES = 1 << 20
 class RowSource:
     """Rows that are gathered by the batch, in a thread of this process; nothing is random."""
 
-    def __init__(self, rows: RowSet) -> None:
+    def __init__(self, rows: RowSet, *, pins_memory: bool) -> None:
         self._rows = rows
+        self._pins_memory = pins_memory
         self._ahead = Ahead()
 
     layout = None
@@ -170,11 +191,15 @@ class RowSource:
         if num_bytes < _SMALL_BYTES and not self._rows.is_decoded:
             yield from map(self._gather, shares)
         else:
-            yield from self._ahead.map(self._gather, shares)
+            yield from self._ahead.map(self._prepare, shares)
 
     def close(self) -> None:
         """Stop the thread."""
         self._ahead.close()
+
+    def _prepare(self, share: Share) -> Delivered:
+        rows, batch = self._gather(share)
+        return rows, pin(batch) if self._pins_memory else batch
 
     def _gather(self, share: Share) -> Delivered:
         rows = np.asarray(share.indices, dtype=np.int64)
@@ -188,15 +213,21 @@ class ItemSource:
         data: The data set.
         collate: Joins a list of samples into a batch; None if ``data`` is a row set.
         num_workers: Number of loader processes.
+        pins_memory: True to copy batches of loader processes into pinned memory.
     """
 
     def __init__(
-        self, data: Any, collate: Callable[[list[Any]], Any] | None, num_workers: int
+        self,
+        data: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        *,
+        pins_memory: bool,
     ) -> None:
         self._fetcher = _Fetcher(data, collate)
         self._shares = _Shares()
         # The loader outlives generations: starting its processes takes seconds.
-        self._loader = self._start_loader(num_workers) if num_workers else None
+        self._loader = self._start_loader(num_workers, pins_memory) if num_workers else None
 
     layout = None
     digest = ""
@@ -219,7 +250,7 @@ class ItemSource:
         """Stop the loader processes."""
         self._loader = None  # the destructor of its iterator stops them
 
-    def _start_loader(self, num_workers: int) -> DataLoader[Any]:
+    def _start_loader(self, num_workers: int, pins_memory: bool) -> DataLoader[Any]:
         # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
         return DataLoader(
             cast("Dataset[Any]", self._fetcher),
@@ -229,6 +260,7 @@ class ItemSource:
             # Without its own generator, the loader would draw from the one that the model uses.
             generator=torch.Generator(),
             persistent_workers=True,
+            pin_memory=pins_memory,
             multiprocessing_context="spawn",
         )
 
@@ -308,16 +340,3 @@ def _fetcher_from(data: bytes) -> _Fetcher:
 
 def _unchanged(fetched: Any) -> Any:
     return fetched
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a nested batch to a device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        moved = [to_device(value, device) for value in batch]
-        is_named = hasattr(batch, "_fields")  # its constructor takes the elements as arguments
-        return type(batch)(*moved) if is_named else type(batch)(moved)
-    return batch

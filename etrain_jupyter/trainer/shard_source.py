@@ -23,6 +23,7 @@ from etrain_jupyter.data.columns import Column
 from etrain_jupyter.data.shards import Shards, Warn
 from etrain_jupyter.rules.samples.block_order import BlockLayout
 from etrain_jupyter.trainer.ahead import Ahead
+from etrain_jupyter.trainer.batch_memory import pin
 from etrain_jupyter.trainer.row_sets import tensors_of
 from etrain_jupyter.trainer.seeds import seeded
 
@@ -43,6 +44,7 @@ class ShardSource:
             ``default_collate`` if the set has a ``transform``.
         num_workers: Number of processes that transform and collate; this process reads the rows.
         is_sequential: True if the set is read in the order of its files.
+        pins_memory: True to prepare batches in pinned memory, unless this thread collates them.
         warn: Receives a message if the disk cache cannot be used.
 
     Raises:
@@ -56,12 +58,14 @@ class ShardSource:
         num_workers: int,
         *,
         is_sequential: bool,
+        pins_memory: bool = False,
         warn: Warn,
     ) -> None:
         self._shards = shards
         num_kept = min(_SEQUENTIAL_BLOCKS, shards.layout.window) if is_sequential else None
         self._reader = shards.open(num_kept=num_kept, warn=warn)
         self._convert = _Converter(shards, collate)
+        self._pins_memory = pins_memory
         self._shares = _Shares()
         self._ahead = Ahead()
         # Only the work on single samples is worth a process: rows would cross two processes for
@@ -87,8 +91,12 @@ class ShardSource:
         self, shares: Iterable[tuple[Samples, int]]
     ) -> Iterator[tuple[NDArray[np.int64], Any]]:
         """Yield the samples and the batch of each share; reads ahead."""
+        requests = _requests(shares)
+        if not self._convert.is_by_sample:
+            yield from self._ahead.map(self._prepare, requests)
+            return
         # Only this thread, or a loader process, runs code of the notebook.
-        fetched = self._ahead.map(self._fetch, _requests(shares))
+        fetched = self._ahead.map(self._fetch, requests)
         if self._loader is not None:
             self._shares.feed = fetched
             yield from self._loader
@@ -101,6 +109,11 @@ class ShardSource:
         self._loader = None  # the destructor of its iterator stops them
         self._ahead.close()  # before the reader, which its thread uses
         self._reader.close()
+
+    def _prepare(self, request: _Request) -> tuple[NDArray[np.int64], Any]:
+        samples, columns, _ = self._fetch(request)
+        batch = self._convert.tensors_of(columns)
+        return samples, pin(batch) if self._pins_memory else batch
 
     def _fetch(self, request: _Request) -> _Fetched:
         for samples in request.upcoming:
@@ -117,6 +130,7 @@ class ShardSource:
             # Without its own generator the loader would draw from the model's.
             generator=torch.Generator(),
             persistent_workers=True,
+            pin_memory=self._pins_memory,
             multiprocessing_context="spawn",
         )
 
@@ -175,13 +189,11 @@ class _Converter:
         return fetched[0], self.batch_of(*fetched)
 
     def batch_of(self, numbers: NDArray[np.int64], columns: dict[str, Column], seed: int) -> Any:
-        if not self.is_by_sample:
-            return self._tensors_of(columns)
         with seeded(seed):
             samples = self._shards.samples_of(columns, len(numbers))
             return (self._collate or default_collate)(samples)
 
-    def _tensors_of(self, columns: dict[str, Column]) -> Any:
+    def tensors_of(self, columns: dict[str, Column]) -> Any:
         tensors = tensors_of(columns)
         return tuple(tensors.values()) if self._shards.index.sample == "tuple" else tensors
 
