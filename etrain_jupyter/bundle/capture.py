@@ -27,6 +27,7 @@ from typing import Any
 from etrain_jupyter.bundle.code_table import tabulate
 from etrain_jupyter.bundle.local_modules import is_local_module, pickling_local_modules_by_value
 from etrain_jupyter.bundle.payload import (
+    MAX_BYTES,
     Part,
     Payload,
     PayloadTooLargeError,
@@ -43,9 +44,6 @@ from etrain_jupyter.errors import BundleError
 
 LARGE_BYTES = 64 * 1024 * 1024
 """A captured object of at least this size causes a warning, because it is sent to every machine."""
-
-MAX_BYTES = 1 << 30
-"""Maximum size of a bundle."""
 
 NUM_LARGEST = 5
 """Number of names listed in the error about a bundle that is too large."""

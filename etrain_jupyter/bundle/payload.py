@@ -11,6 +11,9 @@ from typing import Any
 
 from etrain_jupyter.bundle.tensors import TensorRecorder, align
 
+MAX_BYTES = 1 << 30
+"""Maximum size of a bundle."""
+
 _OUT_OF_BAND_BYTES = 16 * 1024
 """Arrays of at least this size are not copied into the pickle."""
 

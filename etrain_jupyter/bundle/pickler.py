@@ -16,8 +16,15 @@ from etrain_jupyter.bundle.local_modules import (
     is_module_by_value,
     reduce_module,
 )
+from etrain_jupyter.bundle.payload import MAX_BYTES
 from etrain_jupyter.bundle.tensors import TensorRecorder
-from etrain_jupyter.bundle.unpicklable import RefusedError, is_standard_stream, refusal_of
+from etrain_jupyter.bundle.unpicklable import (
+    RefusedError,
+    is_standard_stream,
+    refusal_of,
+    refusal_of_dataset,
+)
+from etrain_jupyter.data.kinds import is_hugging_face
 
 
 class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -53,11 +60,22 @@ class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
         refusal = refusal_of(obj)
         if refusal is not None:
             raise RefusedError(refusal)
+        if is_hugging_face(obj):
+            return self._reduce_dataset(obj)
         torch = sys.modules.get("torch")
         # A type with a registered reducer has its own format, even if it is a tensor.
         if torch is not None and isinstance(obj, torch.Tensor) and type(obj) not in _reducers():
             return self.tensors.reduce(obj)
         return super().reducer_override(obj)
+
+    def _reduce_dataset(self, dataset: Any) -> tuple[Any, ...]:
+        # The library that defines the object has already imported pyarrow.
+        from etrain_jupyter.data.hugging_face import num_bytes_of, reduce_dataset
+
+        # Checked first: its rows would be copied into memory.
+        if (size := num_bytes_of(dataset)) > MAX_BYTES:
+            raise RefusedError(refusal_of_dataset(size, MAX_BYTES))
+        return reduce_dataset(dataset)
 
 
 def _reducers() -> Mapping[type, Any]:
@@ -67,6 +85,11 @@ def _reducers() -> Mapping[type, Any]:
 
 class DigestPickler(BundlePickler):
     """Pickle an object's values only, for a digest that does not depend on memory layout."""
+
+    def _reduce_dataset(self, dataset: Any) -> tuple[Any, ...]:
+        from etrain_jupyter.data.hugging_face import digest_of_dataset
+
+        return str, (digest_of_dataset(dataset),)
 
     def reducer_override(self, obj: Any) -> Any:
         """Pickle a tensor as the digest of its values."""

@@ -93,6 +93,16 @@ def _refusal_of_tensor(value: Any) -> Refusal | None:
     )
 
 
+def refusal_of_dataset(num_bytes: int, limit: int) -> Refusal:
+    """Return the refusal of a Hugging Face ``Dataset`` that is too large to be sent."""
+    return Refusal(
+        what=f"a Hugging Face Dataset of {num_bytes / 2**20:,.0f} MB, of which at most "
+        f"{limit / 2**20:,.0f} MB can be sent",
+        remedy="Pass a function that loads it on the worker, for example with load_from_disk; or "
+        "write it once with write_shards(dataset, to=...) and train on Shards(...).",
+    )
+
+
 def is_standard_stream(value: Any) -> bool:
     """Return True for stdout and stderr, which are often streams of the notebook."""
     return any(value is s for s in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))

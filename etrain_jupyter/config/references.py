@@ -323,7 +323,8 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
 
 _WANTED = {
     "model": "name an nn.Module, its class, or a function that builds it",
-    "data": "name a data set with len and [i], a pair of tensors, or a function that builds it",
+    "data": "name a data set with len and [i], a data frame, a pair of tensors, or a function that "
+    "builds it",
     "loss": "name a function (output, target) such as F.cross_entropy",
     "step": "name a function (model, batch) that returns the loss",
     "weight": "name a function (batch) that returns a number",
@@ -353,7 +354,18 @@ def is_stream(value: Any) -> bool:
     return "IterableDataset" in names or (hasattr(value, "__next__") and hasattr(value, "__iter__"))
 
 
+def splits_of(value: Any) -> list[str]:
+    """Return the names of the splits of a Hugging Face ``DatasetDict``; empty for other objects."""
+    names = {kind.__name__ for kind in type(value).__mro__}
+    return [str(split) for split in value] if "DatasetDict" in names else []
+
+
 def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
+    if splits := splits_of(value):
+        raise fault(
+            f"{key}: '{text}' is {_kind(value)} with the splits {', '.join(splits)}",
+            f"name one of them, in quotes: \"{text}['{splits[0]}']\"",
+        )
     if is_stream(value):
         raise fault(
             f"{key}: '{text}' is {_kind(value)}: a stream, which has no index. No sample of it "

@@ -79,7 +79,7 @@ class DataConfig(Section):
     """Source of the samples."""
 
     train: Annotated[Required, Field(examples=["train_set"])]
-    """A data set, a pair of tensors, or a function that builds it on the worker."""
+    """A data set, a data frame, a pair of tensors, or a function that builds it on the worker."""
     eval: Annotated[Optional, Field(examples=["eval_set"])] = None
     """Evaluation data, each sample evaluated once; no evaluations by default."""
     collate: Annotated[Optional, Field(examples=["collate"])] = None

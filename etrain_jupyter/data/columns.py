@@ -59,6 +59,21 @@ def view_of(array: pa.ChunkedArray) -> NDArray[Any] | None:
     return flat.reshape(len(chunk), -1)
 
 
+def num_missing(column: pa.ChunkedArray) -> int:
+    """Return the number of nulls in a column of numbers or of lists of numbers; 0 for others."""
+    chunks, kind = column.chunks, column.type
+    if isinstance(kind, pa.BaseExtensionType):
+        chunks, kind = [chunk.storage for chunk in chunks], kind.storage_type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if _is_number(kind):
+        return int(column.null_count)
+    if _is_list(kind) and _is_number(kind.value_type):
+        inner = (int(chunk.flatten().null_count) for chunk in chunks)
+        return int(column.null_count) + sum(inner)
+    return 0
+
+
 def join_parts(
     name: str, parts: Sequence[NDArray[Any] | pa.ChunkedArray], order: NDArray[np.int64]
 ) -> Column:

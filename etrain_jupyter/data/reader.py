@@ -50,7 +50,7 @@ class _Loaded:
 
 
 class ShardReader:
-    """Reads any rows of a set; used from one thread.
+    """Reads any rows of a set; used from one thread at a time.
 
     Args:
         index: The set.

@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from etrain_jupyter.config.source_map import with_article
+from etrain_jupyter.data.frames import table_of
+from etrain_jupyter.data.kinds import is_frame
 from etrain_jupyter.data.rows import SampleForm, column_from, form_of, names_of, tables_of
 from etrain_jupyter.data.shards import Shards
 from etrain_jupyter.errors import ShardError
@@ -45,8 +47,8 @@ def source_of(source: Any, columns: Sequence[str] | None) -> Source:
         return _of_shards([source], columns)
     if isinstance(source, pa.RecordBatchReader):
         return _of_batches(source, columns)
-    if (table := _as_table(source)) is not None:
-        return _of_table(_selected(table, columns), "dict")
+    if is_frame(source):
+        return _of_table(_selected(table_of(source), columns), "dict")
     if _module_of(source) == "datasets":
         return _of_hugging_face(source, columns)
     if (arrays := _as_arrays(source)) is not None:
@@ -176,19 +178,6 @@ def _selected(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
             f"{', '.join(map(repr, table.column_names))}."
         )
     return table.select(list(columns))
-
-
-def _as_table(source: Any) -> pa.Table | None:
-    if isinstance(source, pa.Table):
-        return source
-    if isinstance(source, pa.RecordBatch):
-        return pa.Table.from_batches([source])
-    module, name = _module_of(source), type(source).__name__
-    if (module, name) == ("pandas", "DataFrame"):
-        return pa.Table.from_pandas(source, preserve_index=False)
-    if (module, name) == ("polars", "DataFrame"):
-        return pa.table(source.to_arrow())
-    return None
 
 
 def _as_arrays(source: Any) -> dict[str, Any] | None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import cloudpickle
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from etrain_jupyter.config.references import STREAM_HINT, is_stream
+from etrain_jupyter.config.references import STREAM_HINT, is_stream, splits_of
 from etrain_jupyter.config.source_map import with_article
+from etrain_jupyter.data.kinds import is_frame
 from etrain_jupyter.data.shards import Shards
 from etrain_jupyter.rules.samples.block_order import BlockLayout
+from etrain_jupyter.trainer.ahead import Ahead
+from etrain_jupyter.trainer.batch_memory import pin
+from etrain_jupyter.trainer.references import DataError
+from etrain_jupyter.trainer.row_sets import FrameRows, RowSet, row_set_of
 from etrain_jupyter.trainer.seeds import seeded
 
 Indices = Sequence[int] | NDArray[np.int64]
@@ -58,12 +64,8 @@ class SampleSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the loader processes, if there are any."""
+        """Stop the threads and loader processes, if there are any."""
         ...
-
-
-class DataError(ValueError):
-    """The notebook's data cannot be used; the message says how to fix it."""
 
 
 def open_samples(
@@ -72,21 +74,24 @@ def open_samples(
     name: str,
     collate: Callable[[list[Any]], Any] | None,
     num_workers: int,
+    pins_memory: bool = False,
     warn: Callable[[str], None] = print,
 ) -> SampleSource:
     """Wrap the object that ``data.train`` or ``data.eval`` refers to.
 
     Args:
-        data: ``Shards``, a map-style data set, a pair or dict of tensors or arrays of equal length,
-        or a class or function without arguments that returns one of these (it is called here, on
-        the worker).
+        data: ``Shards``, a map-style data set, a Hugging Face ``Dataset``, a pandas, Polars or
+            Arrow table, a pair or dict of tensors or arrays of equal length, or a class or function
+            without arguments that returns one of these (it is called here, on the worker).
         name: The key in the cell, for messages.
         collate: Joins a list of samples into a batch; torch's ``default_collate`` if None.
         num_workers: Number of loader processes; 0 loads in the training process.
+        pins_memory: True to prepare batches in pinned memory, if a thread or a loader process
+            prepares them.
         warn: Receives messages about problems that do not stop the job.
 
     Returns:
-        A source that yields tuples or results of ``collate`` as batches.
+        A source whose batches are tuples or dicts of tensors, or results of ``collate``.
 
     Raises:
         DataError: If ``data`` is none of these, or is empty.
@@ -96,21 +101,21 @@ def open_samples(
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
     if isinstance(data, Shards):
-        return _open_shards(data, name=name, collate=collate, num_workers=num_workers, warn=warn)
+        return _open_shards(
+            data,
+            name=name,
+            collate=collate,
+            num_workers=num_workers,
+            pins_memory=pins_memory,
+            warn=warn,
+        )
     if is_stream(data):
         raise DataError(f"{name} is {with_article(type(data).__name__)}. {STREAM_HINT}")
-    # The notebook's ``collate`` expects a list of samples.
-    columns = _columns_of(data) if collate is None else None
-    source: SampleSource
-    if columns is not None:
-        source = ColumnSource(columns, name)
-    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        source = ItemSource(data, collate or default_collate, num_workers)
-    else:
-        raise DataError(
-            f"{name} is a {type(data).__name__} without len() and [i]. Give a map-style data set, "
-            "a pair of tensors, or a function that returns one."
-        )
+    if splits := splits_of(data):
+        raise DataError(f"{name} is a DatasetDict. Return one of its splits: {', '.join(splits)}.")
+    source = _source_of(
+        data, name=name, collate=collate, num_workers=num_workers, pins_memory=pins_memory
+    )
     if len(source) == 0:
         raise DataError(f"{name} is empty (0 samples). Check the code that builds it.")
     return source
@@ -127,69 +132,102 @@ def _open_shards(data: Shards, *, name: str, **options: Any) -> SampleSource:
         options["collate"],
         options["num_workers"],
         is_sequential=name == "data.eval",
+        pins_memory=options["pins_memory"],
         warn=options["warn"],
     )
 
 
-def _columns_of(data: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
-    # Tensors that are indexed by batch; None if samples must be fetched one by one. ``isinstance``
-    # is not sufficient, because a subclass may override ``__getitem__``.
-    if type(data) is TensorDataset:
-        return tuple(data.tensors)
-    if isinstance(data, Mapping) and data and all(_is_array(v) for v in data.values()):
-        return {str(k): torch.as_tensor(v) for k, v in data.items()}
-    if isinstance(data, tuple | list) and len(data) >= 2 and all(_is_array(v) for v in data):
-        return tuple(torch.as_tensor(v) for v in data)
-    return None
+def _source_of(
+    data: Any,
+    *,
+    name: str,
+    collate: Callable[[list[Any]], Any] | None,
+    num_workers: int,
+    pins_memory: bool,
+) -> SampleSource:
+    # The notebook's ``collate`` expects a list of samples.
+    if collate is None:
+        rows = row_set_of(data, name)
+        if rows is not None:
+            if num_workers and rows.is_decoded:
+                return ItemSource(rows, None, num_workers, pins_memory=pins_memory)
+            return RowSource(rows, pins_memory=pins_memory)
+    elif is_frame(data):
+        data = FrameRows(data, name)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return ItemSource(data, collate or default_collate, num_workers, pins_memory=pins_memory)
+    raise DataError(
+        f"{name} is a {type(data).__name__} without len() and [i]. Give a map-style data set, "
+        "a data frame, a pair of tensors, or a function that returns one."
+    )
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+_SMALL_BYTES = 1 << 20
+"""Gathering a smaller batch costs less than passing it between threads."""
 
 
-class ColumnSource:
-    """Tensors of equal length, so a batch needs only one indexing operation per column."""
+class RowSource:
+    """Rows that are gathered by the batch, in a thread of this process; nothing is random."""
 
-    def __init__(
-        self, columns: tuple[torch.Tensor, ...] | dict[str, torch.Tensor], name: str
-    ) -> None:
-        values = list(columns.values()) if isinstance(columns, dict) else list(columns)
-        lengths = sorted({len(v) for v in values})
-        if len(lengths) > 1:
-            raise DataError(
-                f"{name} has tensors of different lengths {lengths}. Give each column one row per "
-                "sample."
-            )
-        self._columns = columns
-        self._length = lengths[0]
+    def __init__(self, rows: RowSet, *, pins_memory: bool) -> None:
+        self._rows = rows
+        self._pins_memory = pins_memory
+        self._ahead = Ahead()
 
     layout = None
     digest = ""
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._rows)
 
     def batches(self, shares: Iterable[Share]) -> Iterator[Delivered]:
-        """Yield one tuple (or dict) of tensors per share; nothing is random."""
-        for share in shares:
-            rows = torch.as_tensor(share.indices, dtype=torch.int64)
-            if isinstance(self._columns, dict):
-                yield rows.numpy(), {k: v[rows] for k, v in self._columns.items()}
-            else:
-                yield rows.numpy(), tuple(v[rows] for v in self._columns)
+        """Yield one batch per share."""
+        stream = iter(shares)
+        first = next(stream, None)
+        if first is None:
+            return
+        num_bytes = len(first.indices) * self._rows.row_bytes
+        shares = itertools.chain([first], stream)
+        if num_bytes < _SMALL_BYTES and not self._rows.is_decoded:
+            yield from map(self._gather, shares)
+        else:
+            yield from self._ahead.map(self._prepare, shares)
 
     def close(self) -> None:
-        """Do nothing: this source has no loader processes."""
+        """Stop the thread."""
+        self._ahead.close()
+
+    def _prepare(self, share: Share) -> Delivered:
+        rows, batch = self._gather(share)
+        return rows, pin(batch) if self._pins_memory else batch
+
+    def _gather(self, share: Share) -> Delivered:
+        rows = np.asarray(share.indices, dtype=np.int64)
+        return rows, self._rows.batch_of(rows)
 
 
 class ItemSource:
-    """A map-style data set, read sample by sample, in this process or in loader processes."""
+    """A map-style data set, read sample by sample, in this process or in loader processes.
 
-    def __init__(self, data: Any, collate: Callable[[list[Any]], Any], num_workers: int) -> None:
+    Args:
+        data: The data set.
+        collate: Joins a list of samples into a batch; None if ``data`` is a row set.
+        num_workers: Number of loader processes.
+        pins_memory: True to copy batches of loader processes into pinned memory.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        *,
+        pins_memory: bool,
+    ) -> None:
         self._fetcher = _Fetcher(data, collate)
         self._shares = _Shares()
         # The loader outlives generations: starting its processes takes seconds.
-        self._loader = self._start_loader(num_workers) if num_workers else None
+        self._loader = self._start_loader(num_workers, pins_memory) if num_workers else None
 
     layout = None
     digest = ""
@@ -212,7 +250,7 @@ class ItemSource:
         """Stop the loader processes."""
         self._loader = None  # the destructor of its iterator stops them
 
-    def _start_loader(self, num_workers: int) -> DataLoader[Any]:
+    def _start_loader(self, num_workers: int, pins_memory: bool) -> DataLoader[Any]:
         # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
         return DataLoader(
             cast("Dataset[Any]", self._fetcher),
@@ -222,6 +260,7 @@ class ItemSource:
             # Without its own generator, the loader would draw from the one that the model uses.
             generator=torch.Generator(),
             persistent_workers=True,
+            pin_memory=pins_memory,
             multiprocessing_context="spawn",
         )
 
@@ -253,7 +292,7 @@ class _Fetcher:
     #
     # Pickled by value, because plain pickle would try to import the notebook's classes from a
     # module.
-    def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self._data = data
         self._collate = collate
 
@@ -269,16 +308,30 @@ class _Fetcher:
             return self._fetch(order.indices)
 
     def _fetch(self, indices: list[int]) -> tuple[list[int], Any]:
-        # The same protocol as torch's own fetcher: one call for the whole batch.
-        if hasattr(self._data, "__getitems__"):
-            samples = list(self._data.__getitems__(indices))
-        else:
-            samples = [self._data[i] for i in indices]
+        if self._collate is None:
+            return indices, self._data.batch_of(np.asarray(indices, dtype=np.int64))
+        try:
+            samples = self._samples_at(indices)
+        except FileNotFoundError as exc:
+            exc.add_note(_MISSING_FILE_HINT)
+            raise
         try:
             return indices, self._collate(samples)
         except Exception as exc:
             exc.add_note(f"while collating samples {reprlib.repr(indices)} into a batch")
             raise
+
+    def _samples_at(self, indices: list[int]) -> list[Any]:
+        # The same protocol as torch's own fetcher: one call for the whole batch.
+        if hasattr(self._data, "__getitems__"):
+            return list(self._data.__getitems__(indices))
+        return [self._data[i] for i in indices]
+
+
+_MISSING_FILE_HINT = (
+    "The data set reads files while the job trains, so they must exist at the same path on every "
+    "worker. If their path differs there, name a function that opens the data set on the worker."
+)
 
 
 def _fetcher_from(data: bytes) -> _Fetcher:
@@ -287,16 +340,3 @@ def _fetcher_from(data: bytes) -> _Fetcher:
 
 def _unchanged(fetched: Any) -> Any:
     return fetched
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a nested batch to a device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        moved = [to_device(value, device) for value in batch]
-        is_named = hasattr(batch, "_fields")  # its constructor takes the elements as arguments
-        return type(batch)(*moved) if is_named else type(batch)(moved)
-    return batch

@@ -15,3 +15,7 @@ class References(Protocol):
 
 class WorkloadError(ValueError):
     """The notebook's objects do not fit together; the message names them and suggests a fix."""
+
+
+class DataError(ValueError):
+    """The notebook's data cannot be used; the message says how to fix it."""

@@ -1,10 +1,17 @@
-"""Batches of a data set in shards, read by threads of this process."""
+"""Batches of a data set in shards, read by threads of this process.
+
+::
+
+    main thread      requests, two shares ahead ─────────── transform, collate ── step
+    "etrain-batches" starts to read their blocks, gathers the rows of the next batches
+    "etrain-shards"  read and decode blocks
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import cloudpickle
 import numpy as np
@@ -15,6 +22,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from etrain_jupyter.data.columns import Column
 from etrain_jupyter.data.shards import Shards, Warn
 from etrain_jupyter.rules.samples.block_order import BlockLayout
+from etrain_jupyter.trainer.ahead import Ahead
+from etrain_jupyter.trainer.batch_memory import pin
+from etrain_jupyter.trainer.row_sets import tensors_of
 from etrain_jupyter.trainer.seeds import seeded
 
 _NUM_AHEAD = 2
@@ -34,6 +44,7 @@ class ShardSource:
             ``default_collate`` if the set has a ``transform``.
         num_workers: Number of processes that transform and collate; this process reads the rows.
         is_sequential: True if the set is read in the order of its files.
+        pins_memory: True to prepare batches in pinned memory, unless this thread collates them.
         warn: Receives a message if the disk cache cannot be used.
 
     Raises:
@@ -47,13 +58,16 @@ class ShardSource:
         num_workers: int,
         *,
         is_sequential: bool,
+        pins_memory: bool = False,
         warn: Warn,
     ) -> None:
         self._shards = shards
         num_kept = min(_SEQUENTIAL_BLOCKS, shards.layout.window) if is_sequential else None
         self._reader = shards.open(num_kept=num_kept, warn=warn)
         self._convert = _Converter(shards, collate)
+        self._pins_memory = pins_memory
         self._shares = _Shares()
+        self._ahead = Ahead()
         # Only the work on single samples is worth a process: rows would cross two processes for
         # nothing.
         self._loader = (
@@ -77,33 +91,34 @@ class ShardSource:
         self, shares: Iterable[tuple[Samples, int]]
     ) -> Iterator[tuple[NDArray[np.int64], Any]]:
         """Yield the samples and the batch of each share; reads ahead."""
+        requests = _requests(shares)
+        if not self._convert.is_by_sample:
+            yield from self._ahead.map(self._prepare, requests)
+            return
+        # Only this thread, or a loader process, runs code of the notebook.
+        fetched = self._ahead.map(self._fetch, requests)
         if self._loader is not None:
-            self._shares.feed = self._fetched(shares)
+            self._shares.feed = fetched
             yield from self._loader
             return
-        for samples, columns, seed in self._fetched(shares):
+        for samples, columns, seed in fetched:
             yield samples, self._convert.batch_of(samples, columns, seed)
 
     def close(self) -> None:
         """Stop the threads and the loader processes."""
         self._loader = None  # the destructor of its iterator stops them
+        self._ahead.close()  # before the reader, which its thread uses
         self._reader.close()
 
-    def _fetched(self, shares: Iterable[tuple[Samples, int]]) -> Iterator[_Fetched]:
-        # Each share is taken from the stream before the previous ones are used, so that threads
-        # read its blocks while those are trained on.
-        ahead: deque[tuple[NDArray[np.int64], int]] = deque()
-        for indices, seed in shares:
-            samples = np.asarray(indices, dtype=np.int64)
-            self._reader.prefetch(samples)
-            ahead.append((samples, seed))
-            if len(ahead) > _NUM_AHEAD:
-                yield self._fetch(*ahead.popleft())
-        while ahead:
-            yield self._fetch(*ahead.popleft())
+    def _prepare(self, request: _Request) -> tuple[NDArray[np.int64], Any]:
+        samples, columns, _ = self._fetch(request)
+        batch = self._convert.tensors_of(columns)
+        return samples, pin(batch) if self._pins_memory else batch
 
-    def _fetch(self, samples: NDArray[np.int64], seed: int) -> _Fetched:
-        return samples, self._reader.take(samples), seed
+    def _fetch(self, request: _Request) -> _Fetched:
+        for samples in request.upcoming:
+            self._reader.prefetch(samples)
+        return request.samples, self._reader.take(request.samples), request.seed
 
     def _start_loader(self, num_workers: int) -> DataLoader[Any]:
         # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
@@ -115,8 +130,33 @@ class ShardSource:
             # Without its own generator the loader would draw from the model's.
             generator=torch.Generator(),
             persistent_workers=True,
+            pin_memory=self._pins_memory,
             multiprocessing_context="spawn",
         )
+
+
+class _Request(NamedTuple):
+    samples: NDArray[np.int64]
+    """Rows to gather."""
+    seed: int
+    upcoming: list[NDArray[np.int64]]
+    """Rows of later batches, whose blocks are read in the meantime."""
+
+
+def _requests(shares: Iterable[tuple[Samples, int]]) -> Iterator[_Request]:
+    # Each share is taken from the stream before the previous ones are gathered.
+    ahead: deque[tuple[NDArray[np.int64], int]] = deque()
+    upcoming: list[NDArray[np.int64]] = []
+    for indices, seed in shares:
+        samples = np.asarray(indices, dtype=np.int64)
+        upcoming.append(samples)
+        ahead.append((samples, seed))
+        if len(ahead) > _NUM_AHEAD:
+            yield _Request(*ahead.popleft(), upcoming)
+            upcoming = []
+    while ahead:
+        yield _Request(*ahead.popleft(), upcoming)
+        upcoming = []
 
 
 _Fetched = tuple[NDArray[np.int64], dict[str, Column], int]
@@ -149,17 +189,12 @@ class _Converter:
         return fetched[0], self.batch_of(*fetched)
 
     def batch_of(self, numbers: NDArray[np.int64], columns: dict[str, Column], seed: int) -> Any:
-        if not self.is_by_sample:
-            return self._tensors_of(columns)
         with seeded(seed):
             samples = self._shards.samples_of(columns, len(numbers))
             return (self._collate or default_collate)(samples)
 
-    def _tensors_of(self, columns: dict[str, Column]) -> Any:
-        tensors = {
-            name: torch.from_numpy(column) if isinstance(column, np.ndarray) else column
-            for name, column in columns.items()
-        }
+    def tensors_of(self, columns: dict[str, Column]) -> Any:
+        tensors = tensors_of(columns)
         return tuple(tensors.values()) if self._shards.index.sample == "tuple" else tensors
 
 

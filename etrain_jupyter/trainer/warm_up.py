@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.trainer.batch_memory import to_device
 from etrain_jupyter.trainer.compiled import (
     compile_in_place,
     freeze_compiled,
@@ -23,7 +24,7 @@ from etrain_jupyter.trainer.compiled import (
     undo_compile,
 )
 from etrain_jupyter.trainer.control.reporter import Send
-from etrain_jupyter.trainer.data import Indices, SampleSource, Share, to_device
+from etrain_jupyter.trainer.data import Indices, SampleSource, Share
 from etrain_jupyter.trainer.micro_batch import (
     MicroBatch,
     Reserve,

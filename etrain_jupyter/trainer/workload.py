@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.data import SampleSource, open_samples, to_device
+from etrain_jupyter.trainer.batch_memory import to_device, uses_pinned_memory
+from etrain_jupyter.trainer.data import SampleSource, open_samples
 from etrain_jupyter.trainer.determinism import compute_deterministically
 from etrain_jupyter.trainer.objective.measures import Measures, Portion, share_of_loss
 from etrain_jupyter.trainer.objective.one_pass import LossOfOutput, Objective, OnePass, StepFunction
@@ -146,6 +147,7 @@ def build_workload(
             name=key,
             collate=collate,
             num_workers=config.data.num_workers,
+            pins_memory=uses_pinned_memory(device),
             warn=warn,
         )
         for key in (("data.train", "data.eval") if config.data.eval else ("data.train",))

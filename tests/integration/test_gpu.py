@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from etrain_jupyter.trainer.batch_memory import to_device
+from etrain_jupyter.trainer.data import Share, open_samples
 from etrain_jupyter.trainer.devices import choose_device, facts_of
 from etrain_jupyter.trainer.group.backends import GLOO, NCCL, connect_nccl, end_nccl
 from etrain_jupyter.trainer.group.process_group import RankGroup
@@ -155,3 +157,20 @@ def test_lagging_survivor_receives_the_state_without_a_second_copy_on_its_gpu(ke
     assert digest_of(receiver[0]) == digest_of(sender[0])
     mine, its = (list(optimizer.state.values()) for _, optimizer in (receiver, sender))
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(mine, its, strict=True))
+
+
+@needs_gpus(1)
+def test_batches_are_prepared_in_pinned_memory() -> None:
+    rows, device = torch.randn(600, 1024), torch.device("cuda:0")
+    source = open_samples(
+        (rows, rows), name="data.train", collate=None, num_workers=0, pins_memory=True
+    )
+    try:
+        [(_, batch)] = source.batches([Share(range(500, 0, -1))])
+    finally:
+        source.close()
+
+    moved = to_device(batch, device)
+
+    assert all(tensor.is_pinned() for tensor in batch)
+    assert torch.equal(moved[0].cpu(), rows[range(500, 0, -1)])

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from etrain_jupyter.trainer.data import DataError
-from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.references import DataError, WorkloadError
 
 TARGET_KEYS = ("labels", "label", "target", "targets")
 """Keys that may hold the target if the batch is a dict."""

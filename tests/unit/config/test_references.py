@@ -70,6 +70,10 @@ class IterableDataset:
         return 3
 
 
+class DatasetDict(dict[str, Any]):
+    """Like that of Hugging Face."""
+
+
 def refusal(**keys: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         check(**keys)
@@ -217,6 +221,10 @@ def test_valid_references_pass(keys: dict[str, Any]) -> None:
             {"data": {"train": "s"}, "names": {"s": IterableDataset()}},
             "data.train: 's' is an IterableDataset: a stream, which has no index.",
         ),
+        (
+            {"data": {"train": "d"}, "names": {"d": DatasetDict(train=[1], test=[2])}},
+            "data.train: 'd' is a DatasetDict with the splits train, test",
+        ),
         ({"data": {"train": "p"}, "names": {"p": "a.csv"}}, "data.train: 'p' is a text"),
         (
             {"optimizer": "o", "names": {"o": SimpleNamespace(param_groups=[])}},
@@ -245,6 +253,13 @@ def test_error_for_a_data_loader_suggests_its_data_set() -> None:
     with pytest.raises(ConfigError) as caught:
         check(data={"train": "loader"}, names={"loader": Loader()})
     assert "data.train: loader.dataset" in caught.value.hint
+
+
+def test_error_for_a_dataset_dict_suggests_a_split() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(data={"train": "d"}, names={"d": DatasetDict(train=[1], test=[2])})
+    expression = caught.value.hint.partition(": ")[2].strip('"')
+    check(data={"train": expression}, names={"d": DatasetDict(train=[1], test=[2])})
 
 
 def test_error_for_an_optimizer_call_suggests_its_name() -> None:

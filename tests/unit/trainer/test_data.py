@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from etrain_jupyter.trainer.data import DataError, Share, open_samples
+from etrain_jupyter.trainer.data import Share, open_samples
+from etrain_jupyter.trainer.references import DataError
 
 X = torch.arange(12.0).reshape(6, 2)
 Y = torch.arange(6)

@@ -14,7 +14,8 @@ from torch import nn
 from etrain_jupyter.data import Shards, write_shards
 from etrain_jupyter.rules.samples.block_order import BlockOrder
 from etrain_jupyter.rules.samples.ledger import checksum_of
-from etrain_jupyter.trainer.data import DataError, Share, open_samples
+from etrain_jupyter.trainer.data import Share, open_samples
+from etrain_jupyter.trainer.references import DataError
 from tests.unit.trainer.rank_processes import Generation, Job, RankProcesses
 from tests.unit.trainer.reproducible_jobs import BATCH, SHARDS, STEPS, keys
 

@@ -14,8 +14,9 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.rules.samples.shard_plan import plan_shards
 from etrain_jupyter.trainer.control.error_origin import is_broken_exchange, is_our_defect
 from etrain_jupyter.trainer.control.faults import InjectedError, inject_fault
-from etrain_jupyter.trainer.data import DataError, open_samples
+from etrain_jupyter.trainer.data import open_samples
 from etrain_jupyter.trainer.optimizers import build_optimizer
+from etrain_jupyter.trainer.references import DataError
 from etrain_jupyter.trainer.schedule import Every
 from etrain_jupyter.trainer.state.capture import digest_of
 

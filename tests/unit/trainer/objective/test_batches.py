@@ -6,9 +6,8 @@ from collections import UserDict
 
 import pytest
 
-from etrain_jupyter.trainer.data import DataError
 from etrain_jupyter.trainer.objective.batches import split_batch
-from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.references import DataError, WorkloadError
 
 
 def forward(input_ids, labels=None, *, mask=None): ...
