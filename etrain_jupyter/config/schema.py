@@ -337,8 +337,8 @@ class EvalConfig(Section):
     predict: Annotated[Optional, Field(examples=["predict"])] = None
     """Function (model, batch) that returns one record per sample, for eval.score."""
     score: Annotated[Optional, Field(examples=["score"])] = None
-    """Function (records) that returns {name: number}; it gets one record per sample of data.eval,
-    in its order."""
+    """Function (records) that returns {name: value}: numbers, and figures, texts or tables to
+    display; it gets one record per sample of data.eval, in its order."""
     loss: bool = True
     """false leaves out the loss and the metrics, for example if data.eval has no targets."""
 

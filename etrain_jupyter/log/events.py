@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 
 JobStatus = Literal["submitted", "waiting", "running", "paused", "finished", "stopped", "failed"]
 LeaveReason = Literal["preempted", "scaled down"]
+ExhibitFormat = Literal["png", "text", "table"]
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed"})
 
 STACKS_HEADER = "etrain: what the threads of this trainer are doing:"
@@ -357,6 +358,34 @@ class EvalScored(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExhibitStored(Event):
+    """A figure, text or table that ``eval.score`` returned was stored with the job.
+
+    The log does not contain it: it is in the file ``exhibits/step_00000120/NAME.png`` (or ``.txt``,
+    ``.json``) of the run folder or bucket. A later event with the same step and name replaces it.
+    """
+
+    step: int
+    """Step of the weights that were evaluated."""
+    name: str
+    format: ExhibitFormat
+    """``png``, ``text`` or ``table``."""
+    size_bytes: int
+    digest: str
+    """SHA-256 of the file, hexadecimal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExhibitsRemoved(Event):
+    """The exhibits of an evaluation were removed."""
+
+    step: int
+    files: list[str]
+    """The files, relative to the run folder."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class BestReached(Event):
     """An evaluation was better than all earlier evaluations; see ``checkpoint.best``.
 
@@ -625,6 +654,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "float | None": ((*_NUMBER, type(None)), ()),
     "str": ((str,), ()),
     "JobStatus": ((str,), ()),
+    "ExhibitFormat": ((str,), ()),
     "list[str]": ((list, tuple), (str,)),
     "list[int]": ((list, tuple), _NUMBER),
     "dict[str, float]": ((dict,), _NUMBER),

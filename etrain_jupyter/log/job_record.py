@@ -32,6 +32,8 @@ from etrain_jupyter.log.events import (
     EvalCompleted,
     EvalScored,
     Event,
+    ExhibitsRemoved,
+    ExhibitStored,
     GenerationFormed,
     GenerationReady,
     JobPlanned,
@@ -119,6 +121,8 @@ class JobRecord:
     best_reported: BestReached | None = None
     """The newest ``BestReached``; None once a restore has undone its step. After that, rank 0
     reports the best evaluation again."""
+    exhibits: dict[int, dict[str, ExhibitStored]] = field(default_factory=dict)
+    """Stored figures, texts and tables of the evaluations: by step, then by name."""
 
     # --- checkpoints ---
 
@@ -229,6 +233,8 @@ class JobRecord:
             case BestReached():  # a new rank 0 may report it again; the newest report counts
                 self.best = [*(b for b in self.best if b.step != event.step), event]
                 self.best_reported = event
+            case ExhibitStored() | ExhibitsRemoved():
+                apply_exhibit(self.exhibits, event)
             case CostUpdated():
                 self.cost = event
             case GenerationFormed():
@@ -367,3 +373,13 @@ class JobRecord:
 
     def _drop_saved_after(self, step: int) -> None:
         self.saved_steps = tuple(saved for saved in self.saved_steps if saved <= step)
+
+
+def apply_exhibit(
+    exhibits: dict[int, dict[str, ExhibitStored]], event: ExhibitStored | ExhibitsRemoved
+) -> None:
+    """Add an event to a job's exhibits, which are grouped by step and then by name."""
+    if isinstance(event, ExhibitsRemoved):
+        exhibits.pop(event.step, None)
+    else:
+        exhibits.setdefault(event.step, {})[event.name] = event

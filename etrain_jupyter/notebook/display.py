@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from etrain_jupyter.config import template
+from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.notebook.commands.other_jobs import find_other_jobs
 from etrain_jupyter.notebook.dashboard.browser import has_front_end
 from etrain_jupyter.notebook.dashboard.link import link
@@ -11,6 +12,7 @@ from etrain_jupyter.notebook.job.open_jobs import hold
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.screen import Screen
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.storage.exhibits import Content
 
 HISTORY_S = 2.0
 """Maximum time to wait for a job's history before drawing its dashboard, in seconds."""
@@ -24,12 +26,23 @@ def show(job: TrainingJob) -> None:
 def follow(job: TrainingJob) -> Screen:
     """List a job in JupyterLab's side panel, displayed or not, and return its dashboard."""
     if job.screen is None:
-        screen = Dashboard(job_id=job.id, on_request=job.handle_request)
+        screen = Dashboard(
+            job_id=job.id,
+            on_request=job.handle_request,
+            read_exhibit=lambda name, step: _read_exhibit(job, name, step),
+        )
         # The first rendering should include the history, but must not wait for a slow disk.
         job.subscribe(screen.add_events).wait(HISTORY_S)
         screen.follow()
         job.screen = screen
     return job.screen
+
+
+def _read_exhibit(job: TrainingJob, name: str, step: int) -> Content:
+    for exhibit in job.exhibits(name):
+        if exhibit.step == step:
+            return exhibit.read()
+    raise EtrainError(f"job {job.id} has no exhibit {name!r} of step {step}, or it was removed.")
 
 
 def open_panel() -> None:

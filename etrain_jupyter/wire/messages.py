@@ -413,6 +413,19 @@ class EvalScoreLost(TrainerReport):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExhibitFound(TrainerReport):
+    """A rank reports a figure, text or table from ``eval.score``, before the scores.
+
+    It is sent only once, so it is accepted from any generation of a member.
+    """
+
+    step: int
+    name: str
+    format: events.ExhibitFormat
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class BestFound(TrainerReport):
     """Rank 0 reports the best evaluation so far."""
 
@@ -612,6 +625,7 @@ FromTrainer = (
     | EvalFinished
     | EvalScoreFound
     | EvalScoreLost
+    | ExhibitFound
     | BestFound
     | WeightsFingerprinted
     | RankTimesMeasured
@@ -636,6 +650,7 @@ AnyReport = (
     | EvalFinished
     | EvalScoreFound
     | EvalScoreLost
+    | ExhibitFound
     | BestFound
     | WeightsFingerprinted
     | RankTimesMeasured

@@ -32,14 +32,23 @@ MOST_RECORDS = 100_000
 """The same limit for the step records in these reports, because a fast job's reports contain
 many."""
 
+MOST_BYTES = 64_000_000
+"""The same limit for the exhibits in these reports, in bytes."""
+
 
 class Outbox:
     """Number encoded reports and keep them until they are acknowledged."""
 
-    def __init__(self, most: int = MAX_UNACKNOWLEDGED, most_records: int = MOST_RECORDS) -> None:
+    def __init__(
+        self,
+        most: int = MAX_UNACKNOWLEDGED,
+        most_records: int = MOST_RECORDS,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         self._most = most
         self._most_records = most_records
-        self._num_records = 0  # in ``_unacknowledged``
+        self._most_bytes = most_bytes
+        self._num_records = self._num_bytes = 0  # in ``_unacknowledged``
         self._newest = 0
         self._unacknowledged: deque[Encoded] = deque()  # not acknowledged, oldest first
 
@@ -51,7 +60,11 @@ class Outbox:
     @property
     def is_full(self) -> bool:
         """True if the supervisor should stop reading; further reports are still kept."""
-        return len(self._unacknowledged) >= self._most or self._num_records >= self._most_records
+        return (
+            len(self._unacknowledged) >= self._most
+            or self._num_records >= self._most_records
+            or self._num_bytes >= self._most_bytes
+        )
 
     def put(self, report: Encoded, *, trainer: str) -> Encoded:
         """Set the trainer's name and a number in a report; keep and return it."""
@@ -61,12 +74,15 @@ class Outbox:
         numbered = {**report, "trainer": trainer, "number": self._newest}
         self._unacknowledged.append(numbered)
         self._num_records += _num_records(report)
+        self._num_bytes += _num_bytes(report)
         return numbered
 
     def acknowledge(self, number: int) -> None:
         """Drop all reports up to this one."""
         while self._unacknowledged and self._unacknowledged[0]["number"] <= number:
-            self._num_records -= _num_records(self._unacknowledged.popleft())
+            report = self._unacknowledged.popleft()
+            self._num_records -= _num_records(report)
+            self._num_bytes -= _num_bytes(report)
 
     def unacknowledged(self) -> list[Encoded]:
         """Return the reports not yet acknowledged by any coordinator, in order."""
@@ -76,6 +92,11 @@ class Outbox:
 def _num_records(report: Encoded) -> int:
     records = report.get("records")  # of StepsTrained; not checked, so perhaps not a list
     return len(records) if isinstance(records, (list, tuple)) else 0
+
+
+def _num_bytes(report: Encoded) -> int:
+    data = report.get("data")  # of ExhibitFound; not checked, so perhaps not bytes
+    return len(data) if isinstance(data, bytes) else 0
 
 
 @dataclass

@@ -6,6 +6,7 @@ import { Controls } from './controls';
 import { make, setText } from './dom';
 import { drawing } from './drawing';
 import { Events } from './events';
+import { Exhibits } from './exhibits';
 import * as format from './format';
 import { Buffer, JobData } from './job_data';
 import { savedAt } from './protocol';
@@ -77,6 +78,7 @@ class JobElement {
   private readonly workers = new Workers((worker, opener) =>
     this.controls.press('preempt', opener, worker)
   );
+  private readonly exhibits = new Exhibits((name, step) => this.requestExhibit(name, step));
   private readonly events = new Events();
   private readonly cleanups: (() => void)[] = [];
   private phase: Phase = 'connecting';
@@ -163,6 +165,10 @@ class JobElement {
     }
   }
 
+  private requestExhibit(name: string, step: number): void {
+    this.source.send({ kind: 'exhibit', view: this.data.view, name, step });
+  }
+
   private onMessage(content: unknown, buffers: readonly Buffer[]): void {
     const message = (content ?? {}) as Record<string, unknown>;
     const { kind, to } = message;
@@ -172,12 +178,15 @@ class JobElement {
     } else if (taken === 'update') {
       if (message.reset) {
         this.charts.forgetRequest(); // a reset has discarded the details of a zoomed range
+        this.exhibits.forget();
       }
       this.setPhase('live');
     } else if (kind === 'unknown' && to === this.data.view) {
       this.setPhase('gone');
     } else if (kind === 'notice' && to === this.data.view) {
       this.controls.onAnswer(String(message.request), String(message.level), String(message.text));
+    } else if (kind === 'exhibit' && to === this.data.view) {
+      this.exhibits.take(content, buffers);
     }
     this.schedule();
   }
@@ -222,6 +231,7 @@ class JobElement {
     const { snapshot } = this.data;
     this.drawFigures();
     if (!this.isCompact) {
+      this.exhibits.draw(snapshot.exhibits, this.phase === 'live');
       this.workers.draw(snapshot, this.controls.whyNot('preempt'));
     }
     this.events.draw(snapshot.events);
@@ -327,6 +337,7 @@ class JobElement {
       this.error,
       this.tiles.element,
       this.charts.element,
+      ...(this.isCompact ? [] : [this.exhibits.element]),
       lower
     );
   }

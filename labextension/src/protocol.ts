@@ -6,6 +6,7 @@ import {
   ICostSummary,
   IErrorSummary,
   IEventLine,
+  IExhibitSeries,
   ILatestCheckpoint,
   ILatestEval,
   IMarker,
@@ -29,6 +30,8 @@ import {
 } from './untrusted';
 
 const MAX_METRICS = 8;
+const MAX_EXHIBITS = 50;
+const MAX_EXHIBIT_STEPS = 300;
 
 /** Convert any value to a snapshot. Missing and invalid fields get defaults. */
 export function asSnapshot(value: unknown): ISnapshot {
@@ -69,6 +72,7 @@ export function asSnapshot(value: unknown): ISnapshot {
     cost: orNull(raw.cost, asCost),
     error: orNull(raw.error, asError),
     charts: asCharts(object(raw.charts)),
+    exhibits: list(raw.exhibits).slice(0, MAX_EXHIBITS).map(asExhibitSeries),
     progress: progress === null ? null : Math.min(1, Math.max(0, progress)),
     eta_s: finiteOrNull(raw.eta_s),
     elapsed_s: finiteOrNull(raw.elapsed_s),
@@ -126,6 +130,11 @@ const asError = (raw: Raw): IErrorSummary => ({
 const asCharts = (raw: Raw): IChartList => ({
   metrics: textList(raw.metrics).slice(0, MAX_METRICS),
   has_eval: raw.has_eval === true
+});
+
+const asExhibitSeries = (raw: Raw): IExhibitSeries => ({
+  name: line(raw.name),
+  steps: Array.isArray(raw.steps) ? raw.steps.slice(0, MAX_EXHIBIT_STEPS).map(finite) : []
 });
 
 const asWorker = (raw: Raw): IWorkerRow => ({

@@ -130,6 +130,13 @@ export interface IChartList {
   has_eval: boolean;
 }
 
+/** The exhibits of one name: figures, texts or tables that `eval.score` returned. */
+export interface IExhibitSeries {
+  name: string;
+  /** Steps of the evaluations that have one, in ascending order. */
+  steps: number[];
+}
+
 /** The state of one job at one time. Times are seconds since the epoch. */
 export interface ISnapshot {
   job_id: string;
@@ -178,6 +185,8 @@ export interface ISnapshot {
   cost: ICostSummary | null;
   error: IErrorSummary | null;
   charts: IChartList;
+  /** Sorted by name. A view requests their content when it displays them. */
+  exhibits: IExhibitSeries[];
   /** Share of the planned steps that are done, from 0 to 1. */
   progress: number | null;
   /** Estimated remaining time; null if unknown or not running. */

@@ -8,12 +8,24 @@ import controls from '../style/controls.css';
 import tiles from '../style/tiles.css';
 import chartBar from '../style/chart_bar.css';
 import chart from '../style/chart.css';
+import exhibits from '../style/exhibits.css';
 import workers from '../style/workers.css';
 import events from '../style/events.css';
 import { IJobSource, mountJob } from './core';
 
 // The same order as in style/index.css, which the JupyterLab extension loads.
-const STYLES = [uplotStyle, theme, header, controls, tiles, chartBar, chart, workers, events];
+const STYLES = [
+  uplotStyle,
+  theme,
+  header,
+  controls,
+  tiles,
+  chartBar,
+  chart,
+  exhibits,
+  workers,
+  events
+];
 
 type Model = AnyModel<{ saved: unknown }>;
 

@@ -24,8 +24,8 @@ test('every style sheet is loaded', () => {
 test('the widget applies its style sheets in the order of the extension', () => {
   const imports = [...read('../src/widget.ts').matchAll(/import (\w+) from '\.\.\/style\/(\w+)/g)];
   const fileOf = new Map(imports.map(([, variable, file]) => [variable, `${file}.css`]));
-  const [, order] = read('../src/widget.ts').match(/STYLES = \[uplotStyle, ([^\]]*)\]/);
-  const applied = order.split(', ').map(variable => fileOf.get(variable));
+  const [, order] = read('../src/widget.ts').match(/STYLES = \[\s*uplotStyle,\s*([^\]]*?)\s*\]/);
+  const applied = order.split(/,\s*/).map(variable => fileOf.get(variable));
   assert.deepEqual(
     applied,
     extension.filter(name => applied.includes(name))

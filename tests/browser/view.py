@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Locator, Page
 
+from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log import events as t
+from etrain_jupyter.notebook.dashboard import exhibits
 from etrain_jupyter.notebook.dashboard.browser import WIDGET_SCRIPT
 from etrain_jupyter.notebook.dashboard.feed import ViewFeed
 from etrain_jupyter.notebook.dashboard.job_view import JobView
+from etrain_jupyter.storage.exhibits import Content
 
 # Mount our module like anywidget, and record sent messages and layout shifts for the tests.
 MOUNT = """
@@ -93,6 +96,19 @@ class View:
         self.page.wait_for_function("() => window.sent.some(m => m.kind === 'detail')")
         asked = self.sent("detail")[-1]
         self.feed.detail(self.job, self.name, asked["first"], asked["last"])
+        self.settle()
+        return asked
+
+    def answer_exhibit(self, contents: Mapping[tuple[str, int], Content]) -> dict[str, Any]:
+        """Answer the newest request for an exhibit; return the request."""
+        asked = self.sent("exhibit")[-1]
+
+        def read(name: str, step: int) -> Content:
+            if (name, step) not in contents:
+                raise RunStoreError(f"{name} of step {step} does not exist")
+            return contents[name, step]
+
+        self.feed.post(*exhibits.answer(read, asked))
         self.settle()
         return asked
 

@@ -248,6 +248,46 @@ def test_best_checkpoint_and_early_stopping_use_the_scores(submit):
     job.load_into(Net(), which="best")
 
 
+def score_with_exhibits(records: list[Any]) -> dict[str, Any]:
+    from matplotlib.figure import Figure
+
+    scores = score(records)
+    figure = Figure(figsize=(2, 1))
+    figure.subplots().hist([int(record["logits"].argmax()) for record in records])
+    wrong = [
+        {"position": int(record["position"]), "target": int(record["target"])}
+        for record in records
+        if int(record["logits"].argmax()) != int(record["target"])
+    ]
+    report = f"{scores['exact_match']:.3f} of {len(records)}"
+    return {**scores, "classes": figure, "report": report, "wrong": wrong[:5] or [{"none": 0}]}
+
+
+def test_figure_text_and_table_are_stored_with_their_step(submit, calm):
+    pytest.importorskip("matplotlib", reason="platform: matplotlib is not installed")
+    reference = expected(calm, submit)
+    evaluation = {"every": "4 steps", "predict": predict, "score": score_with_exhibits}
+    job = submit(**body(eval=evaluation, workers={"min": 2, "max": 2}))
+    finish(job)
+
+    assert scores_of(job) == reference
+    exhibits = job.exhibits()
+    assert [(one.step, one.name, one.format) for one in exhibits] == [
+        (step, name, format)
+        for step in (4, 8)
+        for name, format in (("classes", "png"), ("report", "text"), ("wrong", "table"))
+    ]
+    classes, report, wrong = (one.load() for one in exhibits[3:])
+    assert classes[:4] == b"\x89PNG"
+    assert report == f"{reference[8]['exact_match']:.3f} of {NUM_EVAL}"
+    assert all(isinstance(value, int) for row in wrong for value in row.values())
+    # Another kernel reads them from the run folder.
+    again = TrainingJob(job.record, None)
+    assert [one.load() for one in again.exhibits("report")] == [
+        one.load() for one in job.exhibits("report")
+    ]
+
+
 NUM_SCORED = FOLDER / "scored"
 
 
@@ -266,7 +306,7 @@ def crashing_score(records: list[Any]) -> dict[str, float]:
 
 
 def wrong_score(records: list[Any]) -> dict[str, Any]:
-    return {"f1": "high"}
+    return {"f1": [0.5]}
 
 
 def loss_score(records: list[Any]) -> dict[str, Any]:
@@ -286,7 +326,7 @@ def no_predict(model: nn.Module, batch: Any) -> Any:
     [
         ({"score": broken_score}, "eval.score raised ZeroDivisionError", "1 / (len(records)"),
         ({"score": crashing_score}, "eval.score crashed: .* was killed by SIGABRT", ""),
-        ({"score": wrong_score}, "eval.score returned 'high' for 'f1', a str", ""),
+        ({"score": wrong_score}, r"eval.score returned \[0.5\] for 'f1', a list", ""),
         ({"score": loss_score}, "eval.score returned 'loss', which is also the loss", ""),
         ({"predict": short_predict}, "returned 3 records for a batch of 16 samples", ""),
         ({"predict": no_predict}, "eval.predict returned a int", ""),

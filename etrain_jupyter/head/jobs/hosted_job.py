@@ -12,12 +12,18 @@ from typing import Any, assert_never
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.defects import Defects
+from etrain_jupyter.head.jobs.exhibits import ExhibitFolder
 from etrain_jupyter.head.jobs.job_log import JobLog
 from etrain_jupyter.head.jobs.job_records import PendingRequests
 from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.head.jobs.mirrored_log import MirroredLog, OpenedRun
 from etrain_jupyter.head.jobs.planned_faults import PlannedFaults
-from etrain_jupyter.head.jobs.reports import Consequence, Relay, TrainerMessages
+from etrain_jupyter.head.jobs.reports import (
+    Consequence,
+    KeepExhibit,
+    Relay,
+    TrainerMessages,
+)
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.head.jobs.take_over import (
     find_trainers,
@@ -101,6 +107,7 @@ class HostedJob:
             if order.resumes or (self.recalls is not None and has_log):
                 self._read_log()
             self.messages = TrainerMessages(order, self.record)
+            self._exhibits = ExhibitFolder(order, self.record)
             if self.recalls is not None and has_log:
                 self._recall(self.recalls)
             else:
@@ -258,6 +265,10 @@ class HostedJob:
             self.evidence.fold(event, clock.now())
         if any(isinstance(event, events.CheckpointCommitted) for event in new):
             self.review_pace()  # the checkpoint's cost is now known
+        for event in new:
+            if isinstance(event, events.JobRestored):
+                undone = self._exhibits.steps_after(event.step)
+                self._remove_exhibits(undone, f"the job returned to step {event.step:,}")
 
     def review_pace(self) -> None:
         """Update the interval of ``checkpoint.every: auto``; notify the ranks if it changes."""
@@ -478,6 +489,8 @@ class HostedJob:
                     # Use number 0, because numbers count the sender's reports, not these messages.
                     for trainer in item.trainers:
                         self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
+                case KeepExhibit():
+                    self._keep_exhibit(item)
                 case events.Event():
                     self._append([self.messages.complete(item, self.state)])
                 case list():
@@ -488,6 +501,19 @@ class HostedJob:
     def log_restored(self, step: int) -> None:
         """Log that the steps after ``step`` will be repeated."""
         self._follow_up([self.messages.restored_to(step)])
+
+    def _keep_exhibit(self, item: KeepExhibit) -> None:
+        self._append([self._exhibits.store(item.report, item.worker)])
+        surplus = self._exhibits.surplus()
+        self._remove_exhibits(surplus, "the job has too many; the first and the newest are kept")
+
+    def _remove_exhibits(self, steps: Iterable[int], reason: str) -> None:
+        for step in steps:
+            # Log first: a file that no event names does no harm, but an event without a file would
+            # show as an error.
+            files = self._exhibits.files_of(step)
+            self.log(events.ExhibitsRemoved, step=step, files=files, reason=reason)
+            self._exhibits.remove(files)
 
     # --- queries ---
 

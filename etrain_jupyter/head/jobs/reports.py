@@ -40,7 +40,15 @@ class Relay:
     trainers: tuple[str, ...]
 
 
-Consequence = events.Event | list[events.Event] | s.Stimulus | Relay
+@dataclass(frozen=True, kw_only=True)
+class KeepExhibit:
+    """Check and store an exhibit."""
+
+    report: m.ExhibitFound
+    worker: str
+
+
+Consequence = events.Event | list[events.Event] | s.Stimulus | Relay | KeepExhibit
 """One action for ``HostedJob``. A list of events is appended in one write, because a report may
 contain hundreds of steps."""
 
@@ -83,9 +91,7 @@ class TrainerMessages:
             case m.TrainerHello():
                 yield from self._on_hello(report, facts)
             case m.StoreEntry():
-                # Only the current generation needs it: older entries were fenced.
-                others = (member.trainer for member in state.in_phase("ranked"))
-                yield Relay(entry=report, trainers=tuple(t for t in others if t != report.trainer))
+                yield self._relay(report, state)
             case m.GenerationJoined():
                 yield from self._on_joined(report, state)
             case m.GenerationLeft():
@@ -96,6 +102,8 @@ class TrainerMessages:
                 yield from self._on_eval(report.record)
             case m.EvalScoreFound() | m.EvalScoreLost():
                 yield from self._on_scores(report)
+            case m.ExhibitFound():
+                yield KeepExhibit(report=report, worker=facts.worker)
             case m.BestFound():
                 yield from self._on_best(report.record)
             case m.WeightsFingerprinted():
@@ -137,6 +145,12 @@ class TrainerMessages:
         return kind(job_id=self._order.job_id, **{**common, **values})
 
     # --- one method per kind of report ---
+
+    @staticmethod
+    def _relay(report: m.StoreEntry, state: JobState) -> Relay:
+        # Only the current generation needs it: older entries were fenced.
+        others = (member.trainer for member in state.in_phase("ranked"))
+        return Relay(entry=report, trainers=tuple(t for t in others if t != report.trainer))
 
     def _on_hello(self, report: m.TrainerHello, facts: TrainerFacts) -> Iterator[Consequence]:
         # The first case that applies:

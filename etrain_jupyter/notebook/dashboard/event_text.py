@@ -16,6 +16,8 @@ from etrain_jupyter.log.events import (
     EvalCompleted,
     EvalScored,
     Event,
+    ExhibitsRemoved,
+    ExhibitStored,
     FaultInjected,
     GenerationFormed,
     GenerationReady,
@@ -61,9 +63,15 @@ def describe(event: Event) -> Line | None:
 
 @describe.register
 def _describe_nothing(
-    event: StepCompleted | WeightsHashed | GenerationReady | RankTimed | CostUpdated,
+    event: StepCompleted
+    | WeightsHashed
+    | GenerationReady
+    | RankTimed
+    | CostUpdated
+    | ExhibitStored
+    | ExhibitsRemoved,
 ) -> Line | None:
-    return None  # too many for the list: the charts and the audit show them
+    return None  # too many for the list: the charts, the exhibits and the audit show them
 
 
 @describe.register
@@ -170,7 +178,8 @@ def _describe_eval_completed(event: EvalCompleted) -> Line:
 @describe.register
 def _describe_eval_scored(event: EvalScored) -> Line:
     values = ", ".join(f"{name} {number(value)}" for name, value in event.scores.items())
-    return Line(text=f"Scored the evaluation of step {event.step:,}: {values}")
+    text = f"Scored the evaluation of step {event.step:,}"
+    return Line(text=f"{text}: {values}" if values else text)
 
 
 @describe.register

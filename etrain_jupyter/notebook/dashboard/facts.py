@@ -10,6 +10,7 @@ from etrain_jupyter.notebook.dashboard.snapshot import (
     ChartList,
     CostSummary,
     ErrorSummary,
+    ExhibitSeries,
     LatestCheckpoint,
     LatestEval,
 )
@@ -55,3 +56,4 @@ class JobFacts:
     cost: CostSummary | None = None
     error: ErrorSummary | None = None
     charts: ChartList = field(default_factory=ChartList)
+    exhibits: tuple[ExhibitSeries, ...] = ()

@@ -16,7 +16,7 @@ which a view draws its smoothed line. Otherwise it smooths the points themselves
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from etrain_jupyter.notebook.dashboard.changes import SentSnapshot
@@ -96,10 +96,10 @@ class ViewFeed:
         content = {"kind": "detail", "seq": self._seq, "to": to, "first": first, "last": last}
         self._send(content | {"blocks": _blocks(curves)}, _buffers(curves))
 
-    def post(self, content: dict[str, Any]) -> None:
+    def post(self, content: dict[str, Any], buffers: Sequence[bytes] = ()) -> None:
         """Send a message that is not an update, such as the answer to a request."""
         self._seq += 1
-        self._send({**content, "seq": self._seq}, [])
+        self._send({**content, "seq": self._seq}, list(buffers))
 
     def _reset(self, view: JobView, to: str) -> None:
         curves = thin_all(view.curves.to_dict(), MAX_RESET_POINTS)

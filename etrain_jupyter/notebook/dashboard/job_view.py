@@ -20,6 +20,8 @@ from etrain_jupyter.log.events import (
     EvalCompleted,
     EvalScored,
     Event,
+    ExhibitsRemoved,
+    ExhibitStored,
     FaultInjected,
     GenerationFormed,
     JobPlanned,
@@ -40,10 +42,12 @@ from etrain_jupyter.log.events import (
     WorkersScaled,
     WorkerWarmed,
 )
+from etrain_jupyter.log.job_record import apply_exhibit
 from etrain_jupyter.notebook.dashboard.controls import controls_of
 from etrain_jupyter.notebook.dashboard.curves import CurveSet
 from etrain_jupyter.notebook.dashboard.entries import Entries, Markers
 from etrain_jupyter.notebook.dashboard.event_text import Line, describe, restored_text, seconds
+from etrain_jupyter.notebook.dashboard.exhibits import series_of
 from etrain_jupyter.notebook.dashboard.facts import JobFacts
 from etrain_jupyter.notebook.dashboard.freshness import Freshness
 from etrain_jupyter.notebook.dashboard.pace import StepRate
@@ -96,6 +100,8 @@ class JobView:
         self._dumps = StackDumps()
         self._pace = StepRate()
         self._freshness = Freshness()
+        self._exhibits: dict[int, dict[str, ExhibitStored]] = {}
+        self._has_new_exhibits = False  # since the last snapshot
 
     @property
     def status(self) -> str:
@@ -123,6 +129,8 @@ class JobView:
     def snapshot(self) -> Snapshot:
         """Return the current state."""
         facts = self._facts
+        if self._has_new_exhibits:
+            facts.exhibits, self._has_new_exhibits = series_of(self._exhibits), False
         ended_at = facts.updated_at if facts.ended_at is None else facts.ended_at
         return Snapshot(
             **{name: getattr(facts, name) for name in field_names(JobFacts)},
@@ -330,6 +338,11 @@ class JobView:
                 step=event.step, epoch=facts.epoch, samples=event.samples, loss=None, metrics={}
             )
         facts.eval = replace(latest, metrics={**latest.metrics, **event.scores})
+
+    @_fold.register
+    def _fold_exhibit(self, event: ExhibitStored | ExhibitsRemoved) -> None:
+        apply_exhibit(self._exhibits, event)
+        self._has_new_exhibits = True
 
     @_fold.register
     def _fold_best_reached(self, event: BestReached) -> None:

@@ -164,6 +164,15 @@ class ChartList:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExhibitSeries:
+    """The exhibits of one name: figures, texts or tables that ``eval.score`` returned."""
+
+    name: str
+    steps: tuple[int, ...]
+    """Steps of the evaluations that have one, in ascending order."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The state of one job at one time. Times are seconds since the epoch."""
 
@@ -213,6 +222,8 @@ class Snapshot:
     """None if the pool does not report costs."""
     error: ErrorSummary | None = None
     charts: ChartList = ChartList()
+    exhibits: tuple[ExhibitSeries, ...] = ()
+    """Sorted by name. A view requests their content when it displays them."""
     progress: float | None = None
     """Share of the planned steps that are done, from 0 to 1."""
     eta_s: float | None = None

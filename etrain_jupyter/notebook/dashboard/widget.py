@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from etrain_jupyter.log.events import Event
-from etrain_jupyter.notebook.dashboard import browser
+from etrain_jupyter.notebook.dashboard import browser, exhibits
 from etrain_jupyter.notebook.dashboard.feed import Curves, ViewFeed, thin_all
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
 from etrain_jupyter.notebook.dashboard.job_view import JobView
@@ -52,11 +52,20 @@ class Dashboard:
         on_request: Called with a request (``stop``, ``scale`` ...) and its arguments when a button
             is pressed. It runs on a kernel thread, even while a cell is running. The text that it
             returns, or the error that it raises, is shown below the button.
+        read_exhibit: Called with a name and a step when a view displays an exhibit, on a kernel
+            thread as well.
     """
 
-    def __init__(self, *, job_id: str, on_request: OnRequest) -> None:
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        on_request: OnRequest,
+        read_exhibit: exhibits.ReadExhibit | None = None,
+    ) -> None:
         self._job_id = job_id
         self._on_request = on_request
+        self._read_exhibit = read_exhibit
         self._display_id = f"etrain-{uuid.uuid4().hex}"
         # Three locks, taken in this order. Messages of the feeds are sent without _changed:
         #
@@ -175,7 +184,7 @@ class Dashboard:
     #   add_events     fold, notify ----------------------------------> returns at once
     #   etrain-dashboard-JOB         wait, flush, sleep 50 ms, wait ... until the job has ended
     #   etrain-dashboard-save-JOB    bundle, publish (every 5 or 60 s, one at a time)
-    #   kernel (comm)                hello, detail, request -> outbox -> _send_out
+    #   kernel (comm)                hello, detail, exhibit, request -> outbox -> _send_out
 
     def _start_thread(self) -> None:
         if self._thread is None and not self._is_closed:
@@ -318,6 +327,11 @@ class Dashboard:
                 # Flush first, so that no points are missing between the last update and the detail.
                 feed.flush(self._view)
                 feed.detail(self._view, str(content.get("view", "")), first, last)
+        elif content.get("kind") == "exhibit":
+            # Do not hold _changed while reading, which may take seconds for a job in a bucket.
+            message, buffers = exhibits.answer(self._read_exhibit, content)
+            with self._changed:
+                feed.post(message, buffers)
         elif content.get("kind") == "request":
             self._carry_out(feed, content)
         self._send_out()

@@ -18,6 +18,7 @@ from etrain_jupyter.log.events import (
     EvalCompleted,
     EvalScored,
     Event,
+    ExhibitStored,
     JobRestored,
     JobStatusChanged,
     StepCompleted,
@@ -53,6 +54,11 @@ class LatestValues(JobRecord):
         """Return the history; see ``History.columns``."""
         with self._lock:
             return self._history.columns()
+
+    def list_exhibits(self) -> list[ExhibitStored]:
+        """Return the stored figures, texts and tables of the evaluations."""
+        with self._lock:
+            return [event for named in self.exhibits.values() for event in named.values()]
 
     def apply(self, event: Event) -> Self:
         """Add the next event of the log to the record and to the history."""

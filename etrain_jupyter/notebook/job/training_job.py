@@ -25,6 +25,7 @@ from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.phases import phases_of
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.cost import JobCost, cost_of
+from etrain_jupyter.notebook.job.exhibits import Exhibit, exhibits_of
 from etrain_jupyter.notebook.job.feed import EventFeed, Listener
 from etrain_jupyter.notebook.job.history import LatestValues, peek_log
 from etrain_jupyter.notebook.job.interrupts import Interrupts
@@ -203,6 +204,18 @@ class TrainingJob(JobRequests):
         row of the step after which the evaluation ran, and NaN elsewhere.
         """
         return self._latest().columns()
+
+    def exhibits(self, name: str | None = None) -> list[Exhibit]:
+        """Return the figures, texts and tables that ``eval.score`` returned, oldest first.
+
+        Each has a ``step``, a ``name`` and a ``format``; ``load()`` returns its content. The oldest
+        are removed from jobs that have many, see the guide "Official scores over the whole set".
+
+        Args:
+            name: Only those with this name; all by default.
+        """
+        stored = self._latest().list_exhibits()
+        return exhibits_of(self.record, [e for e in stored if name in (None, e.name)])
 
     def phases(self) -> list[dict[str, Any]]:
         """Return the time that each worker spent in each phase, and its parallel efficiency.

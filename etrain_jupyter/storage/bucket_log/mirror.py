@@ -158,12 +158,13 @@ class Mirror:
 
     def _upload_all(self, *, is_last: bool) -> None:
         # Events come first, because other machines wait for them. The heartbeat is next: it names
-        # the newest uploaded event. Packs are only copies.
+        # the newest uploaded event. Then the files that the events name. Packs are only copies.
         while self._uploads.upload():
             pass
         if is_last or time.monotonic() - self._beat_at >= BEAT_S:
             self._uploads.beat(has_ended=is_last)
             self._beat_at = time.monotonic()
+        self._uploads.exhibits.upload()
         try:
             self._uploads.pack()
         except RunStoreError as exc:

@@ -6,6 +6,7 @@
                                 log/         newest events, one object every few seconds
                                 packs/       older events, 1,000 or 20,000 per object
                                 events.segments/   the latter as columns
+                                exhibits/    figures, texts and tables that eval.score returned
                                 alive.json   status and heartbeat, rewritten every few seconds
 
     <state>/runs/<bucket>-<digits>/<job_id>/   this machine's copy: a regular run folder

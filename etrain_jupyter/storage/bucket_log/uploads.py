@@ -24,6 +24,7 @@ from etrain_jupyter.storage.bucket_log.chain import (
     pack_key,
     piece_key,
 )
+from etrain_jupyter.storage.bucket_log.exhibit_uploads import ExhibitUploads
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 
 MARK_FILE = ".uploaded.json"
@@ -61,6 +62,8 @@ class Uploads:
         self._pending: list[bytes] = []
         self.facts: dict[str, Any] = {}
         """The job's status, from the newest uploaded lines."""
+        self.exhibits = ExhibitUploads(chain.objects, log_path.parent)
+        """The files that uploaded lines name."""
 
     def upload(self) -> bool:
         """Write the next events, at most ``PIECE_EVENTS``; return whether there were any.
@@ -120,6 +123,7 @@ class Uploads:
                 self.facts |= {name: event[name] for name in _FACTS if name in event}
         if piece.first != self._began_at:
             self._own.append(piece.first)
+        self.exhibits.note_lines(piece.lines)
         self.seq = piece.last
         _write_mark(self._path.parent, self.writer, self.seq)
 

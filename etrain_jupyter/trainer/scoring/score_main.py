@@ -7,19 +7,17 @@ outcome to the third descriptor. It ends with the trainer, whatever ends that.
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import json
-import numbers
 import os
-import reprlib
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
 from etrain_jupyter.process.parent_pipe import die_with_parent
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.scoring.exhibits import result_of
 from etrain_jupyter.trainer.scoring.records import unpack_all
 
 NICENESS = 5
@@ -37,7 +35,7 @@ def main() -> None:
 
 
 def run(bundle_fd: int, records_fd: int, num_bytes: int) -> dict[str, Any]:
-    """Return ``{"scores": ...}``, or ``{"error": ..., "traceback": ...}``."""
+    """Return ``{"scores", "exhibits"}``, or ``{"error", "traceback"}``, for JSON."""
     bundle: OpenBundle | None = None
     try:
         bundle = open_bundle(Path(f"/dev/fd/{bundle_fd}"))
@@ -46,43 +44,20 @@ def run(bundle_fd: int, records_fd: int, num_bytes: int) -> dict[str, Any]:
         with os.fdopen(records_fd, "rb") as file:
             file.seek(0)
             records = list(unpack_all(file, num_bytes))
-        return {"scores": numbers_of(score(records))}
+        result = result_of(score(records))
+        return {
+            "scores": result.scores,
+            "exhibits": [
+                [exhibit.name, exhibit.format, base64.b64encode(exhibit.data).decode()]
+                for exhibit in result.exhibits
+            ],
+        }
     except BaseException as exc:
         text = bundle.format_user_traceback(exc) if bundle is not None else ""
         if isinstance(exc, WorkloadError):
             return {"error": str(exc), "traceback": ""}
         error = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")
         return {"error": f"eval.score raised {error}", "traceback": text}
-
-
-def numbers_of(returned: Any) -> dict[str, float]:
-    """Return the scores as plain numbers.
-
-    Raises:
-        WorkloadError: If ``score`` returned something other than ``{name: number}``.
-    """
-    if not isinstance(returned, Mapping) or not returned:
-        raise WorkloadError(
-            f"eval.score returned {reprlib.repr(returned)}, a {type(returned).__name__}. Return a "
-            'dict of numbers, for example {"f1": 0.87}.'
-        )
-    found = {}
-    for name, value in returned.items():
-        if not isinstance(name, str) or not name.strip():
-            raise WorkloadError(
-                f"eval.score returned a value named {name!r}. Names must be non-empty text."
-            )
-        plain = value
-        if hasattr(value, "item"):  # a NumPy scalar, or a tensor of one element
-            with contextlib.suppress(ValueError, RuntimeError):
-                plain = value.item()
-        if not isinstance(plain, numbers.Real):
-            raise WorkloadError(
-                f"eval.score returned {reprlib.repr(value)} for {name!r}, a "
-                f"{type(value).__name__}. Return one number per name."
-            )
-        found[name] = float(plain)
-    return found
 
 
 if __name__ == "__main__":

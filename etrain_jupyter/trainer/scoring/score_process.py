@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.scoring.exhibits import Exhibit, ScoreResult
 from etrain_jupyter.trainer.scoring.spool import RecordFile
 
 STOP_S = 5.0
@@ -20,7 +22,7 @@ STOP_S = 5.0
 
 
 class ScoreError(WorkloadError):
-    """``eval.score`` raised, crashed or returned something other than numbers.
+    """``eval.score`` raised, crashed or returned something invalid.
 
     Attributes:
         user_traceback: Traceback of the user's frames; empty if there is none.
@@ -34,8 +36,8 @@ class ScoreError(WorkloadError):
 class Scoring(Protocol):
     """A run of ``eval.score``."""
 
-    def poll(self) -> dict[str, float] | None:
-        """Return the scores; None while it is running.
+    def poll(self) -> ScoreResult | None:
+        """Return the scores and exhibits; None while it is running.
 
         Raises:
             ScoreError: If it failed.
@@ -82,11 +84,14 @@ class ScoreProcess:
             stdin=subprocess.PIPE,
             pass_fds=fds,
             start_new_session=True,
+            # Figures are drawn without a window. A kernel sets this variable for its own process,
+            # and the pool's processes inherit it.
+            env={**os.environ, "MPLBACKEND": "Agg"},
         )
         self._outcome: dict[str, Any] | None = None
 
-    def poll(self) -> dict[str, float] | None:
-        """Return the scores; None while the process is running.
+    def poll(self) -> ScoreResult | None:
+        """Return the scores and exhibits; None while the process is running.
 
         Raises:
             ScoreError: If ``score`` raised, or its process crashed.
@@ -99,8 +104,11 @@ class ScoreProcess:
             self._close()
         if "error" in self._outcome:
             raise ScoreError(self._outcome["error"], self._outcome["traceback"])
-        scores: dict[str, float] = self._outcome["scores"]
-        return scores
+        exhibits = (
+            Exhibit(name, format, base64.b64decode(data))
+            for name, format, data in self._outcome["exhibits"]
+        )
+        return ScoreResult(self._outcome["scores"], tuple(exhibits))
 
     def stop(self) -> None:
         """Kill the process and its children."""

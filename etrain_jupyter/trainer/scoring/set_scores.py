@@ -43,7 +43,12 @@ from etrain_jupyter.trainer.scoring.score_process import ScoreError, Scorer, Sco
 from etrain_jupyter.trainer.scoring.spool import RecordFile, Spool
 from etrain_jupyter.trainer.seeds import seed_all, seed_of
 from etrain_jupyter.trainer.state.train_state import ScorePass, TrainState
-from etrain_jupyter.wire.messages import EvalScoreFound, EvalScoreLost, TextLogged
+from etrain_jupyter.wire.messages import (
+    EvalScoreFound,
+    EvalScoreLost,
+    ExhibitFound,
+    TextLogged,
+)
 
 POLL_S = 0.02
 """Interval at which ranks that wait for scores exchange their state."""
@@ -190,18 +195,29 @@ class SetScores:
         if self._scoring is None or self.record is not None:
             return
         try:
-            scores = self._scoring.poll()
+            result = self._scoring.poll()
         except ScoreError as exc:
             message = f"{exc} (scoring the evaluation of step {self._pass.step})"
             raise ScoreError(message, exc.user_traceback) from None
-        if scores is None:
+        if result is None:
             return
-        self._check_names(scores)
+        self._check_names(result.scores)
         state = self._state
+        # Before the scores, so that a log with the scores also has the exhibits.
+        for exhibit in result.exhibits:
+            self._send(
+                ExhibitFound(
+                    generation=group.generation,
+                    step=self._pass.step,
+                    name=exhibit.name,
+                    format=exhibit.format,
+                    data=exhibit.data,
+                )
+            )
         self.record = {
             "step": self._pass.step,
             "samples": state.plan.num_eval,
-            "scores": scores,
+            "scores": result.scores,
             "duration_s": time.monotonic() - self._scoring_since,
             "time": time.time(),
         }

@@ -19,6 +19,7 @@ from etrain_jupyter.log import event_log as log_module
 from etrain_jupyter.log.event_log import EventLog, LogReader, read_events
 from etrain_jupyter.log.events import (
     Event,
+    ExhibitFormat,
     JobStatus,
     JobStatusChanged,
     LogLine,
@@ -37,6 +38,7 @@ JSON = st.recursive(
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXT,
     JobStatus: TEXT,  # a newer version may have others
+    ExhibitFormat: TEXT,
     int: st.integers(0, 2**60),
     bool: st.booleans(),
     float: st.floats(allow_nan=False),

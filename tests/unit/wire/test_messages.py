@@ -183,7 +183,7 @@ def test_step_records_are_passed_on_without_a_copy():
     [
         ({"op": "spare", "pid": 1}, None),
         ({"op": "supervisor", "device": "cpu", "pid": 1, "incarnation": 0}, None),
-        ({"kind": "SpareReady", "wire_version": 5, "new_field": 1}, 5),
+        ({"kind": "SpareReady", "wire_version": 99, "new_field": 1}, 99),
         ({"kind": "SpareReady", "wire_version": "x"}, None),
         ({"kind": "SpareReady"}, None),
     ],

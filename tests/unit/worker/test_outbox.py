@@ -47,3 +47,15 @@ def test_many_reports_fill_the_outbox() -> None:
     assert not outbox.is_full
     outbox.put(steps(0), trainer="t-2")
     assert outbox.is_full
+
+
+def test_large_exhibits_fill_the_outbox_and_their_acknowledgement_empties_it() -> None:
+    outbox = Outbox(most_bytes=100)
+    outbox.put({"kind": "ExhibitFound", "data": bytes(99)}, trainer="t-1")
+    outbox.put({"kind": "ExhibitFound", "data": "invalid"}, trainer="t-1")
+    assert not outbox.is_full
+    outbox.put({"kind": "ExhibitFound", "data": bytes(1)}, trainer="t-1")
+    assert outbox.is_full
+
+    outbox.acknowledge(1)
+    assert not outbox.is_full

@@ -22,6 +22,7 @@ from etrain_jupyter.storage.bucket_log.place import spool_of
 from etrain_jupyter.storage.bucket_log.uploads import ALIVE, claim
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.requests import SubmitJob
 from tests.unit.head.coordinator.rig import Disk, Rig, put_bundle
 
@@ -72,6 +73,16 @@ async def test_events_are_uploaded_to_the_bucket(rig: Rig, tmp_path: Path, place
     assert there == list(read_events(spool_of(place) / "events.jsonl"))
     assert [e.step for e in there if isinstance(e, events.StepCompleted)] == [1, 2]
     assert rig.job.order.checkpoints == place
+
+
+async def test_exhibit_is_uploaded_to_the_bucket(rig: Rig, place: str) -> None:
+    await rig.start("w1", place=place)
+    found = {"step": 3, "name": "report", "format": "text", "data": b"fine"}
+    rig.tell("w1", m.ExhibitFound, **found)
+
+    key = "exhibits/step_00000003/report.txt"
+    await until(lambda: RunObjects(place).get(key) == b"fine")
+    assert (spool_of(place) / key).read_bytes() == b"fine"
 
 
 async def test_outage_is_logged_once_and_the_backlog_is_uploaded_afterwards(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import NOT_BEGUN
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.membership import Finishing
+from etrain_jupyter.rules.policy.exhibit_retention import choose_removed
 from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import PLAN, Rig
+from tests.unit.storage.pictures import png
 
 
 @pytest.fixture
@@ -308,3 +312,114 @@ async def test_printed_lines_of_a_job_are_bounded_and_the_rest_is_counted(rig):
     dropped = "dropped: after the first 20,000, a job's log takes 5 per second on average"
     assert texts[5:7] == [f"... 15 printed lines {dropped}", "its stacks"]
     assert texts[7:] == ["late 0", "late 1", f"... 9 printed lines {dropped}"]
+
+
+# --- exhibits ---
+
+
+def found(rig: Rig, step: int, name: str, data: bytes, format: str = "text", **more: int) -> None:
+    values = {"step": step, "name": name, "format": format, "data": data}
+    rig.tell("w1", m.ExhibitFound, **values, **more)
+
+
+def stored(rig: Rig) -> dict[str, bytes]:
+    """Return the files of the job's exhibits, by path."""
+    folder = rig.folder / "j" / "exhibits"
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def warnings(rig: Rig) -> list[str]:
+    return [e.text for e in rig.events(events.LogLine) if e.level == "warning"]
+
+
+async def test_exhibit_is_stored_and_logged_without_its_content(rig):
+    await rig.start("w1")
+    found(rig, 3, "report", b"fine")
+    found(rig, 3, "picture", png(), "png")
+
+    assert stored(rig) == {
+        "step_00000003/report.txt": b"fine",
+        "step_00000003/picture.png": png(),
+    }
+    report, picture = rig.events(events.ExhibitStored)
+    assert (report.step, report.name, report.format, report.size_bytes) == (3, "report", "text", 4)
+    assert picture.digest == hashlib.sha256(png()).hexdigest()
+    assert b"fine" not in (rig.folder / "j" / "events.jsonl").read_bytes()
+
+
+async def test_exhibit_from_the_previous_generation_is_stored(rig):
+    await rig.start("w1")
+    found(rig, 3, "report", b"fine", generation=0)
+
+    assert len(rig.events(events.ExhibitStored)) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "format", "data", "problem"),
+    [
+        (3, "../report", "text", b"fine", "has an invalid name"),
+        (-3, "report", "text", b"fine", "has an invalid format or step"),
+        (3, "picture", "png", b"<svg/>", "is not a PNG"),
+        (3, "report", "text", bytes(1_000_001), "has 1,000,001 bytes; the limit is 1,000,000"),
+    ],
+)
+async def test_exhibit_that_a_worker_must_not_send_is_refused(
+    rig, step, name, format, data, problem
+):
+    await rig.start("w1")
+    found(rig, step, name, data, format)
+
+    [warning] = warnings(rig)
+    assert f"from w1 was refused: it {problem}" in warning
+    assert stored(rig) == {}
+    assert rig.events(events.ExhibitStored) == []
+
+
+async def test_evaluation_with_too_many_exhibits_is_cut_off(rig):
+    await rig.start("w1")
+    for number in range(18):
+        found(rig, 3, f"report{number}", b"fine")
+    found(rig, 3, "report0", b"good")
+
+    assert len(stored(rig)) == 16
+    assert stored(rig)["step_00000003/report0.txt"] == b"good"
+    assert len(warnings(rig)) == 2
+
+
+async def test_exhibit_that_the_disk_rejects_is_a_warning(rig):
+    await rig.start("w1")
+    (rig.folder / "j" / "exhibits").write_text("a file instead of a folder")
+    found(rig, 3, "report", b"fine")
+
+    [warning] = warnings(rig)
+    assert "the exhibit 'report' of step 3 from w1 could not be stored in" in warning
+    assert warning.endswith(". Training continues")
+    assert rig.job.state.status == "running"
+
+
+async def test_oldest_exhibits_are_removed_once_the_job_has_too_many(rig, monkeypatch):
+    monkeypatch.setattr(
+        "etrain_jupyter.head.jobs.exhibits.choose_removed",
+        functools.partial(choose_removed, max_bytes=30),
+    )
+    await rig.start("w1")
+    for step in range(1, 6):
+        found(rig, step, "report", b"0123456789")
+
+    assert [path[5:13] for path in sorted(stored(rig))] == ["00000001", "00000004", "00000005"]
+    removed = rig.events(events.ExhibitsRemoved)
+    assert [event.step for event in removed] == [2, 3]
+    assert removed[0].files == ["exhibits/step_00000002/report.txt"]
+    assert sorted(rig.job.record.exhibits) == [1, 4, 5]
+
+
+async def test_exhibits_of_undone_steps_are_removed(rig):
+    await rig.start("w1")
+    for step in (2, 4, 6):
+        found(rig, step, "report", b"fine")
+    rig.job.log_restored(4)
+
+    assert sorted(stored(rig)) == ["step_00000002/report.txt", "step_00000004/report.txt"]
+    [removed] = rig.events(events.ExhibitsRemoved)
+    assert (removed.step, removed.reason) == (6, "the job returned to step 4")

@@ -381,6 +381,41 @@ def test_scores_join_the_evaluation_of_their_step(has_loss: bool) -> None:
     assert snapshot.events[-1].text == f"Scored the evaluation of step {last.step:,}: map 0.5"
 
 
+def exhibit(step: int, name: str) -> t.ExhibitStored:
+    common: dict[str, Any] = {"job_id": JOB_ID, "time": 1.0}
+    return t.ExhibitStored(
+        **common, step=step, name=name, format="text", size_bytes=1, digest="0" * 64
+    )
+
+
+def test_exhibits_are_listed_by_name_with_their_steps() -> None:
+    removed = t.ExhibitsRemoved(job_id=JOB_ID, time=1.0, step=10, files=[], reason="old")
+    view = view_of([exhibit(20, "b"), exhibit(10, "b"), exhibit(20, "a"), exhibit(20, "../x")])
+    before = view.snapshot()
+    view.add([removed, exhibit(30, "b")])
+
+    assert [(one.name, one.steps) for one in before.exhibits] == [("a", (20,)), ("b", (10, 20))]
+    assert [(one.name, one.steps) for one in view.snapshot().exhibits] == [
+        ("a", (20,)),
+        ("b", (20, 30)),
+    ]
+    assert view.snapshot().events == ()
+    assert json.loads(json.dumps(view.snapshot().to_json()))["exhibits"][0] == {
+        "name": "a",
+        "steps": [20],
+    }
+
+
+def test_number_of_exhibits_in_a_snapshot_is_limited() -> None:
+    many = [exhibit(step, f"n{number}") for step in range(400) for number in range(2)]
+    names = [exhibit(1000, f"m{number}") for number in range(60)]
+
+    few = view_of(many).snapshot().exhibits
+    assert [len(one.steps) for one in few] == [300, 300]
+    assert few[0].steps[-1] == 399
+    assert len(view_of(names).snapshot().exhibits) == 50
+
+
 def test_unknown_event_of_a_newer_version_is_listed() -> None:
     event = t.event_from_dict(
         {"event": "WorkerSang", "job_id": JOB_ID, "time": 1.0, "seq": 1, "song": "la"}

@@ -11,9 +11,11 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.notebook.dashboard import widget
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.dashboard.widget import MIME, Dashboard
+from etrain_jupyter.storage.exhibits import Content, Table
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 REPOSITORY = Path(__file__).parents[4]
@@ -257,6 +259,41 @@ def test_a_view_gets_its_zoom_and_the_answer_to_its_request(
         ("pause", "error", "no answer"),
     ]
     assert [message["seq"] for message in sent] == list(range(1, len(sent) + 1))
+
+
+def test_a_view_gets_the_exhibits_that_it_requests(
+    browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[dict[str, Any], list[bytes]]] = []
+    monkeypatch.setattr(
+        Dashboard, "_send_to_link", lambda self, content, buffers: sent.append((content, buffers))
+    )
+    contents = {
+        "picture": b"png",
+        "report": "fine\x1b[2J\n",
+        "worst": Table(("a\u202e", "b"), ((float("nan"), "x"), (None, True))),
+    }
+
+    def read(name: str, step: int) -> Content:
+        if name not in contents:
+            raise RunStoreError(f"{name} of step {step} does not exist")
+        return contents[name]
+
+    dashboard = Dashboard(job_id=JOB_ID, on_request=print, read_exhibit=read)
+    for name in [*contents, "other", 7]:
+        request = {"kind": "exhibit", "view": "me", "name": name, "step": 20}
+        dashboard._receive_from_link(request)
+    dashboard.close()
+
+    common = {"kind": "exhibit", "to": "me", "step": 20}
+    assert [{key: content[key] for key in common} for content, _ in sent] == [common] * 5
+    assert [buffers for _, buffers in sent] == [[b"png"], [], [], [], []]
+    picture, report, worst, other, invalid = (content for content, _ in sent)
+    assert (picture["format"], picture["error"]) == ("png", "")
+    assert report["text"] == "fine\\x1b[2J\n"
+    assert worst["table"] == {"columns": ["a\\u202e", "b"], "rows": [["NaN", "x"], [None, True]]}
+    assert other["error"] == "other of step 20 does not exist"
+    assert invalid["error"] == "This exhibit is not available."
 
 
 def test_importing_the_dashboard_loads_no_widget_library() -> None:

@@ -9,12 +9,13 @@ import pytest
 
 from etrain_jupyter.errors import FencedError, RunStoreError
 from etrain_jupyter.log.event_log import read_events
-from etrain_jupyter.log.events import LogLine
+from etrain_jupyter.log.events import ExhibitsRemoved, ExhibitStored, LogLine
 from etrain_jupyter.log.segments import compact, read_log, segments_of
 from etrain_jupyter.storage.bucket_log import chain, local_copy, uploads
 from etrain_jupyter.storage.bucket_log.chain import pack_key
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.bucket_log.uploads import Uploads, claim
+from etrain_jupyter.storage.exhibits import write_exhibit
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 from tests.unit.storage.bucket_log.conftest import JOB, Machine, status, step
@@ -306,3 +307,64 @@ def test_status_of_the_job_is_published(machine: Make) -> None:
     told, age_s = here.chain.objects.get_aged(uploads.ALIVE) or ({}, 99.0)
     assert (told["status"], told["step"], told["seq"], told["world_size"]) == ("running", 8, 3, 2)
     assert age_s < 60
+
+
+# --- exhibits ---
+
+
+def exhibit(number: int) -> ExhibitStored:
+    return ExhibitStored(
+        job_id=JOB,
+        time=1.0,
+        step=number,
+        name="report",
+        format="text",
+        size_bytes=4,
+        digest="0" * 64,
+    )
+
+
+def keys_of(s3_server: S3Server, url: str) -> list[str]:
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    keys = (key.removeprefix(prefix + "/") for key in s3_server.list_keys(bucket, prefix))
+    return sorted(key for key in keys if key.startswith("exhibits/"))
+
+
+def test_files_that_events_name_are_uploaded_after_them_and_deleted(
+    machine: Make, s3_server: S3Server, url: str
+) -> None:
+    here, objects = machine("here"), RunObjects(url)
+    up = here.uploads()
+    first, second = (f"exhibits/step_0000000{n}/report.txt" for n in (1, 2))
+    for number, key in ((1, first), (2, second)):
+        write_exhibit(here.path.parent, key, b"fine")
+        here.write(exhibit(number))
+    upload_all(here, up)
+    assert keys_of(s3_server, url) == []
+    s3_server.set_faults(S3Fault(kind="deny", match="/exhibits/"))
+    with pytest.raises(RunStoreError):
+        up.exhibits.upload()
+
+    s3_server.set_faults()
+    up.exhibits.upload()
+    assert keys_of(s3_server, url) == [first, second]
+    assert objects.get(first) == b"fine"
+
+    files = [first, "job.json", "exhibits/../job.json"]
+    objects.put("job.json", b"{}")
+    here.write(ExhibitsRemoved(job_id=JOB, time=1.0, step=1, files=files, reason="test"))
+    upload_all(here, up)
+    up.exhibits.upload()
+    assert keys_of(s3_server, url) == [second]
+    assert objects.get("job.json") == b"{}"
+
+
+def test_file_that_is_gone_before_its_upload_is_skipped(
+    machine: Make, s3_server: S3Server, url: str
+) -> None:
+    here = machine("here")
+    up = here.uploads()
+    here.write(exhibit(1))
+    upload_all(here, up)
+    up.exhibits.upload()
+    assert keys_of(s3_server, url) == []

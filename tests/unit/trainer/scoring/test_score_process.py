@@ -9,16 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.bundle.files import write_bundle
 from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
-from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.scoring.exhibits import Exhibit, ScoreResult
 from etrain_jupyter.trainer.scoring.records import pack
-from etrain_jupyter.trainer.scoring.score_main import numbers_of
 from etrain_jupyter.trainer.scoring.score_process import ProcessScorer, ScoreError, ScoreProcess
 from etrain_jupyter.trainer.scoring.spool import RecordFile
 
@@ -42,10 +39,10 @@ def start(bundle: OpenBundle) -> ScoreProcess:
     return process
 
 
-def result(process: ScoreProcess) -> dict[str, float]:
-    while (scores := process.poll()) is None:
+def result(process: ScoreProcess) -> ScoreResult:
+    while (found := process.poll()) is None:
         time.sleep(0.01)
-    return scores
+    return found
 
 
 def test_score_gets_the_records_in_order(tmp_path: Path) -> None:
@@ -54,8 +51,30 @@ def test_score_gets_the_records_in_order(tmp_path: Path) -> None:
 
     process = start(bundle_of(tmp_path, score))
 
-    assert result(process) == {"number": 1234.0, "len": 4.0}
-    assert process.poll() == {"number": 1234.0, "len": 4.0}
+    assert result(process) == ScoreResult({"number": 1234.0, "len": 4.0})
+    assert process.poll() == ScoreResult({"number": 1234.0, "len": 4.0})
+
+
+def test_exhibits_are_returned_with_the_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="platform: matplotlib is not installed")
+    # As in a kernel, whose pool inherits it.
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+
+    def score(records: list[int]) -> dict[str, Any]:
+        from matplotlib import get_backend, pyplot
+
+        figure, axes = pyplot.subplots(figsize=(1, 1))
+        axes.plot(records)
+        return {"mean": 2.5, "curve": figure, "backend": get_backend().lower()}
+
+    found = result(start(bundle_of(tmp_path, score)))
+
+    assert found.scores == {"mean": 2.5}
+    curve, backend = found.exhibits
+    assert (curve.name, curve.format, curve.data[:4]) == ("curve", "png", b"\x89PNG")
+    assert backend == Exhibit("backend", "text", b"agg")
 
 
 def test_exception_comes_with_the_users_line(tmp_path: Path) -> None:
@@ -136,26 +155,3 @@ def test_process_ends_with_the_trainer(tmp_path: Path) -> None:
 
     while is_running(int(pid_file.read_text().split()[0])):
         time.sleep(0.01)
-
-
-def test_numbers_of_numpy_and_torch_are_plain() -> None:
-    found = numbers_of({"a": np.float32(0.5), "b": torch.tensor([2]), "c": True, "d": 3})
-
-    assert found == {"a": 0.5, "b": 2.0, "c": 1.0, "d": 3.0}
-    assert {type(value) for value in found.values()} == {float}
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (0.5, r"eval.score returned 0.5, a float. Return a dict of numbers"),
-        ({}, "eval.score returned {}"),
-        ({"f1": "high"}, "returned 'high' for 'f1', a str. Return one number per name"),
-        ({"f1": torch.ones(2)}, "for 'f1', a Tensor"),
-        ({3: 1.0}, "a value named 3"),
-        ({" ": 1.0}, "a value named ' '"),
-    ],
-)
-def test_anything_but_numbers_by_name_is_refused(returned: Any, message: str) -> None:
-    with pytest.raises(WorkloadError, match=message):
-        numbers_of(returned)

@@ -81,6 +81,8 @@ LAUNCHES = {
     "the lease": Request("s3:PutObject", f"{HOME}/lease.json"),
     "the ledger": Request("s3:PutObject", f"{BUCKET}/etrain/ledgers/aws-0a1b2c-000001.json"),
     "the log": Request("s3:PutObject", f"{JOB}/log/000000000001.jsonl"),
+    "an exhibit": Request("s3:PutObject", f"{JOB}/exhibits/step_00000120/confusion.png"),
+    "an old exhibit": Request("s3:DeleteObject", f"{JOB}/exhibits/step_00000120/confusion.png"),
     "jobs": Request("s3:ListBucket", BUCKET, {"s3:prefix": "etrain/runs/"}),
 }
 FRAME = {
@@ -170,6 +172,7 @@ NOT_FOR_NODES = {
     "a job's packs": Request("s3:PutObject", f"{JOB}/packs/000000000001-000000001000.jsonl.gz"),
     "the end of a log": Request("s3:DeleteObject", f"{JOB}/log/000000000001.jsonl"),
     "a job's state": Request("s3:PutObject", f"{JOB}/alive.json"),
+    "a job's exhibit": Request("s3:PutObject", f"{JOB}/exhibits/step_00000120/confusion.png"),
     "reading a record": Request("s3:GetObject", f"{JOB}/job.json"),
     "the list of jobs": Request("s3:ListBucket", BUCKET, {"s3:prefix": "etrain/runs/"}),
     "the list of keys": Request(

@@ -1,0 +1,107 @@
+"""Store the exhibits of a job: figures, texts and tables that ``eval.score`` returned."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from etrain_jupyter.head.jobs.job_spec import JobSpec
+from etrain_jupyter.log import events
+from etrain_jupyter.log.job_record import JobRecord
+from etrain_jupyter.rules.policy.exhibit_retention import choose_removed
+from etrain_jupyter.storage.exhibits import (
+    MAX_EVALUATION_BYTES,
+    MAX_PER_EVALUATION,
+    InvalidExhibitError,
+    digest_of,
+    exhibit_key,
+    parse_exhibit,
+    remove_exhibits,
+    write_exhibit,
+)
+from etrain_jupyter.wire import messages as m
+
+
+class ExhibitFolder:
+    """The exhibits in a run folder. For a job in a bucket, the log's uploader uploads them.
+
+    Args:
+        order: The job.
+        record: Fold of the job's log, to which the caller adds each event.
+    """
+
+    def __init__(self, order: JobSpec, record: JobRecord) -> None:
+        self._order, self._record = order, record
+
+    def store(self, report: m.ExhibitFound, worker: str) -> events.Event:
+        """Check an exhibit and write its file; return the event to log."""
+        # Workers are not trusted to keep to the limits that the scoring process has checked.
+        try:
+            parse_exhibit(report.format, report.data)
+            key = exhibit_key(step=report.step, name=report.name, format=report.format)
+            self._check_room(report)
+            write_exhibit(self._order.run_dir, key, report.data)
+        except InvalidExhibitError as exc:
+            return self._warning(report, worker, f"was refused: it {exc}")
+        except OSError as exc:
+            why = exc.strerror or str(exc)
+            where = self._order.run_dir
+            return self._warning(
+                report, worker, f"could not be stored in {where}: {why}. Training continues"
+            )
+        return events.ExhibitStored(
+            job_id=self._order.job_id,
+            time=time.time(),
+            generation=report.generation,
+            step=report.step,
+            name=report.name,
+            format=report.format,
+            size_bytes=len(report.data),
+            digest=digest_of(report.data),
+        )
+
+    def surplus(self) -> list[int]:
+        """Return the steps whose exhibits exceed the limits of a job."""
+        return choose_removed(
+            {
+                step: sum(event.size_bytes for event in named.values())
+                for step, named in self._record.exhibits.items()
+            }
+        )
+
+    def steps_after(self, step: int) -> list[int]:
+        """Return the steps after ``step`` that have exhibits."""
+        return sorted(other for other in self._record.exhibits if other > step)
+
+    def files_of(self, step: int) -> list[str]:
+        """Return the files of an evaluation, relative to the run folder."""
+        files = []
+        for event in self._record.exhibits.get(step, {}).values():
+            # Another user may have written the log of a resumed job.
+            with contextlib.suppress(InvalidExhibitError):
+                files.append(exhibit_key(step=step, name=event.name, format=event.format))
+        return files
+
+    def remove(self, files: list[str]) -> None:
+        """Remove files from the run folder."""
+        remove_exhibits(self._order.run_dir, files)
+
+    def _check_room(self, report: m.ExhibitFound) -> None:
+        others = dict(self._record.exhibits.get(report.step, {}))
+        others.pop(report.name, None)
+        size_bytes = len(report.data) + sum(event.size_bytes for event in others.values())
+        if len(others) >= MAX_PER_EVALUATION or size_bytes > MAX_EVALUATION_BYTES:
+            raise InvalidExhibitError(
+                f"exceeds the limit of {MAX_PER_EVALUATION} exhibits and "
+                f"{MAX_EVALUATION_BYTES:,} bytes for one evaluation"
+            )
+
+    def _warning(self, report: m.ExhibitFound, worker: str, problem: str) -> events.LogLine:
+        return events.LogLine(
+            job_id=self._order.job_id,
+            time=time.time(),
+            generation=report.generation,
+            level="warning",
+            worker="",
+            text=f"the exhibit {report.name[:64]!r} of step {report.step} from {worker} {problem}",
+        )
