@@ -89,7 +89,7 @@ class _Hash:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: there is no buffer."""
+        """Do nothing, since nothing is buffered."""
 
     def close(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing, since nothing is open."""

@@ -54,7 +54,7 @@ def plan_launch(
     # `decide` has set short_since by now, at the latest in this tick.
     short_s = view.now - (state.short_since or view.now)
     # One request per tick, with one lifecycle. The next tick sees its machines as acknowledged, and
-    # requests what is still missing.
+    # requests only the missing ones.
     for option in _options(rules, count, missing, short_s):
         state, candidates = _candidates(state, rules, view, count, option.lifecycle)
         if candidates:
