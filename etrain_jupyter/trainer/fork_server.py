@@ -36,7 +36,7 @@ instead of in a thread, because a process with threads must not fork."""
 
 @dataclass(frozen=True, kw_only=True)
 class SpareRequest:
-    """What a forked process needs to become a spare."""
+    """Descriptors and environment with which a forked process becomes a spare."""
 
     fds: list[int]
     """Channel, progress page, fork requests, stdout, stderr."""

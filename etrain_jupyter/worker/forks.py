@@ -95,7 +95,7 @@ class ForkClient:
     """
 
     parent = "the parent process"
-    """What to call the other process in messages."""
+    """Name of the other process in messages."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
