@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.fork_server import ForkServerProcess
 from etrain_jupyter.head.local_workers import LocalNodes
 from etrain_jupyter.head.node_source import HeadFacts
 from etrain_jupyter.head.slots import Slot, make_slots
@@ -26,8 +27,14 @@ class LocalHeadNodes(LocalNodes):
         self._facts = facts
         self._records = WorkerRecords(facts.cluster)
         self._scheduler_address = ""
+        slots = open_slots(facts.cluster)
+        self._fork_server = ForkServerProcess(
+            parent_pipe=facts.parent_pipe,
+            log=facts.cluster.log("forks"),
+            environment=common_to(slots),
+        )
         super().__init__(
-            open_slots(facts.cluster),
+            slots,
             self._spawn_worker,
             is_connected=facts.is_connected,
             is_busy=facts.is_busy,
@@ -55,6 +62,11 @@ class LocalHeadNodes(LocalNodes):
         """Return no costs: the user's own machine is free."""
         return ()
 
+    async def close(self, *, grace_s: float) -> None:
+        """Stop all workers, by force after ``grace_s`` seconds; wait until they have exited."""
+        await super().close(grace_s=grace_s)
+        self._fork_server.close()
+
     def _spawn_worker(self, name: str, slot: Slot) -> subprocess.Popen[bytes]:
         cluster = self._facts.cluster
         # As in this process, files in the notebook's folder must not shadow modules.
@@ -67,6 +79,9 @@ class LocalHeadNodes(LocalNodes):
             "supervisor": self._facts.settings.supervisor,
             "num-lives": str(self._facts.incarnation),
         }
+        connection = self._fork_server.connect()
+        if connection is not None:
+            options["fork-server"] = str(connection.fileno())
         arguments = [word for key, value in options.items() for word in (f"--{key}", value)]
         log = os.open(cluster.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
@@ -76,12 +91,15 @@ class LocalHeadNodes(LocalNodes):
                 stdout=log,
                 stderr=log,
                 env=os.environ | slot.environment,
+                pass_fds=[connection.fileno()] if connection is not None else [],
                 # Use a separate process group, so that leftover children can be killed with the
                 # worker.
                 process_group=0,
             )
         finally:
             os.close(log)
+            if connection is not None:
+                connection.close()
         self._records.add(name, slot=slot.index, pid=worker.pid)
         return worker
 
@@ -101,3 +119,9 @@ def open_slots(cluster: ClusterDir) -> list[Slot]:
     )
     write_private(path, json.dumps([asdict(slot) for slot in slots]))
     return slots
+
+
+def common_to(slots: Sequence[Slot]) -> dict[str, str]:
+    """Return the environment variables that have the same value in all slots."""
+    first, *others = (set(slot.environment.items()) for slot in slots)
+    return dict(first.intersection(*others))

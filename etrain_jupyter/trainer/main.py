@@ -3,6 +3,9 @@
 The arguments are descriptors. The process imports torch, reports that it is ready, and then forks
 trainers on request (``trainer.spare``). It becomes a trainer itself if it cannot fork, if a job was
 already waiting for it, or if the third descriptor is missing.
+
+``python -m etrain_jupyter.trainer.main --serve CONTROL`` is the machine's fork server, which forks
+spares (``trainer.fork_server``).
 """
 
 from __future__ import annotations
@@ -79,11 +82,15 @@ def print_any_text() -> None:
 
 
 def main() -> None:
-    """Wait for a job as a warm spare, then train."""
-    die_with_parent(int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0")))
+    """Wait for a job as a warm spare, then train; or serve as the machine's fork server."""
+    is_server = sys.argv[1] == "--serve"
+    if not is_server:
+        die_with_parent(int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0")))
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles interrupts
     print_any_text()
+    if is_server:
+        exit_after(lambda: run_server(int(sys.argv[2])))
     exit_after(lambda: run_spare(*map(int, sys.argv[1:])))
 
 
@@ -127,6 +134,17 @@ def run_spare(channel_fd: int, page_fd: int, forks_fd: int = -1) -> None:
         else:
             start_pulse(page)
     run_trainer(channel, page)
+
+
+def run_server(control_fd: int) -> None:
+    """Fork spares for this machine's workers until all of them have exited."""
+    from etrain_jupyter.trainer import fork_server
+
+    os.set_inheritable(control_fd, False)
+    with socket.socket(fileno=control_fd) as control:
+        request = fork_server.serve(control)
+    if request is not None:
+        run_spare(*fork_server.enter_spare(request))
 
 
 def open_channel(descriptor: int) -> Channel:

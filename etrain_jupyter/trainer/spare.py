@@ -1,8 +1,9 @@
 """Warm spare: a process that has imported torch, and forks a trainer for each job.
 
-Imports take seconds, a fork takes milliseconds. The spare itself runs no user code, so a trainer
-starts without any state from earlier jobs, such as modules, random states, CUDA contexts, threads
-or files::
+Imports take seconds, a fork takes milliseconds. In a local cluster, the spares are themselves forks
+of one process (``trainer.fork_server``). The spare itself runs no user code, so a trainer starts
+without any state from earlier jobs, such as modules, random states, CUDA contexts, threads or
+files::
 
     spare   imports torch ── forks ──────────── forks ─────────▶ waits for the next request
                                └▶ trainer of job A   └▶ trainer of job B

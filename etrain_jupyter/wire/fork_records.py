@@ -1,6 +1,7 @@
-"""Records between a supervisor and its warm spare: fork requests, and process starts and exits.
+"""Records between a supervisor and its warm spare or the machine's fork server.
 
-They do not use the channel, because descriptors are sent with them. One packet is one record.
+They carry fork requests, and process starts and exits. They do not use the channel, because
+descriptors are sent with them. One packet is one record.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ RECORD = struct.Struct("!Bii")
 """Kind, process id, and exit status or error number."""
 
 NUM_FORK_FDS = 4
-"""Descriptors of a request: channel, progress page, stdout, stderr."""
+"""Descriptors of a request to a spare: channel, progress page, stdout, stderr."""
+
+NUM_SPARE_FDS = 5
+"""Descriptors of a request to a fork server: channel, progress page, fork requests, stdout, stderr.
+The environment variables of the new spare follow the record, as JSON."""
 
 
 class Kind(enum.IntEnum):
@@ -21,10 +26,10 @@ class Kind(enum.IntEnum):
     READY = 1
     """The spare is able to fork."""
     FORK = 2
-    """Request: fork a trainer with these descriptors."""
+    """Request: fork a trainer, or a spare, with these descriptors."""
     FORKED = 3
-    """A trainer runs. Its pidfd is sent with the record."""
+    """The process runs. Its pidfd is sent with the record."""
     FAILED = 4
     """The fork failed, with this error number."""
     EXITED = 5
-    """A trainer has exited with this status, negative for a signal as in ``subprocess``."""
+    """The process has exited with this status, negative for a signal as in ``subprocess``."""

@@ -31,6 +31,7 @@ def run_worker(
     tls: Path,
     scratch: Path,
     host: str = "127.0.0.1",
+    fork_server: int = -1,
     on_serving: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a worker until it shuts down; logging must already be set up.
@@ -43,6 +44,7 @@ def run_worker(
         tls: Folder with the certificates.
         scratch: Folder for Dask.
         host: This machine's address to listen on.
+        fork_server: Descriptor of the connection to this machine's fork server; -1 if it has none.
         on_serving: Called after each connection to a scheduler.
     """
     options = WorkerOptions(
@@ -54,5 +56,6 @@ def run_worker(
         host=host,
         tls=tls,
         scratch=scratch,
+        fork_server=fork_server,
     )
     run_process(lambda: WorkerLifecycle(options, finder, on_serving=on_serving), scratch=scratch)

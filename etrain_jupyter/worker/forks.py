@@ -1,13 +1,15 @@
-"""Fork requests to a warm spare, and the processes that it has forked.
+"""Fork requests to a warm spare or to the machine's fork server, and the forked processes.
 
-Each request passes four descriptors to the spare: the trainer's channel, its progress page, its
-stdout and its stderr. The spare answers with the process's id and pidfd, and later reports its exit
+Each request passes descriptors: the new process's channel, its progress page, its stdout and its
+stderr. The other process answers with the new process's id and pidfd, and later reports its exit
 status, because only a parent process receives it::
 
-    supervisor   fork, 4 descriptors ──▶                                 (process is registered)
-    spare                             forks    forked, pid, pidfd ──▶       exited, pid, status ──▶
+    supervisor   fork, descriptors ──▶                                 (process is registered)
+    spare                           forks    forked, pid, pidfd ──▶       exited, pid, status ──▶
 
-A trainer does not outlive its spare: the kernel kills it (see ``trainer.main.die_with_parent``).
+A trainer does not outlive its spare: the kernel kills it (see ``trainer.main.die_with_parent``). A
+spare outlives the fork server, so that the loss of one process does not end every trainer of the
+machine.
 """
 
 from __future__ import annotations
@@ -15,20 +17,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from etrain_jupyter.process.installed import read_installed
 from etrain_jupyter.wire.fork_records import RECORD, Kind
 
 FORK_S = 10.0
-"""Timeout of a fork in seconds. It takes milliseconds unless the spare is stopped or swapped."""
+"""Timeout of a fork in seconds. It takes milliseconds unless the parent is stopped or swapped."""
+
+SERVER_FORK_S = 60.0
+"""Timeout in seconds of a fork by the fork server, which imports torch at the first request."""
+
+UNKNOWN_STATUS = 255
+"""Exit status of a process whose parent, the fork server, ended before it."""
 
 
 class ForkedProcess:
-    """Child process of the spare, with the needed subset of ``asyncio.subprocess.Process``."""
+    """A forked process, with the needed subset of ``asyncio.subprocess.Process``."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -64,7 +74,12 @@ class ForkedProcess:
         """Record its exit status."""
         if self.returncode is None:
             self.returncode = code
+            asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
+
+    def watch(self) -> None:
+        """Detect its exit without its parent, which has ended. Its exit status is then unknown."""
+        asyncio.get_running_loop().add_reader(self._pidfd, self.end, UNKNOWN_STATUS)
 
     def close_pipes(self) -> None:
         """Close our ends of its pipes."""
@@ -72,69 +87,70 @@ class ForkedProcess:
             pipe.close()
 
 
-class Forks:
-    """The supervisor's end of the connection on which a spare receives fork requests."""
+class ForkClient:
+    """The supervisor's end of a connection on which another process receives fork requests.
 
-    def __init__(self) -> None:
-        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
+    Args:
+        connection: A socket that keeps the boundaries of packets.
+    """
+
+    parent = "the parent process"
+    """Name of the other process in messages."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
         self.is_ready = False
-        """True if the spare has imported torch and is able to fork; it reports this once."""
+        """True if the other process has reported that it can fork."""
         self._requests: deque[asyncio.Future[ForkedProcess]] = deque()
         self._running: dict[int, ForkedProcess] = {}
 
     @property
-    def spare_fd(self) -> int:
-        """The spare's end, to be passed to its process."""
-        return self._theirs.fileno()
-
-    @property
     def is_in_use(self) -> bool:
-        """True if a forked process is running or a request is pending; both end with the spare."""
+        """True if a forked process is running or a request is pending."""
         return bool(self._running or self._requests)
 
     def begin(self) -> None:
-        """Read the spare's records in the running loop, once its process has been spawned."""
-        self._theirs.close()
+        """Read the other process's records in the running loop."""
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     def close(self) -> None:
-        """Kill the processes that the spare has forked, and fail the pending requests.
-
-        May be called twice.
-        """
+        """Close the connection, and fail the pending requests. May be called twice."""
         self.is_ready = False
         if self._socket.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
-        self._theirs.close()
         for process in self._running.values():
-            process.kill()  # the kernel also does so, but possibly a moment later
-            process.end(-signal.SIGKILL)
+            self._lose(process)
         self._running.clear()
         while self._requests:
-            self._fail(OSError("the spare has ended"))
+            self._fail(OSError(f"{self.parent} has ended"))
 
-    async def fork(self, fds: Sequence[int]) -> ForkedProcess:
-        """Make the spare fork a trainer, which inherits these descriptors.
+    def _lose(self, process: ForkedProcess) -> None:
+        """Handle the end of a running process's parent."""
+        process.watch()
+
+    async def fork(
+        self, fds: Sequence[int], payload: bytes = b"", *, timeout_s: float | None = None
+    ) -> ForkedProcess:
+        """Make the other process fork one that inherits these descriptors.
 
         Raises:
-            OSError: If the spare cannot fork, has ended, or does not answer in time.
+            OSError: If the other process cannot fork, has ended, or does not answer in time.
         """
         if self._socket.fileno() < 0:
-            raise OSError("the spare has ended")
+            raise OSError(f"{self.parent} has ended")
         (out, theirs_out), (err, theirs_err) = os.pipe(), os.pipe()
         request: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         try:
             try:
-                socket.send_fds(
-                    self._socket, [RECORD.pack(Kind.FORK, 0, 0)], [*fds, theirs_out, theirs_err]
-                )
+                record = RECORD.pack(Kind.FORK, 0, 0)
+                socket.send_fds(self._socket, [record, payload], [*fds, theirs_out, theirs_err])
                 self._requests.append(request)
             finally:
                 os.close(theirs_out)
                 os.close(theirs_err)
-            process = await asyncio.wait_for(request, FORK_S)
+            process = await asyncio.wait_for(request, FORK_S if timeout_s is None else timeout_s)
         except BaseException:
             os.close(out)
             os.close(err)
@@ -148,7 +164,7 @@ class Forks:
             while True:
                 try:
                     data, fds, _, _ = socket.recv_fds(self._socket, RECORD.size, 1)
-                except ConnectionError:  # the spare was killed with unread requests
+                except ConnectionError:  # it was killed with unread requests
                     data, fds = b"", []
                 if not data:
                     self.close()
@@ -176,9 +192,79 @@ class Forks:
                 if (ended := self._running.pop(pid, None)) is not None:
                     ended.end(code)
             case Kind.FORK:
-                raise ValueError("a spare must not send fork requests")
+                raise ValueError("only a supervisor sends fork requests")
 
     def _fail(self, error: OSError) -> None:
         request = self._requests.popleft()
         if not request.done():
             request.set_exception(error)
+
+
+class Forks(ForkClient):
+    """Connection to a warm spare, which forks trainers. They end with it."""
+
+    parent = "the spare"
+
+    def __init__(self) -> None:
+        ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(ours)
+
+    @property
+    def spare_fd(self) -> int:
+        """The spare's end, to be passed to its process."""
+        return self._theirs.fileno()
+
+    def begin(self) -> None:
+        """Read the spare's records in the running loop, once its process has been started."""
+        self._theirs.close()
+        super().begin()
+
+    def close(self) -> None:
+        """Kill the processes that the spare has forked, and fail the pending requests.
+
+        May be called twice.
+        """
+        super().close()
+        self._theirs.close()
+
+    def _lose(self, process: ForkedProcess) -> None:
+        process.kill()  # the kernel also does so, but possibly a moment later
+        process.end(-signal.SIGKILL)
+
+
+class ForkServer(ForkClient):
+    """Connection to the machine's fork server, which forks warm spares. They outlive it.
+
+    Args:
+        fd: Descriptor of the connection, as received from the process that started this one.
+    """
+
+    parent = "the fork server"
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)
+        super().__init__(socket.socket(fileno=fd))
+        self.installed = read_installed()
+        """The installed packages, as the server has imported them."""
+        self._is_reading = False
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if packages have been installed or removed since the server began its imports."""
+        return self.installed != read_installed()
+
+    async def fork_spare(self, fds: Sequence[int], environment: Mapping[str, str]) -> ForkedProcess:
+        """Make the server fork a spare.
+
+        Args:
+            fds: The spare's channel, progress page and fork requests.
+            environment: Its environment variables.
+
+        Raises:
+            OSError: If the server cannot fork, has ended, or does not answer in time.
+        """
+        if not self._is_reading:
+            self._is_reading = True
+            self.begin()
+        payload = json.dumps(dict(environment)).encode()
+        return await self.fork(fds, payload, timeout_s=SERVER_FORK_S)

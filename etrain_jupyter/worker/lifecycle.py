@@ -35,6 +35,7 @@ from etrain_jupyter.process.entry import load_factory
 from etrain_jupyter.process.parent_pipe import die_with_keeper
 from etrain_jupyter.process.peers import restricted
 from etrain_jupyter.process.tls import configure_dask, read_security, without_http
+from etrain_jupyter.worker.forks import ForkServer
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class WorkerOptions:
     """Folder with the certificates."""
     scratch: Path
     """Dask's local directory."""
+    fork_server: int = -1
+    """Descriptor of the connection to this machine's fork server; -1 if it has none."""
 
 
 class WorkerLifecycle:
@@ -130,6 +133,8 @@ class WorkerLifecycle:
         self._supervisor = load_factory(options.supervisor)(device=options.device)
         # Until this is reset, the supervisor keeps its trainers when a connection ends.
         self._supervisor.outlives_scheduler = True
+        if options.fork_server >= 0:
+            self._supervisor.fork_server = ForkServer(options.fork_server)
         self._address = options.scheduler
         self._num_lives = options.num_lives  # incarnation of the scheduler, counted from 1
         self._stop = asyncio.Event()

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--scheduler", required=True)
     parser.add_argument("--num-lives", type=int, required=True)
+    parser.add_argument("--fork-server", type=int, default=-1)
     arguments = parser.parse_args()
     cluster = ClusterDir(arguments.state_dir)
     log_to_stderr()
@@ -46,6 +47,7 @@ def main() -> None:
         num_lives=arguments.num_lives,
         tls=cluster.tls,
         scratch=cluster.scratch,
+        fork_server=arguments.fork_server,
     )
 
 

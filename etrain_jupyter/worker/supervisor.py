@@ -20,6 +20,7 @@ from etrain_jupyter.wire.codec import KIND, Encoded, encode
 from etrain_jupyter.wire.requests import FetchBundle, RefusedRequestError, call_scheduler
 from etrain_jupyter.wire.versions import read_fingerprint
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
+from etrain_jupyter.worker.forks import ForkServer
 from etrain_jupyter.worker.outbox import Outbox, TrainerStatus
 from etrain_jupyter.worker.preemption_watch import PreemptionWatch
 from etrain_jupyter.worker.trainer_process import TrainerProcess
@@ -70,6 +71,9 @@ class Supervisor(WorkerPlugin):
     outlives_scheduler = False
     """True to keep the trainers when the connection ends, because this process will reconnect; set
     by ``worker.lifecycle``."""
+
+    fork_server: ForkServer | None = None
+    """Fork server of this machine, if it has one; set by ``worker.lifecycle``."""
 
     def __init__(self, *, device: str = "cpu", rests: bool = False) -> None:
         self._device = device
@@ -309,6 +313,9 @@ class Supervisor(WorkerPlugin):
                 logger.exception("trainer %s could not be started", trainer.name)
                 self._on_exit(trainer, f"its process could not be started: {exc}")
                 return
+        # A spare may still be waiting for the fork server. If its start fails, ``_start_spare``
+        # reports the trainer's end.
+        await trainer.wait_until_started()
         status.pid = trainer.pid
         try:
             path = await self._bundles.get(message.bundle)
@@ -357,7 +364,10 @@ class Supervisor(WorkerPlugin):
 
     def _new_trainer(self) -> TrainerProcess:
         return TrainerProcess(
-            on_message=self._on_message, on_exit=self._on_exit, may_read=self._may_read
+            on_message=self._on_message,
+            on_exit=self._on_exit,
+            may_read=self._may_read,
+            server=self.fork_server,
         )
 
     # --- reports ---

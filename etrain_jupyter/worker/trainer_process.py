@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import psutil
 
 from etrain_jupyter.log.events import STACKS_HEADER
+from etrain_jupyter.process.installed import read_installed
 from etrain_jupyter.wire.channel import FrameDecoder, frame
 from etrain_jupyter.wire.codec import Encoded, WireVersionError, encode
 from etrain_jupyter.wire.messages import FROM_TRAINER, TextLogged
 from etrain_jupyter.wire.progress_page import ProgressPage, TrainerProgress
-from etrain_jupyter.worker.forks import ForkedProcess, Forks
-from etrain_jupyter.worker.installed import read_installed
+from etrain_jupyter.worker.forks import ForkedProcess, Forks, ForkServer
 
 logger = logging.getLogger("etrain.supervisor")
 
@@ -37,26 +39,44 @@ OnMessage = Callable[["TrainerProcess", Encoded], None]
 """Handles a message of a kind that trainers send. Its fields are not checked yet."""
 OnExit = Callable[["TrainerProcess", str], None]
 
+MakeProcess = Callable[
+    [Sequence[int]], Coroutine[Any, Any, asyncio.subprocess.Process | ForkedProcess]
+]
+"""Starts a process that inherits these descriptors: its channel and its progress page."""
+
 
 class TrainerProcess:
     """Start a trainer, forward messages in both directions, and report its exit.
 
     Runs on one event loop.
+
+    Args:
+        on_message: Called with each message of the trainer.
+        on_exit: Called once it has exited, with the cause.
+        may_read: While this is cleared, the trainer's output is not read.
+        server: Fork server from which to fork the process; if it is missing or fails, the process
+            is spawned.
     """
 
     def __init__(
-        self, *, on_message: OnMessage, on_exit: OnExit, may_read: asyncio.Event | None = None
+        self,
+        *,
+        on_message: OnMessage,
+        on_exit: OnExit,
+        may_read: asyncio.Event | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         self.name = ""
         """The trainer's name; empty while it is a spare."""
         self.pid = 0
         self._on_message = on_message
         self._on_exit = on_exit
-        # While this is cleared, the trainer's output is not read, and the trainer blocks once the
-        # channel's buffer is full.
+        # While it is cleared, the trainer blocks once the channel's buffer is full.
         self._may_read = may_read
+        self._server = server
+        self._is_started = asyncio.Event()  # also set if the start has failed
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
-        self._forks: Forks | None = None  # only of a spawned process, which may be a spare
+        self._forks: Forks | None = None  # only of a process that may be a spare
         self._installed = read_installed()
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []  # output, errors, messages
@@ -84,11 +104,39 @@ class TrainerProcess:
         """Start the process, which waits for a job.
 
         Args:
-            spare: Fork it from this warm spare. If None, spawn it; then it imports torch first.
+            spare: Fork it from this warm spare. If None, fork it from the fork server; without
+                one, spawn it, and it imports torch first.
 
         Raises:
             OSError: If it could not be started. The call may be retried.
         """
+        try:
+            await self._start(spare)
+        finally:
+            self._is_started.set()
+
+    async def wait_until_started(self) -> None:
+        """Wait for the end of ``start``, even if it fails."""
+        await self._is_started.wait()
+
+    async def _start(self, spare: TrainerProcess | None) -> None:
+        server = self._server
+        if spare is not None:
+            assert spare._forks is not None, "only a process with its own forks is a spare"
+            await self._begin(spare._forks.fork)
+            return
+        if server is not None and not server.is_outdated:
+            try:
+                await self._begin(functools.partial(self._fork_spare, server))
+                return
+            except OSError as exc:
+                # The next attempt opens another channel: a server that is stopped keeps the
+                # descriptors of its pending request open.
+                name = type(exc).__name__
+                logger.warning("the fork server failed (%s: %s): spawning a spare", name, exc)
+        await self._begin(self._spawn)
+
+    async def _begin(self, make: MakeProcess) -> None:
         # If the process cannot be started, close the resources that were opened for it.
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
@@ -96,11 +144,7 @@ class TrainerProcess:
             with theirs:
                 self._page = page = ProgressPage.create()
                 undo.callback(self._close_page)
-                if spare is None:
-                    self._process = await self._spawn(theirs, page)
-                else:
-                    assert spare._forks is not None, "only a spawned process is a spare"
-                    self._process = await spare._forks.fork([theirs.fileno(), page.fd])
+                self._process = await make([theirs.fileno(), page.fd])
             undo.pop_all()
         self.pid = self._process.pid
         if self._killed_because:  # killed while it was starting
@@ -117,11 +161,20 @@ class TrainerProcess:
         ]
         self._tasks.append(asyncio.create_task(self._read_messages(reader)))
 
-    async def _spawn(
-        self, channel: socket.socket, page: ProgressPage
-    ) -> asyncio.subprocess.Process:
+    async def _fork_spare(self, server: ForkServer, fds: Sequence[int]) -> ForkedProcess:
+        forks = Forks()
+        try:
+            process = await server.fork_spare([*fds, forks.spare_fd], os.environ)
+        except BaseException:
+            forks.close()
+            raise
+        forks.begin()
+        self._forks, self._installed = forks, server.installed
+        return process
+
+    async def _spawn(self, fds: Sequence[int]) -> asyncio.subprocess.Process:
         forks = Forks() if sys.platform == "linux" else None
-        fds = [channel.fileno(), page.fd, *([forks.spare_fd] if forks else [])]
+        fds = [*fds, *([forks.spare_fd] if forks else [])]
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -167,7 +220,9 @@ class TrainerProcess:
 
     def progress(self) -> TrainerProgress | None:
         """Return its progress, even if it is stopped; None before it starts and after it exits."""
-        return self._page.read() if self._page is not None else None
+        # While the process waits for the fork server, its page has no pulse, as if it were frozen.
+        page = self._page if self._is_started.is_set() else None
+        return page.read() if page is not None else None
 
     def process_state(self) -> str:
         """Return the OS's process state: ``running``, ``sleeping``, ``stopped`` ..."""

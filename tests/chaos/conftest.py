@@ -1,9 +1,10 @@
-"""Fixtures of the chaos tests: a rig per test, one zygote per session, and spot clusters."""
+"""Fixtures of the chaos tests: a rig per test, two forking processes, and spot clusters."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from etrain_jupyter.head.fork_server import ForkServerProcess
 from etrain_jupyter.testing.fakeaws import FakeAws
 from tests.chaos.forks import THREADS, Zygote
 from tests.chaos.rig import Rig, make_rig
 from tests.chaos.spot import Spot, open_cloud, open_spot
-from tests.chaos.trainers import Spawned, Trainers
+from tests.chaos.trainers import Served, Spawned, Trainers
 
 MEMORY = Path("/dev/shm")
 LOCAL_WORKER = {**dict.fromkeys(THREADS, "1"), "CUDA_VISIBLE_DEVICES": ""}
@@ -31,6 +33,21 @@ def zygote() -> Iterator[Zygote]:
     made = Zygote()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerProcess]:
+    """Provide the product's fork server."""
+    read, write = os.pipe()
+    process = ForkServerProcess(
+        parent_pipe=read,
+        log=tmp_path_factory.mktemp("fork_server") / "log.txt",
+        environment=LOCAL_WORKER,
+    )
+    yield process
+    process.close()
+    os.close(read)
+    os.close(write)
 
 
 @pytest.fixture
@@ -49,12 +66,16 @@ def make() -> MakeRig:
 
 @pytest.fixture
 def trainers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Trainers:
-    """Spawn trainers as the product does, or fork them if the test is marked ``forked``."""
+    """Start trainers as the product does, or fork them if the test is marked ``forked``.
+
+    With ``ETRAIN_SPAWN``, they are spawned, as on a machine without a fork server.
+    """
     marker = request.node.get_closest_marker("forked")
     if marker and (marker.kwargs.get("always") or "ETRAIN_SPAWN" not in os.environ):
         found: Trainers = request.getfixturevalue("zygote")
     else:
-        found = Spawned()
+        is_spawned = "ETRAIN_SPAWN" in os.environ or sys.platform != "linux"
+        found = Spawned() if is_spawned else Served(request.getfixturevalue("fork_server"))
         for name, value in LOCAL_WORKER.items():
             monkeypatch.setenv(name, value)
     return found

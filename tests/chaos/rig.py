@@ -2,7 +2,7 @@
 
 The coordinator, the supervisors and their messages, the trainer processes, gloo and the signals are
 the product's. The messages that Dask would transport are delivered within this process, encoded
-with msgpack as on the wire. The supervisors spawn trainers and warm spares as in the product
+with msgpack as on the wire. The supervisors start trainers and warm spares as in the product
 (``Spawned``), or fork them from a process that has imported torch (``Zygote``). A forked trainer
 starts in 50 ms instead of 4 s, which makes hundreds of schedules affordable.
 """

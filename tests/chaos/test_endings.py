@@ -79,10 +79,10 @@ STOP = {"early_stopping": {"metric": "score", "mode": "max", "patience": 3}}
 BEST_STEP, STOP_STEP = 30, 60
 
 
-def forked_but(plans: dict[str, FaultPlan], spawned: str) -> list[Any]:
-    """Return a parameter for each plan; the one named ``spawned`` uses spawned trainers."""
+def forked_but(plans: dict[str, FaultPlan], served: str) -> list[Any]:
+    """Return a parameter for each plan; ``served`` names the one for the product's fork server."""
     return [
-        pytest.param(name, marks=() if name == spawned else pytest.mark.forked) for name in plans
+        pytest.param(name, marks=() if name == served else pytest.mark.forked) for name in plans
     ]
 
 

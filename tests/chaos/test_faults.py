@@ -47,8 +47,8 @@ class Row:
     stacks: str = ""
     """Text that the logged stack dump of the lost rank must contain; empty if there is none."""
     keys: dict[str, Any] = field(default_factory=dict)
-    spawned: bool = False
-    """True to run it on spawned trainers, one row for each way to die or to hang. Other rows use
+    served: bool = False
+    """True to use the product's fork server, one row for each way to die or to hang. Other rows use
     forked trainers, except with ``ETRAIN_SPAWN``."""
     quick: bool = False
     """True if a new worker must join before the job's 87 steps are over: always forked."""
@@ -56,7 +56,7 @@ class Row:
     @property
     def param(self) -> Any:
         """This row as a test parameter."""
-        marks = () if self.spawned else pytest.mark.forked(always=self.quick)
+        marks = () if self.served else pytest.mark.forked(always=self.quick)
         return pytest.param(self, id=self.name.replace(" ", "-"), marks=marks)
 
 
@@ -78,34 +78,34 @@ TABLE = (
         name="SIGKILL while the averages are under way",
         plan=plan(),
         causes="SIGKILL",
-        spawned=True,
+        served=True,
     ),
     Row(name="SIGKILL before the update", plan=plan(at="commit"), causes="SIGKILL"),
     Row(name="SIGKILL in the evaluation", plan=plan(at="eval"), causes="SIGKILL", undoes=False),
-    Row(name="segfault", plan=plan(kind="segfault"), causes="SIGSEGV", spawned=True),
-    Row(name="os._exit", plan=plan(kind="exit"), causes="exited with code 7", spawned=True),
+    Row(name="segfault", plan=plan(kind="segfault"), causes="SIGSEGV", served=True),
+    Row(name="os._exit", plan=plan(kind="exit"), causes="exited with code 7", served=True),
     Row(
         name="exception in the framework",
         plan=plan(kind="error"),
         causes="exited with code 1",
         stacks="InjectedError",
-        spawned=True,
+        served=True,
     ),
-    Row(name="SIGSTOP", plan=plan(kind="stop"), causes="SIGSTOP", spawned=True),
+    Row(name="SIGSTOP", plan=plan(kind="stop"), causes="SIGSTOP", served=True),
     Row(name="SIGSTOP of rank 0", plan=plan(kind="stop", ranks=(0,)), causes="SIGSTOP"),
     Row(
         name="GIL held forever",
         plan=plan(kind="hold_gil"),
         causes="held the GIL",
         stacks="_hold_gil",
-        spawned=True,
+        served=True,
     ),
     Row(
         name="main thread hangs before the others' collective",
         plan=plan(kind="hang", at="forward"),
         causes="no progress",
         stacks="_hang",
-        spawned=True,
+        served=True,
     ),
     Row(
         name="main thread hangs before the exchange of a generation's second step",
@@ -119,11 +119,11 @@ TABLE = (
         plan=FaultPlan().kill(rank=3, step=2),
         causes="SIGKILL",
     ),
-    Row(name="its connections break", plan=plan(kind="disconnect"), lost=0, spawned=True),
+    Row(name="its connections break", plan=plan(kind="disconnect"), lost=0, served=True),
     Row(
         name="its whole worker is killed",
         plan=FaultPlan().kill_worker(rank=1, step=AT),
-        spawned=True,
+        served=True,
     ),
     Row(name="rank 0 is killed", plan=plan(ranks=(0,)), causes="SIGKILL"),
     Row(name="two at once", plan=plan(ranks=(1, 2)), lost=2, causes="SIGKILL"),
@@ -136,7 +136,7 @@ TABLE = (
         lost=4,
         causes="SIGKILL",
         restored=True,
-        spawned=True,
+        served=True,
     ),
     Row(
         name="two that hang in different ways",

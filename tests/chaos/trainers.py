@@ -1,14 +1,16 @@
-"""Strategies to start the rig's trainers: spawn like the product, or fork (``forks.py``)."""
+"""Strategies to start the rig's trainers: like the product, or forked without it (``forks.py``)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from etrain_jupyter.head.fork_server import ForkServerProcess
 from etrain_jupyter.rules.membership import stalls
 from etrain_jupyter.worker import supervisor
+from etrain_jupyter.worker.forks import ForkedProcess, ForkServer
 
 _create_subprocess_exec = asyncio.create_subprocess_exec
 """asyncio's own function; a rig replaces it to track its workers' processes."""
@@ -55,6 +57,50 @@ class Trainers(Protocol):
 
     async def start_process(self, *words: str, pass_fds: Sequence[int], **options: Any) -> Process:
         """Start a trainer."""
+
+
+class Served:
+    """Trainers that the product's fork server forks, as in a local cluster.
+
+    A hung rank is detected after a few seconds instead of 30, by the product's ``ETRAIN_HANG_S``.
+
+    Args:
+        process: A fork server, which several rigs may use.
+    """
+
+    limits = Limits(hang_s=6.0)
+    warms_up = True
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        self._server: ForkServer | None = None
+        self._started: list[ForkedProcess] = []
+
+    def attach(self) -> None:
+        """Connect to the fork server."""
+        self._started.clear()
+        connection = self._process.connect()
+        assert connection is not None, "the fork server has failed"
+        self._server = ForkServer(connection.detach())
+
+    async def detach(self) -> None:
+        """Kill the remaining processes and wait until all have exited."""
+        assert self._server is not None
+        async with asyncio.timeout(30):
+            for process in self._started:
+                process.kill()
+                while process.returncode is None:
+                    await asyncio.sleep(0.01)
+        self._server.close()
+
+    async def start_process(
+        self, *_: str, pass_fds: Sequence[int], env: Mapping[str, str], **options: Any
+    ) -> ForkedProcess:
+        """Fork the process."""
+        assert self._server is not None
+        process = await self._server.fork_spare(pass_fds, env)
+        self._started.append(process)
+        return process
 
 
 class Spawned:

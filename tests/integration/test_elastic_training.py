@@ -130,7 +130,7 @@ def rank(job: TrainingJob, number: int) -> dict[str, Any]:
 
 
 def test_kills_restart_no_survivor_and_lose_no_sample(submit):
-    job = submit(**body(workers={"min": 1, "max": 4}, epochs=300))
+    job = submit(**body(workers={"min": 1, "max": 4}, epochs=10_000))
     full(job, 4)
     for victim in ("trainer of rank 0", "trainer of rank 2", "Dask worker of rank 1"):
         before = {w["worker"]: w["trainer_pid"] for w in job.workers()}
@@ -144,7 +144,9 @@ def test_kills_restart_no_survivor_and_lose_no_sample(submit):
         for worker in before.keys() - {target["worker"]}:
             assert now[worker] == before[worker], f"{worker} was restarted"
         full(job, 4)
-    finish(job)
+    job.stop()
+    assert job.wait(timeout=200) == "stopped"
+    assert_invariants(job.events())
     assert len(found(job, WorkerLost)) == 3
     assert len({e.step for e in found(job, StepUndone)}) <= 3
 

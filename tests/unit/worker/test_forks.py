@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from etrain_jupyter.process import installed
 from etrain_jupyter.wire.codec import Encoded, encode
 from etrain_jupyter.wire.fork_records import RECORD, Kind
 from etrain_jupyter.wire.messages import ShutDownTrainer
 from etrain_jupyter.worker import forks as forks_module
-from etrain_jupyter.worker import installed, trainer_process
+from etrain_jupyter.worker import trainer_process
 from etrain_jupyter.worker.forks import Forks
 from etrain_jupyter.worker.trainer_process import TrainerProcess
 

@@ -31,7 +31,9 @@ class FakeTrainer:
 
     made: list[FakeTrainer]
 
-    def __init__(self, *, on_message: Any, on_exit: Any, may_read: Any = None) -> None:
+    def __init__(
+        self, *, on_message: Any, on_exit: Any, may_read: Any = None, server: Any = None
+    ) -> None:
         self.name, self.pid = "", 4000 + len(self.made)
         self.did: list[Any] = []
         self._on_message, self._on_exit, self.may_read = on_message, on_exit, may_read
@@ -45,6 +47,9 @@ class FakeTrainer:
 
     async def start(self, spare: FakeTrainer | None = None) -> None:
         self.forked_from = spare
+
+    async def wait_until_started(self) -> None:
+        pass
 
     def progress(self) -> TrainerProgress | None:
         return None if self._ended.is_set() else self.seen

@@ -1,0 +1,123 @@
+"""Start the fork server of this machine, and connect workers to it.
+
+The server imports torch once and forks the workers' warm spares (``trainer.fork_server``). Without
+it, each worker spawns its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from etrain_jupyter.process.installed import Installed, read_installed
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 2
+"""Number of unexpected ends of the server after which it is not restarted."""
+
+
+class ForkServerProcess:
+    """The fork server, which is started with the first worker.
+
+    Args:
+        parent_pipe: Pipe whose end makes the server exit; see ``process.parent_pipe``.
+        log: File for its output.
+        environment: Environment variables that libraries read while they are imported. All others
+            come from the worker.
+    """
+
+    def __init__(self, *, parent_pipe: int, log: Path, environment: Mapping[str, str]) -> None:
+        self._parent_pipe = parent_pipe
+        self._log = log
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ending: list[subprocess.Popen[bytes]] = []  # outdated, but still with workers
+        self._control: socket.socket | None = None
+        self._installed: Installed = ()
+        self._num_failures = 0
+
+    def connect(self) -> socket.socket | None:
+        """Return a new worker's end of a connection to the server; start it if necessary.
+
+        Returns:
+            The connection; None without a server.
+        """
+        if sys.platform != "linux":
+            return None
+        self._check()
+        if self._process is None and self._num_failures < MAX_FAILURES:
+            self._start()
+        if self._control is None:
+            return None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+            except OSError:  # it has just ended: its workers spawn their spares
+                ours.close()
+                return None
+        return ours
+
+    def close(self) -> None:
+        """Kill the server. Call this after all workers have exited."""
+        self._retire()
+        for process in self._ending:
+            process.kill()
+            process.wait()
+        self._ending.clear()
+
+    def _check(self) -> None:
+        """Forget a server that has ended, or that has imported packages since replaced."""
+        self._ending = [process for process in self._ending if process.poll() is None]
+        if self._process is None:
+            return
+        if (code := self._process.poll()) is not None:
+            self._num_failures += 1
+            logger.warning("the fork server ended with exit code %d, see %s", code, self._log)
+        elif self._installed == read_installed():
+            return
+        else:
+            logger.info("packages have been installed: a new fork server is started")
+        self._retire()
+
+    def _retire(self) -> None:
+        """Close the control connection. The server ends with the last of its workers."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._ending.append(self._process)
+            self._process = None
+
+    def _start(self) -> None:
+        self._installed = read_installed()  # before its imports begin
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        # Forked spares inherit these flags: see ``worker.trainer_process``.
+                        *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
+                        *("--serve", str(theirs.fileno())),
+                    ],
+                    pass_fds=[theirs.fileno()],
+                    stdin=self._parent_pipe,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **self._environment},
+                    process_group=0,  # an interrupt of the notebook must not reach it
+                )
+            except OSError as exc:  # out of memory, processes or file descriptors
+                logger.error("the fork server could not be started: %s", exc)
+                self._num_failures += 1
+                self._retire()
+            finally:
+                os.close(log)
