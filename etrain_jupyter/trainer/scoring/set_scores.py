@@ -38,6 +38,7 @@ from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import MicroBatch
 from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.places import Places
+from etrain_jupyter.trainer.scoring.exhibits import Exhibit
 from etrain_jupyter.trainer.scoring.records import pack
 from etrain_jupyter.trainer.scoring.score_process import ScoreError, Scorer, Scoring
 from etrain_jupyter.trainer.scoring.spool import RecordFile, Spool
@@ -155,7 +156,7 @@ class SetScores:
             return False
         self._merge(group, len(parts))
         if group.rank == 0:
-            self._start()
+            self._start(group)
         return True
 
     def collect(self, group: RankGroup, is_pending: IsPending) -> bool:
@@ -195,29 +196,18 @@ class SetScores:
         if self._scoring is None or self.record is not None:
             return
         try:
-            result = self._scoring.poll()
+            scores = self._scoring.poll()
         except ScoreError as exc:
             message = f"{exc} (scoring the evaluation of step {self._pass.step})"
             raise ScoreError(message, exc.user_traceback) from None
-        if result is None:
+        if scores is None:
             return
-        self._check_names(result.scores)
+        self._check_names(scores)
         state = self._state
-        # Before the scores, so that a log with the scores also has the exhibits.
-        for exhibit in result.exhibits:
-            self._send(
-                ExhibitFound(
-                    generation=group.generation,
-                    step=self._pass.step,
-                    name=exhibit.name,
-                    format=exhibit.format,
-                    data=exhibit.data,
-                )
-            )
         self.record = {
             "step": self._pass.step,
             "samples": state.plan.num_eval,
-            "scores": result.scores,
+            "scores": scores,
             "duration_s": time.monotonic() - self._scoring_since,
             "time": time.time(),
         }
@@ -287,7 +277,7 @@ class SetScores:
         if receivers:
             self._copy(group, rows, receivers)
         if group.rank == scorer and self._scoring is None:
-            self._start()
+            self._start(group)
         return True
 
     def _finish(self, records: Iterable[dict[str, Any] | None]) -> None:
@@ -417,10 +407,24 @@ class SetScores:
 
     # --- score ---
 
-    def _start(self) -> None:
+    def _start(self, group: RankGroup) -> None:
         assert self._records is not None
-        self._scoring = self._scorer.start(self._records)
+        # The exhibits are sent before the scores are known here, so that a log with the scores also
+        # has the exhibits.
+        send = functools.partial(self._send_exhibit, group.generation, self._pass.step)
+        self._scoring = self._scorer.start(self._records, send)
         self._scoring_since = time.monotonic()
+
+    def _send_exhibit(self, generation: int, step: int, exhibit: Exhibit) -> None:
+        self._send(
+            ExhibitFound(
+                generation=generation,
+                step=step,
+                name=exhibit.name,
+                format=exhibit.format,
+                data=exhibit.data,
+            )
+        )
 
     def _check_names(self, scores: dict[str, float]) -> None:
         workload = self._state.workload
