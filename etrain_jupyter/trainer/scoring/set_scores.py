@@ -298,23 +298,28 @@ class SetScores:
     def _evaluate(
         self, group: RankGroup, parts: list[range], plan: PartPlan, is_pending: IsPending
     ) -> bool:
-        # After each part the ranks sum a flag, so that all of them stop after the same part.
+        # The ranks sum a flag with every part and read it one part later, when it has arrived, so
+        # that all of them stop after the same part (see ``loop.evaluation``).
         if self._spool is None:
             self._spool = Spool()
         todo = plan.todo[group.rank]
         packed = self._pack_parts([parts[part] for part in todo])
+        pending, sending = torch.zeros(1), None
         with eval_mode(self._state.workload.model), torch.no_grad():
             for turn in range(max(map(len, plan.todo))):
-                if turn:
-                    pending = torch.tensor([float(is_pending())])
-                    group.all_reduce(pending).wait()
-                    if pending > 0:
-                        self._share_parts(group, len(parts))
-                        return False
+                if sending is not None:
+                    sending.wait()
+                if pending > 0:
+                    self._share_parts(group, len(parts))
+                    return False
+                pending = torch.tensor([float(is_pending())])
+                sending = group.all_reduce(pending)
                 self._reach(group)
                 if turn < len(todo):
                     self._spool.add(todo[turn], next(packed))
                 group.raise_if_failed()
+        if sending is not None:
+            sending.wait()  # no collective may be in flight when the next one begins
         return True
 
     def _pack_parts(self, parts: list[range]) -> Iterator[list[bytes]]:
