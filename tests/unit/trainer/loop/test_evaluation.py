@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,22 @@ def test_reproducible_metrics_are_equal_after_random_changes_of_members(
     assert found == {step: alone[step] for step in found}
 
 
-def names_without_sharing(calls: str) -> dict[str, Any]:
-    """Forbid the exchange before a planned change, as for states above 64 MB."""
-    evaluation.SHARE_BYTES = -1
+def names_with_limit(calls: str, *, max_bytes: int) -> dict[str, Any]:
+    """Limit the exchange before a planned change, in this process."""
+    evaluation.SHARE_BYTES = max_bytes
     return eval_jobs.names(calls)
 
 
+@pytest.fixture
+def names_without_sharing(ranks: Any, calls: Path) -> Iterator[Any]:
+    """Provide names that forbid the exchange, as for states above 64 MB; allow it afterwards."""
+    yield functools.partial(names_with_limit, max_bytes=-1)
+    names = functools.partial(names_with_limit, max_bytes=evaluation.SHARE_BYTES)
+    train(ranks, calls, Generation(members=(0, 1, 2, 3)), names=names)
+
+
 def test_leaver_with_large_states_leaves_at_once_and_its_parts_are_evaluated_again(
-    ranks: Any, alone: Any, calls: Path
+    ranks: Any, alone: Any, calls: Path, names_without_sharing: Any
 ) -> None:
     history = (told((0, 1), 1), Generation(members=(0, 2)))
     found = train(ranks, calls, *history, names=names_without_sharing, **REPRODUCIBLE)
