@@ -87,7 +87,12 @@ def open_corpus(environment: dict[str, str], url: str, cache: str) -> Shards:
 
 
 async def run(
-    zygote: Zygote, folder: Path, server: S3Server, corpus: str, schedule: Schedule
+    zygote: Zygote,
+    folder: Path,
+    server: S3Server,
+    corpus: str,
+    schedule: Schedule,
+    min_workers: int = 1,
 ) -> list[Event]:
     """Run a job under a schedule, with a cache of its own, and return its log."""
     data = functools.partial(open_corpus, dict(server.environment), corpus, str(folder / "cache"))
@@ -95,6 +100,7 @@ async def run(
         "data": {"train": data, "eval": data},
         "reproducible": {"shards": 4},
         "epochs": EPOCHS,
+        "workers": {"min": min_workers, "max": 4},
     }
     async with make_rig(zygote, folder, slots=schedule.slots) as rig:
         job = await rig.submit(body(**keys), faults=schedule.plan.to_list())
@@ -111,12 +117,17 @@ def final_digest(log: list[Event]) -> str:
 
 
 async def assert_same_as_calm(
-    zygote: Zygote, folder: Path, server: S3Server, corpus: str, schedule: Schedule
+    zygote: Zygote,
+    folder: Path,
+    server: S3Server,
+    corpus: str,
+    schedule: Schedule,
+    min_workers: int = 1,
 ) -> list[Event]:
     """Compare the weights after a schedule and faults of the store with those of a calm run."""
     calm = await run(zygote, folder / "calm", server, corpus, Schedule(slots=1))
     server.set_faults(*STORE_FAULTS)
-    log = await run(zygote, folder / "churn", server, corpus, schedule)
+    log = await run(zygote, folder / "churn", server, corpus, schedule, min_workers)
     counts = server.counts()
     for fault in STORE_FAULTS:
         assert counts[fault.kind], f"{fault.kind} never happened: {counts}"
@@ -129,12 +140,14 @@ async def assert_same_as_calm(
 async def test_churn_over_a_faulty_store_leaves_the_weights_of_a_calm_run(
     zygote: Zygote, folder: Path, s3_server: S3Server, corpus: str, patient: None
 ) -> None:
-    log = await assert_same_as_calm(zygote, folder, s3_server, corpus, CHURN)
+    # With two workers at least, both ranks that the plan names always exist.
+    log = await assert_same_as_calm(zygote, folder, s3_server, corpus, CHURN, min_workers=2)
 
-    injected = {e.fault for e in log if isinstance(e, FaultInjected)}
-    assert injected >= {"kill", "notice"}
-    assert len([e for e in log if isinstance(e, GenerationFormed)]) >= 5
-    assert len({e.world_size for e in log if isinstance(e, StepCompleted)}) >= 2
+    assert {e.fault for e in log if isinstance(e, FaultInjected)} >= {"kill", "notice"}
+    # Each fault is at another step, and ends a generation; a rank may be killed after its notice.
+    formed = [e for e in log if isinstance(e, GenerationFormed)]
+    assert len(formed) >= len(CHURN.plan.faults)
+    assert min(e.world_size for e in log if isinstance(e, StepCompleted)) >= 2
 
 
 @long
