@@ -203,6 +203,37 @@ def test_notice_in_mid_evaluation_is_honoured_before_its_end(submit, calm):
     assert scores_of(job) == reference
 
 
+class SlowNet(Net):
+    """Notes and delays the batches of an evaluation as ``predict`` does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and len(x) > 2:  # not in the warm-up
+            with CALLS.open("a") as file:
+                file.write(f"{os.getpid()} {int(x[0, 0])}\n")
+            if SLOW.exists():
+                time.sleep(0.2)
+        return super().forward(x)
+
+
+def test_notice_in_mid_evaluation_without_score_is_honoured_and_no_batch_is_repeated(submit):
+    SLOW.touch()
+    job = submit(**body(model=SlowNet, eval="4 steps", workers={"min": 1, "max": 2}))
+    until(lambda: len(calls()) >= 4 and job.world_size == 2, "an evaluation by two ranks")
+    leaver = next(w["worker"] for w in job.workers() if w["rank"] == 1)
+    job.preempt(leaver)
+    until(lambda: leaver in {e.worker for e in found(job, WorkerLeft)}, "the leave")
+    SLOW.unlink()
+    finish(job)
+    events = job.events()
+    left = next(e.seq for e in events if isinstance(e, WorkerLeft) and e.worker == leaver)
+    evaluated = found(job, EvalCompleted)
+    trained = [e.step for e in events if isinstance(e, StepCompleted) and e.seq < left]
+    assert left < next(e.seq for e in evaluated if e.step == trained[-1])
+    assert [(e.step, e.samples) for e in evaluated] == [(4, NUM_EVAL), (8, NUM_EVAL)]
+    # The leaver's sums were handed over.
+    assert len(calls()) == 2 * NUM_PARTS
+
+
 def test_training_continues_while_score_runs_and_the_job_waits_for_the_last_scores(submit, calm):
     reference = expected(calm, submit)
     HOLD.touch()

@@ -6,12 +6,20 @@ ranks report which parts they hold, and evaluate only the missing ones::
 
     generation 3   rank 0: parts 0 2 4     rank 1: parts 1 3 (dies)
     generation 4   rank 0 holds 0 2 4; 1 3 5 6 are missing: rank 0 takes 1 5, rank 1 takes 3 6
+
+The loss and the metrics of an evaluation are accumulated over runs of consecutive parts. A later
+generation continues each run where it stopped, on any rank::
+
+    generation 3   rank 0: run 0-4, interrupted after 2     rank 1: run 5-9, interrupted after 7
+    generation 4   rank 0: continues 0-2 with 3-4           rank 1: continues 5-7 with 8-9
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+from etrain_jupyter.rules.samples.batch_plan import share_range
 
 NUM_KEEPERS = 2
 """Number of ranks that keep all records until they are scored, so that one of them may die."""
@@ -24,6 +32,23 @@ class PartPlan(NamedTuple):
     """Rank by part; only parts that are done."""
     todo: tuple[tuple[int, ...], ...]
     """Parts that each rank still evaluates, in order."""
+
+
+class Run(NamedTuple):
+    """Consecutive parts, ``first`` to ``stop - 1``, in one group."""
+
+    first: int
+    stop: int
+
+
+class RunPlan(NamedTuple):
+    """Runs that are done, and the assignment of the missing parts."""
+
+    kept: tuple[Run, ...]
+    """Runs that count, in order; none overlaps another."""
+    todo: tuple[tuple[Run, ...], ...]
+    """Runs that each rank still evaluates. One that begins where a kept run of the same group ends
+    continues that run."""
 
 
 class ScoreStatus(NamedTuple):
@@ -58,6 +83,60 @@ def plan_parts(held: Sequence[Collection[int]], num_parts: int) -> PartPlan:
     missing = [part for part in range(num_parts) if part not in owners]
     todo = tuple(tuple(missing[rank :: len(held)]) for rank in range(len(held)))
     return PartPlan({part: owners[part] for part in sorted(owners)}, todo)
+
+
+def plan_runs(
+    held: Iterable[Run], groups: Sequence[Run], world_size: int, *, may_cut: bool
+) -> RunPlan:
+    """Return the plan from the runs that all ranks hold; every rank gets the same plan.
+
+    Args:
+        held: Runs of all ranks; several ranks may hold the same run, or different lengths of it.
+        groups: Runs that cover all parts. No run extends beyond its group.
+        world_size: Number of ranks.
+        may_cut: True if the missing parts of a group may be evaluated by several ranks; False if
+            they must be added to the group's sums in order.
+
+    >>> plan_runs([Run(0, 2), Run(0, 3), Run(5, 6)], [Run(0, 5), Run(5, 9)], 2, may_cut=False)
+    RunPlan(kept=(Run(first=0, stop=3), Run(first=5, stop=6)), \
+todo=((Run(first=3, stop=5),), (Run(first=6, stop=9),)))
+    """
+    kept: list[Run] = []
+    # The longest of the runs with the same beginning is the newest.
+    for run in sorted(set(held), key=lambda run: (run.first, -run.stop)):
+        if run.first >= (kept[-1].stop if kept else 0):
+            kept.append(run)
+    missing = [gap for group in groups for gap in _gaps(group, kept)]
+    if not may_cut:
+        shares = [share_range(len(missing), rank, world_size) for rank in range(world_size)]
+        todo = tuple(tuple(missing[share.start : share.stop]) for share in shares)
+        return RunPlan(tuple(kept), todo)
+    num_missing = sum(gap.stop - gap.first for gap in missing)
+    shares = [share_range(num_missing, rank, world_size) for rank in range(world_size)]
+    return RunPlan(tuple(kept), tuple(tuple(_cut(missing, share)) for share in shares))
+
+
+def _gaps(group: Run, kept: Sequence[Run]) -> Iterator[Run]:
+    """Yield the parts of a group that are in no run."""
+    first = group.first
+    for run in kept:
+        if group.first <= run.first < group.stop:
+            if first < run.first:
+                yield Run(first, run.first)
+            first = run.stop
+    if first < group.stop:
+        yield Run(first, group.stop)
+
+
+def _cut(runs: Sequence[Run], share: range) -> Iterator[Run]:
+    """Yield the parts of a share, whose indices count the parts of all runs together."""
+    begin = 0
+    for run in runs:
+        end = begin + run.stop - run.first
+        first, stop = max(begin, share.start), min(end, share.stop)
+        if first < stop:
+            yield Run(run.first + first - begin, run.first + stop - begin)
+        begin = end
 
 
 def choose_scorer(ranks: Sequence[ScoreStatus]) -> int | None:

@@ -31,7 +31,7 @@ def gather_bytes(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) ->
     """
     #     lengths   rank 0: [5, 0, 0]     rank 1: [0, 3, 4]     sum: [5, 3, 4]
     #     bytes     rank 0: aaaaa.......  rank 1: .....bbbcccc  sum: aaaaabbbcccc
-    if group.world_size == 1:
+    if group.world_size == 1 or not num_slots:
         return [mine.get(slot, b"") for slot in range(num_slots)]
     lengths = torch.zeros(num_slots, dtype=torch.int64)
     for slot, data in mine.items():

@@ -85,7 +85,7 @@ class Evaluations:
         """Evaluate the current weights.
 
         Returns:
-            False if a planned change interrupted it; the next generation restarts the evaluation.
+            False if a planned change interrupted it; the next generation continues the evaluation.
         """
         state, started_at = self._state, time.perf_counter()
         if self._scores is not None and not self._predict(self._scores, group, is_pending):
@@ -126,6 +126,7 @@ class Evaluations:
             known = self._evaluation.run(
                 group,
                 step=state.step,
+                weights=state.weights_version,
                 is_pending=is_pending,
                 at_batch=lambda: self._reach("eval", group),
             )

@@ -370,6 +370,7 @@ class TrainLoop:
         self._forget_gradients()
         self.update.commit(weight)
         state.step += 1
+        state.weights_version += 1
         state.position_before = state.position
         state.position += step.span.samples
         state.is_eval_owed |= step.header.is_eval_requested

@@ -1,14 +1,14 @@
 """Metrics from torchmetrics over the whole of data.eval.
 
 Such a metric accumulates a state and computes its value at the end, because a value such as F1 or
-AUROC is not a mean over batches. Here each slot (a rank or, with ``reproducible``, a shard) has its
-own state::
+AUROC is not a mean over batches. Here each run of consecutive batches (the share of a rank or, with
+``reproducible``, a shard) has its own state::
 
-    every rank    update its slots with its batches -> all ranks gather all states
-                  -> merge them in the order of the slots -> compute
+    every rank    update the states of its runs with its batches -> all ranks gather all states
+                  -> merge them in the order of the runs -> compute
 
 So all ranks compute the same value as a single process. With ``reproducible`` it is bit for bit the
-same, because the slots then do not depend on the number of ranks.
+same, because the runs then do not depend on the number of ranks.
 
 The synchronization built into torchmetrics is disabled, because it gathers by rank, in a collective
 that cannot be aborted. torchmetrics objects are recognized by the names of their classes, because
@@ -24,10 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 
-from etrain_jupyter.trainer.group.gathering import gather_bytes
-from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.references import WorkloadError
 
 State = dict[str, Any]
@@ -154,74 +151,75 @@ class WholeSetMetric:
         found[_COUNT] = torch.tensor(metric._update_count)
         return found
 
+    def restore(self, metric: Any, state: State) -> None:
+        """Put a state into a copy; further updates continue from it."""
+        for name in metric._defaults:
+            value = state[name]
+            # Copied, because some metrics update their states in place.
+            is_list = isinstance(value, list)
+            parts = [part.to(metric.device, copy=True) for part in (value if is_list else [value])]
+            setattr(metric, name, parts if is_list else parts[0])
+        metric._update_count = int(state[_COUNT])
 
-class SlotStates:
-    """The states of one evaluation, on one rank.
+
+class RunStates:
+    """The states of all metrics over one run of batches.
 
     Args:
+        metrics: The metrics, by name.
         device: Device of outputs and targets.
-        num_slots: Number of slots on all ranks together.
-        first: The first slot of this rank.
     """
 
-    def __init__(
-        self,
-        metrics: Mapping[str, WholeSetMetric],
-        device: torch.device,
-        *,
-        num_slots: int,
-        first: int,
-    ) -> None:
+    def __init__(self, metrics: Mapping[str, WholeSetMetric], device: torch.device) -> None:
         self._metrics = list(metrics.values())
-        self._device = device
-        self._num_slots = num_slots
-        self._first = first
-        self._copies: dict[int, list[Any]] = {}
+        self._copies = [metric.new(device) for metric in self._metrics]
 
-    def update(self, slot: int, output: Any, target: Any) -> None:
-        """Update one of this rank's slots (numbered from 0) with a batch."""
-        number = self._first + slot
-        if number not in self._copies:
-            self._copies[number] = [metric.new(self._device) for metric in self._metrics]
-        for copy in self._copies[number]:
+    def update(self, output: Any, target: Any) -> None:
+        """Update the states with a batch."""
+        for copy in self._copies:
             copy.update(_tensor_in(output), target)
 
-    def compute(self, group: RankGroup) -> dict[str, float]:
-        """Return the values over all slots. A collective: every rank must call this."""
-        if not self._metrics:
-            return {}
-        packed = {slot: self._pack(copies) for slot, copies in self._copies.items()}
-        gathered = [
-            self._unpack(data) for data in gather_bytes(group, packed, self._num_slots) if data
-        ]
-        return {
-            metric.name: metric.compute([states[place] for states in gathered])
-            for place, metric in enumerate(self._metrics)
-        }
-
-    def _pack(self, copies: list[Any]) -> bytes:
+    def pack(self) -> dict[str, torch.Tensor]:
+        """Return the states as tensors on the CPU, by name."""
         tensors = {}
-        for place, (metric, copy) in enumerate(zip(self._metrics, copies, strict=True)):
+        for place, (metric, copy) in enumerate(zip(self._metrics, self._copies, strict=True)):
             for name, value in metric.state_of(copy).items():
                 if isinstance(value, list):
                     tensors[f"{place}/{name}"] = torch.tensor(len(value))
                     tensors |= {f"{place}/{name}/{i}": part for i, part in enumerate(value)}
                 else:
                     tensors[f"{place}/{name}"] = value
-        return save(tensors)
+        return tensors
 
-    def _unpack(self, data: bytes) -> list[State]:
-        tensors = load(data)
-        found: list[State] = []
-        for place, metric in enumerate(self._metrics):
-            state: State = {_COUNT: tensors[f"{place}/{_COUNT}"]}
-            for name, is_list in metric.kinds().items():
-                value: Any = tensors[f"{place}/{name}"]
-                if is_list:
-                    value = [tensors[f"{place}/{name}/{i}"] for i in range(int(value))]
-                state[name] = value
-            found.append(state)
-        return found
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Continue from packed states."""
+        states = _unpack(self._metrics, tensors)
+        for metric, copy, state in zip(self._metrics, self._copies, states, strict=True):
+            metric.restore(copy, state)
+
+
+def compute_metrics(
+    metrics: Mapping[str, WholeSetMetric], packed: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, float]:
+    """Return the values over all runs, whose packed states are merged in the given order."""
+    unpacked = [_unpack(list(metrics.values()), tensors) for tensors in packed]
+    return {
+        name: metric.compute([states[place] for states in unpacked])
+        for place, (name, metric) in enumerate(metrics.items())
+    }
+
+
+def _unpack(metrics: Sequence[WholeSetMetric], tensors: Mapping[str, torch.Tensor]) -> list[State]:
+    found: list[State] = []
+    for place, metric in enumerate(metrics):
+        state: State = {_COUNT: tensors[f"{place}/{_COUNT}"]}
+        for name, is_list in metric.kinds().items():
+            value: Any = tensors[f"{place}/{name}"]
+            if is_list:
+                value = [tensors[f"{place}/{name}/{i}"] for i in range(int(value))]
+            state[name] = value
+        found.append(state)
+    return found
 
 
 def _can_merge(reduction: Any, *, is_list: bool) -> bool:

@@ -7,12 +7,12 @@ outcome to the third descriptor. It ends with the trainer, whatever ends that.
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+import msgpack
 
 from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
 from etrain_jupyter.process.parent_pipe import die_with_parent
@@ -30,12 +30,13 @@ def main() -> None:
     die_with_parent(parent)
     os.nice(NICENESS)
     outcome = run(bundle_fd, records_fd, num_bytes)
-    with os.fdopen(result_fd, "w") as result:
-        json.dump(outcome, result)
+    # msgpack, because exhibits are bytes. A message may contain text that is not valid UTF-8.
+    with os.fdopen(result_fd, "wb") as result:
+        result.write(msgpack.packb(outcome, unicode_errors="backslashreplace"))
 
 
 def run(bundle_fd: int, records_fd: int, num_bytes: int) -> dict[str, Any]:
-    """Return ``{"scores", "exhibits"}``, or ``{"error", "traceback"}``, for JSON."""
+    """Return ``{"scores", "exhibits"}``, or ``{"error", "traceback"}``, for msgpack."""
     bundle: OpenBundle | None = None
     try:
         bundle = open_bundle(Path(f"/dev/fd/{bundle_fd}"))
@@ -48,8 +49,7 @@ def run(bundle_fd: int, records_fd: int, num_bytes: int) -> dict[str, Any]:
         return {
             "scores": result.scores,
             "exhibits": [
-                [exhibit.name, exhibit.format, base64.b64encode(exhibit.data).decode()]
-                for exhibit in result.exhibits
+                [exhibit.name, exhibit.format, exhibit.data] for exhibit in result.exhibits
             ],
         }
     except BaseException as exc:

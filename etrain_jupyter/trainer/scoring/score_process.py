@@ -1,24 +1,34 @@
-"""Run ``eval.score`` in a process of its own, next to training."""
+"""Run ``eval.score`` in a process of its own, next to training.
+
+A thread of the trainer waits for the process, reads what it returned, and sends the exhibits. The
+training loop only asks, after each step, whether the thread has ended: figures of 4 MB would stall
+it for several steps.
+"""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgpack
+
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.scoring.exhibits import Exhibit, ScoreResult
+from etrain_jupyter.trainer.scoring.exhibits import Exhibit
 from etrain_jupyter.trainer.scoring.spool import RecordFile
 
 STOP_S = 5.0
-"""Timeout in seconds for the end of a killed process."""
+"""Timeout in seconds for the end of a killed process, and of the thread that waits for it."""
+
+SendExhibit = Callable[[Exhibit], None]
+"""Sends an exhibit to the coordinator; called in another thread."""
 
 
 class ScoreError(WorkloadError):
@@ -36,8 +46,8 @@ class ScoreError(WorkloadError):
 class Scoring(Protocol):
     """A run of ``eval.score``."""
 
-    def poll(self) -> ScoreResult | None:
-        """Return the scores and exhibits; None while it is running.
+    def poll(self) -> dict[str, float] | None:
+        """Return the scores; None while it is running, and until all exhibits are sent.
 
         Raises:
             ScoreError: If it failed.
@@ -52,8 +62,8 @@ class Scoring(Protocol):
 class Scorer(Protocol):
     """Starts runs of ``eval.score``."""
 
-    def start(self, records: RecordFile) -> Scoring:
-        """Start to score the records."""
+    def start(self, records: RecordFile, send: SendExhibit) -> Scoring:
+        """Start to score the records; ``send`` is called with each exhibit."""
         ...
 
 
@@ -64,15 +74,16 @@ class ProcessScorer:
     bundle_fd: int
     """Descriptor of the file with the notebook's objects."""
 
-    def start(self, records: RecordFile) -> Scoring:
+    def start(self, records: RecordFile, send: SendExhibit) -> Scoring:
         """Start a process that reads the records. Call from the main thread."""
-        return ScoreProcess(self.bundle_fd, records)
+        return ScoreProcess(self.bundle_fd, records, send)
 
 
 class ScoreProcess:
     """One process that runs ``eval.score``."""
 
-    def __init__(self, bundle_fd: int, records: RecordFile) -> None:
+    def __init__(self, bundle_fd: int, records: RecordFile, send: SendExhibit) -> None:
+        self._send = send
         self._result = tempfile.TemporaryFile()  # noqa: SIM115, closed when the process has ended
         module = "etrain_jupyter.trainer.scoring.score_main"
         fds = (bundle_fd, records.fileno(), self._result.fileno())
@@ -88,42 +99,50 @@ class ScoreProcess:
             # and the pool's processes inherit it.
             env={**os.environ, "MPLBACKEND": "Agg"},
         )
-        self._outcome: dict[str, Any] | None = None
+        self._outcome: dict[str, Any] = {}
+        self.is_stopped = False
+        """True once ``stop`` is called: no further exhibit is sent."""
+        self._thread = threading.Thread(target=self._wait, name="etrain-score", daemon=True)
+        self._thread.start()
 
-    def poll(self) -> ScoreResult | None:
-        """Return the scores and exhibits; None while the process is running.
+    def poll(self) -> dict[str, float] | None:
+        """Return the scores; None while the process is running, and until all exhibits are sent.
 
         Raises:
             ScoreError: If ``score`` raised, or its process crashed.
         """
-        if self._outcome is None:
-            code = self._process.poll()
-            if code is None:
-                return None
-            self._outcome = self._read(code)
-            self._close()
+        if self._thread.is_alive():
+            return None
         if "error" in self._outcome:
             raise ScoreError(self._outcome["error"], self._outcome["traceback"])
-        exhibits = (
-            Exhibit(name, format, base64.b64decode(data))
-            for name, format, data in self._outcome["exhibits"]
-        )
-        return ScoreResult(self._outcome["scores"], tuple(exhibits))
+        scores: dict[str, float] = self._outcome["scores"]
+        return scores
 
     def stop(self) -> None:
         """Kill the process and its children."""
-        if self._outcome is None:
+        self.is_stopped = True
+        if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_S)
-            self._close()
+        self._thread.join(STOP_S)
+
+    def _wait(self) -> None:
+        outcome = self._read(self._process.wait())
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._result.close()
+        # Without a supervisor, the trainer exits on its own.
+        with contextlib.suppress(OSError):
+            for exhibit in outcome.get("exhibits", ()):
+                if not self.is_stopped:
+                    self._send(Exhibit(*exhibit))
+        self._outcome = outcome
 
     def _read(self, code: int) -> dict[str, Any]:
         self._result.seek(0)
-        text = self._result.read()
-        if code == 0 and text:
-            outcome: dict[str, Any] = json.loads(text)
+        data = self._result.read()
+        if code == 0 and data:
+            outcome: dict[str, Any] = msgpack.unpackb(data)
             return outcome
         how = f"exited with status {code}"
         if code < 0:
@@ -135,8 +154,3 @@ class ScoreProcess:
             "error": f"eval.score crashed: the process that ran it {how}. {hint}",
             "traceback": "",
         }
-
-    def _close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._result.close()

@@ -38,6 +38,7 @@ from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import MicroBatch
 from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.places import Places
+from etrain_jupyter.trainer.scoring.exhibits import Exhibit
 from etrain_jupyter.trainer.scoring.records import pack
 from etrain_jupyter.trainer.scoring.score_process import ScoreError, Scorer, Scoring
 from etrain_jupyter.trainer.scoring.spool import RecordFile, Spool
@@ -155,7 +156,7 @@ class SetScores:
             return False
         self._merge(group, len(parts))
         if group.rank == 0:
-            self._start()
+            self._start(group)
         return True
 
     def collect(self, group: RankGroup, is_pending: IsPending) -> bool:
@@ -195,29 +196,18 @@ class SetScores:
         if self._scoring is None or self.record is not None:
             return
         try:
-            result = self._scoring.poll()
+            scores = self._scoring.poll()
         except ScoreError as exc:
             message = f"{exc} (scoring the evaluation of step {self._pass.step})"
             raise ScoreError(message, exc.user_traceback) from None
-        if result is None:
+        if scores is None:
             return
-        self._check_names(result.scores)
+        self._check_names(scores)
         state = self._state
-        # Before the scores, so that a log with the scores also has the exhibits.
-        for exhibit in result.exhibits:
-            self._send(
-                ExhibitFound(
-                    generation=group.generation,
-                    step=self._pass.step,
-                    name=exhibit.name,
-                    format=exhibit.format,
-                    data=exhibit.data,
-                )
-            )
         self.record = {
             "step": self._pass.step,
             "samples": state.plan.num_eval,
-            "scores": result.scores,
+            "scores": scores,
             "duration_s": time.monotonic() - self._scoring_since,
             "time": time.time(),
         }
@@ -287,7 +277,7 @@ class SetScores:
         if receivers:
             self._copy(group, rows, receivers)
         if group.rank == scorer and self._scoring is None:
-            self._start()
+            self._start(group)
         return True
 
     def _finish(self, records: Iterable[dict[str, Any] | None]) -> None:
@@ -308,23 +298,28 @@ class SetScores:
     def _evaluate(
         self, group: RankGroup, parts: list[range], plan: PartPlan, is_pending: IsPending
     ) -> bool:
-        # After each part the ranks sum a flag, so that all of them stop after the same part.
+        # The ranks sum a flag with every part and read it one part later, when it has arrived, so
+        # that all of them stop after the same part (see ``loop.evaluation``).
         if self._spool is None:
             self._spool = Spool()
         todo = plan.todo[group.rank]
         packed = self._pack_parts([parts[part] for part in todo])
+        pending, sending = torch.zeros(1), None
         with eval_mode(self._state.workload.model), torch.no_grad():
             for turn in range(max(map(len, plan.todo))):
-                if turn:
-                    pending = torch.tensor([float(is_pending())])
-                    group.all_reduce(pending).wait()
-                    if pending > 0:
-                        self._share_parts(group, len(parts))
-                        return False
+                if sending is not None:
+                    sending.wait()
+                if pending > 0:
+                    self._share_parts(group, len(parts))
+                    return False
+                pending = torch.tensor([float(is_pending())])
+                sending = group.all_reduce(pending)
                 self._reach(group)
                 if turn < len(todo):
                     self._spool.add(todo[turn], next(packed))
                 group.raise_if_failed()
+        if sending is not None:
+            sending.wait()  # no collective may be in flight when the next one begins
         return True
 
     def _pack_parts(self, parts: list[range]) -> Iterator[list[bytes]]:
@@ -417,10 +412,24 @@ class SetScores:
 
     # --- score ---
 
-    def _start(self) -> None:
+    def _start(self, group: RankGroup) -> None:
         assert self._records is not None
-        self._scoring = self._scorer.start(self._records)
+        # The exhibits are sent before the scores are known here, so that a log with the scores also
+        # has the exhibits.
+        send = functools.partial(self._send_exhibit, group.generation, self._pass.step)
+        self._scoring = self._scorer.start(self._records, send)
         self._scoring_since = time.monotonic()
+
+    def _send_exhibit(self, generation: int, step: int, exhibit: Exhibit) -> None:
+        self._send(
+            ExhibitFound(
+                generation=generation,
+                step=step,
+                name=exhibit.name,
+                format=exhibit.format,
+                data=exhibit.data,
+            )
+        )
 
     def _check_names(self, scores: dict[str, float]) -> None:
         workload = self._state.workload

@@ -39,6 +39,8 @@ class TrainState:
         self.best_tracker = BestTracker(config)
         self.step = 0
         """Number of committed steps."""
+        self.weights_version = 0
+        """Number of times that the weights changed on this rank; not part of a checkpoint."""
         self.position = 0
         """Number of samples trained on, over all epochs."""
         self.position_before = 0
@@ -92,6 +94,7 @@ class TrainState:
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Adopt another trainer's ``counters``. Missing counters keep their values."""
+        self.weights_version += 1
         self.step = int(counters.get("step", self.step))
         self.position = int(counters.get("position", self.position))
         self.position_before = int(counters.get("position_before", self.position_before))

@@ -30,9 +30,9 @@ from etrain_jupyter.trainer.control.reporter import Report
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.schedule import WorkPlan
-from etrain_jupyter.trainer.scoring.exhibits import ScoreResult, result_of
+from etrain_jupyter.trainer.scoring.exhibits import result_of
 from etrain_jupyter.trainer.scoring.records import unpack_all
-from etrain_jupyter.trainer.scoring.score_process import Scoring
+from etrain_jupyter.trainer.scoring.score_process import Scoring, SendExhibit
 from etrain_jupyter.trainer.scoring.spool import RecordFile
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
 from etrain_jupyter.trainer.state.train_state import TrainState
@@ -346,20 +346,23 @@ class SameProcessScorer:
     def __init__(self, score: Callable[[list[Any]], dict[str, Any]]) -> None:
         self._score = score
 
-    def start(self, records: RecordFile) -> Scoring:
+    def start(self, records: RecordFile, send: SendExhibit) -> Scoring:
         with open(os.dup(records.fileno()), "rb") as file:
             file.seek(0)
-            return _Scored(result_of(self._score(list(unpack_all(file, records.num_bytes)))))
+            result = result_of(self._score(list(unpack_all(file, records.num_bytes))))
+        for exhibit in result.exhibits:
+            send(exhibit)
+        return _Scored(result.scores)
 
 
 class _Scored:
-    def __init__(self, result: ScoreResult) -> None:
-        self._result = result
+    def __init__(self, scores: dict[str, float]) -> None:
+        self._scores = scores
         self._num_polls = 0
 
-    def poll(self) -> ScoreResult | None:
+    def poll(self) -> dict[str, float] | None:
         self._num_polls += 1
-        return self._result if self._num_polls > 1 else None
+        return self._scores if self._num_polls > 1 else None
 
     def stop(self) -> None:
         """Do nothing: nothing is running."""

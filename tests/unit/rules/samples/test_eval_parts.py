@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.rules.samples.eval_parts import (
     NUM_KEEPERS,
+    Run,
     ScoreStatus,
     choose_receivers,
     choose_scorer,
     cut_parts,
     plan_parts,
+    plan_runs,
 )
 
 NOTHING, KEEPER = ScoreStatus(), ScoreStatus(has_records=True)
@@ -83,6 +86,70 @@ def test_every_part_is_merged_once_after_any_history(
 
 def test_without_interruption_every_part_is_evaluated_once() -> None:
     assert plan_parts([(), (), ()], 7).todo == ((0, 3, 6), (1, 4), (2, 5))
+
+
+def groups_of(sizes: list[int]) -> list[Run]:
+    ends = list(itertools.accumulate(sizes))
+    return [Run(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def parts_of(runs: Iterable[Run]) -> list[int]:
+    return [part for run in runs for part in range(run.first, run.stop)]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
+    may_cut=st.booleans(),
+    history=st.lists(
+        st.tuples(st.sets(st.integers(0, 5), min_size=1), st.integers(0, 5), st.booleans()),
+        max_size=8,
+    ),
+    late=st.sets(st.integers(0, 5)),
+)
+def test_every_part_is_in_one_run_after_any_history(
+    sizes: list[int],
+    may_cut: bool,
+    history: list[tuple[set[int], int, bool]],
+    late: set[int],
+) -> None:
+    groups = groups_of(sizes)
+    everything = parts_of(groups)
+    firsts = {group.first for group in groups if group.first < group.stop}
+    held: dict[int, set[Run]] = {}
+    for members, num_turns, is_shared in [*history, ({0, 1}, 10**6, True)]:
+        # A member that is absent is gone with its runs; all others begin with an exchange.
+        held = {member: held.get(member, set()) for member in sorted(members)}
+        plan = plan_runs(set().union(*held.values()), groups, len(held), may_cut=may_cut)
+        assert sorted([*parts_of(plan.kept), *parts_of(itertools.chain(*plan.todo))]) == everything
+        for (member, runs), todo in zip(held.items(), plan.todo, strict=True):
+            runs |= set(plan.kept)
+            left = num_turns + (member in late)
+            for run in todo:
+                done = min(left, run.stop - run.first)
+                left -= done
+                before = [kept for kept in plan.kept if kept.stop == run.first]
+                is_first = run.first in firsts
+                if not may_cut:
+                    assert before or is_first, "a shard is added up in order"
+                begin = before[0].first if before and not is_first else run.first
+                if done:
+                    runs.add(Run(begin, run.first + done))
+        if is_shared:
+            everyones = set().union(*held.values())
+            held = {member: set(everyones) for member in held}
+
+    plan = plan_runs(set().union(*held.values()), groups, 1, may_cut=may_cut)
+    assert parts_of(plan.kept) == everything
+    assert not any(plan.todo)
+    if not may_cut:
+        assert list(plan.kept) == [group for group in groups if group.first < group.stop]
+
+
+def test_missing_parts_are_shared_evenly_unless_they_are_added_in_order() -> None:
+    kept, groups = [Run(0, 3)], [Run(0, 7), Run(7, 9)]
+
+    assert plan_runs(kept, groups, 2, may_cut=True).todo == ((Run(3, 6),), (Run(6, 7), Run(7, 9)))
+    assert plan_runs(kept, groups, 2, may_cut=False).todo == ((Run(3, 7),), (Run(7, 9),))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,14 @@ import pytest
 from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.bundle.files import write_bundle
 from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
-from etrain_jupyter.trainer.scoring.exhibits import Exhibit, ScoreResult
+from etrain_jupyter.trainer.scoring.exhibits import Exhibit
 from etrain_jupyter.trainer.scoring.records import pack
-from etrain_jupyter.trainer.scoring.score_process import ProcessScorer, ScoreError, ScoreProcess
+from etrain_jupyter.trainer.scoring.score_process import (
+    ProcessScorer,
+    ScoreError,
+    ScoreProcess,
+    SendExhibit,
+)
 from etrain_jupyter.trainer.scoring.spool import RecordFile
 
 
@@ -28,18 +34,18 @@ def bundle_of(folder: Path, score: Callable[[Any], Any]) -> OpenBundle:
     return bundle
 
 
-def start(bundle: OpenBundle) -> ScoreProcess:
+def start(bundle: OpenBundle, send: SendExhibit = lambda exhibit: None) -> ScoreProcess:
     parts = [pack([1, 2, 3], range(3)), pack([4], range(3, 4))]
     records = RecordFile(sum(map(len, parts)), 4)
     for part in parts:
         records.append(memoryview(part))
-    process = ProcessScorer(bundle.fileno()).start(records)
+    process = ProcessScorer(bundle.fileno()).start(records, send)
     records.close()  # the process has a descriptor of its own
     assert isinstance(process, ScoreProcess)
     return process
 
 
-def result(process: ScoreProcess) -> ScoreResult:
+def result(process: ScoreProcess) -> dict[str, float]:
     while (found := process.poll()) is None:
         time.sleep(0.01)
     return found
@@ -51,11 +57,11 @@ def test_score_gets_the_records_in_order(tmp_path: Path) -> None:
 
     process = start(bundle_of(tmp_path, score))
 
-    assert result(process) == ScoreResult({"number": 1234.0, "len": 4.0})
-    assert process.poll() == ScoreResult({"number": 1234.0, "len": 4.0})
+    assert result(process) == {"number": 1234.0, "len": 4.0}
+    assert process.poll() == {"number": 1234.0, "len": 4.0}
 
 
-def test_exhibits_are_returned_with_the_scores(
+def test_exhibits_are_sent_before_the_scores_are_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="platform: matplotlib is not installed")
@@ -69,10 +75,9 @@ def test_exhibits_are_returned_with_the_scores(
         axes.plot(records)
         return {"mean": 2.5, "curve": figure, "backend": get_backend().lower()}
 
-    found = result(start(bundle_of(tmp_path, score)))
-
-    assert found.scores == {"mean": 2.5}
-    curve, backend = found.exhibits
+    sent: list[Exhibit] = []
+    assert result(start(bundle_of(tmp_path, score), sent.append)) == {"mean": 2.5}
+    curve, backend = sent
     assert (curve.name, curve.format, curve.data[:4]) == ("curve", "png", b"\x89PNG")
     assert backend == Exhibit("backend", "text", b"agg")
 
@@ -155,3 +160,38 @@ def test_process_ends_with_the_trainer(tmp_path: Path) -> None:
 
     while is_running(int(pid_file.read_text().split()[0])):
         time.sleep(0.01)
+
+
+def test_poll_does_not_wait_for_an_exhibit_that_is_being_sent(tmp_path: Path) -> None:
+    def score(records: list[int]) -> dict[str, Any]:
+        return {"mean": 2.5, "report": "a report"}
+
+    is_sending, may_end = threading.Event(), threading.Event()
+
+    def send(exhibit: Exhibit) -> None:
+        is_sending.set()
+        may_end.wait()
+
+    process = start(bundle_of(tmp_path, score), send)
+    is_sending.wait()
+    assert process.poll() is None
+    may_end.set()
+    assert result(process) == {"mean": 2.5}
+
+
+def test_exhibits_are_not_sent_after_stop(tmp_path: Path) -> None:
+    def score(records: list[int]) -> dict[str, Any]:
+        return {"mean": 2.5, "first": "a", "second": "b"}
+
+    sent: list[str] = []
+
+    def send(exhibit: Exhibit) -> None:
+        sent.append(exhibit.name)
+        while not process.is_stopped:
+            time.sleep(0.001)
+
+    process = start(bundle_of(tmp_path, score), send)
+    while not sent:
+        time.sleep(0.001)
+    process.stop()
+    assert sent == ["first"]
