@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from etrain_jupyter.data.columns import Column, join_parts, view_of
 from etrain_jupyter.data.disk_cache import DiskCache
-from etrain_jupyter.data.formats.arrow import decode_arrow
+from etrain_jupyter.data.formats.arrow import decode_arrow, first_batch_digest
 from etrain_jupyter.data.formats.json_lines import decode_json_lines
 from etrain_jupyter.data.formats.parquet import decode_parquet, read_footer
 from etrain_jupyter.data.index import Block, ShardIndex
-from etrain_jupyter.data.places import Place
+from etrain_jupyter.data.places import FolderPlace, Place, altered_error
 from etrain_jupyter.errors import ShardError
 from etrain_jupyter.rules.samples.block_order import BlockLayout, Int64s
 
@@ -95,6 +95,8 @@ class ShardReader:
         self._threads: ThreadPoolExecutor | None = None
         self._footer_lock = threading.Lock()
         self._footer = lru_cache(_MAX_FOOTERS)(self._read_footer)
+        self._checked: set[int] = set()
+        """Files in a folder that are known to be those that were indexed."""
         self.num_bytes_read = 0
         """Bytes of all blocks that were read from the place."""
 
@@ -217,11 +219,37 @@ class ShardReader:
 
     def _read(self, block: Block) -> bytes:
         file = self._index.files[block.file]
+        self._check_file(block.file)
         check = partial(_has_digest, block.sha256) if block.sha256 else None
         self.num_bytes_read += block.size
         return self._place.read(
             file.name, block.first, block.size, version=file.version, check=check
         )
+
+    def _check_file(self, number: int) -> None:
+        """Raise if a file in a folder is not the one that was indexed; once per file."""
+        # Blocks with digests are verified themselves, and objects in a bucket by their ETag. An
+        # equal time proves that the file was not written to. A different one may be that of a copy
+        # on this machine, which has the same content.
+        file = self._index.files[number]
+        if not file.fingerprint or number in self._checked:
+            return
+        if not isinstance(self._place, FolderPlace):
+            return
+        facts = self._place.facts(file.name)
+        if facts.size != file.size:
+            how = f"it has {facts.size} bytes instead of {file.size}"
+            raise altered_error(self._place, file.name, how)
+        if facts.version != file.version and self._fingerprint_of(number) != file.fingerprint:
+            part = "footer" if self._index.format == "parquet" else "first record batch"
+            how = f"it was modified after it was indexed, and its {part} has another SHA-256"
+            raise altered_error(self._place, file.name, how)
+        self._checked.add(number)
+
+    def _fingerprint_of(self, number: int) -> str:
+        if self._index.format == "parquet":
+            return self._footer(number)[1]
+        return first_batch_digest(self._place, self._index.files[number])
 
     def _decode(self, number: int, data: bytes) -> pa.Table:
         block = self._index.blocks[number]
@@ -236,7 +264,7 @@ class ShardReader:
             raise ShardError(
                 f"{self._describe(block)} has {table.num_rows} rows instead of {block.rows}: the "
                 "file was replaced after it was indexed. Its data were not used. Restore it and "
-                "resume the job."
+                "resume the job (%etrain resume JOB)."
             )
         # One chunk per column, so that rows are gathered without a search.
         return table.combine_chunks()
@@ -250,13 +278,13 @@ class ShardReader:
                 data,
                 first=block.first,
                 size=self._index.files[block.file].size,
-                footer=self._footer(block.file),
+                footer=self._footer(block.file)[0],
                 columns=columns,
             )
         table = decode_arrow(data, self._schema)
         return table if columns is None else table.select(list(columns))
 
-    def _read_footer(self, file: int) -> pq.FileMetaData:
+    def _read_footer(self, file: int) -> tuple[pq.FileMetaData, str]:
         with self._footer_lock:
             return read_footer(self._place, self._index.files[file])
 
@@ -270,7 +298,7 @@ class ShardReader:
                 "Its lines must have the keys and types of the first block. Name the keys to read "
                 "with Shards(..., columns=[...]), or convert the set with write_shards."
             )
-        return "Restore the file, or write the set again; then resume the job."
+        return "Restore the file, then resume the job (%etrain resume JOB)."
 
 
 def check_columns(schema: pa.Schema, columns: Sequence[str] | None, where: str) -> None:
