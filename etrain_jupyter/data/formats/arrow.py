@@ -79,6 +79,19 @@ def decode_arrow(data: bytes, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_batches(batches, schema)
 
 
+def batches_of(data: bytes) -> list[Message]:
+    """Return the record batches of a block, with their offsets in it.
+
+    Raises:
+        InvalidMessageError: If the bytes are not record batches.
+    """
+
+    def read(first: int, size: int) -> bytes:
+        return data[first : first + size]
+
+    return list(walk_messages(read, len(data)))
+
+
 def _read(place: Place, file: ShardFile, first: int, size: int) -> bytes:
     return place.read(file.name, first, size, version=file.version, check=None)
 
