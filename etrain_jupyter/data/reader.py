@@ -47,8 +47,9 @@ _STALE_ROUNDS = 4
 and two batches, were read. The order takes rows of all blocks of a window evenly, so it belongs to
 an old one."""
 _MAX_FOOTERS = 64
-_MIN_PARTS = 4
-"""Record batches of a block from which it is decoded lazily."""
+_PARTS_PER_ROW = 2
+"""A block is decoded lazily if it has at least this many record batches per row of its first use.
+With fewer, most of it would be decoded twice."""
 
 
 _Columns = dict[str, NDArray[Any] | pa.ChunkedArray]
@@ -166,8 +167,8 @@ class ShardReader:
         gathered: list[_Columns | Future[_Columns]] = []
         first = 0
         for number, (block, count) in enumerate(zip(needed, counts, strict=True)):
-            for ahead in needed[number : number + self._num_threads]:
-                self._start(ahead)
+            for ahead in range(number, min(number + self._num_threads, len(needed))):
+                self._start(needed[ahead], counts[ahead])
             loaded = self._get(block)
             rows = samples[order[first : first + count]] - self._layout.starts[block]
             gathered.append(self._gather(block, loaded, rows))
@@ -188,11 +189,12 @@ class ShardReader:
 
     def prefetch(self, samples: Int64s) -> None:
         """Start to read the blocks of samples that are needed soon, as far as memory allows."""
-        for block in np.unique(self._layout.blocks_of(samples)).tolist():
+        blocks, counts = np.unique(self._layout.blocks_of(samples), return_counts=True)
+        for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
             if block in self._loaded or block in self._loading:
                 continue
             if self._is_room():
-                self._start(block)
+                self._start(block, count)
             elif self._place.is_remote and block not in self._fetching:
                 self._fetching[block] = self._pool().submit(self._fetch, block)
 
@@ -241,10 +243,10 @@ class ShardReader:
 
     # --- memory ---
 
-    def _start(self, block: int) -> None:
+    def _start(self, block: int, num_rows: int) -> None:
         if block not in self._loaded and block not in self._loading:
             self._fetching.pop(block, None)
-            self._loading[block] = self._pool().submit(self._load, block)
+            self._loading[block] = self._pool().submit(self._load, block, num_rows)
 
     def _get(self, block: int) -> _Loaded:
         if block not in self._loaded:
@@ -276,19 +278,17 @@ class ShardReader:
 
     # --- in the threads ---
 
-    def _load(self, block: int) -> _Loaded:
+    def _load(self, block: int, num_rows: int) -> _Loaded:
         data = self._fetch(block)
         if self._index.format in ("etrain", "arrow"):
             try:
                 parts = batches_of(data)
             except InvalidMessageError:
                 parts = []  # decoding it gives the error
-            if len(parts) >= _MIN_PARTS and sum(p.rows for p in parts) == self._rows_of(block):
+            is_whole = sum(part.rows for part in parts) == self._index.blocks[block].rows
+            if is_whole and len(parts) >= _PARTS_PER_ROW * num_rows:
                 return _Loaded(data=data, parts=parts)
         return _Loaded(decoded=self._decode_rows(block, data))
-
-    def _rows_of(self, block: int) -> int:
-        return self._index.blocks[block].rows
 
     def _fetch(self, number: int) -> bytes:
         block = self._index.blocks[number]

@@ -146,13 +146,29 @@ def test_blocks_in_parts_give_every_row_once_in_any_order(
     numbers = np.random.default_rng(0).permutation(3000)
 
     found = []
-    for first in range(0, 3000, 250):
-        batch = reader.take(numbers[first : first + 250])
+    for first in range(0, 3000, 30):
+        batch = reader.take(numbers[first : first + 30])
         assert batch["text"] == [f"row {n}" for n in batch["id"]]
         found += batch["id"].tolist()
 
     assert found == numbers.tolist()
+    sizes = {block.size for block in in_parts.index.blocks}
+    assert len(sizes & set(decoded)) == len(sizes), "whole blocks"
+    assert min(decoded) < min(sizes) / 4, "and single record batches"
     assert len(reader._loaded) <= 4
+    reader.close()
+
+
+def test_block_of_which_many_rows_are_used_is_decoded_once(
+    in_parts: Shards, decoded: list[int]
+) -> None:
+    reader = in_parts.open(num_kept=4)
+    rows = in_parts.index.blocks[0].rows
+
+    for first in range(0, rows, 50):
+        reader.take(np.arange(first, min(first + 50, rows)))
+
+    assert decoded == [in_parts.index.blocks[0].size]
     reader.close()
 
 
