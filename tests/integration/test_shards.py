@@ -192,6 +192,8 @@ def failed(job: TrainingJob) -> str:
     return str(found(job, UserErrorRaised)[0].error)
 
 
+# With ``corpus``, so that the cluster, which all tests share, has the address of the bucket.
+@pytest.mark.usefixtures("corpus")
 def test_shard_that_is_replaced_before_its_first_read_ends_the_job(
     tmp_path: Path, submit: Any
 ) -> None:
@@ -208,6 +210,7 @@ def test_shard_that_is_replaced_before_its_first_read_ends_the_job(
     assert "%etrain resume JOB" in error
 
 
+@pytest.mark.usefixtures("corpus")
 def test_shard_that_is_replaced_in_mid_run_ends_the_job(tmp_path: Path, submit: Any) -> None:
     write_parquet(tmp_path, seed=1)
     SLOW.touch()
@@ -222,12 +225,14 @@ def test_shard_that_is_replaced_in_mid_run_ends_the_job(tmp_path: Path, submit: 
 
 
 def test_objects_that_cannot_be_read_end_the_job_with_their_reason(
-    s3_process: S3Server, corpus: str, submit: Any
+    s3_process: S3Server, corpus: str, submit: Any, tmp_path: Path
 ) -> None:
-    write_shards(Shards(corpus), "s3://corpus/damaged", block_bytes=1200, progress=False)
-    keys = body("s3://corpus/damaged")
+    prefix = tmp_path.name  # another one if the test is repeated
+    url = f"s3://corpus/{prefix}"
+    write_shards(Shards(corpus), url, block_bytes=1200, progress=False)
+    keys = body(url)
     len(keys["data"]["train"])  # indexed here
-    name = "damaged/part-00000.arrow"
+    name = f"{prefix}/part-00000.arrow"
     data = s3_process.read("corpus", name)
 
     s3_process.set_faults(S3Fault(kind="deny", match="part-"))
@@ -236,8 +241,8 @@ def test_objects_that_cannot_be_read_end_the_job_with_their_reason(
     s3_process.write("corpus", name, data[: len(data) // 2])
     truncated = failed(submit(**keys))
 
-    assert "part-00000.arrow in s3://corpus/damaged is not the one that was indexed" in truncated
-    assert "cannot be read in s3://corpus/damaged" in denied
+    assert f"part-00000.arrow in {url} is not the one that was indexed" in truncated
+    assert f"cannot be read in {url}" in denied
     assert "denied" in denied
 
 
