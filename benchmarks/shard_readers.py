@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ BATCH = 256
 """Samples per step, over all ranks."""
 
 Row = dict[str, Any]
-Batches = Iterator[tuple[int, int]]
+Batches = Generator[tuple[int, int], None, None]
 """Yields the samples of each batch, and the bytes read so far; 0 if the reader does not count."""
 
 
@@ -87,9 +87,11 @@ def read_ours(folder: Path, rank: int, world_size: int, start: float) -> Batches
             begin = sum(counts[:rank])
             yield order.arrange(first, counts)[begin : begin + counts[rank]], 0
 
-    for samples, _ in source.batches(shares()):
-        yield len(samples), source._reader.num_bytes_read
-    source.close()
+    try:
+        for samples, _ in source.batches(shares()):
+            yield len(samples), source._reader.num_bytes_read
+    finally:
+        source.close()
 
 
 def read_hugging_face(folder: Path, rank: int, world_size: int, start: float) -> Batches:
@@ -195,8 +197,12 @@ def measure(name: str, folder: Path, rank: int, world_size: int, seconds: float)
 def resume_s(name: str, folder: Path, rank: int, world_size: int) -> float:
     """Return the seconds until the first batch of a resume at 90 % of an epoch."""
     began_at = time.perf_counter()
-    next(READERS[name](folder, rank, world_size, 0.9))
-    return time.perf_counter() - began_at
+    batches = READERS[name](folder, rank, world_size, 0.9)
+    next(batches)
+    elapsed_s = time.perf_counter() - began_at
+    # Otherwise, its threads and memory would affect the next measurement.
+    batches.close()
+    return elapsed_s
 
 
 def anonymous_bytes() -> int:

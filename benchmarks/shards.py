@@ -27,7 +27,7 @@ from benchmarks import report
 from benchmarks.shard_readers import BATCH, NEEDS, WRITERS, Row
 from etrain_jupyter.data import Shards
 from etrain_jupyter.rules.samples.batch_plan import share_samples
-from etrain_jupyter.rules.samples.block_order import BlockLayout, BlockOrder, split_step
+from etrain_jupyter.rules.samples.block_order import BlockLayout, BlockOrder
 
 WORLD_SIZE = 2
 BAR_AMPLIFICATION = 1.3
@@ -175,16 +175,13 @@ def amplification(world_size: int, num_blocks: int = 128, rows: int = 2048) -> f
     # The last block is smaller, as in real sets: equal blocks may happen to fit the batch exactly.
     layout = BlockLayout((*(rows,) * (num_blocks - 1), rows // 3), 64)
     order = BlockOrder(layout, seed=0, epoch=0)
-    known: list[set[tuple[int, int]]] = [set() for _ in range(world_size)]
+    known: list[set[int]] = [set() for _ in range(world_size)]
     for first in range(0, layout.num_samples, BATCH):
         counts = share_samples(min(BATCH, layout.num_samples - first), world_size)
-        places = order.locate(first, first + sum(counts))
-        samples, end = split_step(places, counts), 0
+        samples, end = order.arrange(first, counts), 0
         for rank, count in enumerate(counts):
-            own = samples[end : end + count]
+            known[rank].update(layout.blocks_of(samples[end : end + count]).tolist())
             end += count
-            pairs = zip(places.windows[own].tolist(), places.blocks[own].tolist(), strict=True)
-            known[rank].update(pairs)
     return round(sum(map(len, known)) / num_blocks, 2)
 
 

@@ -25,6 +25,7 @@ from etrain_jupyter.bundle.unpicklable import (
     refusal_of_dataset,
 )
 from etrain_jupyter.data.kinds import is_hugging_face
+from etrain_jupyter.data.shards import Shards
 
 
 class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -92,7 +93,9 @@ class DigestPickler(BundlePickler):
         return str, (digest_of_dataset(dataset),)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle a tensor as the digest of its values."""
+        """Pickle a tensor or data set as the digest of its values."""
+        if isinstance(obj, Shards):
+            return tuple, (obj.identity,)
         # BundlePickler writes a reference to the storage, with strides, instead of the values.
         # Both differ between equal tensors.
         if not (hasattr(type(obj), "__torch_function__") and hasattr(obj, "numpy")):

@@ -29,7 +29,9 @@ class ShardFile(NamedTuple):
     size: int
     """In bytes."""
     version: str
-    """Its ETag in a bucket; empty in a folder."""
+    """Its ETag in a bucket; modification time in nanoseconds in a folder."""
+    fingerprint: str = ""
+    """SHA-256 of its footer or first rows, hexadecimal; empty if its blocks have digests."""
 
 
 class Block(NamedTuple):
@@ -69,11 +71,14 @@ class ShardIndex:
     def digest(self) -> str:
         """Digest of the set's content, hexadecimal: equal for copies in different places.
 
-        Without digests of the blocks, the digest of their sizes.
+        Without digests of the blocks, the digest of their sizes, followed by that of the files'
+        fingerprints. Logs of versions without fingerprints have the first part only.
         """
         content = self._to_json()
         content["files"] = [file.size for file in self.files]
-        return hashlib.sha256(_encode(content)).hexdigest()
+        sizes = hashlib.sha256(_encode(content)).hexdigest()
+        fingerprints = "".join(file.fingerprint for file in self.files)
+        return sizes + (hashlib.sha256(fingerprints.encode()).hexdigest() if fingerprints else "")
 
     def to_bytes(self) -> bytes:
         """Return the index in a compact form that ``from_bytes`` reads."""

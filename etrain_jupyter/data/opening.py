@@ -54,8 +54,7 @@ def index_place(place: Place, cache: Path | None) -> ShardIndex:
             "It was not read. Run write_shards again with the same arguments to complete it."
         )
     kind, files = _files_of(place, listed)
-    # The identity also has the times of files in a folder, which may change without their size.
-    identity = [1, kind, str(place), [[file.name, *listed[file.name]] for file in files]]
+    identity = [2, kind, str(place), [[file.name, *listed[file.name]] for file in files]]
     return check_index(_cached(cache, identity, lambda: _INDEXERS[kind](place, files)), str(place))
 
 
@@ -75,7 +74,7 @@ def _files_of(place: Place, listed: dict[str, FileFacts]) -> tuple[str, list[Sha
             continue
         kind = _SUFFIXES.get(Path(name).suffix.lower())
         if kind is not None:
-            found.setdefault(kind, []).append(_file_of(place, name, facts))
+            found.setdefault(kind, []).append(_file_of(name, facts))
     if len(found) > 1:
         kinds = " and ".join(_NAMES[kind] for kind in found)
         raise ShardError(f"{place} has {kinds} files. Keep one format in a folder.")
@@ -100,12 +99,11 @@ def _files_of_hugging_face(place: Place, listed: dict[str, FileFacts]) -> list[S
             f"shard {missing[0]} is missing in {place}: state.json names {len(names)} files. "
             "Nothing was skipped. Restore it, or save the data set again."
         )
-    return [_file_of(place, name, listed[name]) for name in names]
+    return [_file_of(name, listed[name]) for name in names]
 
 
-def _file_of(place: Place, name: str, facts: FileFacts) -> ShardFile:
-    # In a folder, another machine's copy may have another time.
-    return ShardFile(name, facts.size, facts.version if place.is_remote else "")
+def _file_of(name: str, facts: FileFacts) -> ShardFile:
+    return ShardFile(name, facts.size, facts.version)
 
 
 def _cached(cache: Path | None, identity: list[Any], build: Callable[[], ShardIndex]) -> ShardIndex:

@@ -168,19 +168,28 @@ class FolderPlace:
         if len(data) != size:
             raise _truncated(self, name, first + len(data), first + size)
         if check is not None and not check(data):
-            raise _altered(self, name, f"bytes {first} to {first + size} have another SHA-256")
+            raise altered_error(self, name, f"bytes {first} to {first + size} have another SHA-256")
         return data
+
+    def facts(self, name: str) -> FileFacts:
+        """Return the size and modification time of one file, as ``list`` does.
+
+        Raises:
+            ShardError: If the file is missing, or was altered since this process first read it.
+        """
+        with self._lock:
+            try:
+                self._open(name)
+            except FileNotFoundError as exc:
+                raise _missing(self, name) from exc
+            except OSError as exc:
+                raise ShardError(f"shard {name} in {self} cannot be read: {exc.strerror}.") from exc
+            seen = self._seen[name]
+        return FileFacts(seen.size, str(seen.changed_ns))
 
     def _pread(self, name: str, first: int, size: int) -> bytes:
         with self._lock:
-            file = self._open(name)
-            # A file that is written in place changes under an open descriptor; one that is replaced
-            # by a rename does not.
-            status = os.fstat(file)
-            now = _Seen(status.st_ino, status.st_size, status.st_mtime_ns)
-            if now != self._seen.setdefault(name, now):
-                raise _altered(self, name, "its size or modification time has changed")
-            duplicate = os.dup(file)  # another thread may close the first one
+            duplicate = os.dup(self._open(name))  # another thread may close the first one
         try:
             data = bytearray()
             while len(data) < size and (
@@ -192,14 +201,21 @@ class FolderPlace:
             os.close(duplicate)
 
     def _open(self, name: str) -> int:
-        if name in self._files:
-            self._files.move_to_end(name)
-            return self._files[name]
-        while len(self._files) >= _MAX_OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
-        path = self._folder if self._folder.is_file() else self._folder / name
-        self._files[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._files[name]
+        """Return the descriptor of a file, which has not changed since it was first opened."""
+        if name not in self._files:
+            while len(self._files) >= _MAX_OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            path = self._folder if self._folder.is_file() else self._folder / name
+            self._files[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._files.move_to_end(name)
+        file = self._files[name]
+        # A file that is written in place changes under an open descriptor; one that is replaced by
+        # a rename does not.
+        status = os.fstat(file)
+        now = _Seen(status.st_ino, status.st_size, status.st_mtime_ns)
+        if now != self._seen.setdefault(name, now):
+            raise altered_error(self, name, "its size or modification time has changed")
+        return file
 
     def write(self, name: str, source: Path) -> None:
         """Create or replace a file from a local one, atomically."""
@@ -277,7 +293,7 @@ class BucketPlace:
         except MissingError as exc:
             raise _missing(self, name) from exc
         except TakenError as exc:
-            raise _altered(self, name, f"its ETag is not {version} any more") from exc
+            raise altered_error(self, name, f"its ETag is not {version} any more") from exc
         except StoreError as exc:
             raise ShardError(f"{exc}.") from exc
 
@@ -325,20 +341,28 @@ def _open_bucket(url: str) -> Bucket:
 
 def _missing(place: Place, name: str) -> ShardError:
     return ShardError(
-        f"shard {name} is missing in {place}. Nothing was skipped. Restore it, or write the set "
-        "again; then resume the job."
+        f"shard {name} is missing in {place}. Nothing was skipped. Restore it, then resume the "
+        "job (%etrain resume JOB)."
     )
 
 
 def _truncated(place: Place, name: str, end: int, needed: int) -> ShardError:
     return ShardError(
         f"shard {name} in {place} is truncated: it ends at byte {end}, and byte {needed} is "
-        "needed. Nothing was skipped. Restore it, or write the set again; then resume the job."
+        "needed. Nothing was skipped. Restore it, then resume the job (%etrain resume JOB)."
     )
 
 
-def _altered(place: Place, name: str, how: str) -> ShardError:
+def altered_error(place: Place, name: str, how: str) -> ShardError:
+    """Return the error for a file that was replaced after it was indexed.
+
+    Args:
+        place: The place of the file.
+        name: The file.
+        how: The difference.
+    """
     return ShardError(
         f"shard {name} in {place} is not the one that was indexed: {how}. Its data were not used. "
-        "Restore it and resume the job; to train on the new data, start a new job."
+        "Restore it and resume the job (%etrain resume JOB); to train on the new data, start a new "
+        "job."
     )

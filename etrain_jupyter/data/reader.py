@@ -5,6 +5,14 @@
     take(samples)  -> block in memory?  -> rows
                       no: thread pool   -> disk cache -> place (range, retries, digest) -> decode
     prefetch(samples): the same, ahead of time, as far as memory allows
+
+A block of several record batches is decoded lazily. The first batch of a job needs a few rows of
+every block of its window, so ``take`` decodes only the record batches of these rows, and the
+threads decode the whole blocks afterwards::
+
+    take 1     ─ fetch all blocks ─ decode some record batches of each ─ rows
+    take 2                                                                  ─ wait for block 1 ─ ...
+    threads                                                            ─ decode block 1, 2, 3, ...
 """
 
 from __future__ import annotations
@@ -25,11 +33,12 @@ from numpy.typing import NDArray
 
 from etrain_jupyter.data.columns import Column, join_parts, view_of
 from etrain_jupyter.data.disk_cache import DiskCache
-from etrain_jupyter.data.formats.arrow import decode_arrow
+from etrain_jupyter.data.formats.arrow import batches_of, decode_arrow, first_batch_digest
+from etrain_jupyter.data.formats.arrow_messages import InvalidMessageError, Message
 from etrain_jupyter.data.formats.json_lines import decode_json_lines
 from etrain_jupyter.data.formats.parquet import decode_parquet, read_footer
 from etrain_jupyter.data.index import Block, ShardIndex
-from etrain_jupyter.data.places import Place
+from etrain_jupyter.data.places import FolderPlace, Place, altered_error
 from etrain_jupyter.errors import ShardError
 from etrain_jupyter.rules.samples.block_order import BlockLayout, Int64s
 
@@ -38,13 +47,44 @@ _STALE_ROUNDS = 4
 and two batches, were read. The order takes rows of all blocks of a window evenly, so it belongs to
 an old one."""
 _MAX_FOOTERS = 64
+_PARTS_PER_ROW = 2
+"""A block is decoded lazily if it has at least this many record batches per row of its first use.
+With fewer, most of it would be decoded twice."""
+
+
+_Columns = dict[str, NDArray[Any] | pa.ChunkedArray]
+"""Rows of each column, as a view or as an Arrow array."""
+
+
+@dataclass
+class _Rows:
+    """Decoded rows of a block."""
+
+    table: pa.Table
+    views: dict[str, NDArray[Any] | None]
+    """Columns whose rows can be gathered without Arrow."""
+
+    @classmethod
+    def of(cls, table: pa.Table) -> _Rows:
+        return cls(table, {name: view_of(table.column(name)) for name in table.column_names})
+
+    def gather(self, rows: Int64s) -> _Columns:
+        found: _Columns = {}
+        for name, view in self.views.items():
+            column = self.table.column(name)
+            found[name] = column.take(pa.array(rows)) if view is None else view[rows]
+        return found
 
 
 @dataclass
 class _Loaded:
-    table: pa.Table
-    views: dict[str, NDArray[Any] | None]
-    """Columns whose rows can be gathered without Arrow."""
+    """A block in memory: decoded, or its bytes until it is."""
+
+    decoded: _Rows | None = None
+    data: bytes = b""
+    parts: Sequence[Message] = ()
+    """Its record batches, if it is not decoded yet."""
+    decoding: Future[_Rows] | None = None
     used_at: int = 0
     """Number of samples that were read before its last use."""
 
@@ -95,6 +135,8 @@ class ShardReader:
         self._threads: ThreadPoolExecutor | None = None
         self._footer_lock = threading.Lock()
         self._footer = lru_cache(_MAX_FOOTERS)(self._read_footer)
+        self._checked: set[int] = set()
+        """Files in a folder that are known to be those that were indexed."""
         self.num_bytes_read = 0
         """Bytes of all blocks that were read from the place."""
 
@@ -122,23 +164,23 @@ class ShardReader:
         order = np.argsort(rank[number_of], kind="stable")
         needed = blocks[firsts[by_use]].tolist()
         counts = np.bincount(rank[number_of], minlength=len(needed)).tolist()
-        parts: dict[str, list[Any]] = {name: [] for name in self.schema.names}
+        gathered: list[_Columns | Future[_Columns]] = []
         first = 0
         for number, (block, count) in enumerate(zip(needed, counts, strict=True)):
-            for ahead in needed[number : number + self._num_threads]:
-                self._start(ahead)
+            for ahead in range(number, min(number + self._num_threads, len(needed))):
+                self._start(needed[ahead], counts[ahead])
             loaded = self._get(block)
             rows = samples[order[first : first + count]] - self._layout.starts[block]
-            for name, found in parts.items():
-                view = loaded.views[name]
-                column = loaded.table.column(name)
-                found.append(column.take(pa.array(rows)) if view is None else view[rows])
+            gathered.append(self._gather(block, loaded, rows))
             first += count
             self._num_taken += count
+        parts = [one.result() if isinstance(one, Future) else one for one in gathered]
+        self._decode_in_background()
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
         return {
-            name: join_parts(name, found, inverse) if found else [] for name, found in parts.items()
+            name: join_parts(name, [part[name] for part in parts], inverse) if parts else []
+            for name in self.schema.names
         }
 
     def read_block(self, block: int) -> pa.Table:
@@ -147,11 +189,12 @@ class ShardReader:
 
     def prefetch(self, samples: Int64s) -> None:
         """Start to read the blocks of samples that are needed soon, as far as memory allows."""
-        for block in np.unique(self._layout.blocks_of(samples)).tolist():
+        blocks, counts = np.unique(self._layout.blocks_of(samples), return_counts=True)
+        for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
             if block in self._loaded or block in self._loading:
                 continue
             if self._is_room():
-                self._start(block)
+                self._start(block, count)
             elif self._place.is_remote and block not in self._fetching:
                 self._fetching[block] = self._pool().submit(self._fetch, block)
 
@@ -164,12 +207,46 @@ class ShardReader:
         self._loading.clear()
         self._fetching.clear()
 
+    # --- decoding ---
+
+    def _gather(self, block: int, loaded: _Loaded, rows: Int64s) -> _Columns | Future[_Columns]:
+        if loaded.decoded is None and loaded.decoding is not None:
+            loaded.decoded = loaded.decoding.result()
+            loaded.data, loaded.parts = b"", ()
+        if loaded.decoded is not None:
+            return loaded.decoded.gather(rows)
+        return self._pool().submit(self._gather_from_parts, block, loaded.data, loaded.parts, rows)
+
+    def _gather_from_parts(
+        self, block: int, data: bytes, parts: Sequence[Message], rows: Int64s
+    ) -> _Columns:
+        # Decodes only the record batches of these rows.
+        starts = np.cumsum([0, *(part.rows for part in parts)])
+        numbers, part_of = np.unique(
+            np.searchsorted(starts, rows, side="right") - 1, return_inverse=True
+        )
+        chosen = [parts[number] for number in numbers.tolist()]
+        some = b"".join(data[part.first : part.first + part.size] for part in chosen)
+        table = self._decode(block, some, num_rows=sum(part.rows for part in chosen))
+        firsts = np.cumsum([0, *(part.rows for part in chosen)])
+        return _Rows.of(table).gather(rows - starts[numbers[part_of]] + firsts[part_of])
+
+    def _decode_in_background(self) -> None:
+        # Not earlier: the threads would compete with the first batch for the processors.
+        ahead = [(block, f.result()) for block, f in self._loading.items() if _has_result(f)]
+        for block, loaded in [*self._loaded.items(), *ahead]:
+            if loaded.decoded is None and loaded.decoding is None:
+                loaded.decoding = self._pool().submit(self._decode_rows, block, loaded.data)
+
+    def _decode_rows(self, block: int, data: bytes) -> _Rows:
+        return _Rows.of(self._decode(block, data))
+
     # --- memory ---
 
-    def _start(self, block: int) -> None:
+    def _start(self, block: int, num_rows: int) -> None:
         if block not in self._loaded and block not in self._loading:
             self._fetching.pop(block, None)
-            self._loading[block] = self._pool().submit(self._load, block)
+            self._loading[block] = self._pool().submit(self._load, block, num_rows)
 
     def _get(self, block: int) -> _Loaded:
         if block not in self._loaded:
@@ -201,10 +278,17 @@ class ShardReader:
 
     # --- in the threads ---
 
-    def _load(self, block: int) -> _Loaded:
-        table = self._decode(block, self._fetch(block))
-        views = {name: view_of(table.column(name)) for name in table.column_names}
-        return _Loaded(table=table, views=views)
+    def _load(self, block: int, num_rows: int) -> _Loaded:
+        data = self._fetch(block)
+        if self._index.format in ("etrain", "arrow"):
+            try:
+                parts = batches_of(data)
+            except InvalidMessageError:
+                parts = []  # decoding it gives the error
+            is_whole = sum(part.rows for part in parts) == self._index.blocks[block].rows
+            if is_whole and len(parts) >= _PARTS_PER_ROW * num_rows:
+                return _Loaded(data=data, parts=parts)
+        return _Loaded(decoded=self._decode_rows(block, data))
 
     def _fetch(self, number: int) -> bytes:
         block = self._index.blocks[number]
@@ -217,14 +301,42 @@ class ShardReader:
 
     def _read(self, block: Block) -> bytes:
         file = self._index.files[block.file]
+        self._check_file(block.file)
         check = partial(_has_digest, block.sha256) if block.sha256 else None
         self.num_bytes_read += block.size
         return self._place.read(
             file.name, block.first, block.size, version=file.version, check=check
         )
 
-    def _decode(self, number: int, data: bytes) -> pa.Table:
+    def _check_file(self, number: int) -> None:
+        """Raise if a file in a folder is not the one that was indexed; once per file."""
+        # Blocks with digests are verified themselves, and objects in a bucket by their ETag. An
+        # equal time proves that the file was not written to. A different one may be that of a copy
+        # on this machine, which has the same content.
+        file = self._index.files[number]
+        if not file.fingerprint or number in self._checked:
+            return
+        if not isinstance(self._place, FolderPlace):
+            return
+        facts = self._place.facts(file.name)
+        if facts.size != file.size:
+            how = f"it has {facts.size} bytes instead of {file.size}"
+            raise altered_error(self._place, file.name, how)
+        if facts.version != file.version and self._fingerprint_of(number) != file.fingerprint:
+            part = "footer" if self._index.format == "parquet" else "first record batch"
+            how = f"it was modified after it was indexed, and its {part} has another SHA-256"
+            raise altered_error(self._place, file.name, how)
+        self._checked.add(number)
+
+    def _fingerprint_of(self, number: int) -> str:
+        if self._index.format == "parquet":
+            return self._footer(number)[1]
+        return first_batch_digest(self._place, self._index.files[number])
+
+    def _decode(self, number: int, data: bytes, num_rows: int | None = None) -> pa.Table:
+        """Return the rows of a block, or those of some of its record batches."""
         block = self._index.blocks[number]
+        expected = block.rows if num_rows is None else num_rows
         try:
             table = self._table_of(block, data)
         except (pa.ArrowException, OSError, LookupError, ValueError, StopIteration) as exc:
@@ -232,11 +344,11 @@ class ShardReader:
                 f"{self._describe(block)} cannot be decoded: {str(exc).partition(chr(10))[0]}. "
                 f"Nothing was skipped. {self._remedy()}"
             ) from exc
-        if table.num_rows != block.rows:
+        if table.num_rows != expected:
             raise ShardError(
-                f"{self._describe(block)} has {table.num_rows} rows instead of {block.rows}: the "
+                f"{self._describe(block)} has {table.num_rows} rows instead of {expected}: the "
                 "file was replaced after it was indexed. Its data were not used. Restore it and "
-                "resume the job."
+                "resume the job (%etrain resume JOB)."
             )
         # One chunk per column, so that rows are gathered without a search.
         return table.combine_chunks()
@@ -250,13 +362,13 @@ class ShardReader:
                 data,
                 first=block.first,
                 size=self._index.files[block.file].size,
-                footer=self._footer(block.file),
+                footer=self._footer(block.file)[0],
                 columns=columns,
             )
         table = decode_arrow(data, self._schema)
         return table if columns is None else table.select(list(columns))
 
-    def _read_footer(self, file: int) -> pq.FileMetaData:
+    def _read_footer(self, file: int) -> tuple[pq.FileMetaData, str]:
         with self._footer_lock:
             return read_footer(self._place, self._index.files[file])
 
@@ -270,7 +382,7 @@ class ShardReader:
                 "Its lines must have the keys and types of the first block. Name the keys to read "
                 "with Shards(..., columns=[...]), or convert the set with write_shards."
             )
-        return "Restore the file, or write the set again; then resume the job."
+        return "Restore the file, then resume the job (%etrain resume JOB)."
 
 
 def check_columns(schema: pa.Schema, columns: Sequence[str] | None, where: str) -> None:
@@ -285,6 +397,10 @@ def check_columns(schema: pa.Schema, columns: Sequence[str] | None, where: str) 
             f"{where} has no column {missing[0]!r}. Its columns are "
             f"{', '.join(map(repr, schema.names))}."
         )
+
+
+def _has_result(future: Future[_Loaded]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _has_digest(sha256: str, data: bytes) -> bool:

@@ -41,6 +41,8 @@ BLOCKS_PER_FILE = 16
 _FILL = 15 / 16
 """Share of the block size that an average block fills: rows of different sizes make some blocks
 larger, and a window of blocks must fit into its memory."""
+_PART_BYTES = 512 << 10
+"""Target size of a record batch in memory, the unit of decoding."""
 _STATE = "state.json"
 
 
@@ -280,10 +282,7 @@ class _SetWriter:
         progress.finish()
 
     def _cut(self, table: pa.Table) -> list[pa.Table]:
-        """Cut rows into blocks of about equal size."""
-        num_blocks = min(len(table), -(-table.nbytes // int(max(1, self._block_bytes * _FILL))))
-        bounds = [len(table) * number // num_blocks for number in range(num_blocks + 1)]
-        return [table.slice(first, end - first) for first, end in itertools.pairwise(bounds)]
+        return _cut(table, int(max(1, self._block_bytes * _FILL)))
 
     def _write_file(self, blocks: Sequence[pa.Table], progress: Progress) -> None:
         name = f"part-{len(self._state.files):05}.arrow"
@@ -295,10 +294,11 @@ class _SetWriter:
             pa.ipc.new_file(sink, schema, options=options) as f,
         ):
             for block in blocks:
-                # Copied, so that a block does not carry the rows around its slice; one batch.
-                [batch] = block.combine_chunks().to_batches() or [None]
-                f.write_batch(batch)
-        entries = _entries_of(path, [block.nbytes for block in blocks])
+                # Copied, so that a block does not carry the rows around its slice.
+                for part in _cut(block.combine_chunks(), _PART_BYTES):
+                    [batch] = part.to_batches()
+                    f.write_batch(batch)
+        entries = _entries_of(path, blocks)
         self._place.write(name, path)
         self._state.files.append([name, path.stat().st_size, entries])
         self._save_state()
@@ -347,8 +347,15 @@ class _SetWriter:
         os.replace(partial, path)
 
 
-def _entries_of(path: Path, sizes: Sequence[int]) -> list[list[Any]]:
-    """Return first byte, bytes, rows, bytes in memory and SHA-256 of each record batch."""
+def _cut(table: pa.Table, num_bytes: int) -> list[pa.Table]:
+    """Cut rows into parts of about equal size, at most ``num_bytes`` on average."""
+    num_parts = max(1, min(len(table), -(-table.nbytes // num_bytes)))
+    bounds = [len(table) * number // num_parts for number in range(num_parts + 1)]
+    return [table.slice(first, end - first) for first, end in itertools.pairwise(bounds)]
+
+
+def _entries_of(path: Path, blocks: Sequence[pa.Table]) -> list[list[Any]]:
+    """Return first byte, bytes, rows, bytes in memory and SHA-256 of each block."""
     with path.open("rb") as file:
         descriptor = file.fileno()
 
@@ -356,17 +363,17 @@ def _entries_of(path: Path, sizes: Sequence[int]) -> list[list[Any]]:
             return os.pread(descriptor, size, first)
 
         messages = walk_messages(read, path.stat().st_size)
-        batches = [message for message in messages if message.kind == "batch"]
-        return [
-            [
-                batch.first,
-                batch.size,
-                batch.rows,
-                size,
-                hashlib.sha256(read(batch.first, batch.size)).hexdigest(),
-            ]
-            for batch, size in zip(batches, sizes, strict=True)
-        ]
+        batches = (message for message in messages if message.kind == "batch")
+        entries = []
+        for block in blocks:
+            first = end = rows = 0
+            while rows < len(block):
+                batch = next(batches)
+                first = first or batch.first
+                end, rows = batch.first + batch.size, rows + batch.rows
+            digest = hashlib.sha256(read(first, end - first)).hexdigest()
+            entries.append([first, end - first, rows, block.nbytes, digest])
+        return entries
 
 
 def _without_dictionaries(schema: pa.Schema) -> pa.Schema:

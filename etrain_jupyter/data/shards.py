@@ -131,6 +131,15 @@ class Shards:
         return self.index.digest
 
     @property
+    def identity(self) -> tuple[Any, ...]:
+        """Everything that determines the samples and their order.
+
+        The place of the files is not a part of it, nor are settings for their reading such as
+        ``cache_bytes``, ``cache_dir`` and ``num_threads``.
+        """
+        return self.digest, self.layout.encode(), self.columns, self.transform
+
+    @property
     def schema(self) -> pa.Schema:
         """Arrow schema of the columns that are read."""
         return self._reader().schema

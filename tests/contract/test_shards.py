@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,6 +278,75 @@ def test_shard_that_is_replaced_during_a_run_is_an_error(
 
     with pytest.raises(ShardError, match=rf"{name}.*(is not the one that was indexed)"):
         reader.read_block(0)
+
+
+def other_content(kind: str, data: bytes) -> bytes:
+    """Return a shard of the same form with other rows, in the same number of bytes."""
+    if kind == "json":
+        return data.replace(b'"row 1"', b'"raw 1"')
+    source = pa.BufferReader(data)
+    if kind == "parquet":
+        table = pq.read_table(source)
+    elif data[:6] == b"ARROW1":
+        table = pa.ipc.open_file(source).read_all()
+    else:
+        table = pa.ipc.open_stream(source).read_all()
+    ids = pa.array([value ^ 1 for value in table.column("id").to_pylist()], pa.int64())
+    table = table.set_column(0, table.schema.field("id"), ids)
+    sink = pa.BufferOutputStream()
+    if kind == "parquet":
+        pq.write_table(table, sink, row_group_size=60)
+    elif data[:6] == b"ARROW1":
+        options = pa.ipc.IpcWriteOptions(compression="zstd" if kind == "etrain" else "lz4")
+        with pa.ipc.new_file(sink, table.schema, options=options) as file:
+            file.write_table(table)
+    else:
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+    return sink.getvalue().to_pybytes()[: len(data)].ljust(len(data), b"\0")
+
+
+def test_shard_that_is_replaced_before_its_first_read_is_an_error(
+    stored: Home, kind: str, tmp_path: Path
+) -> None:
+    # As it travels: the worker does not index the files itself.
+    travelled = pickle.loads(pickle.dumps(open_set(stored, tmp_path, cache_bytes=0)))
+    name = data_file(stored)
+    data = stored.read(name)
+
+    stored.write(name, other_content(kind, data))
+
+    assert len(stored.read(name)) == len(data)
+    with pytest.raises(ShardError, match=rf"{name} .*(not the one that was indexed|no footer)"):
+        travelled[1]
+
+
+@pytest.mark.parametrize("home", ["folder"], indirect=True)
+def test_longer_shard_is_an_error_that_names_both_sizes(
+    stored: Home, kind: str, tmp_path: Path
+) -> None:
+    shards = open_set(stored, tmp_path)
+    len(shards)
+    name = data_file(stored)
+    size = len(stored.read(name))
+    stored.write(name, stored.read(name) + b"more")
+
+    if kind in ("etrain", "json"):  # every block has a digest, and more bytes are never read
+        assert shards[1]["id"] == 1
+        return
+    expected = rf"{name} .* has {size + 4} bytes instead of {size}.*%etrain resume JOB"
+    with pytest.raises(ShardError, match=expected):
+        shards[1]
+
+
+@pytest.mark.parametrize("home", ["folder"], indirect=True)
+def test_copy_with_other_times_is_read(stored: Home, tmp_path: Path) -> None:
+    travelled = pickle.loads(pickle.dumps(open_set(stored, tmp_path)))
+
+    for name in stored.names():
+        os.utime(Path(stored.url) / name, (1, 1))
+
+    assert [sample["id"] for sample in travelled] == list(range(NUM_ROWS))
 
 
 # The manifest has one schema for all files, and the types of JSON lines are unified.

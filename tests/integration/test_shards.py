@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from etrain_jupyter.data import Shards, write_shards
+from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     GenerationFormed,
@@ -31,6 +37,7 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 from tests.integration.conftest import until
+from tests.integration.test_full_disk import UNSHARE, can_mount
 
 pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be busy
 
@@ -163,3 +170,121 @@ def test_missing_shard_ends_the_job_with_its_name(
     assert (
         "part-00000.arrow is missing in s3://corpus/broken" in found(job, UserErrorRaised)[0].error
     )
+
+
+# --- bad input, from the cell to its error ---
+
+
+def write_parquet(folder: Path, *, seed: int) -> None:
+    """Write files of the same sizes for every seed."""
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for number in range(4):
+        x = rng.standard_normal((250, 8)).astype(np.float32)
+        columns = {"x": pa.FixedShapeTensorArray.from_numpy_ndarray(x), "label": [0, 1] * 125}
+        options: Any = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+        path = folder / f"part-{number}.parquet"
+        pq.write_table(pa.table(columns), path, row_group_size=25, **options)
+
+
+def failed(job: TrainingJob) -> str:
+    assert job.wait(timeout=200) == "failed", job
+    return str(found(job, UserErrorRaised)[0].error)
+
+
+# With ``corpus``, so that the cluster, which all tests share, has the address of the bucket.
+@pytest.mark.usefixtures("corpus")
+def test_shard_that_is_replaced_before_its_first_read_ends_the_job(
+    tmp_path: Path, submit: Any
+) -> None:
+    table = pa.table({"x": pa.array([[float(i)] * 8 for i in range(1000)]), "label": [0] * 1000})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=25)
+    shards = Shards(tmp_path)
+    len(shards)  # indexed here, in the notebook
+    other = table.set_column(1, "label", pa.array([1] * 1000))
+    pq.write_table(other, tmp_path / "a.parquet", row_group_size=25)
+
+    error = failed(submit(**body(str(tmp_path), data={"train": shards})))
+
+    assert f"shard a.parquet in {tmp_path} is not the one that was indexed" in error
+    assert "%etrain resume JOB" in error
+
+
+@pytest.mark.usefixtures("corpus")
+def test_shard_that_is_replaced_in_mid_run_ends_the_job(tmp_path: Path, submit: Any) -> None:
+    write_parquet(tmp_path, seed=1)
+    SLOW.touch()
+    job = submit(**body(str(tmp_path), data={"train": Shards(tmp_path, window=2)}))
+    steps_on(job, 3)
+
+    write_parquet(tmp_path, seed=2)
+
+    error = failed(job)
+    assert "parquet" in error
+    assert "is not the one that was indexed: its size or modification time has changed" in error
+
+
+def test_objects_that_cannot_be_read_end_the_job_with_their_reason(
+    s3_process: S3Server, corpus: str, submit: Any, tmp_path: Path
+) -> None:
+    prefix = tmp_path.name  # another one if the test is repeated
+    url = f"s3://corpus/{prefix}"
+    write_shards(Shards(corpus), url, block_bytes=1200, progress=False)
+    keys = body(url)
+    len(keys["data"]["train"])  # indexed here
+    name = f"{prefix}/part-00000.arrow"
+    data = s3_process.read("corpus", name)
+
+    s3_process.set_faults(S3Fault(kind="deny", match="part-"))
+    denied = failed(submit(**keys))
+    s3_process.set_faults()
+    s3_process.write("corpus", name, data[: len(data) // 2])
+    truncated = failed(submit(**keys))
+
+    assert f"part-00000.arrow in {url} is not the one that was indexed" in truncated
+    assert f"cannot be read in {url}" in denied
+    assert "denied" in denied
+
+
+def test_set_without_rows_or_with_two_schemas_is_refused_before_the_job(
+    tmp_path: Path, submit: Any
+) -> None:
+    empty, mixed = tmp_path / "empty", tmp_path / "mixed"
+    write_parquet(mixed, seed=1)
+    pq.write_table(pa.table({"x": ["a"], "label": [0]}), mixed / "part-9.parquet")
+    empty.mkdir()
+    pq.write_table(pa.table({"x": pa.array([], pa.int64())}), empty / "a.parquet")
+
+    with pytest.raises(EtrainError, match="has no rows"):
+        submit(**body(str(empty)))
+    with pytest.raises(EtrainError, match=r"schema of part-9\.parquet .* column 'x' is string"):
+        submit(**body(str(mixed)))
+
+
+CACHE_THAT_FILLS = """\
+import json, sys
+from etrain_jupyter.data import Shards
+warnings = []
+shards = Shards(sys.argv[1], cache_dir=sys.argv[2])
+reader = shards.open(warn=warnings.append)
+tables = [reader.read_block(block) for block in range(len(shards.index.blocks))]
+print(json.dumps([sum(map(len, tables)), warnings]))
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="no file system can be mounted in a name space here")
+def test_cache_disk_that_fills_up_is_bypassed(corpus: str, tmp_path: Path) -> None:
+    # A mount namespace, which ends with its last process.
+    script = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$2" -c "$3" "$4" "$1/cache"'
+    names = [str(tmp_path), sys.executable, CACHE_THAT_FILLS, corpus]
+    done = subprocess.run(
+        [*UNSHARE, "sh", "-c", script, "sh", *names],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    num_rows, [warning] = json.loads(done.stdout)
+
+    assert num_rows == NUM_SAMPLES
+    assert "is full; blocks that do not fit are read from their source" in warning

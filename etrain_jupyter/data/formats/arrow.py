@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,6 +26,7 @@ def index_arrow(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
         ShardError: If a file is truncated, has another schema, or uses dictionaries.
     """
     blocks: list[Block] = []
+    known: list[ShardFile] = []
     schema: pa.Schema | None = None
     for number, file in enumerate(files):
         read = partial(_read, place, file)
@@ -35,19 +37,37 @@ def index_arrow(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
         check_same_schema(schema, own, place, files[0].name, file.name)
         batches = [message for message in messages if message.kind == "batch"]
         if not batches:
+            known.append(file)
             continue
         # Compressed bodies need more memory than their size. The ratio of the first batch is that
         # of all, as an estimate.
         first = read(batches[0].first, batches[0].size)
+        known.append(file._replace(fingerprint=hashlib.sha256(first).hexdigest()))
         ratio = max(1.0, decode_arrow(first, own).nbytes / batches[0].size)
         blocks += _join(batches, number, ratio)
     assert schema is not None
     return ShardIndex(
         format="arrow",
         schema=schema.serialize().to_pybytes(),
-        files=tuple(files),
+        files=tuple(known),
         blocks=drop_empty(blocks),
     )
+
+
+def first_batch_digest(place: Place, file: ShardFile) -> str:
+    """Return the SHA-256 of the first record batch of a file; empty if it has none.
+
+    Raises:
+        ShardError: If the file is truncated.
+    """
+    try:
+        for message in walk_messages(partial(_read, place, file), file.size):
+            if message.kind == "batch":
+                data = _read(place, file, message.first, message.size)
+                return hashlib.sha256(data).hexdigest()
+    except InvalidMessageError:
+        return ""
+    return ""
 
 
 def decode_arrow(data: bytes, schema: pa.Schema) -> pa.Table:
@@ -57,6 +77,19 @@ def decode_arrow(data: bytes, schema: pa.Schema) -> pa.Table:
     while source.tell() < len(data):
         batches.append(pa.ipc.read_record_batch(pa.ipc.read_message(source), schema))
     return pa.Table.from_batches(batches, schema)
+
+
+def batches_of(data: bytes) -> list[Message]:
+    """Return the record batches of a block, with their offsets in it.
+
+    Raises:
+        InvalidMessageError: If the bytes are not record batches.
+    """
+
+    def read(first: int, size: int) -> bytes:
+        return data[first : first + size]
+
+    return list(walk_messages(read, len(data)))
 
 
 def _read(place: Place, file: ShardFile, first: int, size: int) -> bytes:

@@ -3,11 +3,12 @@
 ::
 
     <place>/shards.json             the manifest, written last
-    <place>/part-00000.arrow        an Arrow IPC file of up to 16 record batches
+    <place>/part-00000.arrow        an Arrow IPC file of up to 16 blocks
     <place>/writing.json            progress of an unfinished write
 
-The manifest has the range, the number of rows and the SHA-256 of every record batch, so a block is
-one request and one digest.
+A block is a run of record batches of about 512 KiB. The manifest has its range, its number of rows
+and its SHA-256, so a block is one request and one digest. Its record batches can be decoded one by
+one, for the first batch of a job.
 """
 
 from __future__ import annotations

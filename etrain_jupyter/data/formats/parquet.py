@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import struct
 from collections.abc import Sequence
@@ -27,9 +28,11 @@ def index_parquet(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
         ShardError: If a file is truncated, or has another schema.
     """
     blocks: list[Block] = []
+    known: list[ShardFile] = []
     schema: pa.Schema | None = None
     for number, file in enumerate(files):
-        metadata = read_footer(place, file)
+        metadata, fingerprint = read_footer(place, file)
+        known.append(file._replace(fingerprint=fingerprint))
         own = metadata.schema.to_arrow_schema().remove_metadata()
         if schema is None:
             schema = own
@@ -52,13 +55,16 @@ def index_parquet(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
     return ShardIndex(
         format="parquet",
         schema=schema.serialize().to_pybytes(),
-        files=tuple(files),
+        files=tuple(known),
         blocks=tuple(blocks),
     )
 
 
-def read_footer(place: Place, file: ShardFile) -> pq.FileMetaData:
-    """Return the metadata of a Parquet file, from the end of the file.
+def read_footer(place: Place, file: ShardFile) -> tuple[pq.FileMetaData, str]:
+    """Return the metadata of a Parquet file, from the end of the file, and their SHA-256.
+
+    The metadata contain the compressed size of each column chunk, and usually its minimum and
+    maximum, so they differ between files of different content.
 
     Raises:
         ShardError: If the file has no footer.
@@ -78,9 +84,10 @@ def read_footer(place: Place, file: ShardFile) -> pq.FileMetaData:
     if needed > len(data):
         data = tail(needed)
     try:
-        return pq.read_metadata(pa.BufferReader(data))
+        metadata = pq.read_metadata(pa.BufferReader(data))
     except (pa.ArrowException, OSError) as exc:
         raise ShardError(f"the footer of {file.name} in {place} is invalid: {exc}.") from exc
+    return metadata, hashlib.sha256(data[-needed:]).hexdigest()
 
 
 def decode_parquet(

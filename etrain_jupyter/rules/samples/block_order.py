@@ -18,7 +18,7 @@ the ledger and in the audit is its row number, counted over all blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from etrain_jupyter.rules.samples.block_shares import MIN_BLOCKS_PER_SHARE, WindowShares
 from etrain_jupyter.rules.samples.ledger import hash_of, key_of
 
 Int64s = NDArray[np.int64]
@@ -132,6 +133,8 @@ class BlockOrder:
         self._bounds = np.concatenate(([0], self._ends))[self._slots]
         """First position of each window, and the number of samples."""
         self._sorted: dict[int, Places] = {}
+        self._shares: dict[tuple[int, int], WindowShares | None] = {}
+        """By window and number of shares."""
 
     def locate(self, first: int, stop: int) -> Places:
         """Return the samples at the positions ``first`` to ``stop - 1``, in their order."""
@@ -163,11 +166,23 @@ class BlockOrder:
             Row numbers, shape ``(sum(counts),)``: those of share 0, then those of share 1, ...
         """
         places = self.locate(first, first + sum(counts))
-        return self._samples_at(places)[split_step(places, counts)]
+        order = split_step(places, counts, lambda window: self._shares_of(window, len(counts)))
+        return self._samples_at(places)[order]
 
     def _samples_at(self, places: Places) -> Int64s:
         samples: Int64s = self.layout.starts[places.blocks] + places.rows
         return samples
+
+    def _shares_of(self, window: int, num_shares: int) -> WindowShares | None:
+        key = window, num_shares
+        if key not in self._shares:
+            while len(self._shares) >= _NUM_KEPT:
+                del self._shares[next(iter(self._shares))]
+            blocks = np.sort(self._blocks[self._slots[window] : self._slots[window + 1]])
+            rows = [self.layout.rows[block] for block in blocks.tolist()]
+            has_lanes = num_shares > 1 and len(blocks) >= MIN_BLOCKS_PER_SHARE * num_shares
+            self._shares[key] = WindowShares(blocks, rows, num_shares) if has_lanes else None
+        return self._shares[key]
 
     def _window(self, window: int) -> Places:
         if window not in self._sorted:
@@ -202,13 +217,19 @@ class BlockOrder:
         )
 
 
-def split_step(places: Places, counts: Sequence[int]) -> Int64s:
+def split_step(
+    places: Places,
+    counts: Sequence[int],
+    shares_of: Callable[[int], WindowShares | None] = lambda window: None,
+) -> Int64s:
     """Return the order of a step's samples by share: those of share 0, then of share 1, ...
 
-    A share is a contiguous run of the samples sorted by window, block and row. A step that
-    straddles windows is cut in the same proportion in each of them. A single cut would give each
-    share other blocks than in the steps before and after it, and a rank would read them for this
-    step only::
+    Within a window, ``shares_of`` splits the samples so that each share needs few blocks. Where it
+    returns None, a share is a contiguous run of the samples sorted by block and row.
+
+    A step that straddles windows is cut in the same proportion in each of them. A single cut would
+    give each share other blocks than in the steps before and after it, and a rank would read them
+    for this step only::
 
         step in window 3          a a b b | c c d d
         step in windows 3 and 4   a b | c d,  e f | g h       cut in each window
@@ -218,6 +239,7 @@ def split_step(places: Places, counts: Sequence[int]) -> Int64s:
     Args:
         places: The step's samples, in any order.
         counts: Number of samples of each share; their sum is the number of samples.
+        shares_of: Returns the split of a window's samples.
     """
     order = np.lexsort((places.rows, places.blocks, places.windows))
     left = len(order)
@@ -226,11 +248,15 @@ def split_step(places: Places, counts: Sequence[int]) -> Int64s:
     bounds = np.concatenate(([0], np.cumsum(np.asarray(counts, np.int64))))
     shares: list[list[Int64s]] = [[] for _ in counts]
     done = 0
-    for count in np.unique(places.windows, return_counts=True)[1].tolist():
+    windows, sizes = np.unique(places.windows, return_counts=True)
+    for window, count in zip(windows.tolist(), sizes.tolist(), strict=True):
         # In the last window count == left, so each share gets exactly what it still lacks.
         cuts = bounds * count // left
+        members = order[done : done + count]
+        if (split := shares_of(window)) is not None:
+            members = members[split.arrange(places.blocks[members], np.diff(cuts).tolist())]
         for share, (begin, end) in zip(shares, itertools.pairwise(cuts.tolist()), strict=True):
-            share.append(order[done + begin : done + end])
+            share.append(members[begin:end])
         bounds, done, left = bounds - cuts, done + count, left - count
     parts = [part for share in shares for part in share]
     return np.concatenate(parts) if parts else order.astype(np.int64)

@@ -1,0 +1,74 @@
+"""The digest of a data set in shards depends on its samples, not on how or where it is read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etrain_jupyter.bundle.capture import capture_bundle
+from etrain_jupyter.bundle.code_table import compare_code
+from etrain_jupyter.bundle.restore import open_bundle
+from etrain_jupyter.data import Shards, write_shards
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    columns = {"id": np.arange(400), "x": np.arange(400) % 7}
+    write_shards(columns, tmp_path / "set", block_bytes=800, progress=False)
+    return tmp_path / "set"
+
+
+def changes(one: Shards, other: Shards) -> list[str]:
+    old, new = (
+        open_bundle(capture_bundle({"data.train": "corpus"}, {"corpus": data}).header)
+        for data in (one, other)
+    )
+    assert old.code is not None
+    assert new.code is not None
+    return [c.kind for c in compare_code(old.code, new.code, (old.cells, new.cells))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache_bytes": 1 << 20},
+        {"cache_dir": "elsewhere"},
+        {"num_threads": 1},
+        {"window_bytes": 1 << 30},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_for_reading_are_no_change_of_the_data(
+    folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    settings = {k: tmp_path / v if k == "cache_dir" else v for k, v in settings.items()}
+
+    assert changes(Shards(folder), Shards(folder, **settings)) == []
+
+
+def test_copy_in_another_folder_is_no_change_of_the_data(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+
+    assert changes(Shards(folder), Shards(tmp_path / "copy")) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"window": 2}, {"window_bytes": 1}, {"columns": ["id"]}, {"transform": len}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_other_order_or_samples_are_a_change_of_the_data(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    assert changes(Shards(folder), Shards(folder, **settings)) == ["data"]
+
+
+def test_other_rows_are_a_change_of_the_data(folder: Path, tmp_path: Path) -> None:
+    columns = {"id": np.arange(400), "x": np.arange(400) % 5}
+    other = write_shards(columns, tmp_path / "other", block_bytes=800, progress=False)
+
+    assert changes(Shards(folder), other) == ["data"]
