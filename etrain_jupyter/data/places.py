@@ -182,12 +182,12 @@ class FolderPlace:
                 raise _altered(self, name, "its size or modification time has changed")
             duplicate = os.dup(file)  # another thread may close the first one
         try:
-            data = bytearray()
+            data = os.pread(duplicate, size, first)  # usually all: a block is not copied
             while len(data) < size and (
                 piece := os.pread(duplicate, size - len(data), first + len(data))
             ):
                 data += piece
-            return bytes(data)
+            return data
         finally:
             os.close(duplicate)
 

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from etrain_jupyter.data.columns import Column, join_parts, view_of
+from etrain_jupyter.data.columns import Column, View, join_parts, view_of
 from etrain_jupyter.data.disk_cache import DiskCache
 from etrain_jupyter.data.formats.arrow import decode_arrow
 from etrain_jupyter.data.formats.json_lines import decode_json_lines
@@ -43,7 +42,7 @@ _MAX_FOOTERS = 64
 @dataclass
 class _Loaded:
     table: pa.Table
-    views: dict[str, NDArray[Any] | None]
+    views: dict[str, View | None]
     """Columns whose rows can be gathered without Arrow."""
     used_at: int = 0
     """Number of samples that were read before its last use."""
@@ -131,12 +130,18 @@ class ShardReader:
             rows = samples[order[first : first + count]] - self._layout.starts[block]
             for name, found in parts.items():
                 view = loaded.views[name]
-                column = loaded.table.column(name)
-                found.append(column.take(pa.array(rows)) if view is None else view[rows])
+                found.append(
+                    view[rows]
+                    if view is not None
+                    else loaded.table.column(name).take(pa.array(rows))
+                )
             first += count
             self._num_taken += count
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(len(order))
+        # A rank's share of a step is sorted by block, so its rows are usually in order.
+        inverse = None
+        if not np.array_equal(order, places := np.arange(len(order))):
+            inverse = np.empty_like(order)
+            inverse[order] = places
         return {
             name: join_parts(name, found, inverse) if found else [] for name, found in parts.items()
         }
