@@ -76,8 +76,9 @@ screenshots: $(INSTALLED) ## Update the screenshots in the documentation, with h
 bench: $(INSTALLED) ## Run the benchmarks, print tables and write JSON to .demo/ (ARGS="--quick" for a short run)
 	$(BIN)/python -m benchmarks all --json .demo/benchmarks.json $(ARGS)
 
-peers: $(INSTALLED) ## Install Ray Train and torchft, so that bench includes them
+peers: $(INSTALLED) ## Install Ray Train, torchft, mosaicml-streaming and webdataset, so that bench includes them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mosaicml-streaming
 
 constraints: $(INSTALLED) ## Pin the installed versions in constraints.txt
 	$(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable \

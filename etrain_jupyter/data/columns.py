@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,15 +34,50 @@ def columns_of(table: pa.Table) -> dict[str, Column]:
     }
 
 
-def view_of(array: pa.ChunkedArray) -> NDArray[Any] | None:
-    """Return a read-only view of a column whose rows are numbers of one shape; None for others.
+class ValueView:
+    """Texts or byte strings of a column without nulls.
 
-    Gathering rows from a view is about ten times faster than from the Arrow array.
+    Args:
+        chunk: The column, with offsets of 32 or 64 bits.
+    """
+
+    def __init__(self, chunk: pa.Array) -> None:
+        kind = chunk.type
+        is_large = pa.types.is_large_binary(kind) or pa.types.is_large_string(kind)
+        self._is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        _, offsets, values = chunk.buffers()
+        # The buffers are those of the whole array, of which the chunk may be a slice.
+        self._offsets: NDArray[Any] = np.frombuffer(offsets, np.int64 if is_large else np.int32)[
+            chunk.offset : chunk.offset + len(chunk) + 1
+        ]
+        self._values = memoryview(values if values is not None else b"")
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Return copies of some rows."""
+        values = self._values
+        # A Python integer is a faster bound of a slice than one of NumPy.
+        bounds = zip(self._offsets[rows].tolist(), self._offsets[rows + 1].tolist(), strict=True)
+        if self._is_text:
+            return [str(values[first:end], "utf-8") for first, end in bounds]
+        return [bytes(values[first:end]) for first, end in bounds]
+
+
+View = NDArray[Any] | ValueView
+"""Rows of a block that are gathered by their numbers, without Arrow."""
+
+
+def view_of(array: pa.ChunkedArray) -> View | None:
+    """Return a read-only view of a column; None if its rows must be gathered by Arrow.
+
+    Numbers of one shape, texts and byte strings have a view. Gathering rows from it is about ten
+    times faster than from the Arrow array.
     """
     if array.num_chunks != 1 or array.null_count:
         return None
     chunk = array.chunk(0)
     kind = chunk.type
+    if _has_offsets(kind):
+        return ValueView(chunk)
     if isinstance(kind, pa.FixedShapeTensorType):
         tensors: NDArray[Any] = chunk.to_numpy_ndarray()
         return tensors
@@ -75,24 +111,29 @@ def num_missing(column: pa.ChunkedArray) -> int:
 
 
 def join_parts(
-    name: str, parts: Sequence[NDArray[Any] | pa.ChunkedArray], order: NDArray[np.int64]
+    name: str,
+    parts: Sequence[Column | pa.ChunkedArray],
+    order: NDArray[np.int64] | None,
 ) -> Column:
     """Return one column from parts, such as rows of several blocks.
 
     Args:
         name: The column, for messages.
         parts: Rows of views, or Arrow arrays.
-        order: Number of each row of the result in the joined parts.
+        order: Number of each row of the result in the joined parts; None if they are in order.
     """
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    chunked = [part for part in parts if isinstance(part, pa.ChunkedArray)]
+    joined: Column
     if len(arrays) == len(parts) and len({array.shape[1:] for array in arrays}) == 1:
-        return np.concatenate(arrays)[order]
-    if not arrays:
-        chunks = [c for part in parts if not isinstance(part, np.ndarray) for c in part.chunks]
-        joined = column_of(name, pa.chunked_array(chunks))
-    else:  # lists that have one length in some blocks only
-        columns = [p if isinstance(p, np.ndarray) else column_of(name, p) for p in parts]
-        joined = [value for column in columns for value in column]
+        joined = np.concatenate(arrays)
+    elif len(chunked) == len(parts):
+        joined = column_of(name, pa.chunked_array([c for part in chunked for c in part.chunks]))
+    else:  # for example, lists that have one length in some blocks only
+        columns = [column_of(name, p) if isinstance(p, pa.ChunkedArray) else p for p in parts]
+        joined = list(itertools.chain.from_iterable(columns))
+    if order is None:
+        return joined
     return joined[order] if isinstance(joined, np.ndarray) else [joined[i] for i in order.tolist()]
 
 
@@ -148,6 +189,15 @@ def _check_nulls(name: str, array: pa.Array) -> None:
 def _is_number(kind: pa.DataType) -> bool:
     return bool(
         pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
+
+
+def _has_offsets(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
     )
 
 

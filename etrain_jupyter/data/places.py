@@ -191,12 +191,12 @@ class FolderPlace:
         with self._lock:
             duplicate = os.dup(self._open(name))  # another thread may close the first one
         try:
-            data = bytearray()
+            data = os.pread(duplicate, size, first)  # usually all: a block is not copied
             while len(data) < size and (
                 piece := os.pread(duplicate, size - len(data), first + len(data))
             ):
                 data += piece
-            return bytes(data)
+            return data
         finally:
             os.close(duplicate)
 

@@ -24,14 +24,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from etrain_jupyter.data.columns import Column, join_parts, view_of
+from etrain_jupyter.data.columns import Column, View, join_parts, view_of
 from etrain_jupyter.data.disk_cache import DiskCache
 from etrain_jupyter.data.formats.arrow import batches_of, decode_arrow, first_batch_digest
 from etrain_jupyter.data.formats.arrow_messages import InvalidMessageError, Message
@@ -52,8 +50,8 @@ _PARTS_PER_ROW = 2
 With fewer, most of it would be decoded twice."""
 
 
-_Columns = dict[str, NDArray[Any] | pa.ChunkedArray]
-"""Rows of each column, as a view or as an Arrow array."""
+_Columns = dict[str, Column | pa.ChunkedArray]
+"""Rows of each column."""
 
 
 @dataclass
@@ -61,7 +59,7 @@ class _Rows:
     """Decoded rows of a block."""
 
     table: pa.Table
-    views: dict[str, NDArray[Any] | None]
+    views: dict[str, View | None]
     """Columns whose rows can be gathered without Arrow."""
 
     @classmethod
@@ -176,8 +174,11 @@ class ShardReader:
             self._num_taken += count
         parts = [one.result() if isinstance(one, Future) else one for one in gathered]
         self._decode_in_background()
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(len(order))
+        # A rank's share of a step is sorted by block, so its rows are usually in order.
+        inverse = None
+        if not np.array_equal(order, places := np.arange(len(order))):
+            inverse = np.empty_like(order)
+            inverse[order] = places
         return {
             name: join_parts(name, [part[name] for part in parts], inverse) if parts else []
             for name in self.schema.names

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etrain_jupyter.data.columns import Column, columns_of, join_parts, rows_of, view_of
 from etrain_jupyter.data.rows import column_from
@@ -93,8 +95,25 @@ def test_view_has_the_rows_of_the_column(array: pa.Array) -> None:
         assert np.array_equal(view, np.asarray(column(part)))
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.string(), pa.large_string()])
+@given(values=st.lists(st.text(), min_size=1), data=st.data())
+def test_view_of_texts_and_bytes_has_the_rows_of_the_column(
+    kind: pa.DataType, values: list[str], data: st.DataObject
+) -> None:
+    array = pa.array([value.encode() for value in values]).cast(kind)
+    first = data.draw(st.integers(0, len(values) - 1))
+    rows = data.draw(st.lists(st.integers(0, len(values) - first - 1)))
+
+    view = view_of(pa.chunked_array([array.slice(first)]))
+
+    assert view is not None
+    expected = [array.to_pylist()[first + row] for row in rows]
+    assert view[np.array(rows, np.int64)] == expected
+
+
 @pytest.mark.parametrize(
-    "values", [[1, None], [True, False], [[1], [1, 2]], [[1, None]], ["a"], [[], []], [["a"]]]
+    "values",
+    [[1, None], [True, False], [[1], [1, 2]], [[1, None]], ["a", None], [[], []], [["a"]]],
 )
 def test_other_columns_have_no_view(values: list[object]) -> None:
     assert view_of(pa.chunked_array([pa.array(values)])) is None
@@ -109,6 +128,9 @@ def test_parts_are_joined_in_the_order_of_the_rows() -> None:
     assert [value.tolist() for value in joined] == [[6, 7, 8], [1, 2], [5]]
     joined = join_parts("x", [equal, equal[:, :1]], order)
     assert [value.tolist() for value in joined] == [[3], [1, 2], [1]]
+    assert join_parts("x", [["a", "b"], pa.chunked_array([["c", None]])], order) == [None, "a", "c"]
+    assert join_parts("x", [["a"], ["b"]], None) == ["a", "b"]
+    assert join_parts("x", [equal, equal], None).tolist() == [[1, 2], [3, 4], [1, 2], [3, 4]]
     assert join_parts(
         "x", [pa.chunked_array([["a", "b"]]), pa.chunked_array([["c", "d"]])], order
     ) == [
