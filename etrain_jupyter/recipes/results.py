@@ -27,7 +27,7 @@ class Cost(Protocol):
 
 
 class Job(Protocol):
-    """What the table reads of a ``TrainingJob``."""
+    """The part of a ``TrainingJob`` that the table reads."""
 
     @property
     def name(self) -> str:

@@ -131,7 +131,7 @@ def write_corpus(
 
     Raises:
         RecipeError: If ``max_length`` is too small.
-        ShardError: If there are no segments, or the files cannot be written.
+        ShardError: If the documents have no segments, or the files cannot be written.
     """
     rows = segments(
         documents, tokenizer, max_length=max_length, short_probability=short_probability, seed=seed
