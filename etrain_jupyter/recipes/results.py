@@ -34,9 +34,8 @@ class Job(Protocol):
         """Name of the job."""
         ...
 
-    @property
-    def cost(self) -> Any:
-        """A ``Cost``."""
+    def cost(self) -> Cost:
+        """Return the cost so far."""
         ...
 
     def history(self) -> Mapping[str, Sequence[Any]]:
@@ -89,6 +88,7 @@ def _row_of(job: Job, scores: Sequence[str]) -> dict[str, Any]:
     total_busy = sum(busy)
     # The time of a step is that of its end, so the first step only begins the interval.
     elapsed = history["time"][-1] - history["time"][0]
+    cost = job.cost()
     workers = sum(s * n for s, n in zip(busy, history["world_size"], strict=True)) / total_busy
     return {
         "job": job.name,
@@ -97,7 +97,7 @@ def _row_of(job: Job, scores: Sequence[str]) -> dict[str, Any]:
         "samples_per_s_overall": sum(history["samples"][1:]) / elapsed,
         **{name.removeprefix("eval_"): _best(history.get(name, ())) for name in scores},
         "hours": elapsed / 3600,
-        "usd": job.cost.spent_usd if job.cost.is_known else math.nan,
+        "usd": cost.spent_usd if cost.is_known else math.nan,
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from etrain_jupyter.log.events import EvalScored, WorkerLost
 from etrain_jupyter.recipes import squad
+from etrain_jupyter.recipes.results import results_table
 from etrain_jupyter.recipes.squad import Gold, Question
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.integration.conftest import until
@@ -92,6 +93,10 @@ def test_albert_learns_the_answers_and_the_best_checkpoint_gives_them(submit: An
     assert len(scored) == 4
     assert best > 60  # "no answer" to all questions gives 33
     assert {"exact", "f1", "HasAns_f1", "NoAns_f1", "best_f1", "best_f1_thresh"} <= set(scored[0])
+    [row] = results_table([job])
+    assert (row["job"], row["f1"]) == (job.name, best)
+    assert 1 <= row["workers"] <= 2
+    assert row["samples_per_s"] > row["samples_per_s_overall"] > 0
     model = job.load_into(small_albert(), which="best")
     answered = {
         q.id: squad.answer(model, TOKENIZER, q.text, q.context, max_length=MAX_LENGTH)[0].text

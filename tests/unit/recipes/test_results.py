@@ -25,7 +25,7 @@ def job(name: str, workers: list[int], compute_s: float, usd: float | None = Non
         "eval_f1": [70.0, 72.0, *[math.nan] * (n - 2)],
     }
     cost = SimpleNamespace(is_known=usd is not None, spent_usd=usd or 0.0)
-    return SimpleNamespace(name=name, cost=cost, history=lambda: history)
+    return SimpleNamespace(name=name, cost=lambda: cost, history=lambda: history)
 
 
 def test_throughput_excludes_loading_and_evaluation() -> None:
