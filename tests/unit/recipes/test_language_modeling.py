@@ -62,8 +62,7 @@ def test_text_file_is_read_by_paragraphs_and_by_lines(tmp_path: Path) -> None:
 def test_sentences_end_before_an_upper_case_letter() -> None:
     assert lm.split_sentences("It costs 3.50 e.g. today. (Yes.) No!  1987 came.") == [
         "It costs 3.50 e.g. today.",
-        "(Yes.",
-        "No!",
+        "(Yes.) No!",
         "1987 came.",
     ]
 
