@@ -13,6 +13,7 @@
     ├── JobLostError (RuntimeError)      the cluster of a job is gone
     ├── UntrustedJobError (RuntimeError) another user may have submitted the job to resume
     ├── ShardError (RuntimeError)        a data set in shards cannot be read or written
+    ├── RecipeError (ValueError)         input that a recipe cannot use
     ├── StoreError (RuntimeError)        an object store cannot be read or written
     ├── RunStoreError (RuntimeError)     the bucket with the jobs cannot be read or written
     │   └── FencedError                  ... because another process has taken over the job
@@ -172,6 +173,10 @@ class StoreError(EtrainError, RuntimeError):
 
 class ShardError(EtrainError, RuntimeError):
     """A data set in shards cannot be read or written: a shard is missing, altered or invalid."""
+
+
+class RecipeError(EtrainError, ValueError):
+    """A recipe cannot use its input: wrong format, too long, or not available."""
 
 
 class RunStoreError(EtrainError, RuntimeError):

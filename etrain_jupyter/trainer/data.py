@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from etrain_jupyter.config.references import STREAM_HINT, is_stream, splits_of
 from etrain_jupyter.config.source_map import with_article
+from etrain_jupyter.data.batch_key import EVALUATION, fetching
 from etrain_jupyter.data.kinds import is_frame
 from etrain_jupyter.data.shards import Shards
 from etrain_jupyter.rules.samples.block_order import BlockLayout
@@ -22,7 +23,7 @@ from etrain_jupyter.trainer.ahead import Ahead
 from etrain_jupyter.trainer.batch_memory import pin
 from etrain_jupyter.trainer.references import DataError
 from etrain_jupyter.trainer.row_sets import FrameRows, RowSet, row_set_of
-from etrain_jupyter.trainer.seeds import seeded
+from etrain_jupyter.trainer.seeds import seed_of, seeded
 
 Indices = Sequence[int] | NDArray[np.int64]
 
@@ -35,6 +36,22 @@ class Share(NamedTuple):
     """Seed for the process that fetches the samples (this process or a loader process). All numbers
     that a data set draws from torch, numpy or random depend only on this seed. The data set's own
     generators cannot be seeded."""
+    job_seed: int = 0
+    """Seed of the job, for data sets that draw by sample; see ``data.batch_key``."""
+    epoch: int = 0
+    """Epoch of the samples; ``batch_key.EVALUATION`` in an evaluation."""
+
+
+def evaluation_share(samples: range, *, job_seed: int, step: int) -> Share:
+    """Return the share for a batch of an evaluation.
+
+    Args:
+        samples: Samples of ``data.eval``, in order.
+        job_seed: Seed of the job.
+        step: Step after which the evaluation runs.
+    """
+    seed = seed_of(job_seed, "eval", step, samples.start)
+    return Share(list(samples), seed, job_seed=job_seed, epoch=EVALUATION)
 
 
 Delivered = tuple[NDArray[np.int64], Any]
@@ -280,10 +297,12 @@ class _Order(NamedTuple):
     # which any data set accepts.
     indices: list[int]
     seed: int
+    job_seed: int
+    epoch: int
 
 
 def _order_of(share: Share) -> _Order:
-    return _Order([int(i) for i in share.indices], share.seed)
+    return _Order([int(i) for i in share.indices], share.seed, share.job_seed, share.epoch)
 
 
 class _Fetcher:
@@ -304,7 +323,8 @@ class _Fetcher:
 
     def __getitems__(self, order: _Order) -> tuple[list[int], Any]:
         # If this method exists, torch's fetcher calls it with each item of the batch sampler.
-        with seeded(order.seed):
+        key = fetching(seed=order.job_seed, epoch=order.epoch, samples=order.indices)
+        with seeded(order.seed), key:
             return self._fetch(order.indices)
 
     def _fetch(self, indices: list[int]) -> tuple[list[int], Any]:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,17 @@ def seed_of(seed: int, *names: str | int) -> int:
     """Return a 63-bit seed that differs for each sequence of names."""
     text = "/".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+class BatchSeeds(NamedTuple):
+    """Seeds of the random numbers that are drawn while a batch is fetched."""
+
+    fetch: int
+    """Seed of torch, numpy and random in the process that fetches the batch."""
+    job: int = 0
+    """Seed of the job, for numbers that are drawn by sample."""
+    epoch: int = 0
+    """Epoch of the samples, for the same purpose."""
 
 
 @contextlib.contextmanager

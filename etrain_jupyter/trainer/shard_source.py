@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from etrain_jupyter.data.batch_key import fetching
 from etrain_jupyter.data.columns import Column
 from etrain_jupyter.data.shards import Shards, Warn
 from etrain_jupyter.rules.samples.block_order import BlockLayout
 from etrain_jupyter.trainer.ahead import Ahead
 from etrain_jupyter.trainer.batch_memory import pin
 from etrain_jupyter.trainer.row_sets import tensors_of
-from etrain_jupyter.trainer.seeds import seeded
+from etrain_jupyter.trainer.seeds import BatchSeeds, seeded
 
 _NUM_AHEAD = 2
 """Number of batches whose blocks are read ahead."""
@@ -88,7 +89,7 @@ class ShardSource:
         return self._shards.digest
 
     def batches(
-        self, shares: Iterable[tuple[Samples, int]]
+        self, shares: Iterable[tuple[Samples, *tuple[int, ...]]]
     ) -> Iterator[tuple[NDArray[np.int64], Any]]:
         """Yield the samples and the batch of each share; reads ahead."""
         requests = _requests(shares)
@@ -101,8 +102,8 @@ class ShardSource:
             self._shares.feed = fetched
             yield from self._loader
             return
-        for samples, columns, seed in fetched:
-            yield samples, self._convert.batch_of(samples, columns, seed)
+        for samples, columns, seeds in fetched:
+            yield samples, self._convert.batch_of(samples, columns, seeds)
 
     def close(self) -> None:
         """Stop the threads and the loader processes."""
@@ -118,7 +119,7 @@ class ShardSource:
     def _fetch(self, request: _Request) -> _Fetched:
         for samples in request.upcoming:
             self._reader.prefetch(samples)
-        return request.samples, self._reader.take(request.samples), request.seed
+        return request.samples, self._reader.take(request.samples), request.seeds
 
     def _start_loader(self, num_workers: int) -> DataLoader[Any]:
         # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
@@ -138,19 +139,19 @@ class ShardSource:
 class _Request(NamedTuple):
     samples: NDArray[np.int64]
     """Rows to gather."""
-    seed: int
+    seeds: BatchSeeds
     upcoming: list[NDArray[np.int64]]
     """Rows of later batches, whose blocks are read in the meantime."""
 
 
-def _requests(shares: Iterable[tuple[Samples, int]]) -> Iterator[_Request]:
+def _requests(shares: Iterable[tuple[Samples, *tuple[int, ...]]]) -> Iterator[_Request]:
     # Each share is taken from the stream before the previous ones are gathered.
-    ahead: deque[tuple[NDArray[np.int64], int]] = deque()
+    ahead: deque[tuple[NDArray[np.int64], BatchSeeds]] = deque()
     upcoming: list[NDArray[np.int64]] = []
-    for indices, seed in shares:
+    for indices, *seeds in shares:
         samples = np.asarray(indices, dtype=np.int64)
         upcoming.append(samples)
-        ahead.append((samples, seed))
+        ahead.append((samples, BatchSeeds(*seeds)))
         if len(ahead) > _NUM_AHEAD:
             yield _Request(*ahead.popleft(), upcoming)
             upcoming = []
@@ -159,8 +160,8 @@ def _requests(shares: Iterable[tuple[Samples, int]]) -> Iterator[_Request]:
         upcoming = []
 
 
-_Fetched = tuple[NDArray[np.int64], dict[str, Column], int]
-"""Samples, their columns, and the seed of the process that converts them."""
+_Fetched = tuple[NDArray[np.int64], dict[str, Column], BatchSeeds]
+"""Samples, their columns, and the seeds of the process that converts them."""
 
 
 class _Shares:
@@ -188,8 +189,11 @@ class _Converter:
         # torch's fetcher calls this method if it exists, with each item of the batch sampler.
         return fetched[0], self.batch_of(*fetched)
 
-    def batch_of(self, numbers: NDArray[np.int64], columns: dict[str, Column], seed: int) -> Any:
-        with seeded(seed):
+    def batch_of(
+        self, numbers: NDArray[np.int64], columns: dict[str, Column], seeds: BatchSeeds
+    ) -> Any:
+        key = fetching(seed=seeds.job, epoch=seeds.epoch, samples=numbers.tolist())
+        with seeded(seeds.fetch), key:
             samples = self._shards.samples_of(columns, len(numbers))
             return (self._collate or default_collate)(samples)
 

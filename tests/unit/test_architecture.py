@@ -23,7 +23,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 FLOORS = (
     {"magics", "cli", "__main__", "__init__"},
     {"launch"},
-    {"notebook"},
+    {"notebook", "recipes"},
     {"pools"},
     {"head", "worker", "trainer"},
     {"rules", "wire", "storage", "log", "config", "bundle", "data", "process"},
@@ -37,7 +37,7 @@ SHIPPED_TEST_HELPERS = "testing"
 
 # Library -> prefixes of the modules (relative to the package) that may import it.
 CONFINED: dict[str, tuple[str, ...]] = {
-    "torch": ("trainer",),
+    "torch": ("trainer", "recipes"),
     "pyarrow": ("data",),
     "boto3": ("pools.ec2", "storage.objects"),
     "botocore": ("pools.ec2", "storage.objects"),
@@ -54,6 +54,7 @@ LIGHT_IMPORTS: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}.cli": ("torch", "IPython", "boto3", "anywidget", "pandas"),
     f"{PACKAGE}.config": HEAVY,
     f"{PACKAGE}.data": HEAVY,
+    f"{PACKAGE}.recipes": HEAVY,
     f"{PACKAGE}.rules.membership.state_machine": HEAVY,
     f"{PACKAGE}.log.events": HEAVY,
     f"{PACKAGE}.notebook.dashboard": ("torch", "distributed", "boto3"),

@@ -21,7 +21,7 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.rules.samples.batch_plan import share_range
 from etrain_jupyter.rules.samples.eval_parts import Run, RunPlan, cut_parts, plan_runs
 from etrain_jupyter.rules.samples.shard_plan import Subtree, shard_merges
-from etrain_jupyter.trainer.data import Share
+from etrain_jupyter.trainer.data import evaluation_share
 from etrain_jupyter.trainer.gradients.step_header import stack_means
 from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.gathering import gather_bytes, gather_json
@@ -30,7 +30,7 @@ from etrain_jupyter.trainer.micro_batch import MicroBatch
 from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.objective.whole_set import RunStates, compute_metrics
 from etrain_jupyter.trainer.schedule import WorkPlan
-from etrain_jupyter.trainer.seeds import seed_all, seed_of
+from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.workload import Workload
 
 SHARE_BYTES = 64 << 20
@@ -214,7 +214,7 @@ class Evaluation:
             [part[first : first + size] for first in range(0, len(part), size)] for _, part in work
         ]
         shares = (
-            Share(list(samples), seed_of(self._seed, "eval", step, samples.start))
+            evaluation_share(samples, job_seed=self._seed, step=step)
             for samples in itertools.chain(*batches)
         )
         fetched = self._workload.eval.batches(shares)

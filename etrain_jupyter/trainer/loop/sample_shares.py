@@ -55,6 +55,8 @@ class SampleShares:
                 yield Share(
                     self._places.faults.corrupt_indices(indices, rank=group.rank, step=step),
                     seed_of(state.config.seed, "train", step, part.stream, part.number),
+                    job_seed=state.config.seed,
+                    epoch=span.epoch,
                 )
 
     def trial_order(self) -> Indices:

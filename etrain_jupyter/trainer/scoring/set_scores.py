@@ -32,7 +32,7 @@ from etrain_jupyter.rules.samples.eval_parts import (
     plan_parts,
 )
 from etrain_jupyter.trainer.control.reporter import Send
-from etrain_jupyter.trainer.data import Share
+from etrain_jupyter.trainer.data import evaluation_share
 from etrain_jupyter.trainer.group.gathering import gather_json, stream
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import MicroBatch
@@ -42,7 +42,7 @@ from etrain_jupyter.trainer.scoring.exhibits import Exhibit
 from etrain_jupyter.trainer.scoring.records import pack
 from etrain_jupyter.trainer.scoring.score_process import ScoreError, Scorer, Scoring
 from etrain_jupyter.trainer.scoring.spool import RecordFile, Spool
-from etrain_jupyter.trainer.seeds import seed_all, seed_of
+from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.state.train_state import ScorePass, TrainState
 from etrain_jupyter.wire.messages import (
     EvalScoreFound,
@@ -334,9 +334,7 @@ class SetScores:
     def _predict(self, batches: list[range]) -> Iterator[bytes]:
         workload, seed, step = self._state.workload, self._state.config.seed, self._state.step
         assert workload.eval is not None
-        shares = (
-            Share(list(samples), seed_of(seed, "eval", step, samples.start)) for samples in batches
-        )
+        shares = (evaluation_share(part, job_seed=seed, step=step) for part in batches)
         fetched = workload.eval.batches(shares)
         for samples, (_, batch) in zip(batches, fetched, strict=True):
             # Seeded by the position in the set: any rank would draw the same numbers.

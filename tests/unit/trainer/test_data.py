@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from etrain_jupyter.trainer.data import Share, open_samples
+from etrain_jupyter.data import batch_key
+from etrain_jupyter.data.batch_key import EVALUATION
+from etrain_jupyter.trainer.data import Share, evaluation_share, open_samples
 from etrain_jupyter.trainer.references import DataError
 
 X = torch.arange(12.0).reshape(6, 2)
@@ -137,3 +139,32 @@ def test_list_of_samples_is_not_a_pair_of_columns():
 def test_data_that_cannot_be_used_is_named(data, text):
     with pytest.raises(DataError, match=text):
         rows(data, [0])
+
+
+class Keyed:
+    """Returns the key of the batch in which a sample is fetched."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        key = batch_key()
+        return key.seed, key.epoch, key.samples.index(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_data_set_and_collate_know_the_samples_of_their_batch(num_workers):
+    def collate(samples):
+        return batch_key().samples, samples
+
+    source = open_samples(Keyed(), name="data.train", collate=collate, num_workers=num_workers)
+    shares = [Share([4, 2], 9, job_seed=5, epoch=1), evaluation_share(range(2), job_seed=5, step=3)]
+
+    batches = [batch for _, batch in source.batches(shares)]
+    source.close()
+
+    assert batches == [
+        ((4, 2), [(5, 1, 0), (5, 1, 1)]),
+        ((0, 1), [(5, EVALUATION, 0), (5, EVALUATION, 1)]),
+    ]
+    assert batch_key() is None

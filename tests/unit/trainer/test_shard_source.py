@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.data import Shards, write_shards
+from etrain_jupyter.data import BatchKey, Shards, batch_key, write_shards
 from etrain_jupyter.rules.samples.block_order import BlockOrder
 from etrain_jupyter.rules.samples.ledger import checksum_of
 from etrain_jupyter.trainer.data import Share, open_samples
@@ -159,3 +159,23 @@ def test_steps_train_the_samples_of_the_order_over_blocks(
         order = BlockOrder(layout, seed=0, epoch=epoch)
         assert record["sample_checksum"] == checksum_of(order.samples(begin, begin + due))
         position += due
+
+
+def keyed(samples: list[Any]) -> Any:
+    key = batch_key()
+    assert key is not None
+    return key
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_collate_knows_the_samples_of_its_batch(folder: Path, num_workers: int) -> None:
+    source = open_samples(Shards(folder), name="data.train", collate=keyed, num_workers=num_workers)
+    shares = [Share([3, 80], 1, job_seed=5, epoch=2), Share([5], 2, job_seed=5, epoch=3)]
+
+    found = [key for _, key in source.batches(shares)]
+    source.close()
+
+    assert found == [
+        BatchKey(seed=5, epoch=2, samples=(3, 80)),
+        BatchKey(seed=5, epoch=3, samples=(5,)),
+    ]

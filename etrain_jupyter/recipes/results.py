@@ -1,0 +1,109 @@
+"""Tables of results, as papers on distributed training print them, from the logs of jobs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from etrain_jupyter.errors import RecipeError
+
+_BUSY = ("compute_s", "communication_s", "optimizer_s")
+"""Parts of a step other than loading."""
+
+
+class Cost(Protocol):
+    """Cost of a job."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if the pool has prices."""
+        ...
+
+    @property
+    def spent_usd(self) -> float:
+        """Cost in US dollars."""
+        ...
+
+
+class Job(Protocol):
+    """The part of a ``TrainingJob`` that the table reads."""
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        ...
+
+    def cost(self) -> Cost:
+        """Return the cost so far."""
+        ...
+
+    def history(self) -> Mapping[str, Sequence[Any]]:
+        """Return columns with one row per step."""
+        ...
+
+
+def results_table(
+    jobs: Iterable[Job], *, scores: Sequence[str] = ("eval_exact", "eval_f1")
+) -> list[dict[str, Any]]:
+    """Compare jobs: one row per job, for ``pandas.DataFrame``.
+
+    Args:
+        jobs: Jobs, running or ended.
+        scores: Columns of ``job.history()`` whose best (largest) value is in the table.
+
+    Returns:
+        Rows with
+
+        - ``job``: its name;
+        - ``workers``: the mean number of workers, by the time of the steps;
+        - ``samples_per_s``: samples by time in steps, without loading, evaluation, saving and
+          recovery;
+        - ``samples_per_s_overall``: samples by time from the first step to the last;
+        - the best value of each score, NaN if there is none;
+        - ``hours``: time from the first step to the last;
+        - ``usd``: cost, NaN if the pool has no prices;
+        - ``efficiency``: ``samples_per_s`` per worker, relative to the job with the fewest workers.
+
+    Raises:
+        RecipeError: If a job has fewer than two steps.
+    """
+    rows = [_row_of(job, scores) for job in jobs]
+    smallest = min(rows, key=lambda row: float(row["workers"]), default=None)
+    for row in rows:
+        assert smallest is not None
+        row["efficiency"] = _per_worker(row) / _per_worker(smallest)
+    return rows
+
+
+def _row_of(job: Job, scores: Sequence[str]) -> dict[str, Any]:
+    history = job.history()
+    num_steps = len(history["step"])
+    if num_steps < 2:
+        raise RecipeError(
+            f"job {job.name} has {num_steps} steps, and a rate needs at least 2. Wait until it has "
+            "trained, or leave it out."
+        )
+    busy = [sum(parts) for parts in zip(*(history[name] for name in _BUSY), strict=True)]
+    total_busy = sum(busy)
+    # The time of a step is that of its end, so the first step only begins the interval.
+    elapsed = history["time"][-1] - history["time"][0]
+    cost = job.cost()
+    workers = sum(s * n for s, n in zip(busy, history["world_size"], strict=True)) / total_busy
+    return {
+        "job": job.name,
+        "workers": workers,
+        "samples_per_s": sum(history["samples"]) / total_busy,
+        "samples_per_s_overall": sum(history["samples"][1:]) / elapsed,
+        **{name.removeprefix("eval_"): _best(history.get(name, ())) for name in scores},
+        "hours": elapsed / 3600,
+        "usd": cost.spent_usd if cost.is_known else math.nan,
+    }
+
+
+def _best(values: Sequence[float]) -> float:
+    return max((value for value in values if not math.isnan(value)), default=math.nan)
+
+
+def _per_worker(row: Mapping[str, Any]) -> float:
+    return float(row["samples_per_s"] / row["workers"])

@@ -1,0 +1,219 @@
+"""The official SQuAD scores, equal to those of ``evaluate-v1.1.py`` and ``evaluate-v2.0.py``.
+
+torchmetrics computes only the scores of v1.1. The official scripts add numbers in the order of the
+questions, so this module does too: the last digits depend on the order.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etrain_jupyter.errors import RecipeError
+from etrain_jupyter.recipes.squad.questions import Question, read
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = frozenset(string.punctuation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Correct answers to one question."""
+
+    id: str
+    golds: tuple[str, ...]
+    """Texts of the answers; empty if the paragraph has none."""
+
+
+def official_scores(
+    dataset: Any,
+    predictions: Mapping[str, str],
+    na_probs: Mapping[str, float] | None = None,
+    *,
+    na_prob_thresh: float = 1.0,
+) -> dict[str, float]:
+    """Compute the scores of the official scripts, to the last digit.
+
+    Args:
+        dataset: Questions in any form that ``read`` accepts: a path, the parsed JSON, its list of
+            articles, rows, or a list of ``Question``. It selects the script: v1.1 or v2.0.
+        predictions: Answer by question id; an empty text for "no answer".
+        na_probs: Probability that the question has no answer, by id. v2.0 only. Any number that
+            orders the questions can be used, such as the null score minus the best score.
+        na_prob_thresh: Above this probability, the prediction counts as "no answer".
+
+    Returns:
+        For v1.1, ``exact_match`` and ``f1`` over all questions; a missing prediction counts as 0.
+        For v2.0, ``exact``, ``f1`` and ``total`` over the questions with a prediction, the same
+        with the prefixes ``HasAns_`` and ``NoAns_``, and with ``na_probs`` also ``best_exact``,
+        ``best_f1`` and their thresholds, ``best_exact_thresh`` and ``best_f1_thresh``. Scores are
+        in percent.
+
+    Raises:
+        RecipeError: If no question has a prediction, or a probability is missing.
+    """
+    questions = read(dataset)
+    references = [
+        Reference(id=question.id, golds=tuple(gold.text for gold in question.golds))
+        for question in questions
+    ]
+    _check(references, predictions, na_probs)
+    if not _is_v2(questions):
+        if na_probs is not None:
+            raise RecipeError(
+                "na_probs was given, but all questions are those of SQuAD v1.1, where each has an "
+                "answer. Leave na_probs out."
+            )
+        return scores_of_v1(references, predictions)
+    return scores_of_v2(references, predictions, na_probs, na_prob_thresh=na_prob_thresh)
+
+
+def scores_of_v1(
+    references: Sequence[Reference], predictions: Mapping[str, str]
+) -> dict[str, float]:
+    """Compute the scores of ``evaluate-v1.1.py``."""
+    exact: float = 0
+    f1: float = 0
+    for reference in references:
+        if reference.id in predictions:
+            prediction = predictions[reference.id]
+            exact += max(_exact_of(gold, prediction) for gold in reference.golds)
+            f1 += max(_f1_of_v1(gold, prediction) for gold in reference.golds)
+    total = len(references)
+    return {"exact_match": 100.0 * exact / total, "f1": 100.0 * f1 / total}
+
+
+def scores_of_v2(
+    references: Sequence[Reference],
+    predictions: Mapping[str, str],
+    na_probs: Mapping[str, float] | None = None,
+    *,
+    na_prob_thresh: float = 1.0,
+) -> dict[str, float]:
+    """Compute the scores of ``evaluate-v2.0.py``; see ``official_scores``."""
+    has_answer = {reference.id: bool(reference.golds) for reference in references}
+    exact: dict[str, float] = {}
+    f1: dict[str, float] = {}
+    for reference in references:
+        if reference.id not in predictions:
+            continue
+        prediction = predictions[reference.id]
+        # An answer such as "The" has no words left; the script ignores it.
+        golds = [gold for gold in reference.golds if normalize_answer(gold)] or [""]
+        exact[reference.id] = max(_exact_of(gold, prediction) for gold in golds)
+        f1[reference.id] = max(_f1_of(gold, prediction) for gold in golds)
+    probs = na_probs or {}
+    final = [_with_threshold(s, probs, has_answer, na_prob_thresh) for s in (exact, f1)]
+    scores = _means(*final, ids=list(exact), prefix="")
+    for prefix, wanted in (("HasAns_", True), ("NoAns_", False)):
+        ids = [id for id in exact if has_answer[id] is wanted]
+        if ids:
+            scores |= _means(*final, ids=ids, prefix=prefix)
+    if na_probs is not None:
+        for name, raw in (("exact", exact), ("f1", f1)):
+            best, threshold = _best_threshold(raw, predictions, na_probs, has_answer)
+            scores |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
+    return scores
+
+
+def normalize_answer(text: str) -> str:
+    """Lower-case a text, and remove punctuation, English articles and extra whitespace."""
+    text = "".join(char for char in text.lower() if char not in _PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def _exact_of(gold: str, prediction: str) -> int:
+    return int(normalize_answer(gold) == normalize_answer(prediction))
+
+
+def _f1_of_v1(gold: str, prediction: str) -> float:
+    # Without common words, the script of v1.1 returns 0, also for two texts without words.
+    words = normalize_answer(prediction).split(), normalize_answer(gold).split()
+    common = sum((Counter(words[0]) & Counter(words[1])).values())
+    return _harmonic_mean(common, len(words[0]), len(words[1])) if common else 0
+
+
+def _f1_of(gold: str, prediction: str) -> float:
+    found, wanted = normalize_answer(prediction).split(), normalize_answer(gold).split()
+    if not found or not wanted:
+        return int(found == wanted)
+    common = sum((Counter(wanted) & Counter(found)).values())
+    return _harmonic_mean(common, len(found), len(wanted)) if common else 0
+
+
+def _harmonic_mean(num_common: int, num_found: int, num_wanted: int) -> float:
+    precision = 1.0 * num_common / num_found
+    recall = 1.0 * num_common / num_wanted
+    return (2 * precision * recall) / (precision + recall)
+
+
+def _with_threshold(
+    scores: Mapping[str, float],
+    na_probs: Mapping[str, float],
+    has_answer: Mapping[str, bool],
+    threshold: float,
+) -> dict[str, float]:
+    return {
+        id: float(not has_answer[id]) if na_probs.get(id, 0.0) > threshold else score
+        for id, score in scores.items()
+    }
+
+
+def _means(
+    exact: Mapping[str, float], f1: Mapping[str, float], *, ids: Sequence[str], prefix: str
+) -> dict[str, float]:
+    total = len(ids)
+    return {
+        f"{prefix}exact": 100.0 * sum(exact[id] for id in ids) / total,
+        f"{prefix}f1": 100.0 * sum(f1[id] for id in ids) / total,
+        f"{prefix}total": total,
+    }
+
+
+def _best_threshold(
+    scores: Mapping[str, float],
+    predictions: Mapping[str, str],
+    na_probs: Mapping[str, float],
+    has_answer: Mapping[str, bool],
+) -> tuple[float, float]:
+    # Begins with "no answer" for all questions, and then accepts one prediction after another, in
+    # the order of the probabilities.
+    current: float = sum(1 for id in has_answer if not has_answer[id])
+    best, threshold = current, 0.0
+    for id in sorted(na_probs, key=lambda id: na_probs[id]):
+        if id not in scores:
+            continue
+        if has_answer[id]:
+            current += scores[id]
+        elif predictions[id]:
+            current -= 1
+        if current > best:
+            best, threshold = current, na_probs[id]
+    return 100.0 * best / len(scores), threshold
+
+
+def _is_v2(questions: Iterable[Question]) -> bool:
+    return any(question.may_be_unanswerable for question in questions)
+
+
+def _check(
+    references: Sequence[Reference],
+    predictions: Mapping[str, str],
+    na_probs: Mapping[str, float] | None,
+) -> None:
+    predicted = [reference.id for reference in references if reference.id in predictions]
+    if not predicted:
+        raise RecipeError(
+            f"none of the {len(references)} questions is among the {len(predictions)} predictions. "
+            "Give a dict with the answer by question id."
+        )
+    missing = [id for id in predicted if id not in na_probs] if na_probs is not None else []
+    if missing:
+        raise RecipeError(
+            f"na_probs lacks {len(missing)} of {len(predicted)} predicted questions, for example "
+            f"{missing[0]!r}. Give a number for each of them."
+        )
