@@ -70,6 +70,17 @@ def cut_parts(num_samples: int, size: int) -> list[range]:
     return [everything[first : first + size] for first in range(0, num_samples, size)]
 
 
+def split_part(part: range, size: int) -> list[range]:
+    """Split a part into as few batches of at most ``size`` as possible, of about equal lengths.
+
+    >>> split_part(range(32, 48), 5)
+    [range(32, 36), range(36, 40), range(40, 44), range(44, 48)]
+    """
+    num_batches = -(-len(part) // size)
+    shares = (share_range(len(part), number, num_batches) for number in range(num_batches))
+    return [part[share.start : share.stop] for share in shares]
+
+
 def plan_parts(held: Sequence[Collection[int]], num_parts: int) -> PartPlan:
     """Return the plan from the parts that each rank holds; every rank gets the same plan.
 

@@ -19,7 +19,13 @@ from safetensors.torch import load, save
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.rules.samples.batch_plan import share_range
-from etrain_jupyter.rules.samples.eval_parts import Run, RunPlan, cut_parts, plan_runs
+from etrain_jupyter.rules.samples.eval_parts import (
+    Run,
+    RunPlan,
+    cut_parts,
+    plan_runs,
+    split_part,
+)
 from etrain_jupyter.rules.samples.shard_plan import Subtree, shard_merges
 from etrain_jupyter.trainer.data import evaluation_share
 from etrain_jupyter.trainer.gradients.step_header import stack_means
@@ -209,10 +215,7 @@ class Evaluation:
     def _passes(self, work: list[tuple[_Sums, range]], step: int) -> Iterator[None]:
         # A generator, so that the caller can exchange the flag between two parts.
         assert self._workload.eval is not None
-        size = self._micro.size or self._most
-        batches = [
-            [part[first : first + size] for first in range(0, len(part), size)] for _, part in work
-        ]
+        batches = [split_part(part, self._micro.size or self._most) for _, part in work]
         shares = (
             evaluation_share(samples, job_seed=self._seed, step=step)
             for samples in itertools.chain(*batches)

@@ -28,6 +28,7 @@ from etrain_jupyter.wire.requests import (
     Request,
     handler_of,
 )
+from etrain_jupyter.wire.versions import WIRE_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +185,10 @@ def test_cluster_of_an_older_wire_version_is_refused_with_a_remedy(
         link.call(request_of())
 
     text = str(caught.value)
-    assert text.startswith("the cluster uses wire version 3 or older, and this kernel version 4")
+    assert text.startswith(
+        f"the cluster uses wire version {WIRE_VERSION - 1} or older, "
+        f"and this kernel version {WIRE_VERSION}"
+    )
     assert "Nothing was done, and its jobs keep training" in text
     assert "%etrain down" in text
 
