@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from etrain_jupyter.rules.samples.ledger import cursor_at, epoch_order
-from tests.capabilities import long, only_in_endurance
+from tests.capabilities import LONG, long, only_in_endurance
 from tests.chaos.digits import (
     Pair,
     Run,
@@ -84,7 +84,7 @@ def assert_is_the_plain_loop(run: Run, seed: int) -> None:
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param((2, 3), id="seeds 2-3"),
+        pytest.param((2, 3), id="seeds 2-3", marks=LONG),
         pytest.param(range(5), id="seeds 0-4", marks=OTHER_SEEDS),
     ],
 )
@@ -156,6 +156,7 @@ async def test_shrinking_batch_lowers_the_learning_rate_immediately(
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.05])
+@long
 def test_control_ramp_down_in_plain_pytorch_diverges_with_the_small_batch(lr: float) -> None:
     """Uses plain PyTorch, because the system has no such ramp."""
     peaks = []

@@ -24,7 +24,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.capabilities import needs
+from tests.capabilities import long, needs
 from tests.chaos.rig import Rig
 from tests.chaos.workload import Net, body
 
@@ -187,6 +187,7 @@ def note(path: str, count: int) -> None:
 
 @pytest.mark.forked
 @needs("compiler")
+@long
 async def test_compiled_job_replaces_a_lost_rank_while_the_survivor_trains(
     rig: Rig, folder: Path
 ) -> None:

@@ -124,6 +124,7 @@ def test_boot_timer_alone_terminates_a_machine_whose_agent_never_starts(spot: Sp
     assert len(spot.cloud.instances()) == 1
 
 
+@long
 def test_lifetime_timer_alone_terminates_a_machine_that_cannot_read_its_lease(
     spot: Spot,
 ) -> None:

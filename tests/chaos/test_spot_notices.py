@@ -81,6 +81,7 @@ def test_no_step_is_lost_without_network_namespaces(
             spot.check_costs()
 
 
+@long
 def test_two_simultaneous_notices_keep_the_third_worker_and_launch_two_machines(spot: Spot) -> None:
     spot.configure(workers={"max": 3})
     job = spot.train(3)

@@ -31,6 +31,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import LONG
 from tests.integration.conftest import until
 
 pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be busy
@@ -153,7 +154,7 @@ def test_scores_are_in_the_log_the_history_and_the_result(submit, calm):
     assert len(calls()) == 2 * NUM_PARTS
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(4, marks=LONG)])
 def test_scores_do_not_depend_on_the_number_of_workers(submit, calm, num_workers):
     job = submit(**body(workers={"min": num_workers, "max": num_workers}))
     finish(job)

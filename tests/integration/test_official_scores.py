@@ -29,7 +29,7 @@ from torch import nn
 from etrain_jupyter.log.events import EvalScored, GenerationFormed
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.capabilities import ROOT, long
+from tests.capabilities import LONG, ROOT, long
 from tests.integration.conftest import until
 
 pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be busy
@@ -305,7 +305,7 @@ def test_one_worker_gets_the_official_scores(
         assert 0.05 < scores["map"] < scores["map_50"] < 1.0
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=LONG), 4])
 def test_scores_do_not_depend_on_workers_or_on_a_kill_in_mid_evaluation(
     submit: Make, references: dict[str, Any], kind: str, workers: int
 ) -> None:

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.capabilities import skip_without
+from tests.capabilities import LONG, skip_without
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LIMIT_S = 600
+
+# Notebook 04 boots simulated machines for minutes. tests/integration/test_aws_*.py and the spot
+# tests in tests/chaos show the same more cheaply.
+TESTED = [
+    pytest.param(path, id=path.name, marks=LONG if path.name.startswith("04") else ())
+    for path in NOTEBOOKS
+]
 
 
 def warnings_in(executed: Path) -> list[str]:
@@ -24,7 +31,7 @@ def warnings_in(executed: Path) -> list[str]:
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", TESTED)
 def test_notebook_runs_to_its_end_and_its_file_is_unchanged(path: Path, tmp_path: Path) -> None:
     for capability in ("libraries", "moto"):
         skip_without(capability)
