@@ -46,6 +46,7 @@ endurance: $(INSTALLED) ## Run the long tests: 500 fault schedules, 1,000 re-for
 	ETRAIN_CHAOS_SCHEDULES=500 ETRAIN_SCHEDULES=10000 ETRAIN_SOAK=1 ETRAIN_ALL_SEEDS=1 ETRAIN_TORTURE=50 ETRAIN_LONG=1 \
 	  $(BIN)/python -m pytest -p no:rerunfailures tests -m slow $(ARGS)
 	ETRAIN_SPAWN=1 $(BIN)/python -m pytest -p no:rerunfailures tests/chaos/test_faults.py tests/chaos/test_endings.py $(ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile=random tests/unit tests/contract $(ARGS)
 
 lint: $(INSTALLED) ## Check style, types and import rules; with Node.js, also run ESLint and Prettier
 	$(BIN)/ruff check .
