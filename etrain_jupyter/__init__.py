@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from etrain_jupyter.launch import attach, distributed, jobs
     from etrain_jupyter.notebook.job.training_job import TrainingJob
+    from etrain_jupyter.pools.tasks import open_task_workers
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "distributed",
     "jobs",
     "load_ipython_extension",
+    "open_task_workers",
     "unload_ipython_extension",
 ]
 
@@ -58,6 +60,7 @@ _HOMES = {
     "attach": "etrain_jupyter.launch",
     "distributed": "etrain_jupyter.launch",
     "jobs": "etrain_jupyter.launch",
+    "open_task_workers": "etrain_jupyter.pools.tasks",
 } | {name: "etrain_jupyter.errors" for name in __all__ if name.endswith("Error")}
 
 

@@ -220,7 +220,8 @@ class FolderPlace:
     def write(self, name: str, source: Path) -> None:
         """Create or replace a file from a local one, atomically."""
         target = self._folder / name
-        partial = target.with_name(f".{target.name}.partial")
+        # Named after the source, because several processes may write the same file.
+        partial = target.with_name(f".{target.name}.{source.name}.partial")
         target.parent.mkdir(parents=True, exist_ok=True)
         with source.open("rb") as read, partial.open("wb") as written:
             while piece := read.read(1 << 20):

@@ -18,21 +18,26 @@ _CHUNK_BYTES = 16 << 20
 SampleForm = Literal["dict", "tuple"]
 
 
-def tables_of(rows: Iterable[Any], columns: Sequence[str] | None) -> Iterator[pa.Table]:
+def tables_of(
+    rows: Iterable[Any],
+    columns: Sequence[str] | None,
+    *,
+    first: int = 0,
+    schema: pa.Schema | None = None,
+) -> Iterator[pa.Table]:
     """Yield tables of consecutive rows.
-
-    The types of the columns are those of the first rows.
 
     Args:
         rows: Dicts, or tuples of equal length.
         columns: Keys to write, or names for the elements of tuples; None for all.
+        first: Number of the first row in the source, for messages.
+        schema: Types of the columns; None for those of the first rows.
 
     Raises:
         ShardError: If a row is neither, or has other types than the first rows.
     """
-    schema: pa.Schema | None = None
     chunk: list[dict[str, Any]] = []
-    num_rows = num_bytes = 0
+    num_rows, num_bytes = first, 0
     for row in rows:
         named = _named(row, columns, num_rows)
         chunk.append(named)

@@ -6,72 +6,46 @@
            -> write: blocks of about 8 MiB, 16 of them per file, zstd -> manifest
 
 Progress is kept in a state file next to the shuffle files: after every 64 MiB of the source, and
-after every file. A write that was killed continues from there.
+after every file. A write that was killed continues from there. With workers, both steps consist of
+tasks, whose results are files, see ``parallel_writer``.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
-import hashlib
-import itertools
 import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from etrain_jupyter.data.disk_cache import default_folder, make_private
-from etrain_jupyter.data.formats.arrow_messages import walk_messages
+from etrain_jupyter.data.conforming import conform, plain
 from etrain_jupyter.data.formats.own import MANIFEST, PROGRESS, manifest_of
 from etrain_jupyter.data.index import Block, ShardFile, ShardIndex
+from etrain_jupyter.data.local_workers import open_local_workers
+from etrain_jupyter.data.parallel_writer import ParallelWriter, plan_files, plan_ranges
+from etrain_jupyter.data.parts import SharedWrite
 from etrain_jupyter.data.places import NoPlaceError, Place, open_place
 from etrain_jupyter.data.progress import Progress
+from etrain_jupyter.data.shard_files import (
+    BLOCKS_PER_FILE,
+    FILL,
+    cut,
+    fill_of,
+    name_of,
+    write_blocks,
+)
 from etrain_jupyter.data.sources import Source, source_of
-from etrain_jupyter.data.spill import Spill
+from etrain_jupyter.data.spill import Spill, divided_groups, load_group
+from etrain_jupyter.data.workers import OpenWorkers, Workers
+from etrain_jupyter.data.write_state import folder_for, load_state, locked, save_state
 from etrain_jupyter.errors import ShardError
-
-BLOCKS_PER_FILE = 16
-_FILL = 15 / 16
-"""Share of the block size that an average block fills: rows of different sizes make some blocks
-larger, and a window of blocks must fit into its memory."""
-_PART_BYTES = 512 << 10
-"""Target size of a record batch in memory, the unit of decoding."""
-_STATE = "state.json"
-
-
-@dataclass(kw_only=True)
-class _State:
-    """Progress of a write."""
-
-    arguments: dict[str, Any]
-    """Arguments that must not change when the write continues."""
-    schema: str = ""
-    """Arrow schema, base64; empty before the first rows."""
-    sizes: list[int] = field(default_factory=list)
-    """Valid size of each shuffle file."""
-    num_gathered: int = 0
-    """Rows in the shuffle files."""
-    is_gathered: bool = False
-    group: int = 0
-    """The group of rows of which the next block is written."""
-    block: int = 0
-    """Number of the next block within that group."""
-    files: list[list[Any]] = field(default_factory=list)
-    """Name and size of each written file, and its blocks."""
-
-    def arrow_schema(self) -> pa.Schema:
-        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
-
-    @property
-    def num_written(self) -> int:
-        return sum(block[2] for _, _, blocks in self.files for block in blocks)
 
 
 def write_set(
@@ -84,13 +58,14 @@ def write_set(
     exist_ok: bool,
     spill_dir: str | None,
     progress: bool,
+    open_workers: OpenWorkers | None,
 ) -> None:
     """Write a set, see ``write_shards``; ``seed`` is None to keep the order of the source."""
     place = open_place(to)
     if _is_complete(place, exist_ok=exist_ok):
         return
-    folder = _folder_for(to, place, spill_dir)
-    with _locked(folder, to):
+    folder = folder_for(to, place, spill_dir)
+    with locked(folder, to):
         rows = source_of(source, columns)
         arguments = {
             "columns": list(columns) if columns is not None else None,
@@ -99,7 +74,7 @@ def write_set(
             "num_rows": rows.num_rows,
         }
         writer = _SetWriter(place, to, folder, rows, arguments, progress=progress)
-        writer.run()
+        writer.run(open_workers)
         shutil.rmtree(folder)
 
 
@@ -123,32 +98,6 @@ def _is_complete(place: Place, *, exist_ok: bool) -> bool:
     return False
 
 
-def _folder_for(to: str, place: Place, spill_dir: str | None) -> Path:
-    key = hashlib.sha256(to.encode()).hexdigest()[:16]
-    if spill_dir is not None:
-        folder = Path(spill_dir).expanduser() / f"write-{key}"
-    elif place.is_remote:
-        make_private(default_folder())
-        folder = default_folder() / f"write-{key}"
-    else:
-        folder = Path(to) / ".writing"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, to: str) -> Iterator[None]:
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise ShardError(
-                f"another process is writing to {to}. Nothing was written. Wait for it, or choose "
-                "another folder."
-            ) from exc
-        yield
-
-
 class _SetWriter:
     def __init__(
         self,
@@ -167,27 +116,22 @@ class _SetWriter:
         self._block_bytes = int(arguments["block_bytes"])
         self._seed: int | None = arguments["seed"]
         self._out = sys.stderr if progress else None
-        self._state = self._load_state(arguments)
+        self._state = load_state(folder, to, arguments)
 
-    def run(self) -> None:
+    def run(self, open_workers: OpenWorkers | None) -> None:
         """Write everything that is missing.
+
+        Args:
+            open_workers: Connects to workers; None to write in this process.
 
         Raises:
             ShardError: If the source has no rows, or something cannot be written.
         """
-        try:
-            self._place.create(PROGRESS, json.dumps(self._state.arguments).encode())
-            if self._seed is None:
-                self._write_in_order()
-            else:
-                spill = self._gather(self._seed)
-                self._write_groups(spill)
-        except OSError as exc:
-            raise ShardError(
-                f"the shards cannot be written to {self._to}: {exc}. The rows so far are kept. "
-                "Make room and run write_shards again with the same arguments, or give spill_dir= "
-                "another disk."
-            ) from exc
+        # A write that workers have begun has parts that only tasks can read.
+        if open_workers is None and self._state.needs_workers:
+            open_workers = partial(open_local_workers, 1)
+        with open_workers() if open_workers is not None else contextlib.nullcontext() as workers:
+            self._write(workers)
         if not self._state.files:
             raise ShardError("the source has no rows. Nothing was written.")
         index = self._index()
@@ -196,17 +140,33 @@ class _SetWriter:
             raise ShardError(f"another process has completed the set in {self._to} meanwhile.")
         self._place.delete(PROGRESS)
 
+    def _write(self, workers: Workers | None) -> None:
+        try:
+            self._place.create(PROGRESS, json.dumps(self._state.arguments).encode())
+            if self._seed is None:
+                self._write_in_order()
+            elif workers is None:
+                self._write_groups(self._gather(self._seed), self._seed)
+            else:
+                self._write_in_parallel(workers, self._seed)
+        except OSError as exc:
+            raise ShardError(
+                f"the shards cannot be written to {self._to}: {exc}. The rows so far are kept. "
+                "Make room and run write_shards again with the same arguments, or give spill_dir= "
+                "another disk."
+            ) from exc
+
     # --- first pass ---
 
     def _gather(self, seed: int) -> Spill:
         state = self._state
-        spill = Spill(self._folder, seed, state.sizes or None, state.num_gathered)
+        sizes, weights = state.sizes or None, state.weights or None
+        spill = Spill(self._folder, seed, sizes, weights, state.num_gathered)
         if state.is_gathered:
             return spill
         progress = Progress("shuffling", self._source.num_rows, self._out)
         progress.add(state.num_gathered, 0)
-        for table in self._source.tables(state.num_gathered):
-            table = self._checked(table)
+        for table in self._tables(state.num_gathered):
             progress.add(len(table), table.nbytes)
             if spill.add(table):
                 self._keep_gathered(spill)
@@ -217,32 +177,26 @@ class _SetWriter:
         return spill
 
     def _keep_gathered(self, spill: Spill) -> None:
-        self._state.sizes, self._state.num_gathered = spill.sizes, spill.num_rows
+        state = self._state
+        state.sizes, state.weights, state.num_gathered = spill.sizes, spill.weights, spill.num_rows
         self._save_state()
 
-    def _checked(self, table: pa.Table) -> pa.Table:
-        # All rows have the schema of the first ones; metadata, such as that of pandas, is dropped.
+    def _tables(self, first: int) -> Iterator[pa.Table]:
+        """Yield all rows from a number on, with the schema of the first ones."""
+        schema = self._state.arrow_schema() if self._state.schema else None
+        for table in self._source.tables(first, None, schema):
+            yield conform(table, self._schema_of(table))
+
+    def _schema_of(self, table: pa.Table) -> pa.Schema:
+        """Return the schema of the set, given its first rows."""
         state = self._state
-        table = table.replace_schema_metadata(None)
-        if any(pa.types.is_dictionary(kind) for kind in table.schema.types):
-            table = table.cast(_without_dictionaries(table.schema))
         if not state.schema:
-            state.schema = base64.b64encode(table.schema.serialize()).decode()
-        schema = state.arrow_schema()
-        if table.schema.equals(schema):
-            return table
-        try:
-            return table.select(schema.names).cast(schema)
-        except (pa.ArrowException, ValueError, KeyError) as exc:
-            raise ShardError(
-                f"a part of the source has other columns or types than its first rows: "
-                f"{str(exc).partition(chr(10))[0]}. First: {_described(schema)}. Then: "
-                f"{_described(table.schema)}. Give all rows the same columns and types."
-            ) from exc
+            state.schema = base64.b64encode(plain(table).schema.serialize()).decode()
+        return state.arrow_schema()
 
     # --- second pass ---
 
-    def _write_groups(self, spill: Spill) -> None:
+    def _write_groups(self, spill: Spill, seed: int) -> None:
         state = self._state
         if not spill.num_rows:
             return
@@ -250,30 +204,32 @@ class _SetWriter:
         progress.add(state.num_written, 0)
         first_group, first_block = state.group, state.block
         pending: list[pa.Table] = []
-        for group, load in enumerate(spill.groups(state.arrow_schema())):
-            if group < first_group:
+        schema = state.arrow_schema()
+        groups = divided_groups(spill.buckets(), seed, self._folder, schema)
+        for number, group in enumerate(groups):
+            if number < first_group:
                 continue
-            blocks = self._cut(load())
-            for number, block in enumerate(blocks):
-                if group == first_group and number < first_block:
+            blocks = self._cut(load_group(group, schema))
+            for block_number, block in enumerate(blocks):
+                if number == first_group and block_number < first_block:
                     continue
                 pending.append(block)
                 if len(pending) == BLOCKS_PER_FILE:
-                    state.group, state.block = group, number + 1
+                    state.group, state.block = number, block_number + 1
                     self._write_file(pending, progress)
                     pending = []
         if pending:
-            state.group, state.block = group, len(blocks)
+            state.group, state.block = number, len(blocks)
             self._write_file(pending, progress)
         progress.finish()
 
     def _write_in_order(self) -> None:
         progress = Progress("writing", self._source.num_rows, self._out)
         progress.add(self._state.num_written, 0)
-        wanted = BLOCKS_PER_FILE * self._block_bytes * _FILL
+        wanted = BLOCKS_PER_FILE * self._block_bytes * FILL
         pending: list[pa.Table] = []
-        for table in self._source.tables(self._state.num_written):
-            pending.append(self._checked(table))
+        for table in self._tables(self._state.num_written):
+            pending.append(table)
             if sum(table.nbytes for table in pending) >= wanted:
                 self._write_file(self._cut(pa.concat_tables(pending)), progress)
                 pending = []
@@ -282,27 +238,73 @@ class _SetWriter:
         progress.finish()
 
     def _cut(self, table: pa.Table) -> list[pa.Table]:
-        return _cut(table, int(max(1, self._block_bytes * _FILL)))
+        return cut(table, fill_of(self._block_bytes))
 
     def _write_file(self, blocks: Sequence[pa.Table], progress: Progress) -> None:
-        name = f"part-{len(self._state.files):05}.arrow"
+        name = name_of(len(self._state.files))
         path = self._folder / "file"
-        schema = self._state.arrow_schema()
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with (
-            pa.OSFile(str(path), "wb") as sink,
-            pa.ipc.new_file(sink, schema, options=options) as f,
-        ):
-            for block in blocks:
-                # Copied, so that a block does not carry the rows around its slice.
-                for part in _cut(block.combine_chunks(), _PART_BYTES):
-                    [batch] = part.to_batches()
-                    f.write_batch(batch)
-        entries = _entries_of(path, blocks)
+        entries = write_blocks(path, blocks, self._state.arrow_schema())
         self._place.write(name, path)
         self._state.files.append([name, path.stat().st_size, entries])
         self._save_state()
         progress.add(sum(map(len, blocks)), sum(block.nbytes for block in blocks))
+
+    # --- both passes with workers ---
+
+    def _write_in_parallel(self, workers: Workers, seed: int) -> None:
+        state = self._state
+        is_split = self._plan_ranges(workers)
+        # Without an index, the rows can only be read here, one after the other.
+        buckets = [] if is_split else self._gather(seed).buckets()
+        if not state.schema:
+            return  # there are no rows
+        writer = ParallelWriter(write=self._shared_write(seed), workers=workers, out=self._out)
+        writer.prepare()
+        if is_split:
+            buckets = writer.gather(self._source, [(first, end) for first, end in state.ranges])
+        num_rows = sum(bucket.num_rows for bucket in buckets)
+        groups = writer.plan_groups(buckets)
+        if not state.num_blocks:
+            state.num_blocks = writer.count_blocks(groups, num_rows)
+            self._save_state()
+        state.files = writer.write_files(
+            plan_files(groups, state.num_blocks), state.files, num_rows
+        )
+        self._clean_place()
+
+    def _plan_ranges(self, workers: Workers) -> bool:
+        """Return whether workers gather the rows; plan their ranges if it has not been done."""
+        state, source = self._state, self._source
+        if state.ranges:
+            return True
+        if not source.is_described or not source.num_rows or state.num_gathered:
+            return False
+        head = next(source.tables(0, None, None))
+        self._schema_of(head)
+        row_bytes = head.nbytes / max(1, len(head))
+        state.ranges = [
+            list(bounds) for bounds in plan_ranges(source.num_rows, row_bytes, workers.num_workers)
+        ]
+        self._save_state()
+        return True
+
+    def _shared_write(self, seed: int) -> SharedWrite:
+        return SharedWrite(
+            to=self._to,
+            folder=str(self._folder),
+            token=os.urandom(16).hex(),
+            seed=seed,
+            block_bytes=self._block_bytes,
+            schema=base64.b64decode(self._state.schema),
+        )
+
+    def _clean_place(self) -> None:
+        # Files that a worker had begun when it exited.
+        for name in self._place.list():
+            if name.startswith(".part-") and name.endswith(".partial"):
+                self._place.delete(name)
+
+    # --- result ---
 
     def _index(self) -> ShardIndex:
         state = self._state
@@ -320,70 +322,5 @@ class _SetWriter:
 
     # --- state ---
 
-    def _load_state(self, arguments: dict[str, Any]) -> _State:
-        path = self._folder / _STATE
-        if not path.exists():
-            return _State(arguments=arguments)
-        state = _State(**json.loads(path.read_bytes()))
-        if not state.num_gathered and not state.files:
-            return _State(arguments=arguments)
-        changed = [name for name in arguments if arguments[name] != state.arguments[name]]
-        if changed:
-            name = changed[0]
-            raise ShardError(
-                f"{self._to} has an unfinished write with {name}={state.arguments[name]!r}, not "
-                f"{arguments[name]!r}. Nothing was written. Use the same arguments to complete it, "
-                f"or delete {self._to} and {self._folder}."
-            )
-        return state
-
     def _save_state(self) -> None:
-        path = self._folder / _STATE
-        partial = path.with_suffix(".partial")
-        with partial.open("w") as file:
-            json.dump(vars(self._state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-
-
-def _cut(table: pa.Table, num_bytes: int) -> list[pa.Table]:
-    """Cut rows into parts of about equal size, at most ``num_bytes`` on average."""
-    num_parts = max(1, min(len(table), -(-table.nbytes // num_bytes)))
-    bounds = [len(table) * number // num_parts for number in range(num_parts + 1)]
-    return [table.slice(first, end - first) for first, end in itertools.pairwise(bounds)]
-
-
-def _entries_of(path: Path, blocks: Sequence[pa.Table]) -> list[list[Any]]:
-    """Return first byte, bytes, rows, bytes in memory and SHA-256 of each block."""
-    with path.open("rb") as file:
-        descriptor = file.fileno()
-
-        def read(first: int, size: int) -> bytes:
-            return os.pread(descriptor, size, first)
-
-        messages = walk_messages(read, path.stat().st_size)
-        batches = (message for message in messages if message.kind == "batch")
-        entries = []
-        for block in blocks:
-            first = end = rows = 0
-            while rows < len(block):
-                batch = next(batches)
-                first = first or batch.first
-                end, rows = batch.first + batch.size, rows + batch.rows
-            digest = hashlib.sha256(read(first, end - first)).hexdigest()
-            entries.append([first, end - first, rows, block.nbytes, digest])
-        return entries
-
-
-def _without_dictionaries(schema: pa.Schema) -> pa.Schema:
-    return pa.schema(
-        [
-            pa.field(f.name, f.type.value_type if pa.types.is_dictionary(f.type) else f.type)
-            for f in schema
-        ]
-    )
-
-
-def _described(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name}: {field.type}" for field in schema)
+        save_state(self._folder, self._state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,16 +19,23 @@ from etrain_jupyter.errors import ShardError
 
 _SLICE_ROWS = 4096
 
+Tables = Callable[[int, int | None, pa.Schema | None], Iterator[pa.Table]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Rows to write."""
 
-    tables: Callable[[int], Iterator[pa.Table]]
-    """Returns the rows from a number on; a source without an index reads and drops the others."""
+    tables: Tables
+    """Returns the rows from a number on, up to another one (None for all), given the schema of the
+    first rows of the source (None if unknown). A source without an index reads and drops the rows
+    before the first one, and ignores the end."""
     num_rows: int | None
     """None if unknown."""
     sample: SampleForm
+    is_described: bool = False
+    """True if ``tables`` can be sent to other processes: it opens its rows there, and does not
+    contain them."""
 
 
 def source_of(source: Any, columns: Sequence[str] | None) -> Source:
@@ -64,34 +71,54 @@ def source_of(source: Any, columns: Sequence[str] | None) -> Source:
 
 
 def _of_shards(sets: Sequence[Shards], columns: Sequence[str] | None) -> Source:
-    def tables(skip: int) -> Iterator[pa.Table]:
-        for shards in sets:
-            if skip >= len(shards):
-                skip -= len(shards)
-                continue
-            block = int(shards.layout.starts.searchsorted(skip, side="right")) - 1
-            skip -= int(shards.layout.starts[block])
-            for table in shards.tables(block):
-                yield _selected(table, columns).slice(skip)
-                skip = 0
+    num_rows = sum(map(len, sets))
 
-    return Source(
-        tables=tables, num_rows=sum(map(len, sets)), sample=sets[0].index.sample if sets else "dict"
-    )
+    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
+        end, start = num_rows if end is None else end, 0
+        for shards in sets:
+            yield from _rows_of(shards, columns, first - start, end - start, start)
+            start += len(shards)
+
+    sample = sets[0].index.sample if sets else "dict"
+    return Source(tables=tables, num_rows=num_rows, sample=sample, is_described=True)
+
+
+def _rows_of(
+    shards: Shards, columns: Sequence[str] | None, first: int, end: int, start: int
+) -> Iterator[pa.Table]:
+    """Yield rows of one set, whose first row has the number ``start`` in the source."""
+    first, end = max(0, first), min(end, len(shards))
+    if first >= end:
+        return
+    starts = shards.layout.starts
+    block = int(starts.searchsorted(first, side="right")) - 1
+    blocks = shards.tables(block)
+    while first < end:
+        begin, until = int(starts[block]), int(starts[block + 1])
+        try:
+            table = next(blocks)
+        except (ShardError, pa.ArrowException, OSError) as exc:
+            file = shards.index.files[shards.index.blocks[block].file].name
+            raise ShardError(
+                f"rows {start + begin} to {start + until - 1} of the source cannot be read from "
+                f"{file} in {shards.path}: {exc}"
+            ) from exc
+        yield _selected(table, columns).slice(first - begin, min(until, end) - first)
+        first, block = until, block + 1
 
 
 def _of_batches(reader: pa.RecordBatchReader, columns: Sequence[str] | None) -> Source:
-    def tables(skip: int) -> Iterator[pa.Table]:
+    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
         batches = (_selected(pa.Table.from_batches([batch]), columns) for batch in reader)
-        return _drop(batches, skip)
+        return _drop(batches, first)
 
     return Source(tables=tables, num_rows=None, sample="dict")
 
 
 def _of_table(table: pa.Table, sample: SampleForm) -> Source:
-    def tables(skip: int) -> Iterator[pa.Table]:
-        for first in range(skip, len(table), _SLICE_ROWS):
-            yield table.slice(first, _SLICE_ROWS)
+    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
+        for begin, until in _slices(first, end, len(table)):
+            yield table.slice(begin, until - begin)
 
     return Source(tables=tables, num_rows=len(table), sample=sample)
 
@@ -104,16 +131,24 @@ def _of_hugging_face(source: Any, columns: Sequence[str] | None) -> Source:
         )
     if not hasattr(source, "__len__"):
         return _of_iterable(source, columns)
+    # Its pickle has the paths of its files, or its rows if it has no files.
+    is_described = bool(source.cache_files)
     # A custom transform computes its columns from the rows; other formats only convert types.
     if getattr(source, "_format_type", None) == "custom":
-        return _of_items(source, columns)
+        return replace(_of_items(source, columns), is_described=is_described)
     stored = source.with_format("arrow")
 
-    def tables(skip: int) -> Iterator[pa.Table]:
-        for first in range(skip, len(stored), _SLICE_ROWS):
-            yield _selected(stored[first : first + _SLICE_ROWS], columns)
+    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
+        for begin, until in _slices(first, end, len(stored)):
+            try:
+                table = stored[begin:until]
+            except (pa.ArrowException, OSError) as exc:
+                raise ShardError(
+                    f"rows {begin} to {until - 1} of the data set cannot be read: {exc}"
+                ) from exc
+            yield _selected(table, columns)
 
-    return Source(tables=tables, num_rows=len(stored), sample="dict")
+    return Source(tables=tables, num_rows=len(stored), sample="dict", is_described=is_described)
 
 
 def _of_arrays(arrays: Mapping[str, Any], columns: Sequence[str] | None) -> Source:
@@ -128,11 +163,9 @@ def _of_arrays(arrays: Mapping[str, Any], columns: Sequence[str] | None) -> Sour
         raise ShardError(f"the arrays differ in length: {sorted(lengths)}.")
     num_rows = lengths.pop()
 
-    def tables(skip: int) -> Iterator[pa.Table]:
-        for first in range(skip, num_rows, _SLICE_ROWS):
-            parts = [
-                column_from(list(array[first : first + _SLICE_ROWS])) for array in arrays.values()
-            ]
+    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
+        for begin, until in _slices(first, end, num_rows):
+            parts = [column_from(list(array[begin:until])) for array in arrays.values()]
             yield pa.Table.from_arrays(parts, names=list(arrays))
 
     return Source(tables=tables, num_rows=num_rows, sample=sample)
@@ -141,23 +174,43 @@ def _of_arrays(arrays: Mapping[str, Any], columns: Sequence[str] | None) -> Sour
 def _of_items(source: Any, columns: Sequence[str] | None) -> Source:
     num_rows = len(source)
 
-    def tables(skip: int) -> Iterator[pa.Table]:
-        return tables_of((source[number] for number in range(skip, num_rows)), columns)
+    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
+        numbers = range(first, num_rows if end is None else end)
+        rows = (_item_of(source, number) for number in numbers)
+        return tables_of(rows, columns, first=first, schema=schema)
 
-    form = form_of(source[0]) if num_rows and columns is None else "dict"
-    return Source(tables=tables, num_rows=num_rows, sample=form)
+    form = form_of(_item_of(source, 0)) if num_rows and columns is None else "dict"
+    # A list contains its rows.
+    is_described = not isinstance(source, list | tuple)
+    return Source(tables=tables, num_rows=num_rows, sample=form, is_described=is_described)
+
+
+def _item_of(source: Any, number: int) -> Any:
+    try:
+        return source[number]
+    except Exception as exc:  # code of the user, in which anything can fail
+        raise ShardError(
+            f"row {number} of the source cannot be read: {type(exc).__name__}: {exc}. The rows "
+            "before it are kept. Fix it and run write_shards again with the same arguments."
+        ) from exc
 
 
 def _of_iterable(source: Iterable[Any], columns: Sequence[str] | None) -> Source:
     rows = iter(source)
-    first = next(rows, None)
-    rest = itertools.chain([first], rows) if first is not None else iter(())
+    head = next(rows, None)
+    rest = itertools.chain([head], rows) if head is not None else iter(())
 
-    def tables(skip: int) -> Iterator[pa.Table]:
-        return tables_of(itertools.islice(rest, skip, None), columns)
+    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
+        return tables_of(itertools.islice(rest, first, None), columns, first=first, schema=schema)
 
-    form = form_of(first) if columns is None else "dict"
+    form = form_of(head) if columns is None else "dict"
     return Source(tables=tables, num_rows=None, sample=form)
+
+
+def _slices(first: int, end: int | None, num_rows: int) -> Iterator[tuple[int, int]]:
+    end = num_rows if end is None else end
+    for begin in range(first, end, _SLICE_ROWS):
+        yield begin, min(begin + _SLICE_ROWS, end)
 
 
 def _drop(tables: Iterable[pa.Table], skip: int) -> Iterator[pa.Table]:

@@ -1,22 +1,34 @@
 """Shuffle rows that do not fit into memory, in two passes over the local disk.
 
-The first pass appends each row to one of 256 files, chosen by a hash of its number. The second pass
-loads one file, or several small ones, and permutes its rows. The result is a full shuffle of the
-whole set: a bounded buffer, as used for streams, would leave rows that are sorted in the source
+The first pass appends each row to one of 256 buckets, chosen by a hash of its number. The second
+pass loads one bucket, or several small ones, and permutes its rows. The result is a full shuffle of
+the whole set: a bounded buffer, as used for streams, would leave rows that are sorted in the source
 almost sorted, which the windows of an epoch cannot repair. It costs one more write and read of the
-data. A file that is too large is divided again in the same way.
+data. A bucket that is too large is divided again in the same way.
+
+::
+
+    Spill         first pass over a source without an index: one file per bucket, which grow
+    write_part    first pass over a range of rows: one file, and the place of each bucket in it
+    plan_groups   buckets -> groups that fit into memory, and buckets that are too large
+    load_group    second pass
+
+The result depends only on the rows and the seed: not on the ranges, and not on when rows arrived.
+So sizes of buckets are those of their rows, see ``row_sizes``, and not those of the files.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
 
+from etrain_jupyter.data.row_sizes import num_bytes_of
 from etrain_jupyter.rules.samples.ledger import hash_of, key_of
 
 NUM_BUCKETS = 256
@@ -26,25 +38,81 @@ FLUSH_BYTES = 64 << 20
 """Size of the rows that are collected before they are appended to the files."""
 
 
+class Piece(NamedTuple):
+    """Record batches in a file."""
+
+    path: str
+    first: int
+    """Offset of the first byte."""
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The rows whose numbers have the same hash, in the order of the source."""
+
+    num_rows: int
+    num_bytes: int
+    """Size of the rows, see ``row_sizes``."""
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def joined(cls, parts: Iterable[Self]) -> Self:
+        """Return one bucket with the rows of the same bucket of consecutive parts."""
+        found = list(parts)
+        return cls(
+            num_rows=sum(part.num_rows for part in found),
+            num_bytes=sum(part.num_bytes for part in found),
+            pieces=tuple(piece for part in found for piece in part.pieces),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Rows that are permuted together in memory."""
+
+    pieces: tuple[Piece, ...]
+    key: int
+    """Key of the permutation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeBucket:
+    """A bucket that does not fit into memory. To plan its groups, write it with ``write_part``."""
+
+    name: str
+    """Unique in the set, for its file."""
+    pieces: tuple[Piece, ...]
+    seed: int
+    """Seed of its division and its groups."""
+
+
 class Spill:
-    """The files of one pass.
+    """First pass over a source that is read once, from its beginning.
 
     Args:
-        folder: Their folder.
+        folder: Folder of the files.
         seed: Seed of the shuffle.
         sizes: Sizes of the files up to which they are valid; the rest is from a write that was
             interrupted, and is removed. None for new files.
-        num_rows: Number of rows in them.
+        weights: Number of rows and their size, of each bucket; None for new files.
+        num_rows: Number of rows in the files.
     """
 
     def __init__(
-        self, folder: Path, seed: int, sizes: Sequence[int] | None = None, num_rows: int = 0
+        self,
+        folder: Path,
+        seed: int,
+        sizes: Sequence[int] | None = None,
+        weights: Sequence[Sequence[int]] | None = None,
+        num_rows: int = 0,
     ) -> None:
         self._folder = folder
         self._seed = seed
         self.sizes = list(sizes) if sizes is not None else [0] * NUM_BUCKETS
+        self.weights = [list(pair) for pair in weights or [(0, 0)] * NUM_BUCKETS]
         self.num_rows = num_rows
-        self._pending: list[pa.Table] = []
+        self._pending = _Pending()
         folder.mkdir(parents=True, exist_ok=True)
         for bucket, size in enumerate(self.sizes):
             path = self._path(bucket)
@@ -55,85 +123,194 @@ class Spill:
 
     def add(self, table: pa.Table) -> bool:
         """Add rows; return True if all of them have been written to the files."""
-        self._pending.append(table)
-        if sum(pending.nbytes for pending in self._pending) < FLUSH_BYTES:
+        if not self._pending.add(table):
             return False
         self.flush()
         return True
 
     def flush(self) -> None:
-        """Write all rows to the files, and sync them."""
-        if not self._pending:
-            return
-        table = pa.concat_tables(self._pending).combine_chunks()
-        self._pending = []
-        numbers = np.arange(self.num_rows, self.num_rows + len(table), dtype=np.uint64)
-        buckets = hash_of(numbers, key_of(self._seed, 0)) % np.uint64(NUM_BUCKETS)
-        order = np.argsort(buckets, kind="stable")
-        ends = np.searchsorted(buckets[order], np.arange(NUM_BUCKETS, dtype=np.uint64), "right")
-        first = 0
-        for bucket, end in enumerate(ends.tolist()):
-            if end > first:
-                self._append(bucket, table.take(pa.array(order[first:end])))
-            first = end
-        self.num_rows += len(table)
+        """Write all rows to the files."""
+        for bucket, table in _divide(self._pending.take(), self.num_rows, self._seed):
+            with self._path(bucket).open("ab") as file:
+                _write_batches(file, table)
+                file.flush()
+                self.sizes[bucket] = file.tell()
+            self.weights[bucket][0] += len(table)
+            self.weights[bucket][1] += num_bytes_of(table)
+            self.num_rows += len(table)
 
-    def groups(self, schema: pa.Schema) -> Iterator[Callable[[], pa.Table]]:
-        """Yield functions that each return some of the shuffled rows; all of them, each row once.
-
-        The groups and their rows depend only on the rows and the seed.
-        """
-        group: list[int] = []
-        for bucket, size in enumerate(self.sizes):
-            if size > GROUP_BYTES:
-                yield from self._divided(bucket, schema)
-                continue
-            if sum(self.sizes[b] for b in group) + size > GROUP_BYTES:
-                yield self._loader(group, schema)
-                group = []
-            group.append(bucket)
-        if group:
-            yield self._loader(group, schema)
-
-    def _divided(self, bucket: int, schema: pa.Schema) -> Iterator[Callable[[], pa.Table]]:
-        folder = self._folder / f"divided-{bucket}"
-        shutil.rmtree(folder, ignore_errors=True)
-        spill = Spill(folder, key_of(self._seed, bucket))
-        for table in self._batches(bucket, schema):
-            spill.add(table)
-        spill.flush()
-        yield from spill.groups(schema)
-        shutil.rmtree(folder)
-
-    def _loader(self, buckets: Sequence[int], schema: pa.Schema) -> Callable[[], pa.Table]:
-        chosen = [bucket for bucket in buckets if self.sizes[bucket]]
-
-        def load() -> pa.Table:
-            tables = [table for bucket in chosen for table in self._batches(bucket, schema)]
-            table = pa.Table.from_batches(
-                [batch for table in tables for batch in table.to_batches()], schema
-            ).combine_chunks()
-            numbers = np.arange(len(table), dtype=np.uint64)
-            key = key_of(self._seed, chosen[0] + 1 if chosen else 0)
-            return table.take(pa.array(np.argsort(hash_of(numbers, key), kind="stable")))
-
-        return load
-
-    def _batches(self, bucket: int, schema: pa.Schema) -> Iterable[pa.Table]:
-        if not self.sizes[bucket]:
-            return
-        # Mapped, so that a file of any size needs no memory of its own.
-        with pa.memory_map(str(self._path(bucket))) as source:
-            while source.tell() < self.sizes[bucket]:
-                message = pa.ipc.read_message(source)
-                yield pa.Table.from_batches([pa.ipc.read_record_batch(message, schema)])
-
-    def _append(self, bucket: int, table: pa.Table) -> None:
-        with self._path(bucket).open("ab") as file:
-            for batch in table.combine_chunks().to_batches():
-                file.write(batch.serialize())
-            file.flush()
-            self.sizes[bucket] = file.tell()
+    def buckets(self) -> list[Bucket]:
+        """Return the buckets of all rows that have been written."""
+        return [
+            Bucket(
+                num_rows=num_rows,
+                num_bytes=num_bytes,
+                pieces=(Piece(str(self._path(number)), 0, size),) if size else (),
+            )
+            for number, (size, (num_rows, num_bytes)) in enumerate(
+                zip(self.sizes, self.weights, strict=True)
+            )
+        ]
 
     def _path(self, bucket: int) -> Path:
         return self._folder / f"bucket-{bucket:03}"
+
+
+def write_part(path: Path, tables: Iterable[pa.Table], *, seed: int, first: int) -> list[Bucket]:
+    """Write consecutive rows of a source to a file, divided into buckets.
+
+    The file appears once it is complete.
+
+    Args:
+        path: The file.
+        tables: The rows.
+        seed: Seed of the shuffle.
+        first: Number of the first row in the source.
+    """
+    pieces: list[list[Piece]] = [[] for _ in range(NUM_BUCKETS)]
+    weights = np.zeros((NUM_BUCKETS, 2), np.int64)
+    pending = _Pending()
+    # Two processes may write the same part, if one of them was believed to have exited.
+    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
+    with partial.open("wb") as file:
+
+        def flush() -> int:
+            num_rows = 0
+            for bucket, table in _divide(pending.take(), first, seed):
+                begin = file.tell()
+                _write_batches(file, table)
+                pieces[bucket].append(Piece(str(path), begin, file.tell()))
+                weights[bucket] += len(table), num_bytes_of(table)
+                num_rows += len(table)
+            return num_rows
+
+        for table in tables:
+            if pending.add(table):
+                first += flush()
+        flush()
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return [
+        Bucket(num_rows=num_rows, num_bytes=num_bytes, pieces=tuple(found))
+        for (num_rows, num_bytes), found in zip(weights.tolist(), pieces, strict=True)
+    ]
+
+
+def plan_groups(
+    buckets: Sequence[Bucket], seed: int, name: str = "large"
+) -> Iterator[Group | LargeBucket]:
+    """Yield groups of buckets that fit into memory, and the buckets that do not; each row once.
+
+    Args:
+        buckets: All buckets of a set or of a large bucket.
+        seed: Its seed.
+        name: Beginning of the names of large buckets.
+    """
+    group: list[int] = []
+    for number, bucket in enumerate(buckets):
+        if not bucket.num_rows:
+            continue
+        # A single row cannot be divided.
+        if bucket.num_bytes > GROUP_BYTES and bucket.num_rows > 1:
+            yield LargeBucket(
+                name=f"{name}-{number}", pieces=bucket.pieces, seed=key_of(seed, number)
+            )
+            continue
+        if group and sum(buckets[b].num_bytes for b in group) + bucket.num_bytes > GROUP_BYTES:
+            yield _group_of(buckets, group, seed)
+            group = []
+        group.append(number)
+    if group:
+        yield _group_of(buckets, group, seed)
+
+
+def divided_groups(
+    buckets: Sequence[Bucket], seed: int, folder: Path, schema: pa.Schema
+) -> Iterator[Group]:
+    """Yield all groups; a large bucket is divided when its turn comes.
+
+    A group must be loaded before the next one is requested.
+
+    Args:
+        buckets: See ``plan_groups``.
+        seed: See ``plan_groups``.
+        folder: Folder for the files of large buckets, which are removed after their last group.
+        schema: Schema of the rows.
+    """
+    for found in plan_groups(buckets, seed):
+        yield from _divided(found, folder, schema)
+
+
+def _divided(found: Group | LargeBucket, folder: Path, schema: pa.Schema) -> Iterator[Group]:
+    if isinstance(found, Group):
+        yield found
+        return
+    path = folder / found.name
+    buckets = write_part(path, read_pieces(found.pieces, schema), seed=found.seed, first=0)
+    for inner in plan_groups(buckets, found.seed, found.name):
+        yield from _divided(inner, folder, schema)
+    path.unlink()
+
+
+def load_group(group: Group, schema: pa.Schema) -> pa.Table:
+    """Return the rows of a group, shuffled."""
+    batches = [batch for table in read_pieces(group.pieces, schema) for batch in table.to_batches()]
+    table = pa.Table.from_batches(batches, schema).combine_chunks()
+    numbers = np.arange(len(table), dtype=np.uint64)
+    return table.take(pa.array(np.argsort(hash_of(numbers, group.key), kind="stable")))
+
+
+def read_pieces(pieces: Iterable[Piece], schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yield the rows of pieces, mapped into memory, so that a file of any size needs none."""
+    for path, first, end in pieces:
+        with pa.memory_map(path) as source:
+            source.seek(first)
+            while source.tell() < end:
+                message = pa.ipc.read_message(source)
+                yield pa.Table.from_batches([pa.ipc.read_record_batch(message, schema)])
+
+
+class _Pending:
+    """Rows that are collected in memory."""
+
+    def __init__(self) -> None:
+        self._tables: list[pa.Table] = []
+        self._num_bytes = 0
+
+    def add(self, table: pa.Table) -> bool:
+        """Add rows; return True if they should be written."""
+        self._tables.append(table)
+        self._num_bytes += table.nbytes
+        return self._num_bytes >= FLUSH_BYTES
+
+    def take(self) -> list[pa.Table]:
+        """Remove and return all rows."""
+        tables, self._tables, self._num_bytes = self._tables, [], 0
+        return tables
+
+
+def _divide(tables: Sequence[pa.Table], first: int, seed: int) -> Iterator[tuple[int, pa.Table]]:
+    """Yield the rows of each bucket that has any; ``first`` is the number of the first row."""
+    if not tables:
+        return
+    table = pa.concat_tables(tables).combine_chunks()
+    numbers = np.arange(first, first + len(table), dtype=np.uint64)
+    buckets = hash_of(numbers, key_of(seed, 0)) % np.uint64(NUM_BUCKETS)
+    order = np.argsort(buckets, kind="stable")
+    ends = np.searchsorted(buckets[order], np.arange(NUM_BUCKETS, dtype=np.uint64), "right")
+    begin = 0
+    for bucket, end in enumerate(ends.tolist()):
+        if end > begin:
+            yield bucket, table.take(pa.array(order[begin:end]))
+        begin = end
+
+
+def _write_batches(file: BinaryIO, table: pa.Table) -> None:
+    for batch in table.combine_chunks().to_batches():
+        file.write(batch.serialize())
+
+
+def _group_of(buckets: Sequence[Bucket], numbers: Sequence[int], seed: int) -> Group:
+    pieces = Bucket.joined(buckets[number] for number in numbers).pieces
+    return Group(pieces=pieces, key=key_of(seed, numbers[0] + 1))

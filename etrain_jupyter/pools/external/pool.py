@@ -11,11 +11,14 @@ import asyncio
 import ipaddress
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from etrain_jupyter import __version__
 from etrain_jupyter.config.fields import Section
+from etrain_jupyter.data.workers import Workers
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.base import CostReport, Leftovers, Node
 from etrain_jupyter.pools.external.messages import (
@@ -27,6 +30,7 @@ from etrain_jupyter.pools.external.messages import (
     unfit_workers,
     unreachable,
 )
+from etrain_jupyter.pools.external.tasks import find_fit_workers, open_tasks
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.wire.requests import (
@@ -189,6 +193,18 @@ class AddressPool:
     def cost(self) -> CostReport:
         """Return zeros: the cost of an existing cluster is unknown."""
         return CostReport()
+
+    def tasks(self) -> AbstractContextManager[Workers]:
+        """Connect to the workers, to run functions as Dask tasks; nothing is installed.
+
+        Raises:
+            PoolError: If the scheduler cannot be reached, or no worker has the same versions.
+        """
+        self._check()
+        fit = self._with_client(partial(find_fit_workers, self._address.address))
+        if fit.warning:
+            self._notify_once(fit.warning)
+        return open_tasks(self._address, fit)
 
     def is_installed(self) -> bool:
         """Return whether our coordinator is on the scheduler; False if the scheduler has ended.

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etrain_jupyter.data import Shards, shard_writer, write_shards
+from etrain_jupyter.data import Shards, shard_files, write_shards
 from etrain_jupyter.data import reader as reader_module
 from etrain_jupyter.data.reader import ShardReader, _Loaded
 from etrain_jupyter.errors import ShardError
@@ -99,7 +99,7 @@ def test_no_samples_give_empty_columns(folder: Path) -> None:
 @pytest.fixture
 def in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
     """Provide a set of blocks of about 16 record batches; row i has the text ``row i``."""
-    monkeypatch.setattr(shard_writer, "_PART_BYTES", 600)
+    monkeypatch.setattr(shard_files, "_PART_BYTES", 600)
     rows = ({"id": n, "x": [n, n + 1], "text": f"row {n}"} for n in range(3000))
     return write_shards(rows, tmp_path / "parts", shuffle=False, block_bytes=9800, progress=False)
 

@@ -1,0 +1,251 @@
+"""Tasks of a set that is written by several workers; each has one result, in the shared folder.
+
+::
+
+    <folder>/token               proves that a worker has the same folder
+    <folder>/source              the source, pickled; its digest comes with each task
+    <folder>/rows-00003          rows of one range, divided into buckets (see ``spill``)
+    <folder>/rows-00003.json     the place of each bucket in it; exists once the file is complete
+    <folder>/large-17, .json     a bucket that was too large, divided again
+    <folder>/written-00012.json  name, size and blocks of a file that is in its place
+
+A task that is repeated, also at the same time, replaces a file with an equal one, or finds its
+result and does nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import platform
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from etrain_jupyter.data.conforming import conform
+from etrain_jupyter.data.formats.own import PROGRESS
+from etrain_jupyter.data.places import open_place
+from etrain_jupyter.data.shard_files import cut, fill_of, name_of, write_blocks
+from etrain_jupyter.data.sources import Tables
+from etrain_jupyter.data.spill import (
+    Bucket,
+    Group,
+    LargeBucket,
+    Piece,
+    load_group,
+    read_pieces,
+    write_part,
+)
+from etrain_jupyter.errors import ShardError
+
+TOKEN = "token"
+SOURCE = "source"
+
+_opened = threading.local()
+"""The source that this thread has opened last: it need not be safe to use from several threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedWrite:
+    """Everything that all tasks of a write need."""
+
+    to: str
+    folder: str
+    token: str
+    """Content of the file ``token``, random."""
+    seed: int
+    block_bytes: int
+    schema: bytes
+    """Arrow schema of the rows."""
+
+    @cached_property
+    def arrow_schema(self) -> pa.Schema:
+        """The schema."""
+        return pa.ipc.read_schema(pa.py_buffer(self.schema))
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file in the shared folder."""
+        return Path(self.folder) / name
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFile:
+    """A file of the set."""
+
+    number: int
+    runs: tuple[tuple[Group, int, int], ...]
+    """Groups, and the first block and the end of those that are in this file."""
+
+
+def part_name(number: int) -> str:
+    """Return the name of the file with a range of rows."""
+    return f"rows-{number:05}"
+
+
+# ------------------------------------------------------------------------------------------- tasks
+
+
+def gather(write: SharedWrite, digest: str, number: int, first: int, end: int) -> list[Bucket]:
+    """Divide a range of the source into buckets, and return them.
+
+    Args:
+        write: The set.
+        digest: SHA-256 of the pickled source.
+        number: Number of the range.
+        first: Its first row.
+        end: The row after its last one.
+
+    Raises:
+        ShardError: If a row cannot be read or stored.
+    """
+    _check_folder(write)
+    path = write.path(part_name(number))
+    found = read_buckets(write, path.name)
+    if found is None:
+        tables = _open_source(write, digest)(first, end, write.arrow_schema)
+        rows = (conform(table, write.arrow_schema) for table in tables)
+        found = _keep(path, write_part(path, rows, seed=write.seed, first=first))
+    return found
+
+
+def divide(write: SharedWrite, large: LargeBucket) -> list[Bucket]:
+    """Divide a bucket that does not fit into memory."""
+    _check_folder(write)
+    found = read_buckets(write, large.name)
+    if found is None:
+        rows = read_pieces(large.pieces, write.arrow_schema)
+        path = write.path(large.name)
+        found = _keep(path, write_part(path, rows, seed=large.seed, first=0))
+    return found
+
+
+def count_blocks(write: SharedWrite, group: Group) -> tuple[int, int]:
+    """Return the number of rows and of blocks of a group."""
+    _check_folder(write)
+    table = load_group(group, write.arrow_schema)
+    return len(table), len(cut(table, fill_of(write.block_bytes)))
+
+
+def write_files(write: SharedWrite, files: Sequence[PlannedFile]) -> None:
+    """Write consecutive files of the set, except those that are written."""
+    _check_folder(write)
+    loaded: tuple[Group, list[pa.Table]] | None = None
+    for file in files:
+        if read_written(write, file.number) is not None:
+            continue
+        blocks: list[pa.Table] = []
+        for group, first, end in file.runs:
+            if loaded is None or loaded[0] != group:
+                loaded = None  # before the next one needs the memory
+                table = load_group(group, write.arrow_schema)
+                loaded = group, cut(table, fill_of(write.block_bytes))
+            blocks += loaded[1][first:end]
+        _write_file(write, file.number, blocks)
+
+
+def _write_file(write: SharedWrite, number: int, blocks: Sequence[pa.Table]) -> None:
+    name = name_of(number)
+    path = write.path(f"{name}.{os.urandom(4).hex()}.partial")
+    entries = write_blocks(path, blocks, write.arrow_schema)
+    open_place(write.to).write(name, path)
+    save_json(write.path(f"written-{number:05}.json"), [name, path.stat().st_size, entries])
+    path.unlink()
+
+
+# ----------------------------------------------------------------------------------------- results
+
+
+def read_buckets(write: SharedWrite, name: str) -> list[Bucket] | None:
+    """Return the buckets in a file that ``write_part`` has written; None if it is not complete."""
+    content = _load_json(write.path(f"{name}.json"))
+    if content is None:
+        return None
+    path = str(write.path(name))
+    return [
+        Bucket(
+            num_rows=num_rows,
+            num_bytes=num_bytes,
+            pieces=tuple(Piece(path, first, end) for first, end in pieces),
+        )
+        for num_rows, num_bytes, pieces in content
+    ]
+
+
+def read_written(write: SharedWrite, number: int) -> list[Any] | None:
+    """Return name, size and blocks of a file of the set; None if it is not written."""
+    found: list[Any] | None = _load_json(write.path(f"written-{number:05}.json"))
+    return found
+
+
+def save_json(path: Path, content: Any) -> None:
+    """Create or replace a file atomically."""
+    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
+    with partial.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _keep(path: Path, buckets: list[Bucket]) -> list[Bucket]:
+    content = [
+        [bucket.num_rows, bucket.num_bytes, [piece[1:] for piece in bucket.pieces]]
+        for bucket in buckets
+    ]
+    save_json(path.with_name(f"{path.name}.json"), content)
+    return buckets
+
+
+def _load_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def _check_folder(write: SharedWrite) -> None:
+    try:
+        is_same = write.path(TOKEN).read_text() == write.token
+    except OSError:
+        is_same = False
+    place = open_place(write.to)
+    if is_same and (place.is_remote or (Path(write.to) / PROGRESS).exists()):
+        return
+    missing = write.to if is_same else write.folder
+    raise ShardError(
+        f"{missing} of the notebook's machine is not there on {platform.node()}, where a worker "
+        "runs. Nothing more was written. Give a target and a spill_dir that all workers share "
+        "under the same path, or use workers=N for processes on this machine."
+    )
+
+
+def _open_source(write: SharedWrite, digest: str) -> Tables:
+    if getattr(_opened, "digest", None) != digest:
+        data = write.path(SOURCE).read_bytes()
+        # Others may be able to write to a shared folder, and a pickle can run code.
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise ShardError(
+                f"{write.path(SOURCE)} is not the file that this write created. It was not used. "
+                "Run write_shards again with the same arguments."
+            )
+        try:
+            _opened.tables = pickle.loads(data)
+        except Exception as exc:  # code of the user's classes, in which anything can fail
+            raise ShardError(
+                f"the source cannot be opened on {platform.node()}: {type(exc).__name__}: {exc}. "
+                "Its code and its files must be there. Install what is missing, or use workers=N "
+                "for processes on this machine."
+            ) from exc
+        _opened.digest = digest
+    tables: Tables = _opened.tables
+    return tables

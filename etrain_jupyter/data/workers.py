@@ -1,0 +1,30 @@
+"""Processes or machines that ``write_shards`` can use."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+
+class Workers(NamedTuple):
+    """Processes that run functions of this package."""
+
+    executor: Executor
+    num_workers: int
+    """Calls that run at the same time."""
+
+
+class OpenWorkers(Protocol):
+    """Connects to workers, or starts them, for the time of a context."""
+
+    def __call__(self) -> AbstractContextManager[Workers]:
+        """Return the context."""
+        ...
+
+
+def num_processors() -> int:
+    """Return the number of processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

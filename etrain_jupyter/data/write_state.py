@@ -1,0 +1,150 @@
+"""Progress of a write, which a later call continues: its folder, its lock and its state file."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from etrain_jupyter.data.disk_cache import default_folder, make_private
+from etrain_jupyter.data.parts import part_name, save_json
+from etrain_jupyter.data.places import Place
+from etrain_jupyter.errors import ShardError
+
+_STATE = "state.json"
+
+
+@dataclass(kw_only=True)
+class WriteState:
+    """Progress of a write."""
+
+    arguments: dict[str, Any]
+    """Arguments that must not change when the write continues."""
+    schema: str = ""
+    """Arrow schema, base64; empty before the first rows."""
+    sizes: list[int] = field(default_factory=list)
+    """Valid size of each shuffle file."""
+    weights: list[list[int]] = field(default_factory=list)
+    """Number of rows and their size, of each bucket; empty before the first rows."""
+    num_gathered: int = 0
+    """Rows in the shuffle files."""
+    is_gathered: bool = False
+    ranges: list[list[int]] = field(default_factory=list)
+    """First row and end of each part that workers gather; empty if one process gathers all."""
+    num_blocks: list[int] = field(default_factory=list)
+    """Number of blocks of each group, once workers have counted them."""
+    group: int = 0
+    """The group of rows of which the next block is written."""
+    block: int = 0
+    """Number of the next block within that group."""
+    files: list[list[Any]] = field(default_factory=list)
+    """Name and size of each written file, and its blocks."""
+
+    def arrow_schema(self) -> pa.Schema:
+        """Return the schema of the rows."""
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
+
+    @property
+    def needs_workers(self) -> bool:
+        """True if workers have begun to write the set."""
+        return bool(self.ranges or self.num_blocks)
+
+    @property
+    def num_written(self) -> int:
+        """Number of rows in the files that are written."""
+        return sum(block[2] for _, _, blocks in self.files for block in blocks)
+
+
+def folder_for(to: str, place: Place, spill_dir: str | None) -> Path:
+    """Return the folder of an unfinished write, which is created."""
+    key = hashlib.sha256(to.encode()).hexdigest()[:16]
+    if spill_dir is not None:
+        folder = Path(spill_dir).expanduser().absolute() / f"write-{key}"
+    elif place.is_remote:
+        make_private(default_folder())
+        folder = default_folder() / f"write-{key}"
+    else:
+        folder = Path(to) / ".writing"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def locked(folder: Path, to: str) -> Iterator[None]:
+    """Lock the folder of a write for the time of a context.
+
+    Raises:
+        ShardError: If another process has locked it.
+    """
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise ShardError(
+                f"another process is writing to {to}. Nothing was written. Wait for it, or choose "
+                "another folder."
+            ) from exc
+        yield
+
+
+def load_state(folder: Path, to: str, arguments: dict[str, Any]) -> WriteState:
+    """Return the progress of an unfinished write; a new one if it has stored no rows.
+
+    Args:
+        folder: Folder of the state and of the rows.
+        to: Target of the set.
+        arguments: Arguments that must be those of the unfinished write.
+
+    Raises:
+        ShardError: If they are not, or if another version has begun the write.
+    """
+    path = folder / _STATE
+    state = WriteState(**json.loads(path.read_bytes())) if path.exists() else None
+    if state is None or not _is_begun(folder, state):
+        _remove_files(folder)
+        return WriteState(arguments=arguments)
+    changed = [name for name in arguments if arguments[name] != state.arguments[name]]
+    if changed:
+        name = changed[0]
+        raise ShardError(
+            f"{to} has an unfinished write with {name}={state.arguments[name]!r}, not "
+            f"{arguments[name]!r}. Nothing was written. Use the same arguments to complete it, "
+            f"or delete {to} and {folder}."
+        )
+    if state.num_gathered and not state.weights:
+        raise ShardError(
+            f"{to} has an unfinished write of an earlier version of etrain-jupyter, "
+            "which grouped its rows in another way. Nothing was written. Complete it with that "
+            f"version, or delete {to} and {folder}."
+        )
+    return state
+
+
+def save_state(folder: Path, state: WriteState) -> None:
+    """Replace the state file."""
+    save_json(folder / _STATE, vars(state))
+
+
+def _is_begun(folder: Path, state: WriteState) -> bool:
+    """Return whether rows have been stored."""
+    parts = range(len(state.ranges))
+    return bool(
+        state.num_gathered
+        or state.files
+        or any((folder / f"{part_name(part)}.json").exists() for part in parts)
+    )
+
+
+def _remove_files(folder: Path) -> None:
+    """Remove what a write has left that stored no rows, but not the lock."""
+    for path in folder.iterdir():
+        if path.name != "lock" and path.is_file():
+            path.unlink()
