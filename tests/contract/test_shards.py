@@ -410,6 +410,17 @@ def test_set_that_is_written_is_read_again(home: Home, tmp_path: Path) -> None:
     assert not [name for name in home.names() if "writing" in name]
 
 
+def test_set_written_by_two_processes_is_equal(home: Home, tmp_path: Path) -> None:
+    one = write_shards(make_table(), tmp_path / "one", block_bytes=2000, progress=False)
+
+    written = write_shards(
+        make_table(), home.url, block_bytes=2000, spill_dir=tmp_path, progress=False, workers=2
+    )
+
+    assert written.digest == one.digest
+    assert not [name for name in home.names() if "writing" in name or "partial" in name]
+
+
 def test_unfinished_write_is_refused_and_then_completed(home: Home, tmp_path: Path) -> None:
     table = make_table()
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -268,13 +269,8 @@ def test_killed_process_changes_no_byte(tmp_path: Path) -> None:
         # The first process that has begun a part.
         while not list(parts.glob("rows-*.partial")):
             time.sleep(0.005)
-        children = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        pids = [int(line.split()[0]) for line in children.splitlines() if "spawn_main" in line]
+        children = psutil.Process().children()
+        pids = [child.pid for child in children if "spawn_main" in " ".join(child.cmdline())]
         os.kill(pids[0], signal.SIGKILL)
         killed.append(pids[0])
 

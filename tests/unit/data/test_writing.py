@@ -216,6 +216,23 @@ def test_other_arguments_do_not_continue_an_interrupted_write(
         write(Rows(), tmp_path / "set", seed=2)
 
 
+def test_unfinished_write_of_an_earlier_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill, "FLUSH_BYTES", 800)
+    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 20)
+    with pytest.raises(KeyboardInterrupt):
+        write(Rows(fail_at=200), tmp_path / "set")
+    state = tmp_path / "set" / ".writing" / "state.json"
+    content = json.loads(state.read_text())
+    for name in ("weights", "ranges", "num_blocks"):
+        del content[name]
+    state.write_text(json.dumps(content))
+
+    with pytest.raises(ShardError, match="unfinished write of an earlier version"):
+        write(Rows(), tmp_path / "set")
+
+
 def test_write_that_stored_nothing_does_not_bind_the_next_one(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="row 0 is a bytes"):
         write([b"a", b"b"], tmp_path / "set")
@@ -249,6 +266,38 @@ def test_rows_that_cannot_be_written_are_named(tmp_path: Path, rows: Any, messag
         write(rows, tmp_path / "set")
 
     assert message in str(caught.value)
+
+
+def test_write_that_continues_has_the_types_of_the_first_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill, "FLUSH_BYTES", 1)
+    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 2)
+    # Without the schema of the first rows, the column would be of integers after row 3.
+    values = [0.5, 1, 2, 3, 4, None]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for value in values:
+            if value is None:
+                raise KeyboardInterrupt
+            yield {"x": value}
+
+    with pytest.raises(KeyboardInterrupt):
+        write(rows(), tmp_path / "set")
+    values[-1:] = [5, 6.5]
+
+    shards = write(rows(), tmp_path / "set")
+
+    assert sorted(row["x"] for row in shards) == [0.5, 1, 2, 3, 4, 5, 6.5]
+
+
+def test_row_that_raises_is_named(tmp_path: Path) -> None:
+    class Broken(Rows):
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            return {"id": 1 / (number - 42)}
+
+    with pytest.raises(ShardError, match=r"row 42 of the source .* ZeroDivisionError"):
+        write(Broken(), tmp_path / "set")
 
 
 def test_later_rows_with_another_type_are_an_error(
