@@ -243,8 +243,8 @@ def _open_source(write: SharedWrite, digest: str) -> Tables:
         except Exception as exc:  # code of the user's classes, in which anything can fail
             raise ShardError(
                 f"the source cannot be opened on {platform.node()}: {type(exc).__name__}: {exc}. "
-                "Its code and its files must be there. Install what is missing, or use workers=N "
-                "for processes on this machine."
+                "Its code and its files must be there. Install the missing packages, or use "
+                "workers=N for processes on this machine."
             ) from exc
         _opened.digest = digest
     tables: Tables = _opened.tables

@@ -257,7 +257,7 @@ class _SetWriter:
         # Without an index, the rows can only be read here, one after the other.
         buckets = [] if is_split else self._gather(seed).buckets()
         if not state.schema:
-            return  # there are no rows
+            return  # the source is empty
         writer = ParallelWriter(write=self._shared_write(seed), workers=workers, out=self._out)
         writer.prepare()
         if is_split:

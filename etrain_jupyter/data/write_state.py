@@ -144,7 +144,7 @@ def _is_begun(folder: Path, state: WriteState) -> bool:
 
 
 def _remove_files(folder: Path) -> None:
-    """Remove what a write has left that stored no rows, but not the lock."""
+    """Remove the files of a write that stored no rows, but not the lock."""
     for path in folder.iterdir():
         if path.name != "lock" and path.is_file():
             path.unlink()

@@ -17,7 +17,7 @@ def open_task_workers(name: str) -> AbstractContextManager[Workers]:
         name: A pool of kind ``address``, or the address of a Dask scheduler.
 
     Raises:
-        PoolError: If there is no such pool, it cannot be reached, or its workers run no tasks.
+        PoolError: If the pool does not exist or cannot be reached, or its workers run no tasks.
         ConfigError: If its entry in ``pools.yaml`` is invalid.
     """
     pool = get_pool(name)

@@ -14,7 +14,7 @@ from etrain_jupyter.data import Shards, write_shards
 from etrain_jupyter.errors import PoolError, ShardError
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from tests.integration.dask_cluster import DaskCluster
-from tests.unit.data.indexed_rows import NUM_ROWS, Rows
+from tests.unit.data.indexed_rows import NUM_ROWS, ExitingRows, Rows
 
 pytestmark = pytest.mark.timeout(300)
 BLOCK_BYTES = 100
@@ -59,11 +59,36 @@ def test_killed_dask_worker_changes_no_byte(tmp_path: Path) -> None:
     assert len(shards) == NUM_ROWS
 
 
-def kill_one(cluster: DaskCluster, worker: str, to: Path) -> None:
-    """Kill a worker once both have begun a part."""
-    while len(list((to / ".writing").glob("rows-*.partial"))) < 2:
+def test_cluster_that_is_lost_is_an_error_and_the_write_continues(tmp_path: Path) -> None:
+    to = tmp_path / "set"
+    cluster = DaskCluster(
+        tmp_path / "dask", environment={"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
+    )
+    try:
+        cluster.start_worker()
+        with pytest.raises(PoolError, match="exited while they ran the same task"):
+            write_shards(
+                ExitingRows(exit_at=5), tmp_path / "exits", pool=cluster.address, progress=False
+            )
+        cluster.start_worker()
+        arguments = (cluster, "scheduler", to)
+        killer = threading.Thread(target=kill_one, args=(*arguments, 1), daemon=True)
+        killer.start()
+        with pytest.raises(PoolError, match=r"connection to .* was lost"):
+            write_shards(Rows(delay_s=0.02), to, pool=cluster.address, progress=False)
+        killer.join(timeout=60)
+        assert not killer.is_alive()
+    finally:
+        cluster.close()
+
+    assert len(write_shards(Rows(), to, progress=False)) == NUM_ROWS
+
+
+def kill_one(cluster: DaskCluster, name: str, to: Path, num_begun: int = 2) -> None:
+    """Kill a process of the cluster once some parts have been begun."""
+    while len(list((to / ".writing").glob("rows-*.partial"))) < num_begun:
         time.sleep(0.005)
-    cluster.kill(worker)
+    cluster.kill(name)
 
 
 def test_pool_with_certificates_names_the_row_that_fails_and_continues(

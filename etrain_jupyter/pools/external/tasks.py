@@ -88,13 +88,13 @@ def open_tasks(address: SchedulerAddress, fit: FitWorkers) -> Iterator[Workers]:
         except KilledWorker as exc:
             raise PoolError(
                 f"several workers of {address.address} exited while they ran the same task, the "
-                f"last one {exc.last_worker.address}. What is finished is kept. Often their memory "
-                "was too small: each thread needs about 1 GB. Then run the same call again."
+                f"last one {exc.last_worker.address}. All finished tasks are kept. Often their "
+                "memory was too small: each thread needs about 1 GB. Then run the same call again."
             ) from exc
         except CancelledError as exc:
             raise PoolError(
-                f"the connection to {address.address} was lost. What is finished is kept. Run the "
-                "same call again when its scheduler is back."
+                f"the connection to {address.address} was lost. All finished tasks are kept. Run "
+                "the same call again when its scheduler is back."
             ) from exc
         finally:
             executor.shutdown(wait=False)
