@@ -16,6 +16,10 @@ TYPED := etrain_jupyter benchmarks notebooks
 # would start with the files that have the most tests; tests/conftest.py starts with the longest ones.
 ALL_TESTS = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+# Images of build machines often set this. Each of the hundreds of processes of a test run would compile the package
+# again, and pytest would rewrite every test file in each of its processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo lab test endurance lint docs snapshot screenshots bench peers constraints clean
 

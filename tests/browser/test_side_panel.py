@@ -299,7 +299,7 @@ def test_panel_offers_other_jobs_warns_of_idle_pools_and_escapes_names(
     shoot(page, "panel-around")
 
     row(panel, "lost-7f3a").get_by_role("button", name="Attach").click()
-    expect(page.get_by_text("its cluster has ended")).to_be_visible()
+    expect(page.locator(".jp-toast-message", has_text="its cluster has ended")).to_be_visible()
     row(panel, "elsewhere-7f3a").get_by_role("button", name="Attach").click()
     expect(row(panel, "elsewhere-7f3a").locator(".etrain-open")).to_be_visible()
     expect(bar).to_contain_text("etrain: 1 job, ")

@@ -139,7 +139,7 @@ SHRINKING = ((1, 200), (12, 200), (1, 120))
 @pytest.mark.parametrize(
     ("lr", "seeds"),
     [
-        pytest.param(0.1, range(1), id="lr 0.1, seed 0"),
+        pytest.param(0.1, range(1), id="lr 0.1, seed 0", marks=LONG),
         pytest.param(0.1, range(1, 5), id="lr 0.1, seeds 1-4", marks=OTHER_SEEDS),
         pytest.param(0.05, range(5), id="lr 0.05", marks=OTHER_SEEDS),
     ],

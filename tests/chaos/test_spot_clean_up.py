@@ -235,7 +235,7 @@ def test_next_up_adopts_the_machines_of_a_head_and_kernel_killed_during_launch(
     spot.check_costs()
 
 
-@pytest.mark.parametrize("stage", stages("before the template"))
+@pytest.mark.parametrize("stage", stages())
 def test_reap_finds_everything_of_a_head_and_kernel_killed_during_launch(
     spot: Spot, stage: str, tmp_path: Path
 ) -> None:
@@ -258,7 +258,7 @@ def test_reap_finds_everything_of_a_head_and_kernel_killed_during_launch(
     assert spot.cloud.leftovers() == {}
 
 
-@pytest.mark.parametrize("stage", stages("fleet acknowledged")[:3])
+@pytest.mark.parametrize("stage", stages()[:3])
 def test_head_continues_when_only_the_kernel_is_killed_during_launch(
     spot: Spot, stage: str
 ) -> None:

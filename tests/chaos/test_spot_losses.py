@@ -106,6 +106,7 @@ def test_api_lists_with_six_seconds_lag_launch_no_extra_machine(spot: Spot) -> N
     spot.check_costs()
 
 
+@long
 def test_next_up_adopts_machines_and_trainers_of_a_killed_launcher(spot: Spot) -> None:
     spot.configure()
     job = spot.train()

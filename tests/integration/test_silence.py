@@ -73,7 +73,7 @@ def test_suspended_worker_is_replaced_and_a_suspended_head_evicts_no_worker(
         data={"train": make_data},
         loss=slow_loss,
         batch={"global": 16},
-        epochs=300,
+        epochs=10_000,
         workers={"min": 1, "max": 2},
     )
     survivor, victim = whole(job)
@@ -97,6 +97,6 @@ def test_suspended_worker_is_replaced_and_a_suspended_head_evicts_no_worker(
     until(lambda: job.step > step + 20, "steps after the head was resumed")
     assert len(lost(job)) == 1
 
-    SLOW.unlink()
-    assert job.wait(timeout=200) == "finished", job
+    job.stop()
+    assert job.wait(timeout=200) == "stopped", job
     assert_invariants(job.events())

@@ -15,10 +15,11 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LIMIT_S = 600
 
-# Notebook 04 boots simulated machines for minutes. tests/integration/test_aws_*.py and the spot
-# tests in tests/chaos show the same more cheaply.
+# Each notebook takes half a minute to five minutes of both cores. Tests of tests/integration and
+# tests/chaos show what the others show, more cheaply.
+IN_SUITE = "01_quickstart.ipynb"
 TESTED = [
-    pytest.param(path, id=path.name, marks=LONG if path.name.startswith("04") else ())
+    pytest.param(path, id=path.name, marks=() if path.name == IN_SUITE else LONG)
     for path in NOTEBOOKS
 ]
 
