@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _MAX_OPEN_FILES = 64
 _NUM_ATTEMPTS = 6
-"""Attempts to read a block after errors that boto3 does not retry. An error ends the job, so more
-than for a checkpoint, which the next one replaces."""
+"""Attempts for each request, each with boto3's own retries. An error ends the job, so more than for
+a checkpoint, which the next one replaces."""
 
 
 class NoPlaceError(ShardError):
@@ -336,7 +336,7 @@ def _open_bucket(url: str) -> Bucket:
         name, prefix = split_s3_url(url)
     except ValueError as exc:
         raise ShardError(f"the URL of the shards {exc}. Write s3://bucket/prefix.") from exc
-    limits = S3Limits(num_attempts=_NUM_ATTEMPTS)
+    limits = S3Limits(num_attempts=_NUM_ATTEMPTS, repeats_unavailable=True)
     return Bucket(name, prefix, limits, setting="the URL of the shards")
 
 

@@ -18,7 +18,7 @@ import pytest
 from etrain_jupyter.data import Shards, write_shards
 from etrain_jupyter.errors import ShardError
 from etrain_jupyter.rules.samples.block_order import BlockOrder
-from etrain_jupyter.testing.s3_faults import S3Fault
+from etrain_jupyter.testing.s3_faults import Kind, S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 
 NUM_ROWS = 500
@@ -476,6 +476,27 @@ def test_faults_of_the_bucket_are_retried(s3_server: S3Server, tmp_path: Path) -
 
     assert [sample["id"] for sample in samples] == list(range(NUM_ROWS))
     assert s3_server.counts().get("spoil_answer", 0) > 0
+
+
+@pytest.mark.parametrize("kind", ["slow_down", "internal_error", "reset"])
+def test_long_outage_of_the_bucket_only_delays(
+    s3_server: S3Server, tmp_path: Path, no_pauses: None, kind: Kind
+) -> None:
+    """boto3 gives up after four attempts, but an error here would end the job."""
+    home = bucket_of(s3_server, tmp_path)
+    for where in ("?list-type", "shards.json", "part-"):
+        s3_server.set_faults(S3Fault(kind=kind, match=where, count=12))
+        assert len(list(open_set(home, tmp_path))) == NUM_ROWS
+
+
+def test_bucket_that_stays_unavailable_is_named(
+    s3_server: S3Server, tmp_path: Path, no_pauses: None
+) -> None:
+    home = bucket_of(s3_server, tmp_path)
+    s3_server.set_faults(S3Fault(kind="slow_down", match="GET"))
+
+    with pytest.raises(ShardError, match=r"S3 limits the request rate \(SlowDown\), also in 6 att"):
+        len(open_set(home, tmp_path))
 
 
 def test_second_reader_on_the_machine_reads_from_the_disk(

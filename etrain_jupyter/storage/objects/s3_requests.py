@@ -20,6 +20,8 @@ from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectionClosedError,
+    ConnectTimeoutError,
     IncompleteReadError,
     ReadTimeoutError,
     ResponseStreamingError,
@@ -47,6 +49,19 @@ PROBE_S = 5.0
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _DENIED = frozenset({"403", "AccessDenied"})
 _TAKEN = frozenset({"412", "PreconditionFailed"})
+# boto3 retries these itself.
+_UNAVAILABLE = frozenset(
+    {
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "RequestLimitExceeded",
+        "503",
+        "ServiceUnavailable",
+        "500",
+        "InternalError",
+    }
+)
 # boto3 does not retry these.
 _TRANSIENT = frozenset(
     {
@@ -90,6 +105,9 @@ class S3Limits:
     """Attempts per request in boto3's standard retry mode, with its backoff."""
     num_attempts: int = 3
     """Attempts after errors that boto3 does not retry, such as a truncated body."""
+    repeats_unavailable: bool = False
+    """Also start another attempt if S3 was not available in all of boto3's. For requests whose
+    failure ends a job; a checkpoint is repeated by the next one."""
     page_size: int = 1000
     """Keys per list request; all pages are read."""
     patience_s: float = 60.0
@@ -171,20 +189,25 @@ class S3Requests:
                 if is_credentials_error(exc):
                     self._client = None  # the next request reads the credentials again
                 is_last = attempt == limits.num_attempts or time.monotonic() > last_begin
-                if is_last or not _is_worth_retrying(exc):
-                    raise self._error_of(what, exc) from exc
+                is_repeated = limits.repeats_unavailable and _is_unavailable(exc)
+                if is_last or not (is_repeated or _is_worth_retrying(exc)):
+                    raise self._error_of(what, exc, attempt) from exc
             # Random, so that ranks whose requests failed together do not retry together.
             time.sleep(random.uniform(0, 0.2 * 2**attempt))
         raise AssertionError("unreachable")
 
-    def _error_of(self, what: str, exc: Exception) -> StoreError:
+    def _error_of(self, what: str, exc: Exception, num_attempts: int) -> StoreError:
         code = code_of(exc)
         if code in _MISSING:
             return MissingError(f"{what} in {self}: there is no such object")
         if code in _TAKEN:
             return TakenError(f"{what} in {self}: the key already exists")
         kind = AccessDeniedError if code in _DENIED else StoreError
-        return kind(f"{what} in {self}: {self._message_of(exc)}")
+        message = self._message_of(exc)
+        if self.limits.repeats_unavailable and _is_unavailable(exc):
+            message = message.replace(". The next request retries", "")
+            message += f", also in {num_attempts} attempts. Try again later"
+        return kind(f"{what} in {self}: {message}")
 
     def request(self, operation: str, *, Key: str, **arguments: Any) -> dict[str, Any]:
         """Send one request about an object, without additional retries."""
@@ -307,6 +330,13 @@ def _user_setting(core: botocore.session.Session, name: str) -> Any:
     if _RETRIES[name] in os.environ or name in core.get_scoped_config():
         return core.get_config_variable(name)
     return None
+
+
+def _is_unavailable(exc: Exception) -> bool:
+    # Not an EndpointConnectionError: usually the address of the endpoint is wrong.
+    return code_of(exc) in _UNAVAILABLE or isinstance(
+        exc, ConnectionClosedError | ConnectTimeoutError
+    )
 
 
 def _is_worth_retrying(exc: Exception) -> bool:
