@@ -3,7 +3,7 @@
 import { Buffer } from './job_data';
 import { finite, numberOrNull, object, text, textList } from './untrusted';
 
-/** The same limits as in storage/exhibits.py. */
+/** The same limits as in log/exhibits.py. */
 const MAX_BYTES = 1_000_000;
 const MAX_PIXELS = 16_000_000;
 const MAX_ROWS = 200;

@@ -9,13 +9,13 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.storage.exhibits import Content, Table
+from etrain_jupyter.log.exhibits import Content, Table
 from tests.browser.lab import Notebook
 from tests.browser.test_dashboard import shoot
 from tests.browser.test_training import cluster
 from tests.browser.view import View
+from tests.unit.log.pictures import png
 from tests.unit.notebook.dashboard.scripted_job import Script
-from tests.unit.storage.pictures import png
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 

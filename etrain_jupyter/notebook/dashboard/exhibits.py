@@ -13,8 +13,8 @@ from typing import Any
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log.events import ExhibitStored
+from etrain_jupyter.log.exhibits import NAME, Content, Table
 from etrain_jupyter.notebook.dashboard.snapshot import ExhibitSeries, to_json
-from etrain_jupyter.storage.exhibits import NAME, Content, Table
 from etrain_jupyter.untrusted import plain_text
 
 ReadExhibit = Callable[[str, int], Content]

@@ -13,9 +13,8 @@ from typing import Any
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.events import ExhibitFormat, ExhibitStored
-from etrain_jupyter.notebook.job.job_record import RunRecord
-from etrain_jupyter.storage.bucket_log.objects import RunObjects
-from etrain_jupyter.storage.exhibits import (
+from etrain_jupyter.log.exhibit_files import read_exhibit
+from etrain_jupyter.log.exhibits import (
     MAX_BYTES,
     Content,
     InvalidExhibitError,
@@ -23,8 +22,9 @@ from etrain_jupyter.storage.exhibits import (
     digest_of,
     exhibit_key,
     parse_exhibit,
-    read_exhibit,
 )
+from etrain_jupyter.notebook.job.job_record import RunRecord
+from etrain_jupyter.storage.bucket_log.objects import RunObjects
 
 
 @dataclass(frozen=True, kw_only=True)

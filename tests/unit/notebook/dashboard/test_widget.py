@@ -12,10 +12,10 @@ import pytest
 from nbclient import NotebookClient
 
 from etrain_jupyter.errors import RunStoreError
+from etrain_jupyter.log.exhibits import Content, Table
 from etrain_jupyter.notebook.dashboard import widget
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.dashboard.widget import MIME, Dashboard
-from etrain_jupyter.storage.exhibits import Content, Table
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 REPOSITORY = Path(__file__).parents[4]
