@@ -9,7 +9,16 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
-from etrain_jupyter.log.exhibits import MAX_BYTES, is_exhibit_key
+from etrain_jupyter.log.events import ExhibitStored
+from etrain_jupyter.log.exhibits import (
+    MAX_BYTES,
+    Content,
+    InvalidExhibitError,
+    exhibit_key,
+    is_as_logged,
+    is_exhibit_key,
+    parse_exhibit,
+)
 from etrain_jupyter.untrusted import read_regular
 
 
@@ -41,6 +50,21 @@ def read_exhibit(run_dir: Path, key: str) -> bytes:
             symbolic link.
     """
     return read_regular(_path_of(run_dir, key), most_bytes=MAX_BYTES)
+
+
+def load_stored(run_dir: Path, event: ExhibitStored) -> Content | None:
+    """Return the content of the exhibit that an event describes.
+
+    Returns:
+        The checked content. None if the file is missing or invalid, or differs from the event, for
+        example because the exhibit was removed or replaced after the event.
+    """
+    try:
+        key = exhibit_key(step=event.step, name=event.name, format=event.format)
+        data = read_exhibit(run_dir, key)
+        return parse_exhibit(event.format, data) if is_as_logged(data, event) else None
+    except (OSError, InvalidExhibitError):
+        return None
 
 
 def remove_exhibits(run_dir: Path, keys: Iterable[str]) -> None:

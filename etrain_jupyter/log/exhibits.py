@@ -20,7 +20,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from etrain_jupyter.log.events import ExhibitFormat
+from etrain_jupyter.log.events import ExhibitFormat, ExhibitStored
 
 FOLDER = "exhibits"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -100,6 +100,17 @@ def encode_table(table: Table) -> bytes:
 def digest_of(data: bytes) -> str:
     """Return the SHA-256 of an exhibit's bytes, hexadecimal."""
     return hashlib.sha256(data).hexdigest()
+
+
+def is_as_logged(data: bytes, event: ExhibitStored) -> bool:
+    """Return True if these are the bytes that an event of the log describes."""
+    return len(data) == event.size_bytes and digest_of(data) == event.digest
+
+
+def size_of_png(data: bytes) -> tuple[int, int]:
+    """Return the width and height in pixels of a PNG that ``parse_exhibit`` has checked."""
+    _, _, width, height = _PNG_HEADER.unpack_from(data, len(_PNG_SIGNATURE))
+    return width, height
 
 
 def _checked_png(data: bytes) -> bytes:
