@@ -223,6 +223,7 @@ def test_exhibits_of_a_real_job_are_displayed_and_again_after_reopening(
     expect(notebook.output(3).locator("img")).to_be_visible()
     panel.scroll_into_view_if_needed()
     shoot(page, "exhibits")
+    assert 'alt="classes at step 8"' in str(notebook.save()["cells"][1]["outputs"])
 
     notebook.restart_kernel()
     expect(notebook.job(1)).to_have_attribute("data-phase", "gone")

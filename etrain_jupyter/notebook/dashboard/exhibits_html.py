@@ -69,7 +69,7 @@ def _content(exhibit: SavedExhibit) -> str:
             encoded = base64.b64encode(data).decode()
             return f'<p><img alt="{alt}" src="data:image/png;base64,{encoded}"></p>'
         case str() as text:
-            return f"<pre>{escape(plain_text(text))}</pre>"
+            return f"<pre><code>{escape(plain_text(text))}</code></pre>"
         case Table() as table:
             heads = "".join(f"<th>{_escaped(name)}</th>" for name in table.columns)
             rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)

@@ -148,7 +148,7 @@ def _progress(snapshot: Snapshot) -> str:
 
 def _error(snapshot: Snapshot) -> str:
     error = snapshot.error
-    return f"<pre>{escape(error.traceback or error.error)}</pre>" if error else ""
+    return f"<pre><code>{escape(error.traceback or error.error)}</code></pre>" if error else ""
 
 
 def _worker_table(snapshot: Snapshot) -> str:

@@ -208,7 +208,7 @@ def test_html_has_the_newest_exhibits_and_older_ones_folded() -> None:
     pictures = re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,([^"]*)">', html)
     assert [alt for alt, _ in pictures] == ["curve at step 1,200", "curve at step 600"]
     assert base64.b64decode(pictures[1][1]) == png(shade=9)
-    assert "<pre>f1  0.5\n</pre>" in html
+    assert "<pre><code>f1  0.5\n</code></pre>" in html
     assert "<th>name</th><th>loss</th>" in html
     cells = re.findall(r"<td>([^<]*)</td>", html)
     assert cells == ["a", "0.1235", "", "3", "True", "nan"]

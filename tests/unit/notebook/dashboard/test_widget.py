@@ -322,7 +322,7 @@ def test_ended_job_is_displayed_with_its_exhibits(browser: FakeBrowser) -> None:
     assert bundle[MIME]["exhibits"] == [
         {"name": "report", "step": 20, "format": "text", "text": "report of 20"}
     ]
-    assert "<pre>report of 20</pre>" in bundle["text/html"]
+    assert "<pre><code>report of 20</code></pre>" in bundle["text/html"]
     assert "does not contain 1 of the 2 exhibits" in bundle["text/html"]
     dashboard.close()
 
