@@ -17,6 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 
 from etrain_jupyter import launch
 from etrain_jupyter.errors import ConfigError, EtrainError
+from etrain_jupyter.log.tensorboard import OPTIONS
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
     HelpRequested,
@@ -102,7 +103,7 @@ class EtrainMagics(Magics):
                 "the tensorboard extension does not define %tensorboard, so TensorBoard was not "
                 "started. Upgrade it: pip install --upgrade tensorboard"
             )
-        start(f"--logdir {shlex.quote(str(folder))}")
+        start(f"--logdir {shlex.quote(str(folder))} {OPTIONS}")
         return ""
 
     def _run_line(self, line: str) -> str:

@@ -12,6 +12,7 @@ load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the te
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -29,10 +30,17 @@ from etrain_jupyter.log.events import (
     EvalCompleted,
     EvalScored,
     Event,
+    ExhibitStored,
     JobRestored,
     JobStatusChanged,
     StepCompleted,
 )
+from etrain_jupyter.log.exhibit_files import load_stored
+from etrain_jupyter.log.exhibits import Content
+from etrain_jupyter.log.tensorboard_exhibits import note_of, summary_of
+
+ReadExhibit = Callable[[ExhibitStored], Content | None]
+"""Returns the checked content of an exhibit; None if it does not exist any more."""
 
 SUFFIX = ".etrain"
 """Suffix of the files that this package writes; other files in the folder are not touched."""
@@ -40,6 +48,10 @@ POLL_S = 1.0
 """Interval in seconds for reading new events."""
 LINGER_S = 2.0
 """Seconds to keep reading after the job has ended, for late messages from its workers."""
+MAX_EXHIBIT_BYTES = 200_000_000
+"""Maximum size of all exhibits in one event file: TensorBoard cannot remove the oldest ones."""
+OPTIONS = "--samples_per_plugin images=200,text=200"
+"""Options of TensorBoard: by default, it displays 10 steps of an image, chosen at random."""
 _READ_EVENTS = 5_000
 PHASES = ("data_s", "compute_s", "communication_s", "optimizer_s")
 
@@ -76,21 +88,27 @@ class TensorBoardFiles:
     """Write a job's events, in order, into a folder.
 
     Earlier files of this package in the folder are replaced.
+
+    Args:
+        folder: Folder for the event files.
+        read_exhibit: Reads the exhibits that events describe.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, read_exhibit: ReadExhibit) -> None:
         # Imported here because the package is optional.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder.mkdir(parents=True, exist_ok=True)
         _remove_old_files(folder)
         self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
+        self._read_exhibit = read_exhibit
+        self._exhibit_bytes = 0  # in this file
         self._step = 0  # the newest step in this file
         # A running TensorBoard must also drop the data from the previous writer.
         self._drop_from(0, time.time())
 
     def add(self, events: Iterable[Event]) -> None:
-        """Write the scalars of events."""
+        """Write the scalars and the exhibits of events."""
         for event in events:
             if isinstance(event, JobRestored):
                 self._drop_from(event.step + 1, event.time)
@@ -102,6 +120,8 @@ class TensorBoardFiles:
                 self._write(event)
             elif isinstance(event, EvalCompleted | EvalScored):
                 self._write(event)
+            elif isinstance(event, ExhibitStored):
+                self._write_exhibit(event)
 
     def flush(self) -> None:
         """Flush, so that readers see everything written so far."""
@@ -116,6 +136,22 @@ class TensorBoardFiles:
 
         values = [Summary.Value(tag=t, simple_value=v) for t, v in scalars_of(event).items()]
         self._add(event.step, event.time, summary=Summary(value=values))
+
+    def _write_exhibit(self, event: ExhibitStored) -> None:
+        if self._exhibit_bytes >= MAX_EXHIBIT_BYTES:
+            return
+        content = self._read_exhibit(event)
+        if content is None:
+            return
+        self._exhibit_bytes += event.size_bytes
+        self._add(event.step, event.time, summary=summary_of(event.name, content))
+        if self._exhibit_bytes >= MAX_EXHIBIT_BYTES:
+            note = (
+                f"The event files contain {self._exhibit_bytes:,} bytes of figures, texts and "
+                f"tables. Those after step {event.step:,} are left out. The dashboard and "
+                "job.exhibits() have them."
+            )
+            self._add(event.step, event.time, summary=note_of(note))
 
     def _drop_from(self, step: int, at: float) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -149,18 +185,28 @@ def _second_of(file: Path) -> int:
     return int(file.name.split(".")[3])
 
 
-def convert(log_path: Path, folder: Path) -> None:
-    """Write the event files of a log in its current state."""
-    files = TensorBoardFiles(folder)
+def convert(log_path: Path, folder: Path, read_exhibit: ReadExhibit | None = None) -> None:
+    """Write the event files of a log in its current state.
+
+    Args:
+        log_path: The log.
+        folder: Folder for the event files.
+        read_exhibit: Reads exhibits; by default from the folder of the log.
+    """
+    files = TensorBoardFiles(folder, read_exhibit or _exhibits_next_to(log_path))
     reader = LogReader(log_path)
     while news := reader.read(_READ_EVENTS):
         files.add(news)
     files.close()
 
 
+def _exhibits_next_to(log_path: Path) -> ReadExhibit:
+    return functools.partial(load_stored, log_path.parent)
+
+
 def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
     """Write a log's event files as it grows, until the job ends or ``is_wanted`` returns False."""
-    files = TensorBoardFiles(folder)
+    files = TensorBoardFiles(folder, _exhibits_next_to(log_path))
     reader = LogReader(log_path)
     ends_at = float("inf")
     while True:

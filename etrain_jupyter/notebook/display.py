@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from etrain_jupyter.config import template
 from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.log.exhibits import Content
 from etrain_jupyter.notebook.commands.other_jobs import find_other_jobs
 from etrain_jupyter.notebook.dashboard.browser import has_front_end
 from etrain_jupyter.notebook.dashboard.link import link
@@ -12,7 +13,6 @@ from etrain_jupyter.notebook.job.open_jobs import hold
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.screen import Screen
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.storage.exhibits import Content
 
 HISTORY_S = 2.0
 """Maximum time to wait for a job's history before drawing its dashboard, in seconds."""

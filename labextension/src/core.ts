@@ -132,7 +132,9 @@ class JobElement {
 
   refresh(): void {
     if (this.phase !== 'live') {
-      this.data.load(this.source.saved());
+      const saved = this.source.saved();
+      this.data.load(saved);
+      this.exhibits.load(saved);
       this.schedule();
     } else {
       this.savedAt = savedAt(this.source.saved());

@@ -1,13 +1,15 @@
 // Check and convert exhibits: figures, texts and tables of an evaluation. They are untrusted, like
 // snapshots. A picture is shown only through an <img> with a data: URL, which runs no script.
 import { Buffer } from './job_data';
-import { finite, numberOrNull, object, text, textList } from './untrusted';
+import { finite, list, numberOrNull, object, text, textList } from './untrusted';
 
-/** The same limits as in storage/exhibits.py. */
+/** The same limits as in log/exhibits.py. */
 const MAX_BYTES = 1_000_000;
 const MAX_PIXELS = 16_000_000;
 const MAX_ROWS = 200;
 const MAX_COLUMNS = 20;
+/** Maximum number of exhibits in a saved notebook, as in saved_exhibits.py. */
+const MAX_SAVED = 50;
 
 export type Cell = string | number | boolean | null;
 
@@ -56,6 +58,26 @@ export function asExhibit(value: unknown, buffers: readonly (Buffer | undefined)
     return { ...exhibit, table: asTable(raw.table) };
   }
   return { ...exhibit, error: 'This version cannot show this kind of exhibit.' };
+}
+
+/** Convert the exhibits that a notebook has saved. Invalid ones are left out. */
+export function savedExhibits(saved: unknown): IExhibit[] {
+  return list(object(saved).exhibits)
+    .slice(0, MAX_SAVED)
+    .map(raw => asExhibit(raw, [bytesOf(raw.data)]))
+    .filter(exhibit => exhibit.error === null);
+}
+
+/** Decode base64; undefined for anything else. */
+function bytesOf(data: unknown): Uint8Array | undefined {
+  if (typeof data !== 'string' || data.length > 2 * MAX_BYTES) {
+    return undefined;
+  }
+  try {
+    return Uint8Array.from(atob(data), letter => letter.charCodeAt(0));
+  } catch {
+    return undefined;
+  }
 }
 
 const SIGNATURE = [0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a];

@@ -1,7 +1,8 @@
 // The panel of exhibits: one figure, text or table of an evaluation, with a slider over steps. The
-// kernel sends the content of an exhibit when it is displayed for the first time.
+// kernel sends the content of an exhibit when it is displayed for the first time. Without a kernel,
+// the newest ones come from the saved notebook.
 import { make, reconcile, setText } from './dom';
-import { asExhibit, Cell, IExhibit, indexOfStep, ITable } from './exhibit_data';
+import { asExhibit, Cell, IExhibit, indexOfStep, ITable, savedExhibits } from './exhibit_data';
 import * as format from './format';
 import { Buffer } from './job_data';
 import { IExhibitSeries } from './snapshot';
@@ -51,7 +52,17 @@ export class Exhibits {
     this.element.hidden = true;
   }
 
-  /** Draw the exhibits of a job. Without a kernel, only contents that have arrived are shown. */
+  /** Load the exhibits that the notebook has saved. */
+  load(saved: unknown): void {
+    for (const exhibit of savedExhibits(saved)) {
+      this.keep(exhibit);
+    }
+  }
+
+  /**
+   * Draw the exhibits of a job. Without a kernel, only contents that have arrived, or that the
+   * notebook has saved, are shown.
+   */
   draw(series: readonly IExhibitSeries[], isLive: boolean): void {
     this.series = series.filter(one => one.steps.length > 0);
     this.isLive = isLive;
@@ -81,11 +92,7 @@ export class Exhibits {
     if (exhibit.error !== null) {
       this.failedAt = Date.now();
     }
-    this.kept.delete(key);
-    this.kept.set(key, exhibit);
-    while (this.kept.size > MAX_KEPT) {
-      this.kept.delete(this.kept.keys().next().value ?? '');
-    }
+    this.keep(exhibit);
     if (!this.element.hidden) {
       this.show();
     }
@@ -95,6 +102,15 @@ export class Exhibits {
   forget(): void {
     this.kept.clear();
     this.requested = this.drawn = '';
+  }
+
+  private keep(exhibit: IExhibit): void {
+    const key = keyOf(exhibit.name, exhibit.step);
+    this.kept.delete(key);
+    this.kept.set(key, exhibit);
+    while (this.kept.size > MAX_KEPT) {
+      this.kept.delete(this.kept.keys().next().value ?? '');
+    }
   }
 
   private get selected(): IExhibitSeries {
@@ -127,11 +143,11 @@ export class Exhibits {
       this.request(key, name, step);
     }
     this.box.classList.toggle('etrain-stale', this.drawn !== key);
-    this.box.hidden = this.drawn === '' && !this.isLive;
+    this.box.hidden = !exhibit && !this.isLive;
     this.note.hidden = exhibit !== undefined || this.isLive;
     setText(
       this.note,
-      'The notebook does not contain exhibits. To load them, attach to the job with %etrain attach.'
+      'The notebook does not contain this exhibit. To load it, attach to the job with %etrain attach.'
     );
   }
 

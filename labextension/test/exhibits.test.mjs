@@ -3,7 +3,7 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { load } from './helpers.mjs';
 
-const { asExhibit, indexOfStep, pictureUrl } = await load('exhibit_data');
+const { asExhibit, indexOfStep, pictureUrl, savedExhibits } = await load('exhibit_data');
 const { asSnapshot } = await load('protocol');
 
 /** The first bytes of a PNG, which are all that is checked. */
@@ -69,6 +69,29 @@ test('an error and an unknown format are errors', () => {
   assert.equal(unknown.text, null);
   for (const garbage of [null, 7, [], 'text']) {
     assert.match(asExhibit(garbage, []).error, /cannot show/);
+  }
+});
+
+test('a saved notebook has exhibits, and invalid ones are left out', () => {
+  const bytes = pngHeader(20, 10);
+  const data = Buffer.from(bytes).toString('base64');
+  const svg = Buffer.from('<svg onload="x()"/>').toString('base64');
+  const exhibits = [
+    { ...head, format: 'png', data },
+    { ...head, name: 'report', format: 'text', text: 'fine' },
+    { ...head, format: 'png', data: svg },
+    { ...head, format: 'png', data: '%' },
+    { ...head, format: 'png', data: 7 },
+    null
+  ];
+  const [curve, report, ...others] = savedExhibits({ exhibits });
+  assert.equal(curve.picture, `data:image/png;base64,${data}`);
+  assert.deepEqual([report.name, report.step, report.text], ['report', 20, 'fine']);
+  assert.deepEqual(others, []);
+  const text = { ...head, format: 'text', text: '' };
+  assert.equal(savedExhibits({ exhibits: Array(99).fill(text) }).length, 50);
+  for (const garbage of [null, 7, [], {}, { exhibits: 'no' }]) {
+    assert.deepEqual(savedExhibits(garbage), []);
   }
 });
 

@@ -9,13 +9,14 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.storage.exhibits import Content, Table
+from etrain_jupyter.log.exhibits import Content, Table
+from etrain_jupyter.notebook.dashboard.saved_exhibits import SavedExhibit
 from tests.browser.lab import Notebook
 from tests.browser.test_dashboard import shoot
 from tests.browser.test_training import cluster
 from tests.browser.view import View
+from tests.unit.log.pictures import png
 from tests.unit.notebook.dashboard.scripted_job import Script
-from tests.unit.storage.pictures import png
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -153,14 +154,25 @@ def test_error_is_shown_in_place_of_the_content(view: View, script: Script) -> N
     expect(view.root.locator(".etrain-exhibit")).to_have_text("report of step 20 does not exist")
 
 
-def test_saved_notebook_without_a_kernel_says_how_to_load_the_exhibits(page: Page) -> None:
-    snapshot = {"job_id": "digits-1", "status": "finished", "step": 20}
-    exhibits = [{"name": "report", "steps": [10, 20]}]
-    view = View(page, {"snapshot": {**snapshot, "exhibits": exhibits}})
+def test_saved_notebook_without_a_kernel_has_the_newest_exhibits(page: Page) -> None:
+    snapshot = {"job_id": "digits-1", "status": "finished", "step": 30}
+    series = [{"name": "curve", "steps": [10, 20, 30]}]
+    saved = [
+        SavedExhibit(name="curve", step=step, content=png(width, 40)).to_json()
+        for step, width in ((30, 60), (20, 50))
+    ]
+    view = View(page, {"snapshot": {**snapshot, "exhibits": series}, "exhibits": saved})
 
     panel = view.root.locator(".etrain-exhibits")
-    expect(panel.locator("output")).to_have_text("step 20 (2 of 2)")
+    expect(panel.locator("output")).to_have_text("step 30 (3 of 3)")
+    expect(panel.get_by_role("img", name="curve at step 30")).to_be_visible()
+    slide(view, 1)
+    picture = panel.get_by_role("img", name="curve at step 20")
+    assert picture.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [50, 40]
+    expect(panel.locator(".etrain-more")).to_be_hidden()
+    slide(view, 0)
     expect(panel.locator(".etrain-more")).to_contain_text("%etrain attach", timeout=10_000)
+    expect(panel.locator(".etrain-exhibit")).to_be_hidden()
     assert requested(view) == []
 
 
@@ -211,6 +223,7 @@ def test_exhibits_of_a_real_job_are_displayed_and_again_after_reopening(
     expect(notebook.output(3).locator("img")).to_be_visible()
     panel.scroll_into_view_if_needed()
     shoot(page, "exhibits")
+    assert 'alt="classes at step 8"' in str(notebook.save()["cells"][1]["outputs"])
 
     notebook.restart_kernel()
     expect(notebook.job(1)).to_have_attribute("data-phase", "gone")

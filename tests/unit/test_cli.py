@@ -6,7 +6,9 @@ import pytest
 
 from etrain_jupyter.cli import main
 from etrain_jupyter.log.event_log import EventLog
-from etrain_jupyter.log.events import JobStatusChanged, JobSubmitted, StepCompleted
+from etrain_jupyter.log.events import ExhibitStored, JobStatusChanged, JobSubmitted, StepCompleted
+from etrain_jupyter.log.exhibit_files import write_exhibit
+from etrain_jupyter.log.exhibits import digest_of
 from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
 from etrain_jupyter.notebook.job.run_store import RunStore
 
@@ -18,7 +20,7 @@ def _no_jobs_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> str:
-    """Create a run store with one finished job, ``digits-1``."""
+    """Create a run store with one finished job, ``digits-1``, which has an exhibit."""
     record = RunStore(tmp_path).create({"name": "digits", "created": 1.0}, job_id="digits-1")
     log = EventLog(record.log_path, fsync_every_s=None)
     common = {"job_id": "digits-1", "time": 1.0}
@@ -37,10 +39,19 @@ def runs(tmp_path: Path) -> str:
                 world_size=2,
                 samples_per_s=10.0,
             ),
+            ExhibitStored(
+                **common,  # type: ignore[arg-type]
+                step=1,
+                name="report",
+                format="text",
+                size_bytes=4,
+                digest=digest_of(b"fine"),
+            ),
             JobStatusChanged(**common, status="finished"),  # type: ignore[arg-type]
         ]
     )
     log.close()
+    write_exhibit(record.folder, "exhibits/step_00000001/report.txt", b"fine")
     return str(tmp_path)
 
 
@@ -63,7 +74,8 @@ def test_tensorboard_writes_files_for_a_finished_job_and_prints_the_command(
     said = capsys.readouterr().out
     assert f"In a terminal: tensorboard --logdir {folder}" in said
     assert "The files show the job up to now" in said
-    assert len(list(folder.iterdir())) == 1
+    [file] = folder.iterdir()
+    assert b"texts/report" in file.read_bytes()
 
 
 def test_runs_option_is_accepted_after_the_subcommand(

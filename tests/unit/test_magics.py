@@ -894,8 +894,9 @@ def test_tensorboard_opens_under_the_cell(
     _, said = run("%etrain tensorboard")
 
     assert called[1:] == [("load_ext", "tensorboard")]
-    assert opened == [f"--logdir {folder}"]
-    assert f"tensorboard --logdir {folder}" in said
+    line = f"--logdir {folder} --samples_per_plugin images=200,text=200"
+    assert opened == [line]
+    assert f"tensorboard {line}" in said
 
 
 def test_expressions_in_a_tensorboard_folder_are_not_evaluated(

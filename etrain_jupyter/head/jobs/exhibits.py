@@ -7,18 +7,17 @@ import time
 
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log import events
-from etrain_jupyter.log.job_record import JobRecord
-from etrain_jupyter.rules.policy.exhibit_retention import choose_removed
-from etrain_jupyter.storage.exhibits import (
+from etrain_jupyter.log.exhibit_files import remove_exhibits, write_exhibit
+from etrain_jupyter.log.exhibits import (
     MAX_EVALUATION_BYTES,
     MAX_PER_EVALUATION,
     InvalidExhibitError,
     digest_of,
     exhibit_key,
     parse_exhibit,
-    remove_exhibits,
-    write_exhibit,
 )
+from etrain_jupyter.log.job_record import JobRecord
+from etrain_jupyter.rules.policy.exhibit_retention import choose_removed
 from etrain_jupyter.wire import messages as m
 
 

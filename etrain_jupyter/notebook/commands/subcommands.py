@@ -20,9 +20,16 @@ from pydantic import ValidationError
 
 from etrain_jupyter.config import template as make_template
 from etrain_jupyter.config.schema import LogConfig
-from etrain_jupyter.errors import ConfigError, EtrainError, NotSupportedYetError, PoolError
-from etrain_jupyter.log.events import TERMINAL_STATUSES
-from etrain_jupyter.log.tensorboard import convert, require_tensorboard
+from etrain_jupyter.errors import (
+    ConfigError,
+    EtrainError,
+    NotSupportedYetError,
+    PoolError,
+    RunStoreError,
+)
+from etrain_jupyter.log.events import TERMINAL_STATUSES, ExhibitStored
+from etrain_jupyter.log.exhibits import Content
+from etrain_jupyter.log.tensorboard import OPTIONS, ReadExhibit, convert, require_tensorboard
 from etrain_jupyter.notebook.commands.arguments import (
     TRAINER_FAULTS,
     HelpRequested,
@@ -601,7 +608,8 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
         tensorboard digits
     """
     require_tensorboard()
-    record = surface.find(job).record
+    found = surface.find(job)
+    record = found.record
     try:
         log = LogConfig.model_validate(record.config.get("log") or {})
     # The record of a job may be older or newer than this version, or written by another user.
@@ -619,11 +627,25 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
         # Another user may own the run folder, where a link could point to this user's files.
         if folder.is_symlink():
             raise EtrainError(f"{folder} is a link, which is not followed. Nothing was written.")
-        convert(record.log_path, folder)
-    command = f"tensorboard --logdir {shlex.quote(str(folder))}"
+        convert(record.log_path, folder, _exhibit_reader(found))
+    command = f"tensorboard --logdir {shlex.quote(str(folder))} {OPTIONS}"
     note = "" if log.tensorboard else " The files show the job up to now."
     shown = surface.open_tensorboard(folder)
     return f"{shown}In a terminal: {command}{note}"
+
+
+def _exhibit_reader(job: TrainingJob) -> ReadExhibit:
+    # Only exhibits that still exist: a job in a bucket has a request for each.
+    kept = {(one.step, one.name, one.time): one for one in job.exhibits()}
+
+    def read(event: ExhibitStored) -> Content | None:
+        exhibit = kept.get((event.step, event.name, event.time))
+        try:
+            return exhibit.read() if exhibit else None
+        except RunStoreError:  # the other values are still worth displaying
+            return None
+
+    return read
 
 
 def template(surface: Surface) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log.events import ExhibitStored
+from etrain_jupyter.log.exhibits import NAME, Content, Table
 from etrain_jupyter.notebook.dashboard.snapshot import ExhibitSeries, to_json
-from etrain_jupyter.storage.exhibits import NAME, Content, Table
 from etrain_jupyter.untrusted import plain_text
 
 ReadExhibit = Callable[[str, int], Content]
@@ -62,15 +62,21 @@ def answer(
         found = read(name, step)
     except (EtrainError, OSError) as exc:
         return message | {"error": plain_text(str(exc))}, []
-    match found:
+    description, buffers = describe_content(found)
+    return message | description, buffers
+
+
+def describe_content(content: Content) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the format and the text or table of an exhibit as JSON, and a PNG as a buffer."""
+    match content:
         case bytes():
-            return message | {"format": "png"}, [found]
+            return {"format": "png"}, [content]
         case str():
-            return message | {"format": "text", "text": plain_text(found)}, []
+            return {"format": "text", "text": plain_text(content)}, []
         case Table():
-            rows = [[_cell(value) for value in row] for row in found.rows]
-            table = {"columns": [plain_text(name) for name in found.columns], "rows": rows}
-            return message | {"format": "table", "table": table}, []
+            rows = [[_cell(value) for value in row] for row in content.rows]
+            table = {"columns": [plain_text(name) for name in content.columns], "rows": rows}
+            return {"format": "table", "table": table}, []
 
 
 def _cell(value: Any) -> Any:

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from etrain_jupyter.notebook.dashboard.event_text import dollars, number, seconds
+from etrain_jupyter.notebook.dashboard.exhibits_html import render_exhibits
 from etrain_jupyter.notebook.dashboard.freshness import trouble_of
+from etrain_jupyter.notebook.dashboard.saved_exhibits import SavedExhibits
 from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats, thin
 from etrain_jupyter.notebook.dashboard.snapshot import (
     CostSummary,
@@ -57,7 +59,7 @@ def render_text(snapshot: Snapshot) -> str:
     return plain_line(f"<etrain job {snapshot.name!r}: {', '.join(facts)}>", max_length=4000)
 
 
-def render_html(snapshot: Snapshot, curves: Curves) -> str:
+def render_html(snapshot: Snapshot, curves: Curves, exhibits: SavedExhibits | None = None) -> str:
     """Return the job as HTML that a sanitizer does not change."""
     parts = [
         f"<p><b>{escape(str(snapshot.name))}</b> {escape(_headline(snapshot))}</p>",
@@ -65,6 +67,7 @@ def render_html(snapshot: Snapshot, curves: Curves) -> str:
         _warning(snapshot),
         _chart_image(snapshot, curves),
         _error(snapshot),
+        render_exhibits(exhibits or SavedExhibits(), snapshot.job_id),
         _worker_table(snapshot),
         _event_list(snapshot),
     ]
@@ -145,7 +148,7 @@ def _progress(snapshot: Snapshot) -> str:
 
 def _error(snapshot: Snapshot) -> str:
     error = snapshot.error
-    return f"<pre>{escape(error.traceback or error.error)}</pre>" if error else ""
+    return f"<pre><code>{escape(error.traceback or error.error)}</code></pre>" if error else ""
 
 
 def _worker_table(snapshot: Snapshot) -> str:

@@ -100,7 +100,8 @@ class JobView:
         self._dumps = StackDumps()
         self._pace = StepRate()
         self._freshness = Freshness()
-        self._exhibits: dict[int, dict[str, ExhibitStored]] = {}
+        self.exhibits: dict[int, dict[str, ExhibitStored]] = {}
+        """The exhibits by step and then by name; only to be read."""
         self._has_new_exhibits = False  # since the last snapshot
 
     @property
@@ -130,7 +131,7 @@ class JobView:
         """Return the current state."""
         facts = self._facts
         if self._has_new_exhibits:
-            facts.exhibits, self._has_new_exhibits = series_of(self._exhibits), False
+            facts.exhibits, self._has_new_exhibits = series_of(self.exhibits), False
         ended_at = facts.updated_at if facts.ended_at is None else facts.ended_at
         return Snapshot(
             **{name: getattr(facts, name) for name in field_names(JobFacts)},
@@ -341,7 +342,7 @@ class JobView:
 
     @_fold.register
     def _fold_exhibit(self, event: ExhibitStored | ExhibitsRemoved) -> None:
-        apply_exhibit(self._exhibits, event)
+        apply_exhibit(self.exhibits, event)
         self._has_new_exhibits = True
 
     @_fold.register

@@ -11,13 +11,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from etrain_jupyter.log.events import Event
+from etrain_jupyter.log.events import Event, ExhibitStored
 from etrain_jupyter.notebook.dashboard import browser, exhibits
 from etrain_jupyter.notebook.dashboard.feed import Curves, ViewFeed, thin_all
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.row import row_of
+from etrain_jupyter.notebook.dashboard.saved_exhibits import (
+    MAX_BYTES,
+    MAX_BYTES_RUNNING,
+    ExhibitCache,
+    SavedExhibits,
+    choose_saved,
+)
 from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats
 from etrain_jupyter.notebook.dashboard.snapshot import Snapshot
 from etrain_jupyter.notebook.dashboard.undone import UNDONE
@@ -31,6 +38,8 @@ SAVE_SELDOM_S = 60.0
 """The interval if only an anywidget draws the job, because each update remounts its view."""
 LINGER_S = 1.0
 """Seconds after the end of a job during which late events are still shown."""
+EXHIBITS_S = 2.0
+"""Maximum time in seconds to wait for a job's exhibits before its dashboard is displayed."""
 MAX_SAVED_POINTS = 2000
 """Maximum points of all curves together in a saved notebook: about 40 kB."""
 MAX_SAVED_CURVES = 20
@@ -66,6 +75,7 @@ class Dashboard:
         self._job_id = job_id
         self._on_request = on_request
         self._read_exhibit = read_exhibit
+        self._exhibits = ExhibitCache(read_exhibit)
         self._display_id = f"etrain-{uuid.uuid4().hex}"
         # Three locks, taken in this order. Messages of the feeds are sent without _changed:
         #
@@ -111,6 +121,7 @@ class Dashboard:
             print(self.text())
             return
         self.follow()
+        self._read_exhibits()
         with self._changed:
             # A job that has ended needs no live view: its saved output shows everything.
             if self._widget is None and not self._view.is_terminal:
@@ -161,20 +172,29 @@ class Dashboard:
 
     def bundle(self) -> dict[str, Any]:
         """Return the representations of the job, for any front end, by MIME type."""
-        snapshot, curves = self._snapshot_and_curves()
+        snapshot, curves, exhibits = self._saved_state()
         bundle = {
             "text/plain": render_text(snapshot),
-            "text/html": render_html(snapshot, curves),
-            MIME: _saved(snapshot, curves),
+            "text/html": render_html(snapshot, curves, exhibits),
+            MIME: _saved(snapshot, curves, exhibits),
         }
         widget = self._widget
         return bundle | (widget.mime() if widget else {})
 
-    def _snapshot_and_curves(self) -> tuple[Snapshot, Curves]:
+    def _saved_state(self) -> tuple[Snapshot, Curves, SavedExhibits]:
         with self._changed:
+            snapshot, chosen = self._view.snapshot(), self._chosen_exhibits()
+            num_exhibits = sum(map(len, self._view.exhibits.values()))
             # Copy the arrays, because the next event may change them once the lock is released.
             curves = self._view.curves.to_dict().items()
-            return self._view.snapshot(), {name: (x.copy(), y.copy()) for name, (x, y) in curves}
+            copied = {name: (x.copy(), y.copy()) for name, (x, y) in curves}
+        exhibits = SavedExhibits(exhibits=self._exhibits.select(chosen), total=num_exhibits)
+        return snapshot, copied, exhibits
+
+    def _chosen_exhibits(self) -> list[ExhibitStored]:
+        with self._changed:
+            max_bytes = MAX_BYTES if self._view.is_terminal else MAX_BYTES_RUNNING
+            return choose_saved(self._view.exhibits, max_bytes=max_bytes)
 
     def _repr_mimebundle_(self, **_kwargs: Any) -> dict[str, Any]:
         return self.bundle()
@@ -183,7 +203,8 @@ class Dashboard:
     #
     #   add_events     fold, notify ----------------------------------> returns at once
     #   etrain-dashboard-JOB         wait, flush, sleep 50 ms, wait ... until the job has ended
-    #   etrain-dashboard-save-JOB    bundle, publish (every 5 or 60 s, one at a time)
+    #   etrain-dashboard-save-JOB    read exhibits, bundle, publish (every 5 or 60 s, one at a time)
+    #   etrain-dashboard-read-JOB    read the exhibits for the first display
     #   kernel (comm)                hello, detail, exhibit, request -> outbox -> _send_out
 
     def _start_thread(self) -> None:
@@ -231,7 +252,7 @@ class Dashboard:
         is_only_widget = self._widget_feed.is_open and not self._link_feed.is_open
         return SAVE_SELDOM_S if is_only_widget else SAVE_EVERY_S
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _guarded(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception:  # a broken view must not stop the updates of the others
@@ -258,12 +279,39 @@ class Dashboard:
             if self._is_closed or (self._saver is not None and self._saver.is_alive()):
                 return
             name = f"etrain-dashboard-save-{self._job_id}"
-            self._saver = threading.Thread(
-                target=self._guarded, args=(self._save,), name=name, daemon=True
-            )
+            self._saver = threading.Thread(target=self._save_running, name=name, daemon=True)
             self._saver.start()
 
+    def _save_running(self) -> None:
+        if not self._is_shown:
+            return
+        # Read first, because each update of the output may remount a widget.
+        self._guarded(lambda: self._exhibits.load(self._chosen_exhibits()))
+        self._guarded(self._update_output)
+
     def _save(self) -> None:
+        self._update_output()
+        # Afterwards, because reading exhibits from a bucket may take seconds.
+        if self._is_shown:
+            self._save_exhibits()
+
+    def _save_exhibits(self) -> None:
+        if self._exhibits.load(self._chosen_exhibits()):
+            self._update_output()
+
+    def _read_exhibits(self) -> None:
+        """Read the exhibits. If that takes long, return, and update the output later."""
+        if not self._exhibits.is_complete(self._chosen_exhibits()):
+            thread = threading.Thread(
+                target=self._guarded,
+                args=(self._save_exhibits,),
+                name=f"etrain-dashboard-read-{self._job_id}",
+                daemon=True,
+            )
+            thread.start()
+            thread.join(EXHIBITS_S)
+
+    def _update_output(self) -> None:
         with self._saving:
             with self._changed:
                 # A job that is only listed in the side panel has no display to update.
@@ -285,9 +333,7 @@ class Dashboard:
 
     def _open_widget(self) -> browser.WidgetChannel | None:
         try:
-            return browser.WidgetChannel(
-                _saved(*self._snapshot_and_curves()), self._receive_from_widget
-            )
+            return browser.WidgetChannel(_saved(*self._saved_state()), self._receive_from_widget)
         except (OSError, ImportError):
             return None  # not built or not installed: front ends show the HTML instead
 
@@ -354,8 +400,8 @@ def _written(numbers: Floats | SmallFloats, digits: str) -> str:
     return " ".join(map(digits.format, numbers.tolist()))
 
 
-def _saved(snapshot: Snapshot, curves: Curves) -> dict[str, Any]:
-    """Return the snapshot with thinned curves, as a notebook saves it."""
+def _saved(snapshot: Snapshot, curves: Curves, exhibits: SavedExhibits) -> dict[str, Any]:
+    """Return the snapshot with thinned curves and the newest exhibits, as a notebook saves it."""
     drawn = (item for item in curves.items() if item[0] != "lr" and not item[0].startswith(UNDONE))
     kept = list(itertools.islice(drawn, MAX_SAVED_CURVES))
     # Points per curve: at most a fifth of the total, even if there are fewer than five curves.
@@ -363,6 +409,7 @@ def _saved(snapshot: Snapshot, curves: Curves) -> dict[str, Any]:
     return {
         "version": 1,
         "snapshot": replace(snapshot, events=snapshot.events[-MAX_SAVED_EVENTS:]).to_json(),
+        "exhibits": [one.to_json() for one in exhibits.exhibits],
         "series": {
             name: {"x": _written(x, "{:.9g}"), "y": _written(y, "{:.5g}")}
             for name, (x, y) in thin_all(dict(kept), share).items()

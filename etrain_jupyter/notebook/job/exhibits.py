@@ -13,18 +13,18 @@ from typing import Any
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.events import ExhibitFormat, ExhibitStored
-from etrain_jupyter.notebook.job.job_record import RunRecord
-from etrain_jupyter.storage.bucket_log.objects import RunObjects
-from etrain_jupyter.storage.exhibits import (
+from etrain_jupyter.log.exhibit_files import read_exhibit
+from etrain_jupyter.log.exhibits import (
     MAX_BYTES,
     Content,
     InvalidExhibitError,
     Table,
-    digest_of,
     exhibit_key,
+    is_as_logged,
     parse_exhibit,
-    read_exhibit,
 )
+from etrain_jupyter.notebook.job.job_record import RunRecord
+from etrain_jupyter.storage.bucket_log.objects import RunObjects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +89,12 @@ def _read(record: RunRecord, event: ExhibitStored, key: str) -> Content:
     what = f"{key} of job {record.job_id}"
     data = _read_here(record, key)
     # This machine's copy of a job in a bucket may be missing or outdated.
-    if record.place and (data is None or not _is_as_logged(data, event)):
+    if record.place and (data is None or not is_as_logged(data, event)):
         data = RunObjects(record.place).get(key, most_bytes=MAX_BYTES + 1)
     if data is None:
         later = " It may not be uploaded yet: try again in a few seconds." if record.place else ""
         raise RunStoreError(f"{what} does not exist in {record.where}.{later}")
-    if not _is_as_logged(data, event):
+    if not is_as_logged(data, event):
         raise RunStoreError(
             f"{what} differs from the log: it has {len(data):,} bytes, and {event.size_bytes:,} "
             "bytes with another SHA-256 were stored. It is not displayed, because it was truncated "
@@ -115,7 +115,3 @@ def _read_here(record: RunRecord, key: str) -> bytes | None:
         raise RunStoreError(
             f"{key} of job {record.job_id} cannot be read: {exc.strerror or exc} ({record.folder})"
         ) from exc
-
-
-def _is_as_logged(data: bytes, event: ExhibitStored) -> bool:
-    return len(data) == event.size_bytes and digest_of(data) == event.digest

@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.log.events import ExhibitsRemoved, ExhibitStored, event_from_dict
+from etrain_jupyter.log.exhibit_files import read_exhibit
+from etrain_jupyter.log.exhibits import InvalidExhibitError, exhibit_key, is_exhibit_key
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
-from etrain_jupyter.storage.exhibits import (
-    InvalidExhibitError,
-    exhibit_key,
-    is_exhibit_key,
-    read_exhibit,
-)
 
 _EVENTS = tuple(f'{{"event":"{kind}"'.encode() for kind in ("ExhibitStored", "ExhibitsRemoved"))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrain_jupyter.log.events import ExhibitFormat
-from etrain_jupyter.storage.exhibits import (
+from etrain_jupyter.log.exhibits import (
     MAX_EVALUATION_BYTES,
     MAX_PER_EVALUATION,
     Cell,

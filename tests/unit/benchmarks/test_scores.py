@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import scores
-from etrain_jupyter.storage.exhibits import parse_exhibit
+from etrain_jupyter.log.exhibits import parse_exhibit
 
 
 def test_gap_and_slowest_step_are_in_ordinary_steps() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,13 +23,19 @@ from etrain_jupyter.log.events import (
     EvalCompleted,
     EvalScored,
     Event,
+    ExhibitStored,
     JobRestored,
     JobStatusChanged,
     StepCompleted,
 )
+from etrain_jupyter.log.exhibit_files import write_exhibit
+from etrain_jupyter.log.exhibits import Table, digest_of, encode_table, exhibit_key
 from etrain_jupyter.log.tensorboard import convert, follow, follow_elsewhere
+from etrain_jupyter.log.tensorboard_exhibits import code_block, markdown_table
+from tests.unit.log.pictures import png
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+plugins = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
 
 
 def step(number: int, loss: float = 0.5, **changes: Any) -> StepCompleted:
@@ -54,6 +62,26 @@ def status(name: str) -> JobStatusChanged:
     return JobStatusChanged(job_id="job", time=300.0, status=name)
 
 
+def exhibit(path: Path, number: int, name: str, format: Any, data: bytes) -> ExhibitStored:
+    """Write an exhibit next to the log ``path``, and return its event."""
+    write_exhibit(path.parent, exhibit_key(step=number, name=name, format=format), data)
+    return ExhibitStored(
+        **{"job_id": "job", "time": 100.5 + number, "step": number, "name": name},
+        **{"format": format, "size_bytes": len(data), "digest": digest_of(data)},
+    )
+
+
+def tensors(folder: Path, tag: str) -> list[tuple[int, list[bytes]]]:
+    """Read a tag as the server of TensorBoard does, which converts images to tensors."""
+    guidance = {"images": 0, "text": 0}
+    reader = plugins.EventAccumulator(str(folder), tensor_size_guidance=guidance).Reload()
+    return [(one.step, list(one.tensor_proto.string_val)) for one in reader.Tensors(tag)]
+
+
+def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
+    return [(number, value.decode()) for number, [value] in tensors(folder, tag)]
+
+
 def write(path: Path, *events: Event) -> None:
     log = EventLog(path, fsync_every_s=None)
     log.append(events)
@@ -61,7 +89,9 @@ def write(path: Path, *events: Event) -> None:
 
 
 def reader_of(folder: Path) -> Any:
-    return accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    return accumulator.EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}
+    )
 
 
 def points(folder: Path, tag: str = "train/loss") -> list[tuple[int, float]]:
@@ -131,6 +161,85 @@ def test_step_committed_again_replaces_all_later_steps(path: Path, folder: Path)
     convert(path, folder)
 
     assert points(folder) == [(1, 0.5), (2, 0.25)]
+
+
+def test_exhibits_are_written_as_images_and_markdown(path: Path, folder: Path) -> None:
+    rows = encode_table(Table(("name", "loss"), (("a", 0.5), ("b", None))))
+    write(
+        path,
+        *(step(n) for n in range(1, 5)),
+        exhibit(path, 2, "curve", "png", png(60, 40, shade=1)),
+        exhibit(path, 4, "curve", "png", png(60, 40, shade=2)),
+        exhibit(path, 4, "report", "text", b"f1  0.5\n  * b\n"),
+        exhibit(path, 4, "worst", "table", rows),
+    )
+
+    convert(path, folder)
+
+    assert tensors(folder, "figures/curve") == [
+        (2, [b"60", b"40", png(60, 40, shade=1)]),
+        (4, [b"60", b"40", png(60, 40, shade=2)]),
+    ]
+    assert texts(folder, "texts/report") == [(4, "    f1  0.5\n      * b\n    ")]
+    table = "| name | loss |\n| --- | --- |\n| a | 0.5 |\n| b |  |"
+    assert texts(folder, "tables/worst") == [(4, table)]
+    reader = plugins.EventAccumulator(str(folder)).Reload()
+    assert reader.SummaryMetadata("figures/curve").plugin_data.plugin_name == "images"
+    assert reader.SummaryMetadata("texts/report").plugin_data.plugin_name == "text"
+    assert reader.SummaryMetadata("tables/worst").plugin_data.plugin_name == "text"
+    assert reader.Tensors("tables/worst")[0].wall_time == 104.5
+
+
+def test_markdown_displays_texts_and_cells_as_they_are() -> None:
+    plugin_util = pytest.importorskip("tensorboard.plugin_util")
+    hostile = "<img src=x onerror=alert(1)> a|b *c* `d` [e](f) \\ &amp; \x1b[2J\nnext"
+
+    table = plugin_util.markdown_to_safe_html(markdown_table(Table((hostile,), ((hostile,),))))
+    block = plugin_util.markdown_to_safe_html(code_block("  x <b>\n\n```\n  | *y*"))
+
+    shown = html.unescape(re.sub(r"<[^>]*>", "", table)).split("\n")
+    literal = hostile.replace("\x1b", "\\x1b").replace("\n", "\\n")
+    assert [line for line in shown if line] == [literal, literal]
+    assert "<img" not in table
+    assert html.unescape(block) == "<pre><code>  x <b>\n\n```\n  | *y*\n</code></pre>"
+
+
+def test_undone_removed_and_replaced_exhibits_are_not_written(path: Path, folder: Path) -> None:
+    undone = exhibit(path, 4, "report", "text", b"undone")
+    removed = exhibit(path, 2, "report", "text", b"removed")
+    (path.parent / "exhibits/step_00000002/report.txt").unlink()
+    repeated = exhibit(path, 4, "report", "text", b"repeated")
+    steps = [step(n) for n in range(1, 5)]
+    write(path, *steps, removed, undone, restored(2), *steps[2:], repeated)
+
+    convert(path, folder)
+
+    assert texts(folder, "texts/report") == [(4, "    repeated")]
+
+
+def test_exhibits_of_steps_undone_by_a_restore_are_removed(path: Path, folder: Path) -> None:
+    reports = [exhibit(path, n, "report", "text", b"fine") for n in (2, 4)]
+    write(path, *(step(n) for n in range(1, 5)), *reports, restored(2))
+
+    convert(path, folder)
+
+    assert texts(folder, "texts/report") == [(2, "    fine")]
+
+
+def test_event_files_have_a_limit_for_exhibits_and_say_what_is_left_out(
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorboard, "MAX_EXHIBIT_BYTES", 10)
+    reports = [exhibit(path, n, "report", "text", b"1234567") for n in range(1, 5)]
+    write(path, *reports)
+
+    convert(path, folder)
+
+    assert [number for number, _ in texts(folder, "texts/report")] == [1, 2]
+    [(number, note)] = texts(folder, "texts/etrain-note")
+    assert number == 2
+    assert note.startswith("The event files contain 14 bytes")
+    assert "after step 2 are left out" in note
 
 
 def test_files_of_other_writers_are_kept(path: Path, folder: Path) -> None:

@@ -17,7 +17,7 @@ from etrain_jupyter.rules.membership.membership import Finishing
 from etrain_jupyter.rules.policy.exhibit_retention import choose_removed
 from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import PLAN, Rig
-from tests.unit.storage.pictures import png
+from tests.unit.log.pictures import png
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 from nbclient import NotebookClient
 
 from etrain_jupyter.errors import RunStoreError
+from etrain_jupyter.log import events as t
+from etrain_jupyter.log.exhibits import Content, Table
 from etrain_jupyter.notebook.dashboard import widget
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.dashboard.widget import MIME, Dashboard
-from etrain_jupyter.storage.exhibits import Content, Table
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 REPOSITORY = Path(__file__).parents[4]
@@ -294,6 +296,74 @@ def test_a_view_gets_the_exhibits_that_it_requests(
     assert worst["table"] == {"columns": ["a\\u202e", "b"], "rows": [["NaN", "x"], [None, True]]}
     assert other["error"] == "other of step 20 does not exist"
     assert invalid["error"] == "This exhibit is not available."
+
+
+def evaluated(script: Script, *names: str) -> list[Any]:
+    """Return the events of a job that has ended, with exhibits of step 20."""
+    *running, ended = script.events()
+    common: dict[str, Any] = {"format": "text", "size_bytes": 4, "digest": "0" * 64}
+    stored = [script.make(t.ExhibitStored, step=20, name=name, **common) for name in names]
+    return [*running, *stored, replace(ended, seq=stored[-1].seq + 1)]
+
+
+def test_ended_job_is_displayed_with_its_exhibits(browser: FakeBrowser) -> None:
+    def read(name: str, step: int) -> Content:
+        if name == "gone":
+            raise RunStoreError("it does not exist")
+        return f"{name} of {step}"
+
+    dashboard = Dashboard(job_id=JOB_ID, on_request=print, read_exhibit=read)
+    dashboard.add_events(evaluated(Script(20), "gone", "report"))
+
+    dashboard.show()
+
+    (bundle, is_update), *_ = browser.published
+    assert not is_update
+    assert bundle[MIME]["exhibits"] == [
+        {"name": "report", "step": 20, "format": "text", "text": "report of 20"}
+    ]
+    assert "<pre><code>report of 20</code></pre>" in bundle["text/html"]
+    assert "does not contain 1 of the 2 exhibits" in bundle["text/html"]
+    dashboard.close()
+
+
+def test_slow_exhibits_are_added_after_the_job_is_displayed(
+    browser: FakeBrowser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(widget, "EXHIBITS_S", 0.0)
+    may_go = threading.Event()
+
+    def read(name: str, step: int) -> Content:
+        assert may_go.wait(60)
+        return "read"
+
+    dashboard = Dashboard(job_id=JOB_ID, on_request=print, read_exhibit=read)
+    dashboard.add_events(evaluated(Script(20), "report"))
+    dashboard.show()
+    assert [bundle[MIME]["exhibits"] for bundle, _ in browser.published] == [[]]
+
+    may_go.set()
+    for thread in dashboard_threads():
+        thread.join(60)
+
+    bundle, is_update = browser.published[-1]
+    assert is_update
+    assert [one["text"] for one in bundle[MIME]["exhibits"]] == ["read"]
+    dashboard.close()
+
+
+def test_exhibits_of_a_running_job_are_saved_with_its_end(browser: FakeBrowser) -> None:
+    dashboard = Dashboard(
+        job_id=JOB_ID, on_request=print, read_exhibit=lambda name, step: f"{name} of {step}"
+    )
+    dashboard.show()
+    dashboard.add_events(evaluated(Script(20), "report"))
+    for thread in dashboard_threads():
+        thread.join(60)
+
+    bundle, _ = browser.published[-1]
+    assert [one["name"] for one in bundle[MIME]["exhibits"]] == ["report"]
+    assert bundle[MIME]["snapshot"]["status"] == "finished"
 
 
 def test_importing_the_dashboard_loads_no_widget_library() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from etrain_jupyter.storage.exhibits import MAX_BYTES, Table, parse_exhibit
+from etrain_jupyter.log.exhibits import MAX_BYTES, Table, parse_exhibit
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.scoring.exhibits import ScoreResult, result_of
-from tests.unit.storage.pictures import png
+from tests.unit.log.pictures import png
 
 
 def only(returned: dict[str, Any]) -> Any:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.storage.exhibits import (
+from etrain_jupyter.log.exhibit_files import read_exhibit, remove_exhibits, write_exhibit
+from etrain_jupyter.log.exhibits import (
     MAX_BYTES,
     MAX_CHARACTERS,
     InvalidExhibitError,
@@ -20,11 +21,8 @@ from etrain_jupyter.storage.exhibits import (
     exhibit_key,
     is_exhibit_key,
     parse_exhibit,
-    read_exhibit,
-    remove_exhibits,
-    write_exhibit,
 )
-from tests.unit.storage.pictures import png
+from tests.unit.log.pictures import png
 
 KEY = "exhibits/step_00000120/confusion.png"
 

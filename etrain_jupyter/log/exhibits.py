@@ -1,4 +1,4 @@
-"""Exhibits of a job: the figures, texts and tables that ``eval.score`` returns.
+"""Exhibits of a job: formats, limits and keys of the figures, texts and tables of ``eval.score``.
 
 One file each in the run folder, under the same keys in a bucket::
 
@@ -8,25 +8,19 @@ One file each in the run folder, under the same keys in a bucket::
 
 The trainer that scored, the coordinator that writes the file, and the kernel that displays it all
 check an exhibit with ``parse_exhibit``, because none of them trusts the previous one.
+This module does no I/O; ``exhibit_files`` reads and writes the files.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
 import re
-import secrets
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.log.events import ExhibitFormat
-from etrain_jupyter.untrusted import read_regular
+from etrain_jupyter.log.events import ExhibitFormat, ExhibitStored
 
 FOLDER = "exhibits"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -108,6 +102,17 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def is_as_logged(data: bytes, event: ExhibitStored) -> bool:
+    """Return True if these are the bytes that an event of the log describes."""
+    return len(data) == event.size_bytes and digest_of(data) == event.digest
+
+
+def size_of_png(data: bytes) -> tuple[int, int]:
+    """Return the width and height in pixels of a PNG that ``parse_exhibit`` has checked."""
+    _, _, width, height = _PNG_HEADER.unpack_from(data, len(_PNG_SIGNATURE))
+    return width, height
+
+
 def _checked_png(data: bytes) -> bytes:
     if not data.startswith(_PNG_SIGNATURE) or len(data) < len(_PNG_SIGNATURE) + _PNG_HEADER.size:
         raise InvalidExhibitError("is not a PNG")
@@ -164,7 +169,7 @@ def _is_cell(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-# --- files ---
+# --- keys ---
 
 
 def exhibit_key(*, step: int, name: str, format: ExhibitFormat) -> str:
@@ -183,54 +188,3 @@ def exhibit_key(*, step: int, name: str, format: ExhibitFormat) -> str:
 def is_exhibit_key(key: str) -> bool:
     """Return True if this is a key that ``exhibit_key`` could return."""
     return _KEY.fullmatch(key) is not None
-
-
-def write_exhibit(run_dir: Path, key: str, data: bytes) -> None:
-    """Create or replace the file of an exhibit, atomically.
-
-    Raises:
-        OSError: If the disk rejects it, or a folder in its path is a symbolic link.
-    """
-    path = _path_of(run_dir, key)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    # Not synced, because a sync would block the coordinator: the log has the digest, so a reader
-    # notices a file that a machine crash has truncated.
-    try:
-        with os.fdopen(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-        hidden.replace(path)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
-
-
-def read_exhibit(run_dir: Path, key: str) -> bytes:
-    """Return the bytes of an exhibit's file, which the caller checks.
-
-    Raises:
-        OSError: If it is missing, too large or not a regular file, or if a folder in its path is a
-            symbolic link.
-    """
-    return read_regular(_path_of(run_dir, key), most_bytes=MAX_BYTES)
-
-
-def remove_exhibits(run_dir: Path, keys: Iterable[str]) -> None:
-    """Remove files of exhibits, and the folders that this empties. They need not exist."""
-    for key in keys:
-        with contextlib.suppress(OSError):
-            path = _path_of(run_dir, key)
-            path.unlink(missing_ok=True)
-            path.parent.rmdir()
-
-
-def _path_of(run_dir: Path, key: str) -> Path:
-    if not is_exhibit_key(key):
-        raise ValueError(f"{ascii(key)[:100]} is not the key of an exhibit")
-    # Other users may be able to write to the run folder. A link could make this process read,
-    # replace or remove files elsewhere.
-    path = run_dir / key
-    for folder in (path.parent.parent, path.parent):
-        if folder.is_symlink():
-            raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(folder))
-    return path

@@ -1,0 +1,147 @@
+"""Exhibits in the saved output of a job: the newest ones, within a limit.
+
+A notebook stores them twice: as HTML for front ends without the extension, and as JSON for the
+extension, which displays them with a slider while no kernel is attached to the job.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.log.events import ExhibitStored
+from etrain_jupyter.log.exhibits import NAME, Content
+from etrain_jupyter.notebook.dashboard.exhibits import ReadExhibit, describe_content
+
+MAX_BYTES = 300_000
+"""Maximum size of the exhibits in the saved output of a job that has ended. Base64 adds a third,
+and the notebook stores them twice."""
+MAX_BYTES_RUNNING = 100_000
+"""Maximum size while the job runs, because every update of the saved output contains them."""
+MAX_EXHIBITS = 50
+"""Maximum number of exhibits in the saved output; the front end keeps as many."""
+MAX_READ_S = 5.0
+"""Seconds after which no further exhibit is read. The next update reads the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedExhibit:
+    """An exhibit in the saved output."""
+
+    name: str
+    step: int
+    content: Content
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as the notebook stores it; a PNG is base64."""
+        description, buffers = describe_content(self.content)
+        data = {"data": base64.b64encode(buffers[0]).decode()} if buffers else {}
+        return {"name": self.name, "step": self.step, **description, **data}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedExhibits:
+    """The exhibits in the saved output."""
+
+    exhibits: tuple[SavedExhibit, ...] = ()
+    """The newest of each name, then the others, newest first."""
+    total: int = 0
+    """Number of exhibits that the job has."""
+
+
+def choose_saved(
+    stored: Mapping[int, Mapping[str, ExhibitStored]], *, max_bytes: int = MAX_BYTES
+) -> list[ExhibitStored]:
+    """Choose the exhibits for the saved output: the newest of each name first, then older ones.
+
+    One that is too large is skipped, so that it does not displace all others.
+
+    Args:
+        stored: Exhibits of a job, by step and then by name.
+        max_bytes: Maximum size of the chosen exhibits.
+    """
+    newest: dict[str, ExhibitStored] = {}
+    older = []
+    for step in sorted(stored, reverse=True):
+        for name, event in sorted(stored[step].items()):
+            if not NAME.fullmatch(name):
+                continue
+            if name in newest:
+                older.append(event)
+            else:
+                newest[name] = event
+    chosen: list[ExhibitStored] = []
+    left = max_bytes
+    for event in [*newest.values(), *older]:
+        if len(chosen) < MAX_EXHIBITS and 0 <= event.size_bytes <= left:
+            chosen.append(event)
+            left -= event.size_bytes
+    return chosen
+
+
+class ExhibitCache:
+    """Contents of the exhibits in the saved output. Thread-safe.
+
+    Args:
+        read: Reads an exhibit, which may take seconds for a job in a bucket.
+    """
+
+    def __init__(self, read: ReadExhibit | None) -> None:
+        self._read = read
+        self._reading = threading.Lock()
+        # By digest too, because a job that went back may evaluate a step again.
+        self._contents: dict[tuple[int, str, str], Content] = {}
+
+    def is_complete(self, chosen: Sequence[ExhibitStored]) -> bool:
+        """Return True if there is nothing to read."""
+        contents = self._contents
+        return self._read is None or all(_key(event) in contents for event in chosen)
+
+    def load(self, chosen: Sequence[ExhibitStored]) -> bool:
+        """Read the missing contents, and drop those of other exhibits.
+
+        Exhibits that cannot be read are left out; the next call retries them.
+
+        Returns:
+            True if a content was read.
+        """
+        read = self._read
+        if read is None:
+            return False
+        with self._reading:
+            kept = {
+                _key(event): self._contents[_key(event)]
+                for event in chosen
+                if _key(event) in self._contents
+            }
+            num_kept, ends_at = len(kept), time.monotonic() + MAX_READ_S
+            for event in chosen:
+                if _key(event) in kept:
+                    continue
+                if time.monotonic() > ends_at:
+                    break
+                try:
+                    kept[_key(event)] = read(event.name, event.step)
+                except (EtrainError, OSError):
+                    continue
+            # Replace the dict, because other threads read it without the lock.
+            self._contents = kept
+            return len(kept) > num_kept
+
+    def select(self, chosen: Sequence[ExhibitStored]) -> tuple[SavedExhibit, ...]:
+        """Return the exhibits that have been read, without waiting."""
+        contents = self._contents
+        return tuple(
+            SavedExhibit(name=event.name, step=event.step, content=contents[_key(event)])
+            for event in chosen
+            if _key(event) in contents
+        )
+
+
+def _key(event: ExhibitStored) -> tuple[int, str, str]:
+    return event.step, event.name, event.digest
