@@ -97,13 +97,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             read_by = [name for name in names if is_useful(name, kind)]
             runs: dict[str, list[Row]] = {name: [] for name in read_by}
             resumes: dict[str, list[float]] = {name: [] for name in read_by}
-            for number in range(rounds):
+            for _ in range(rounds):
                 for name in read_by:
                     task = task_of(name, kind, folder, seconds)
                     runs[name].append(ranks.run({**task, "do": "measure"}))
-                    # Without the start of a process. webdataset reads 90 % of the epoch: only once.
-                    is_seekable = name != "webdataset"
-                    if kind != "bytes" and LOADER not in name and (is_seekable or not number):
+                    # Without the start of a process. webdataset cannot seek: to resume, it would
+                    # read 90 % of the epoch.
+                    if kind != "bytes" and LOADER not in name and name != "webdataset":
                         resumes[name].append(ranks.run({**task, "do": "resume"})["resume_s"])
                 load.append(os.getloadavg()[0])
             corpora[kind] = {
