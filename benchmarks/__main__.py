@@ -18,6 +18,7 @@ from benchmarks import (
     forming,
     log,
     ours,
+    policies,
     recovery,
     report,
     reproducible,
@@ -48,6 +49,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "shuffle": shuffle,
     "dashboard": dashboard,
     "spot": spot,
+    "policies": policies,
     "strangers": strangers,
     "code": code_table,
 }

@@ -14,6 +14,7 @@
     ├── UntrustedJobError (RuntimeError) another user may have submitted the job to resume
     ├── ShardError (RuntimeError)        a data set in shards cannot be read or written
     ├── RecipeError (ValueError)         input that a recipe cannot use
+    ├── TraceError (ValueError)          a recorded spot market cannot be simulated
     ├── StoreError (RuntimeError)        an object store cannot be read or written
     ├── RunStoreError (RuntimeError)     the bucket with the jobs cannot be read or written
     │   └── FencedError                  ... because another process has taken over the job
@@ -165,6 +166,25 @@ class JobLostError(EtrainError, RuntimeError):
 
 class UntrustedJobError(EtrainError, RuntimeError):
     """Resuming this job would run code that another user may have put into the run store."""
+
+
+class TraceError(EtrainError, ValueError):
+    """A recorded spot market cannot be read, or the job cannot be simulated on it.
+
+    Attributes:
+        hint: Hint on what to type instead, or an empty string.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+        if hint:
+            self.add_note(hint)
+
+    def render(self) -> list[str]:
+        """Return the message and, if there is one, the hint."""
+        lines = [f"etrain: {self}"]
+        return [*lines, f"  {self.hint}"] if self.hint else lines
 
 
 class StoreError(EtrainError, RuntimeError):

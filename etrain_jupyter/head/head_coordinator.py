@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -31,6 +31,10 @@ class HeadCoordinator(Protocol):
         The default assumes that an active job uses every worker.
         """
         return self.idle_s() == 0.0
+
+    def progress(self) -> Sequence[JobProgress]:
+        """Return the progress of all active jobs, in order of submission."""
+        return ()
 
     def register(self, scheduler: Scheduler) -> None:
         """Register request handlers before the scheduler starts listening."""

@@ -95,6 +95,7 @@ class Head:
                 on_gone=self._remove_worker,
                 on_warning=lambda text: self.coordinator.warn(text),
                 on_notice=lambda worker, at: self.coordinator.take_notice(worker, at),
+                progress=lambda: self.coordinator.progress(),
                 on_halt=lambda why: self.coordinator.halt(why),
             )
         )

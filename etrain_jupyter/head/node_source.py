@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from etrain_jupyter.head.coordinator.nodes import NodeCost, NodeSource
+from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost, NodeSource
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 
@@ -32,6 +32,8 @@ class HeadFacts:
     """Show a warning to the users of all jobs."""
     on_notice: Callable[[str, float], None]
     """Report that the pool will terminate the machine of a worker in use, and when (epoch time)."""
+    progress: Callable[[], Sequence[JobProgress]]
+    """Return the progress of all active jobs, in order of submission."""
     on_halt: Callable[[str], None]
     """Report that the pool can provide no more workers, with the reason; all jobs save and stop."""
 

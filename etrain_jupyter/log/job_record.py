@@ -78,6 +78,10 @@ class JobRecord:
     reason: str = ""
     started_at: float = math.nan
     """When the job was submitted, in seconds since the epoch."""
+    attempt_at: float = math.nan
+    """When the current attempt began, by its submission or resume, in seconds since the epoch."""
+    attempt_step: int = 0
+    """Step at which the current attempt began."""
     changed_at: float = math.nan
     """Time of the newest event."""
     workers: tuple[int, int] = (0, 0)
@@ -256,7 +260,7 @@ class JobRecord:
             case RebalanceRecommended():
                 self.at_risk.add(event.worker)
             case JobSubmitted():
-                self.started_at = event.time
+                self.started_at = self.attempt_at = event.time
                 self.workers = (event.min_workers, event.max_workers)
             case JobResumed():
                 self._apply_resumed(event)
@@ -346,6 +350,7 @@ class JobRecord:
     def _apply_resumed(self, event: JobResumed) -> None:
         """Begin another attempt, in which no workers from the previous attempt remain."""
         self.workers = (event.min_workers, event.max_workers)
+        self.attempt_at, self.attempt_step = event.time, event.step
         if self.plan is not None:
             self.num_samples_before = self.plan.num_train_samples
             self.shards_before = (self.plan.train_layout, self.plan.train_digest)

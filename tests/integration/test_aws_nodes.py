@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from etrain_jupyter.head.coordinator.nodes import JobProgress
 from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
@@ -61,6 +63,38 @@ async def test_without_capacity_the_pool_warns_waits_and_then_launches_on_demand
     told = " ".join(head.warnings)
     assert "At most 1 are launched on demand after 1 s without capacity" in told
     assert "requesting 1 node of g5.xlarge on demand, at the full price" in told
+
+
+async def test_deadline_policy_starts_a_job_on_demand_and_then_replaces_it_by_spot(
+    open_head: Any, cloud: FakeAws
+) -> None:
+    cloud.set_capacity(0)
+    deadline = {"policy": "deadline", "finish_by": "1 h", "on_demand": {"after": "1 s"}}
+    head = await open_head(capacity={"types": ["g5.xlarge"], **deadline})
+    waiting = JobProgress(
+        job_id="digits-1",
+        attempt_at=time.time() - 60,
+        first_step=0,
+        step=0,
+        total_steps=0,
+        num_workers=0,
+        min_workers=1,
+        max_workers=2,
+    )
+    head.nodes.progress = lambda: [waiting]
+    head.nodes.want(2, reason="test")
+    await head.until(head.running)
+    (first,) = head.running()
+    (node,) = head.nodes.nodes()
+    assert node["lifecycle"] == "on-demand"
+
+    # The job has ended, another one can use spot machines, and the first machine is in use.
+    head.busy.add(first)
+    head.nodes.progress = lambda: []
+    cloud.set_capacity(2)
+    await head.until(lambda: first in head.gone)
+    await head.until(lambda: len(head.running()) == 2)
+    assert {node["lifecycle"] for node in head.nodes.nodes()} == {"spot"}
 
 
 async def test_nodes_that_never_boot_halt_the_launches(open_head: Any, cloud: FakeAws) -> None:

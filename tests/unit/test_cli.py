@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,32 @@ def test_messages_in_the_terminal_name_terminal_commands(
     assert "(1 job there)" in shown
 
 
+def test_simulate_prints_a_table_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, written = tmp_path / "market.csv", tmp_path / "runs.json"
+    trace.write_text("seconds,capacity\n0,2\n3600,1\n7200,2\n36000,2\n")
+    line = (
+        f"simulate --trace {trace} --workers 2 --work 1h --deadline 2h --starts 2 --json {written}"
+    )
+
+    assert main([*line.split(), "--policy", "deadline,uniform-gang"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "deadline      " in shown
+    assert "uniform-gang  " in shown
+    assert "a spot machine costs 30% of one on demand" in shown
+    assert len(json.loads(written.read_text())["runs"]) == 4
+
+
+def test_simulate_without_the_trace_has_exit_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--trace", str(tmp_path / "none.csv")]) == 1
+
+    assert "none.csv does not exist" in capsys.readouterr().err
+
+
 def test_unknown_word_without_a_similar_command_has_no_suggestion(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -149,6 +176,10 @@ def test_failed_audit_has_exit_status_1(runs: str, capsys: pytest.CaptureFixture
         ["distributed"],
         ["attach", "digits"],
         ["plan"],
+        ["simulate"],
+        ["simulate", "--trace", "x.csv", "--gaps", "guess"],
+        ["simulate", "--trace", "x.csv", "--policy", "best"],
+        ["simulate", "--trace", "x.csv", "--workers", "0"],
     ],
 )
 def test_usage_error_has_exit_status_2(

@@ -20,7 +20,7 @@ from etrain_jupyter.head.coordinator.acknowledgements import Acknowledgements
 from etrain_jupyter.head.coordinator.bundles import HeadBundles
 from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.fault_injection import Injector
-from etrain_jupyter.head.coordinator.nodes import NodeCost, NodeSource
+from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost, NodeSource
 from etrain_jupyter.head.coordinator.notices import Notices
 from etrain_jupyter.head.coordinator.recovery import Recovering
 from etrain_jupyter.head.coordinator.requests import RequestError, Requests, UnknownJobError
@@ -275,6 +275,10 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     def is_busy(self, worker: str) -> bool:
         """Return whether a job uses this worker; the pool may release the others as surplus."""
         return self._mode.is_busy(worker)
+
+    def progress(self) -> list[JobProgress]:
+        """Return the progress of all active jobs that are not about to end."""
+        return [job.progress() for job in self._active() if not job.state.outcome]
 
     def idle_s(self) -> float:
         """Return the seconds since the last job ended; 0.0 while a job or its upload is active."""

@@ -24,6 +24,25 @@ class NodeCost:
     """Hours since it was started."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobProgress:
+    """Progress of an active job, for a pool that plans for deadlines."""
+
+    job_id: str
+    attempt_at: float
+    """When the job was submitted or resumed, in seconds since the epoch."""
+    first_step: int
+    """Step at which this attempt began."""
+    step: int
+    total_steps: int
+    """0 while it is unknown, because the job has not started."""
+    num_workers: int
+    """Workers that train; 0 while the job waits or is paused."""
+    min_workers: int
+    max_workers: int
+    is_paused: bool = False
+
+
 class NodeSource(Protocol):
     """Start and stop workers. Called on the scheduler's event loop; no method blocks."""
 

@@ -12,6 +12,7 @@ from typing import Any, assert_never
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.defects import Defects
+from etrain_jupyter.head.coordinator.nodes import JobProgress
 from etrain_jupyter.head.jobs.exhibits import ExhibitFolder
 from etrain_jupyter.head.jobs.job_log import JobLog
 from etrain_jupyter.head.jobs.job_records import PendingRequests
@@ -536,6 +537,21 @@ class HostedJob:
             "generation": state.generation,
             "run_dir": str(self.order.run_dir),
         }
+
+    def progress(self) -> JobProgress:
+        """Return the job's progress, for a pool that plans for deadlines."""
+        record, state = self.record, self.state
+        return JobProgress(
+            job_id=state.job_id,
+            attempt_at=record.attempt_at,
+            first_step=record.attempt_step,
+            step=record.step,
+            total_steps=record.total_steps if record.is_planned else 0,
+            num_workers=len(state.in_phase("ranked")) if state.status == "running" else 0,
+            min_workers=state.min_workers,
+            max_workers=state.max_workers,
+            is_paused=state.status == "paused",
+        )
 
     def members(self) -> list[dict[str, Any]]:
         """Return one record per member: worker, rank, state, device, trainer_pid."""

@@ -18,6 +18,8 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_ty
 
 from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.insight.simulation.policies import POLICIES
+from etrain_jupyter.insight.simulation.trace_files import GAPS
 from etrain_jupyter.notebook.job.export import FORMATS
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, MODES
 
@@ -34,6 +36,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "how": ("worker", *TRAINER_FAULTS),
     "mode": MODES,
     "format": FORMATS,
+    "policy": POLICIES,
+    "gaps": GAPS,
 }
 """Accepted words by the name of the argument, for completion; ``one_of`` checks them."""
 

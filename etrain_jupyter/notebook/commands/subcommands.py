@@ -27,6 +27,12 @@ from etrain_jupyter.errors import (
     PoolError,
     RunStoreError,
 )
+from etrain_jupyter.insight.simulation.line import (
+    SimulateOptions,
+    gaps_of,
+    policies_of,
+    simulate_text,
+)
 from etrain_jupyter.log.events import TERMINAL_STATUSES, ExhibitStored
 from etrain_jupyter.log.exhibits import Content
 from etrain_jupyter.log.tensorboard import OPTIONS, ReadExhibit, convert, require_tensorboard
@@ -67,6 +73,10 @@ LATER = ("diagnose", "plan")
 
 Count = Annotated[int, Spelling(flags=("-n",), metavar="N", action=StoreCount)]
 Workers = Annotated[int | None, Spelling(flags=("--workers",), metavar="N")]
+CountOf = Annotated[int, Spelling(metavar="N", action=StoreCount)]
+Share = Annotated[float | None, Spelling(metavar="SHARE")]
+Usd = Annotated[float | None, Spelling(metavar="USD")]
+File = Annotated[str | None, Spelling(metavar="FILE")]
 
 
 class Surface(Protocol):
@@ -718,6 +728,78 @@ def reap(
     return clusters.reap(cluster, all_clusters=all, region=region)
 
 
+def simulate(
+    surface: Surface,
+    *,
+    trace: File = None,
+    workers: Annotated[int | None, Spelling(metavar="N", action=StoreCount)] = None,
+    work: Seconds = 28800.0,
+    deadline: Seconds | None = None,
+    policy: Annotated[str | None, Spelling(metavar="NAME")] = None,
+    keep: Share = None,
+    pool: str | None = None,
+    on_demand_usd: Usd = None,
+    spot_usd: Usd = None,
+    efficiency: Share = 1.0,
+    boot: Seconds = 300.0,
+    shortage: Share = 0.0,
+    scale: CountOf = 1,
+    gaps: Annotated[str, Spelling(metavar="KIND")] = "error",
+    starts: CountOf = 50,
+    seed: Number = None,
+    json: File = None,
+) -> str:
+    """Compare capacity policies in virtual time on a recorded spot market.
+
+    Args:
+        trace: The recorded market.
+        workers: Maximum number of workers, up to 1000 (the pool's workers.max, or 16).
+        work: Time of the whole job on all workers, undisturbed (8h).
+        deadline: Time until the job must have finished (the pool's finish_by, or the work and a
+            quarter of it).
+        policy: One policy, or several with commas; by default all.
+        keep: Part of the spare time that the policy deadline keeps for the end (0.5).
+        pool: Pool in pools.yaml whose rules and prices apply.
+        on_demand_usd: US dollars an hour for a machine on demand.
+        spot_usd: US dollars an hour for a spot machine, if the trace has no prices.
+        efficiency: Scaling efficiency of all workers, for example 0.8 (1).
+        boot: Longest time from a launch until a worker trains (5min).
+        shortage: Share of on-demand requests that are refused (0).
+        scale: Count each machine of the trace N times (1).
+        gaps: Gaps in the trace: error (default), hold the last capacity, or cut them out.
+        starts: Number of random start times, the same for each policy (50).
+        seed: Random seed (0).
+        json: Also write all runs to this file.
+
+    Example:
+        simulate --trace p3-trace.csv --workers 32 --work 8h --deadline 10h
+    """
+    if trace is None:
+        raise ConfigError(
+            "simulate needs a recorded spot market",
+            hint="%etrain simulate --trace FILE; docs: how-to/simulate-a-policy",
+        )
+    options = SimulateOptions(
+        trace=trace,
+        workers=workers,
+        work_s=work,
+        deadline_s=deadline,
+        policies=policies_of(policy),
+        keep=keep,
+        pool=pool,
+        on_demand_usd=on_demand_usd,
+        spot_usd=spot_usd,
+        efficiency=1.0 if efficiency is None else efficiency,
+        boot_s=boot,
+        shortage=shortage or 0.0,
+        scale=scale,
+        gaps=gaps_of(gaps),
+        starts=starts,
+        seed=seed or 0,
+    )
+    return simulate_text(options, json_path=json)
+
+
 def doctor(surface: Surface, *, all: bool = False, region: str | None = None) -> str:
     """Check this installation and suggest fixes.
 
@@ -733,7 +815,8 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
 # Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
-    kill, chaos, cost, audit, logs, tensorboard, template, pools, up, down, reap, doctor,
+    kill, chaos, cost, audit, logs, tensorboard, template, simulate, pools, up, down, reap,
+    doctor,
 )  # fmt: skip
 
 SUBCOMMANDS = tuple(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from etrain_jupyter.config.fields import Section, check_word, fault
+from etrain_jupyter.config.source_map import in_words
 from etrain_jupyter.pools.ec2.spec_fields import Duration, Names, auto_or_list
 
 DEFAULT_TYPES = ("g5.xlarge", "g6.xlarge", "g4dn.xlarge")
@@ -90,7 +91,54 @@ class CapacitySpec(Section):
         "price-capacity-optimized", "capacity-optimized", "lowest-price", "diversified"
     ] = "price-capacity-optimized"
     """EC2's strategy for choosing among the types in a zone."""
+    policy: Literal["spot", "deadline"] = "spot"
+    """spot uses on-demand machines as ``on_demand`` allows; deadline, if a job is behind
+    ``finish_by``."""
+    finish_by: Annotated[Duration | None, Field(gt=0)] = None
+    """With ``policy: deadline``: time from a job's submission until it must have finished."""
+    keep: float = 0.5
+    """With ``policy: deadline``: part of the spare time that is kept for the end; 0 is cheapest."""
     on_demand: OnDemandSpec = OnDemandSpec()
+
+    def most_on_demand(self, max_workers: int) -> int:
+        """Return the maximum number of on-demand workers."""
+        # With a deadline, on_demand.max is only a limit; without it, all workers may be on demand.
+        if self.policy == "deadline" and not self.on_demand.max:
+            return max_workers
+        return self.on_demand.most
+
+    @model_validator(mode="after")
+    def _deadline_has_time(self) -> Self:
+        is_given = self.finish_by is not None
+        if self.policy == "deadline" and not is_given:
+            raise fault(
+                "capacity.policy: deadline needs capacity.finish_by",
+                hint="write for example capacity: {policy: deadline, finish_by: 6 h}",
+                path=("capacity", "policy"),
+            )
+        if self.policy != "deadline" and is_given:
+            raise fault(
+                "capacity.finish_by has an effect only with capacity.policy: deadline",
+                hint="add policy: deadline, or remove finish_by",
+                path=("capacity", "finish_by"),
+                at_key=True,
+            )
+        return self
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _like_a_share(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= 1:
+            raise fault(
+                f"{{key}} must be between 0 and 1, not {in_words(value)}", hint="write keep: 0.5"
+            )
+        return float(value)  # YAML reads 0 and 1 as integers
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _known_policy(cls, value: Any) -> Any:
+        return check_word(value, ("spot", "deadline"), usual="policy: deadline")
 
     @model_validator(mode="before")
     @classmethod

@@ -18,6 +18,8 @@ from typing import Any, Self
 
 FIRST_BACK_OFF_S = 15.0
 MAX_BACK_OFF_S = 300.0
+URGENT_BACK_OFF_S = 30.0
+"""Longest back-off of machines that a deadline depends on, in seconds."""
 UNSUPPORTED_S = 3600.0
 """Back-off for a type that a zone does not have, in seconds."""
 VISIBLE_S = 120.0
@@ -43,6 +45,8 @@ class LaunchRequest:
     workers_each: int
     overrides: tuple[tuple[str, str], ...]
     """Acceptable types and zones."""
+    is_urgent: bool = False
+    """A deadline depends on it: without capacity, retry at least every ``URGENT_BACK_OFF_S``."""
 
     @property
     def num_workers(self) -> int:
@@ -148,7 +152,9 @@ class FleetState:
             refusals = (LaunchFailure(type="", zone="", code="", message="", kind="capacity"),)
         for refusal in refusals:
             for key in _keys_of(refusal, request):
-                back_offs[key] = _next_back_off(self.back_offs.get(key), refusal.kind, now)
+                back_offs[key] = _next_back_off(
+                    self.back_offs.get(key), refusal.kind, now, request.is_urgent
+                )
         # A request that launched anything shows that credentials, image and template work.
         is_fatal = not answer.acks and any(one.kind == "fatal" for one in refusals)
         state = self.with_(
@@ -236,12 +242,13 @@ def _keys_of(refusal: LaunchFailure, request: LaunchRequest) -> tuple[PoolKey, .
     )
 
 
-def _next_back_off(known: BackOff | None, kind: str, now: float) -> BackOff:
+def _next_back_off(known: BackOff | None, kind: str, now: float, is_urgent: bool) -> BackOff:
     # 15 s, 30 s, 60 s ... 300 s; min(num, 10) keeps the power finite after weeks of refusals.
     num = known.num if known else 0
     if kind == "unsupported":
         return BackOff(until=now + UNSUPPORTED_S, num=num)
     if kind == "quota":
         return BackOff(until=now + MAX_BACK_OFF_S, num=num)
-    wait_s = min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(num, 10))
+    longest_s = URGENT_BACK_OFF_S if is_urgent else MAX_BACK_OFF_S
+    wait_s = min(longest_s, FIRST_BACK_OFF_S * 2.0 ** min(num, 10))
     return BackOff(until=now + wait_s, num=num + 1)

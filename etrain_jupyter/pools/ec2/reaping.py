@@ -23,7 +23,8 @@ from etrain_jupyter.pools.ec2.ec2_api import (
     list_instances,
     terminate,
 )
-from etrain_jupyter.pools.ec2.prices import ON_DEMAND_USD, spot_history
+from etrain_jupyter.pools.ec2.price_table import ON_DEMAND_USD
+from etrain_jupyter.pools.ec2.prices import spot_history
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects.s3_messages import code_of
 

@@ -198,3 +198,15 @@ def test_huge_generation_number_uses_no_extra_memory() -> None:
     record = JobRecord().apply(formed(10**15, 0))
 
     assert record.generation == 10**15
+
+
+def test_resume_begins_another_attempt_at_its_own_time_and_step() -> None:
+    common = {"job_id": "j", "min_workers": 1, "max_workers": 2}
+    submitted = t.JobSubmitted(**common, time=5.0, name="digits")  # type: ignore[arg-type]
+    resumed = t.JobResumed(**common, time=90.0, from_status="stopped", step=40)  # type: ignore[arg-type]
+
+    record = JobRecord().apply(submitted.with_seq(1))
+    assert (record.attempt_at, record.attempt_step) == (5.0, 0)
+    record.apply(resumed.with_seq(2))
+
+    assert (record.started_at, record.attempt_at, record.attempt_step) == (5.0, 90.0, 40)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class DesiredFleet:
     killing: frozenset[str] = frozenset()
     """Nodes to terminate immediately."""
     noticed: Mapping[str, NodeNotice] = field(default_factory=dict)
+    jobs: tuple[JobProgress, ...] = ()
+    """Active jobs, in order of submission."""
 
 
 @dataclass(frozen=True, kw_only=True)

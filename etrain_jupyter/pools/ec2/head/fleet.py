@@ -13,15 +13,28 @@ too many workers                release after ``linger_s``; immediately above th
 all in place                    with ``migrate``, replace one machine outside the zone
 ==============================  ==================================================================
 
-The number of workers never exceeds ``max_workers``, even if EC2's listings are late.
+With ``policy: deadline``, too few and too many apply to spot and on-demand workers separately: as
+many spot workers as wanted, and as many on-demand workers as the jobs' deadlines require.
+
+The number of workers never exceeds ``max_workers``, even if EC2's listings are late. (With
+``policy: deadline``, this applies to the workers of each lifecycle: a spot machine boots while the
+on-demand machine that it replaces still trains.)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from etrain_jupyter.pools.ec2.fleet_state import VISIBLE_S, FleetState
 from etrain_jupyter.pools.ec2.head.fleet_messages import over_hourly_budget
 from etrain_jupyter.pools.ec2.head.launch_plan import plan_launch
-from etrain_jupyter.pools.ec2.head.surplus import Release, outside_zone, over_budget, surplus
+from etrain_jupyter.pools.ec2.head.surplus import (
+    Release,
+    off_schedule,
+    outside_zone,
+    over_budget,
+    surplus,
+)
 from etrain_jupyter.pools.ec2.head.view import (
     Count,
     Decision,
@@ -54,7 +67,7 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
     warnings: list[FleetWarning] = []
     # The replacement of a machine with an interruption notice starts while the machine drains.
     ceiling = rules.max_workers + count.num_at_risk
-    target = min(view.wanted, ceiling)
+    target = min(max(0, view.wanted - _num_not_replaced(view)), ceiling)
     releases: list[Release] = []
     # The usual cause is that spot prices have risen: `plan_launch` launches nothing above the
     # limit.
@@ -64,33 +77,31 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
             text = over_hourly_budget(view.rate_usd, rules.max_hourly, len(releases))
             warnings.append(FleetWarning(key="over budget", text=text))
             count = count.without({id for id, _ in releases})
-    # Two counts, because EC2 may or may not have launched the machines of an unanswered request:
-    # `num` includes them, so that they are not launched twice; `num_sure` does not, so that no
-    # running machine is released in favour of one that may not exist.
-    missing = target - count.num
-    too_many = count.num_sure - target
+    gap = _gap_of(view, count, target)
     # The shortage continues while a request is unanswered. The duration of the shortage determines
     # when to use other zones and on-demand machines.
-    is_short = missing > 0 or count.num_unanswered > 0
+    is_short = gap.is_short or count.num_unanswered > 0
     short_since = (state.short_since or now) if is_short else None
-    surplus_since = (state.surplus_since or now) if too_many > 0 else None
+    surplus_since = (state.surplus_since or now) if gap.too_many > 0 else None
     state = state.with_(short_since=short_since, surplus_since=surplus_since)
     # Repeat unanswered requests in each tick: the same token returns the same machines.
     launches = tuple(request for request, _ in state.unanswered if view.wanted > 0)
     # Launch nothing if machines were released for the budget: they are charged until they end.
-    if missing > 0 and not releases:
-        plan = plan_launch(state, rules, view, count, missing, ceiling)
+    if gap.is_short and not releases:
+        plan = plan_launch(state, rules, view, count, gap.missing, ceiling)
         state = plan.state
         launches = (*launches, *([plan.request] if plan.request else []))
         warnings += plan.warnings
-    elif too_many > 0:
+    elif gap.too_many > 0:
         is_late = now - (surplus_since or now) >= rules.linger_s
         # Surplus workers stay warm for the next job during the linger time, unless they exceed the
         # maximum.
-        if is_late or count.num_sure > ceiling:
-            releases += surplus(count, state, rules, target)
-    elif missing == 0 and rules.is_single_zone and rules.on_shortage == "migrate":
+        if is_late or gap.count.num_sure > ceiling:
+            releases += surplus(gap.count, state, rules, target)
+    elif gap.missing == 0 and rules.is_single_zone and rules.on_shortage == "migrate":
         releases += outside_zone(state, view, count)
+    if view.on_demand is not None:
+        releases += off_schedule(count, view.on_demand, {id for id, _ in releases})
     return Decision(
         state=state,
         launches=launches,
@@ -99,6 +110,39 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
         lookups=lookups,
         warnings=tuple(warnings),
     )
+
+
+def _num_not_replaced(view: View) -> int:
+    """Return the number of workers that leave because the jobs are on schedule without them."""
+    # The coordinator wants a replacement for each worker that leaves, see `Sharing`.
+    if view.on_demand is None:
+        return 0
+    leaving = (m for m in view.machines if m.is_leaving and m.lifecycle == "on-demand")
+    return sum(machine.workers for machine in leaving)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gap:
+    """Difference between the workers and their target."""
+
+    missing: int
+    """Workers to launch; spot workers with ``policy: deadline``."""
+    too_many: int
+    is_short: bool
+    count: Count
+    """The workers that ``missing`` and ``too_many`` refer to."""
+
+
+def _gap_of(view: View, count: Count, target: int) -> _Gap:
+    # Two counts, because EC2 may or may not have launched the machines of an unanswered request:
+    # `num` includes them, so that they are not launched twice; `num_sure` does not, so that no
+    # running machine is released in favour of one that may not exist.
+    own = count if view.on_demand is None else count.only("spot")
+    missing = target - own.num
+    is_short = missing > 0
+    if view.on_demand is not None:
+        is_short |= view.on_demand > count.num_on_demand
+    return _Gap(missing=missing, too_many=own.num_sure - target, is_short=is_short, count=own)
 
 
 def _forget_old_requests(state: FleetState, view: View) -> FleetState:

@@ -93,7 +93,12 @@ def no_capacity(state: FleetState, rules: Rules, view: View, missing: int, short
             f" ({', '.join(types)} in {', '.join(zones)}). The next attempt is in {wait_s:.0f} s"
         )
     after = f"after {rules.on_demand_after_s:g} s without capacity"
-    if rules.most_on_demand:
+    if view.on_demand is not None:
+        more = (
+            "Workers are launched on demand only if a job falls behind schedule (capacity.policy: "
+            "deadline)"
+        )
+    elif rules.most_on_demand:
         more = (
             f"At most {rules.most_on_demand} are launched on demand {after}. Add types or zones to "
             "capacity"

@@ -49,21 +49,30 @@ def plan_launch(
     fewer on demand than the base    on demand, for the base
     otherwise                        spot
     no spot capacity for long        spot; if no pool is usable, on demand up to ``most_on_demand``
+    with ``policy: deadline``        on demand as the deadlines require, otherwise spot
     ===============================  ==============================================================
     """
     # `decide` has set short_since by now, at the latest in this tick.
     short_s = view.now - (state.short_since or view.now)
     # One request per tick, with one lifecycle. The next tick sees its machines as acknowledged, and
     # requests only the missing ones.
-    for option in _options(rules, count, missing, short_s):
+    options = _options(rules, view, count, missing, short_s)
+    for option in options:
         state, candidates = _candidates(state, rules, view, count, option.lifecycle)
         if candidates:
             return _plan(state, rules, view, count, option, candidates, ceiling, short_s)
+    if view.on_demand is not None:
+        missing = sum(option.num_workers for option in options)
     text = no_capacity(state, rules, view, missing, short_s)
     return LaunchPlan(state=state, warnings=[FleetWarning(key="no capacity", text=text)])
 
 
-def _options(rules: Rules, count: Count, missing: int, short_s: float) -> list[_Option]:
+def _options(rules: Rules, view: View, count: Count, missing: int, short_s: float) -> list[_Option]:
+    if view.on_demand is not None:
+        # On demand first, because the deadline depends on it. If neither type nor zone has
+        # capacity, try spot.
+        numbers = {"on-demand": view.on_demand - count.num_on_demand, "spot": missing}
+        return [_Option(lifecycle=life, num_workers=n) for life, n in numbers.items() if n > 0]
     num_base = min(missing, rules.on_demand_base - count.num_on_demand)
     # The base comes first, without waiting: it keeps a job going when there is no spot capacity.
     if num_base > 0:
@@ -87,9 +96,7 @@ def _plan(
     short_s: float,
 ) -> LaunchPlan:
     lifecycle = option.lifecycle
-    # A machine with several GPUs may have more workers than are missing. Spot machines may exceed
-    # the need up to the pool's maximum, on-demand machines not at all.
-    most = option.num_workers if lifecycle == "on-demand" else ceiling - count.num
+    most = _room_of(rules, view, count, option, ceiling)
     same, num_nodes = best_size(candidates, lifecycle, option.num_workers, most)
     room = _room_usd(rules, view, count)
     fit, num_fit = within_budget(same, lifecycle, num_nodes, room, disk_usd=rules.disk_usd)
@@ -114,8 +121,23 @@ def _plan(
         num_nodes=num_fit,
         workers_each=fit[0].workers,
         overrides=tuple((offer.type, offer.zone) for offer in fit),
+        is_urgent=view.on_demand is not None and lifecycle == "on-demand",
     )
     return LaunchPlan(state=state, request=request, warnings=warnings)
+
+
+def _room_of(rules: Rules, view: View, count: Count, option: _Option, ceiling: int) -> int:
+    """Return the largest number of workers to launch.
+
+    A machine with several GPUs may have more workers than are missing.
+    """
+    if view.on_demand is None:
+        # Spot machines may exceed the need up to the pool's maximum, on-demand machines not at all.
+        return option.num_workers if option.lifecycle == "on-demand" else ceiling - count.num
+    if option.lifecycle == "on-demand":
+        # Exceed the need rather than miss the deadline.
+        return rules.most_on_demand - count.num_on_demand
+    return ceiling - count.only("spot").num
 
 
 def _candidates(

@@ -19,7 +19,8 @@ def make_nodes(facts: HeadFacts) -> AwsNodes:
         on_halt=facts.on_halt,
         fingerprint=read_fingerprint(),
     )
-    # Both are optional, so they are attributes of `AwsNodes`, not parameters.
+    # These are optional, so they are attributes of `AwsNodes`, not parameters.
     nodes.on_notice = facts.on_notice
     nodes.is_busy = facts.is_busy
+    nodes.progress = facts.progress
     return nodes

@@ -17,11 +17,11 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etrain_jupyter.errors import PoolError, StoreError
-from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost
 from etrain_jupyter.pools.ec2.bootstrap import config_of
 from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.pools.ec2.head.desired_fleet import (
@@ -77,6 +77,8 @@ class AwsNodes:
         """Returns whether a job uses a worker; None if unknown."""
         self.on_notice: Callable[[str, float], None] | None = None
         """Called with a worker in use and the time (epoch) at which it will be terminated."""
+        self.progress: Callable[[], Sequence[JobProgress]] | None = None
+        """Returns the progress of the jobs; None if unknown."""
         self._dir = cluster_dir
         self._spec = spec
         self._is_connected = is_connected
@@ -272,6 +274,7 @@ class AwsNodes:
             releasing=dict(self._releasing),
             killing=frozenset(self._killing),
             noticed=dict(self._noticed),
+            jobs=tuple(self.progress()) if self.progress is not None else (),
         )
         if wake:
             thread.wake()

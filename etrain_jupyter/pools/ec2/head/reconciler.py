@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from botocore.parsers import ResponseParserError
@@ -38,6 +38,7 @@ from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
 from etrain_jupyter.pools.ec2.fleet_state import STATE_FILE, FleetState, LaunchRequest
 from etrain_jupyter.pools.ec2.head.accounts import Accounts
 from etrain_jupyter.pools.ec2.head.cluster_files import ClusterFiles
+from etrain_jupyter.pools.ec2.head.deadline_schedule import DeadlineSchedule
 from etrain_jupyter.pools.ec2.head.desired_fleet import DesiredFleet, FleetSnapshot, Reports
 from etrain_jupyter.pools.ec2.head.fleet import decide
 from etrain_jupyter.pools.ec2.head.fleet_messages import why_halted
@@ -99,6 +100,7 @@ class Reconciler:
         self._context = context
         self._reports = reports
         self._rules = Rules.of(spec, cluster_id)
+        self._schedule = DeadlineSchedule.of(spec)
         self._files = ClusterFiles(clients.bucket, cluster_id)
         self._accounts = Accounts(spec, cluster_id, clients, self._files)
         self._roster = FleetRoster(self._files, clients, reports)
@@ -236,7 +238,13 @@ class Reconciler:
         self._detail = self._roster.last_failure or self._detail
         if len(self._context.subnets) > 1 and desired.wanted:
             self._refresh_scores(desired.wanted, now)
-        decision = decide(self._state, self._rules, self._view(desired, now))
+        view = self._view(desired, now)
+        if self._schedule is not None:
+            plan = self._schedule.plan(desired.jobs, view.machines, view.wanted, now)
+            view = replace(view, on_demand=plan.on_demand)
+            for warning in plan.warnings:
+                self._warnings.warn(warning.key, warning.text)
+        decision = decide(self._state, self._rules, view)
         self._state = decision.state
         self._act(decision, desired, now)
         # Publish again, including the releases and terminations of this tick.

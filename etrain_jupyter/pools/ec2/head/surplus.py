@@ -1,4 +1,4 @@
-"""Choose machines to release: idle, over budget, or outside the placement zone."""
+"""Choose machines to release: idle, over budget, ahead of schedule, or outside the zone."""
 
 from __future__ import annotations
 
@@ -63,6 +63,23 @@ def surplus(count: Count, state: FleetState, rules: Rules, target: int) -> list[
             num_on_demand -= machine.workers
         too_many -= machine.workers
         releases.append((machine.id, "no longer needed"))
+    return releases
+
+
+def off_schedule(count: Count, target: int, already: set[str]) -> list[Release]:
+    """Release on-demand machines beyond ``target`` workers, which the deadlines no longer need.
+
+    Machines that still boot are released first, then the newest. A machine in use is released, too:
+    its workers leave at a step boundary, and the job continues on spot workers.
+    """
+    # Machines of an unanswered request may not exist, so they do not replace running ones.
+    here = [m for m in count.staying if m.lifecycle == "on-demand" and m.id not in already]
+    too_many = sum(m.workers for m in here) - target
+    releases = []
+    for machine in sorted(here, key=lambda m: (m.is_ready, -m.launched_at, m.id)):
+        if machine.workers <= too_many:
+            too_many -= machine.workers
+            releases.append((machine.id, "the job is on schedule without it"))
     return releases
 
 

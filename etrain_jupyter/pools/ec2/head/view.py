@@ -45,6 +45,8 @@ class Rules:
     on_demand_base: int = 0
     on_demand_after_s: float = 120.0
     most_on_demand: int = 0
+    policy: str = "spot"
+    """``deadline``: the number of on-demand workers follows from the jobs' progress."""
     max_hourly: float | None = None
     max_total: float | None = None
     reserve_s: float = 120.0
@@ -66,7 +68,8 @@ class Rules:
             on_shortage=capacity.on_shortage,
             on_demand_base=capacity.on_demand.base,
             on_demand_after_s=capacity.on_demand.after,
-            most_on_demand=capacity.on_demand.most,
+            most_on_demand=capacity.most_on_demand(spec.workers.max),
+            policy=capacity.policy,
             max_hourly=spec.budget.max_hourly,
             max_total=spec.budget.max_total,
             # The jobs' drain time, plus a few ticks until all machines are seen to have terminated.
@@ -95,6 +98,9 @@ class View:
     spent_usd: float = 0.0
     rate_usd: float = 0.0
     """Cost of the whole cluster, in US dollars an hour."""
+    on_demand: int | None = None
+    """Number of on-demand workers for the jobs' deadlines; None unless ``Rules.policy`` is
+    ``deadline``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +138,7 @@ class Count:
     coming_usd: float = 0.0
     num_unanswered: int = 0
     """Workers of requests that EC2 has not answered; included in ``coming``."""
+    unanswered_by_lifecycle: dict[str, int] = field(default_factory=dict)
 
     def without(self, ids: set[str]) -> Count:
         """Return the count without the given machines."""
@@ -158,6 +165,16 @@ class Count:
         # Unlike `num_sure`, count unanswered requests: the on-demand limit must never be exceeded.
         here = sum(m.workers for m in self.staying if m.lifecycle == "on-demand")
         return here + sum(n for _, life, n in self.coming if life == "on-demand")
+
+    def only(self, lifecycle: str) -> Count:
+        """Return the count of the workers with a lifecycle."""
+        coming = [one for one in self.coming if one[1] == lifecycle]
+        return replace(
+            self,
+            staying=[m for m in self.staying if m.lifecycle == lifecycle],
+            coming=coming,
+            num_unanswered=self.unanswered_by_lifecycle.get(lifecycle, 0),
+        )
 
     @property
     def main_zone(self) -> str:
@@ -198,6 +215,8 @@ def count_workers(state: FleetState, view: View, gone: set[str]) -> Count:
         highest = max((prices.get(key, 0.0) for key in request.keys), default=0.0)
         count.coming_usd += highest * request.num_nodes
         count.num_unanswered += request.num_workers
+        known = count.unanswered_by_lifecycle.get(request.lifecycle, 0)
+        count.unanswered_by_lifecycle[request.lifecycle] = known + request.num_workers
     return count
 
 

@@ -36,6 +36,18 @@ def ticks(rig: Rig, seconds: float, *alive: str, **page) -> None:
 # --- telling ---
 
 
+async def test_progress_of_active_jobs_is_available_to_the_pool(rig):
+    assert rig.coordinator.progress() == []
+    await rig.start("w1", "w2")
+    rig.commit("w1", 1, 2)
+
+    [progress] = rig.coordinator.progress()
+
+    assert (progress.step, progress.total_steps, progress.first_step) == (2, 8, 0)
+    assert (progress.num_workers, progress.max_workers, progress.is_paused) == (2, 2, False)
+    assert progress.attempt_at == rig.events(events.JobSubmitted)[0].time
+
+
 async def test_first_event_after_a_pause_is_sent_immediately_and_later_ones_together(
     rig, monkeypatch
 ):

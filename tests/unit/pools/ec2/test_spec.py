@@ -73,6 +73,18 @@ def test_spec_round_trips_through_json() -> None:
     assert spec.prefix == "mine/"
 
 
+def test_deadline_allows_all_workers_on_demand_unless_a_maximum_is_given() -> None:
+    keys = {"policy": "deadline", "finish_by": "6 h", "keep": 1}
+    spec = parse(capacity=keys)
+    capacity = spec.capacity
+    limited = parse(capacity=keys | {"on_demand": {"max": 2}}).capacity
+
+    assert (capacity.finish_by, capacity.keep) == (21600.0, 1.0)
+    assert capacity.most_on_demand(8) == 8
+    assert limited.most_on_demand(8) == 2
+    assert AwsSpotSpec.from_json(spec.to_json()) == spec
+
+
 def test_gpu_requirement_can_replace_types() -> None:
     spec = parse(capacity={"gpu": {"memory_gib": ">=16", "count": 4}})
 
@@ -102,6 +114,15 @@ def test_gpu_requirement_can_replace_types() -> None:
         ({"capacity": {"placement": "single"}}, "capacity.placement must be", "single-az"),
         ({"capacity": {"zones": "us-east-1a"}}, "capacity.zones must be auto or a list", ""),
         ({"capacity": {"types": ["a.b"], "gpu": {"count": 1}}}, "mutually exclusive", "keep types"),
+        ({"capacity": {"policy": "deadline"}}, "needs capacity.finish_by", "finish_by: 6 h"),
+        ({"capacity": {"finish_by": "6 h"}}, "only with capacity.policy: deadline", "policy"),
+        (
+            {"capacity": {"policy": "deadline", "finish_by": 6}},
+            "the number 6 needs a unit",
+            "6 min",
+        ),
+        ({"capacity": {"policy": "cheap"}}, "capacity.policy must be spot or deadline", "deadline"),
+        ({"capacity": {"keep": 1.5}}, "capacity.keep must be between 0 and 1", "keep: 0.5"),
         ({"image": {"ami": "ubuntu"}}, "image.ami 'ubuntu' is not an image", "ami-0"),
         ({"image": {"archive": "/tmp/x.tar.gz"}}, "image.archive is not s3://", "s3://"),
         ({"image": {"archive_sha256": "12"}}, "64 hexadecimal digits", "sha256sum"),

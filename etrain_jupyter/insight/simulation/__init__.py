@@ -1,0 +1,23 @@
+"""Simulate capacity policies in virtual time on recorded spot markets.
+
+``policies`` runs a job, ``fleet`` applies the pool's own rules to the ``market``, and
+``trace_files`` reads recorded markets.
+"""
+
+from __future__ import annotations
+
+from etrain_jupyter.insight.simulation.job import SimulatedJob
+from etrain_jupyter.insight.simulation.policies import POLICIES, Simulation, simulate
+from etrain_jupyter.insight.simulation.table import rows_of, table_of, to_dict
+from etrain_jupyter.insight.simulation.trace_files import read_trace
+
+__all__ = [
+    "POLICIES",
+    "SimulatedJob",
+    "Simulation",
+    "read_trace",
+    "rows_of",
+    "simulate",
+    "table_of",
+    "to_dict",
+]
