@@ -15,6 +15,7 @@ from etrain_jupyter.insight.measures import divide
 from etrain_jupyter.insight.page import render_cell, render_page
 from etrain_jupyter.insight.runs import Axis, Job, Run, Task, check_axis, config_by_key, read_run
 from etrain_jupyter.insight.table import render_differences, render_text
+from etrain_jupyter.untrusted import plain_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -133,7 +134,8 @@ class Comparison:
     def __str__(self) -> str:
         parts = [render_text(self.rows), render_differences(self.labels, self.differences)]
         notes = "\n".join(f"Note: {note}" for note in self.notes)
-        return "\n\n".join(part for part in (*parts, notes) if part)
+        # Devices in notes come from the log, which another user may have written.
+        return plain_text("\n\n".join(part for part in (*parts, notes) if part))
 
     __repr__ = __str__
 

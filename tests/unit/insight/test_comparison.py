@@ -289,6 +289,12 @@ def test_text_is_a_table_with_common_values_below() -> None:
     ]
 
 
+def test_control_characters_of_a_log_are_escaped() -> None:
+    jobs = [logged_job("a", device="\x1b]0;title\x07"), logged_job("b", device="cpu")]
+
+    assert "\x1b" not in str(compare_jobs(jobs))
+
+
 def test_frame_has_the_rows() -> None:
     pd = pytest.importorskip("pandas", reason="platform: pandas is not installed")
     comparison = compare_jobs([logged_job("one", scores={"f1": 88.0}), logged_job("two")])
