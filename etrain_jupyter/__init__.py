@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         NotSupportedYetError,
         PoolError,
     )
-    from etrain_jupyter.launch import attach, distributed, jobs
+    from etrain_jupyter.launch import attach, compare, distributed, jobs
     from etrain_jupyter.notebook.job.training_job import TrainingJob
     from etrain_jupyter.pools.tasks import open_task_workers
 
@@ -47,6 +47,7 @@ __all__ = [
     "TrainingJob",
     "__version__",
     "attach",
+    "compare",
     "distributed",
     "jobs",
     "load_ipython_extension",
@@ -58,6 +59,7 @@ _HOMES = {
     "TrainConfig": "etrain_jupyter.config.schema",
     "TrainingJob": "etrain_jupyter.notebook.job.training_job",
     "attach": "etrain_jupyter.launch",
+    "compare": "etrain_jupyter.launch",
     "distributed": "etrain_jupyter.launch",
     "jobs": "etrain_jupyter.launch",
     "open_task_workers": "etrain_jupyter.pools.tasks",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from etrain_jupyter import __version__, launch
 from etrain_jupyter.errors import ConfigError, EtrainError
+from etrain_jupyter.insight.comparison import Comparison
 from etrain_jupyter.notebook.commands.subcommands import find_subcommand, run_line
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE
 from etrain_jupyter.notebook.job.runs import open_runs
@@ -46,6 +47,10 @@ class Terminal:
         lines += [f"{plain_line(name):<16}{value:.5g}" for name, value in job.metrics.items()]
         lines += [f"{'folder':<16}{job.record.where}"]
         return "\n".join([*lines, f"{'note':<16}{job.note}"] if job.note else lines)
+
+    def show_comparison(self, comparison: Comparison) -> str:
+        """Return the comparison as text."""
+        return str(comparison)
 
     def say(self, line: str) -> None:
         """Print one line immediately."""

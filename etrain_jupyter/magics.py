@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+from IPython.display import display
 
 from etrain_jupyter import launch
 from etrain_jupyter.errors import ConfigError, EtrainError
+from etrain_jupyter.insight.comparison import Comparison
 from etrain_jupyter.log.tensorboard import OPTIONS
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
@@ -85,6 +87,11 @@ class EtrainMagics(Magics):
         """Show a job's dashboard below the cell."""
         launch.show(job)
         return f"etrain: {job.note}" if job.note else ""
+
+    def show_comparison(self, comparison: Comparison) -> str:
+        """Show a comparison below the cell."""
+        display(comparison)  # type: ignore[no-untyped-call]
+        return ""
 
     def say(self, line: str) -> None:
         """Print one line immediately."""

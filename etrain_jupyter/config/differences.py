@@ -60,7 +60,7 @@ class Difference:
 def compare_configs(old: TrainConfig, new: TrainConfig) -> list[Difference]:
     """Return the keys whose values differ, in the order of the schema."""
     #   a: {b: 1, c: 2}   ->   a.b: 1    a.c: 2
-    before, after = (dict(_flat(c.model_dump(mode="json", by_alias=True))) for c in (old, new))
+    before, after = (dict(flat_keys(c.model_dump(mode="json", by_alias=True))) for c in (old, new))
     found = []
     for key in dict.fromkeys([*before, *after]):
         values = before.get(key), after.get(key)
@@ -128,10 +128,11 @@ def _prefixes(key: str) -> Iterator[str]:
         key = key.rpartition(".")[0]
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_keys(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested groups as ``batch.global``, with their values."""
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat_keys(value, f"{prefix}{key}.")
         else:
             # An empty group is equivalent to a missing one.
             yield f"{prefix}{key}", None if isinstance(value, Mapping) else value

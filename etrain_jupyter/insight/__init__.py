@@ -1,1 +1,1 @@
-"""Questions about jobs, answered from their logs: tables, curves and scaling efficiency."""
+"""Questions about jobs, answered from their logs, recorded markets and models."""

@@ -9,7 +9,7 @@ from etrain_jupyter.notebook.commands.other_jobs import find_other_jobs
 from etrain_jupyter.notebook.dashboard.browser import has_front_end
 from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
-from etrain_jupyter.notebook.job.open_jobs import hold
+from etrain_jupyter.notebook.job.open_jobs import compare, hold
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.screen import Screen
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -60,5 +60,6 @@ def open_panel() -> None:
         look=lambda ids, is_asked: find_other_jobs(open_runs(), ids, is_asked=is_asked),
         attach=attach_quietly,
         template=lambda: f"%%etrain distributed\n{template()}",
+        compare=lambda job_ids: compare(job_ids, store=open_runs()).to_html(),
     )
     link().open()

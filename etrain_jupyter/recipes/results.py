@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from etrain_jupyter.errors import RecipeError
-
-_BUSY = ("compute_s", "communication_s", "optimizer_s")
-"""Parts of a step other than loading."""
+from etrain_jupyter.insight.measures import busy_durations, mean_workers
 
 
 class Cost(Protocol):
@@ -48,6 +46,9 @@ def results_table(
 ) -> list[dict[str, Any]]:
     """Compare jobs: one row per job, for ``pandas.DataFrame``.
 
+    ``etrain_jupyter.compare`` has more columns, checks that the jobs are comparable, and draws
+    curves.
+
     Args:
         jobs: Jobs, running or ended.
         scores: Columns of ``job.history()`` whose best (largest) value is in the table.
@@ -84,15 +85,14 @@ def _row_of(job: Job, scores: Sequence[str]) -> dict[str, Any]:
             f"job {job.name} has {num_steps} steps, and a rate needs at least 2. Wait until it has "
             "trained, or leave it out."
         )
-    busy = [sum(parts) for parts in zip(*(history[name] for name in _BUSY), strict=True)]
-    total_busy = sum(busy)
+    busy = busy_durations(history)
+    total_busy = float(busy.sum())
     # The time of a step is that of its end, so the first step only begins the interval.
     elapsed = history["time"][-1] - history["time"][0]
     cost = job.cost()
-    workers = sum(s * n for s, n in zip(busy, history["world_size"], strict=True)) / total_busy
     return {
         "job": job.name,
-        "workers": workers,
+        "workers": mean_workers(history, busy),
         "samples_per_s": sum(history["samples"]) / total_busy,
         "samples_per_s_overall": sum(history["samples"][1:]) / elapsed,
         **{name.removeprefix("eval_"): _best(history.get(name, ())) for name in scores},

@@ -177,7 +177,7 @@ async function confirmStop({ row: { snapshot } }: Entry): Promise<{ now?: boolea
 }
 
 /** Run `work` and show its error, if any. */
-async function reported(work: () => Promise<void>): Promise<void> {
+export async function reported(work: () => Promise<void>): Promise<void> {
   try {
     await work();
   } catch (error) {

@@ -7,7 +7,8 @@ import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStatusBar } from '@jupyterlab/statusbar';
 import { showInNotebook } from './cells';
-import { addCommands, attach, COMMANDS } from './commands';
+import { addCommands, attach, COMMANDS, reported } from './commands';
+import { compareJobs } from './compare';
 import { isActive } from './jobs';
 import { linkOf } from './link';
 import { magicLanguage } from './magic';
@@ -103,7 +104,8 @@ const panel: JupyterFrontEndPlugin<void> = {
   ) => {
     const widget = new JobsPanel(jobs, {
       show: entry => showInNotebook(app.shell, entry),
-      attach: jobId => attach(jobs, jobId)
+      attach: jobId => attach(jobs, jobId),
+      compare: jobIds => reported(() => compareJobs(app, jobs, jobIds))
     });
     app.shell.add(widget, 'right', { rank: 900, type: 'etrain' });
     restorer?.add(widget, widget.id);

@@ -208,6 +208,16 @@ export function targetOf<F>(entries: readonly IEntry<F>[], selected: string): IE
   return chosen && isActive(chosen) ? chosen : active.length === 1 ? active[0] : chosen;
 }
 
+/** Return the follower that is attached to most of the jobs; of several, the first one. */
+export function bestFollower<F>(entries: readonly IEntry<F>[], followers: readonly F[]): F | null {
+  const attached = (follower: F) =>
+    entries.filter(entry => !entry.isGone && entry.followers.includes(follower)).length;
+  return followers.reduce<F | null>(
+    (best, follower) => (best === null || attached(follower) > attached(best) ? follower : best),
+    null
+  );
+}
+
 /** Return why a request is not possible; empty if it is. */
 export function whyNot(entry: IEntry<unknown> | null, request: string): string {
   if (!entry) {

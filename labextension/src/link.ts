@@ -33,7 +33,7 @@ export class KernelLink implements IFollower {
   private kernel: Kernel.IKernelConnection | null = null;
   private clock = 0;
   private readonly listeners = new Set<IListener>();
-  private readonly waiting = new Map<string, (level: string, text: string) => void>();
+  private readonly waiting = new Map<string, (level: string, answer: unknown) => void>();
   private readonly changes = new Signal<this, void>(this);
 
   /** The kernel reported on its jobs, connected or disconnected. */
@@ -98,9 +98,12 @@ export class KernelLink implements IFollower {
 
   /**
    * Send a request about one job (kind `request`) or about all jobs (kind `session`). Return the
-   * text of the answer.
+   * answer, checked by `read`.
    */
-  request(content: Record<string, unknown>): Promise<string> {
+  request(
+    content: Record<string, unknown>,
+    read: (answer: unknown) => string = text
+  ): Promise<string> {
     const view = Math.random().toString(36).slice(2);
     return new Promise((resolve, reject) => {
       if (!this.isUp) {
@@ -109,12 +112,12 @@ export class KernelLink implements IFollower {
       }
       const timeout = `The kernel did not answer within ${ANSWER_WITHIN_MS / 1000} s. The request may still be carried out.`;
       const timer = window.setTimeout(() => this.answer(view, 'error', timeout), ANSWER_WITHIN_MS);
-      this.waiting.set(view, (level, text) => {
+      this.waiting.set(view, (level, answer) => {
         window.clearTimeout(timer);
         if (level === 'error') {
-          reject(new Error(text));
+          reject(new Error(text(answer)));
         } else {
-          resolve(text);
+          resolve(read(answer));
         }
       });
       this.send({ ...content, view });
@@ -160,7 +163,7 @@ export class KernelLink implements IFollower {
       this.jobs.take(content);
       this.changes.emit();
     } else if (content.kind === 'session' || content.kind === 'notice') {
-      this.answer(text(content.to), text(content.level), text(content.text));
+      this.answer(text(content.to), text(content.level), content.text);
     }
     this.listeners.forEach(listener => {
       if (listener.jobId === content.job_id) {
@@ -169,10 +172,10 @@ export class KernelLink implements IFollower {
     });
   }
 
-  private answer(view: string, level: string, text: string): void {
+  private answer(view: string, level: string, answer: unknown): void {
     const receive = this.waiting.get(view);
     this.waiting.delete(view);
-    receive?.(level, text);
+    receive?.(level, answer);
   }
 }
 

@@ -19,6 +19,8 @@ export interface IListActions {
   select(jobId: string): void;
   show(jobId: string): void;
   attach(jobId: string): void;
+  /** Select a job for a comparison, or remove it from the selection. */
+  choose(jobId: string, isChosen: boolean): void;
 }
 
 /** Workers as `4 of 8`; a dash for a job that has ended. */
@@ -50,8 +52,14 @@ export class List<F extends INamed> {
     this.element.append(this.empty, this.rows, this.offers);
   }
 
-  /** `selected` is the job that the palette's commands apply to. */
-  draw({ entries, offers }: IMerged<F>, isUp: boolean, selected: string, now: number): void {
+  /** `selected` is the job that the palette's commands apply to, `chosen` those to compare. */
+  draw(
+    { entries, offers }: IMerged<F>,
+    isUp: boolean,
+    selected: string,
+    now: number,
+    chosen: ReadonlySet<string>
+  ): void {
     const isEmpty = !entries.length && !offers.length;
     this.empty.hidden = !isEmpty;
     if (isEmpty) {
@@ -65,6 +73,7 @@ export class List<F extends INamed> {
       e => this.row(e.id),
       (element, e) => {
         this.fillRow(element, e, now);
+        (find(element, '.etrain-choose') as HTMLInputElement).checked = chosen.has(e.id);
         find(element, '.etrain-open').setAttribute('aria-current', String(e.id === selected));
       }
     );
@@ -119,7 +128,11 @@ export class List<F extends INamed> {
     open.type = 'button';
     open.onclick = () => this.actions.open(id);
     open.onfocus = () => this.actions.select(id);
-    head.append(open, make('span', 'etrain-status'));
+    const choose = make('input', 'etrain-choose');
+    choose.type = 'checkbox';
+    choose.title = 'Select for a comparison';
+    choose.onchange = () => this.actions.choose(id, choose.checked);
+    head.append(choose, open, make('span', 'etrain-status'));
     const progress = make('progress', 'etrain-progress');
     progress.max = 1;
     progress.setAttribute('aria-hidden', 'true'); // the line below has the same information
@@ -148,6 +161,7 @@ export class List<F extends INamed> {
     row.dataset.status = entry.isGone ? 'gone' : s.status;
     setText(part('.etrain-open'), s.name || entry.id);
     part('.etrain-open').title = entry.id;
+    part('.etrain-choose').setAttribute('aria-label', `Compare ${s.name || entry.id}`);
     const pill = part('.etrain-status');
     pill.dataset.status = status === s.status ? s.status : 'gone';
     pill.title = s.reason;

@@ -22,6 +22,7 @@ const DRAW_EVERY_MS = 500;
 export interface IPanelActions {
   show(entry: Entry): Promise<void>;
   attach(jobId: string): Promise<void>;
+  compare(jobIds: readonly string[]): Promise<void>;
 }
 
 export class JobsPanel extends Widget {
@@ -30,6 +31,9 @@ export class JobsPanel extends Widget {
   private readonly count = make('span', 'etrain-tally');
   private readonly announcement = make('span', 'etrain-visually-hidden');
   private readonly clear = make('button', 'etrain-tool');
+  private readonly compare = this.button('Compare', '', () => void this.compareChosen());
+  private chosen: ReadonlySet<string> = new Set();
+  private isComparing = false;
   private readonly pools = make('p', 'etrain-pools');
   private readonly detail = make('div', 'etrain-detail');
   private readonly host = make('div', 'etrain-host');
@@ -58,7 +62,8 @@ export class JobsPanel extends Widget {
       open: id => this.open(id),
       select: id => session.select(id),
       show: id => this.showInNotebook(id),
-      attach: id => void actions.attach(id)
+      attach: id => void actions.attach(id),
+      choose: (id, isChosen) => this.choose(id, isChosen)
     });
     this.build();
     session.changed.connect(() => this.schedule(), this);
@@ -128,7 +133,8 @@ export class JobsPanel extends Widget {
     if (entry) {
       this.drawDetail(entry);
     } else {
-      this.list.draw(merged, this.session.isUp, this.session.target()?.id ?? '', Date.now() / 1000);
+      const target = this.session.target()?.id ?? '';
+      this.list.draw(merged, this.session.isUp, target, Date.now() / 1000, this.chosen);
     }
   }
 
@@ -138,11 +144,43 @@ export class JobsPanel extends Widget {
     setText(this.count, summary + (active ? `, ${format.plural(workers, 'worker')}` : ''));
     setText(this.announcement, summary); // the number of workers changes too often to be announced
     this.clear.hidden = !this.session.hasLost || !!this.opened;
+    this.drawCompare();
     this.pools.hidden = !this.session.idle.length;
     setText(
       this.pools,
       this.session.idle.map(pool => `⚠ ${describeIdle(pool, Date.now() / 1000)}`).join('\n')
     );
+  }
+
+  private drawCompare(): void {
+    // A job may have left the list since it was selected.
+    this.chosen = new Set([...this.chosen].filter(id => this.session.find(id)));
+    const { size } = this.chosen;
+    this.compare.hidden = !size || !!this.opened;
+    this.compare.disabled = size < 2 || this.isComparing;
+    setText(
+      this.compare,
+      this.isComparing ? 'Comparing…' : `Compare ${format.plural(size, 'job')}`
+    );
+    this.compare.title =
+      size < 2 ? 'Select at least two jobs' : 'Open a table and the curves of the selected jobs';
+  }
+
+  private choose(id: string, isChosen: boolean): void {
+    const others = [...this.chosen].filter(other => other !== id);
+    this.chosen = new Set(isChosen ? [...others, id] : others);
+    this.drawCompare();
+  }
+
+  private async compareChosen(): Promise<void> {
+    this.isComparing = true;
+    this.drawCompare();
+    try {
+      await this.actions.compare([...this.chosen]);
+    } finally {
+      this.isComparing = false;
+      this.drawCompare();
+    }
   }
 
   /** Mount the dashboard; mount it again if a different kernel reports the job now. */
@@ -196,7 +234,8 @@ export class JobsPanel extends Widget {
     this.clear.title =
       'Remove jobs of dead kernels from this list. The jobs themselves are not affected.';
     this.clear.onclick = () => this.session.forget();
-    this.head.append(title, this.announcement, this.clear, refresh);
+    this.compare.hidden = true;
+    this.head.append(title, this.announcement, this.compare, this.clear, refresh);
     this.goTo.type = 'button';
     this.goTo.textContent = 'Show in Notebook';
     this.goTo.onclick = () => this.showInNotebook(this.opened);

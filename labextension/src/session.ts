@@ -92,6 +92,14 @@ export class Session {
     );
   }
 
+  /** Notebooks whose kernels have loaded etrain; the current one comes first. */
+  connected(): Follower[] {
+    const current = this.current();
+    return this.followers
+      .filter(follower => follower.link.isUp)
+      .sort((a, b) => Number(b === current) - Number(a === current));
+  }
+
   private add(notebook: NotebookPanel): void {
     const follower = new Follower(notebook);
     this.followers.push(follower);

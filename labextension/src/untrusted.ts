@@ -21,6 +21,12 @@ export const text = (value: unknown): string =>
     MAX_TEXT
   );
 
+/** Above any page that a kernel renders, and far below the memory of a tab. */
+const MAX_PAGE = 20_000_000;
+/** Return HTML for an isolated frame; empty for anything else. */
+export const page = (value: unknown): string =>
+  typeof value === 'string' ? value.slice(0, MAX_PAGE) : '';
+
 /**
  * Pattern of a job ID: one word that is safe in a cell and in a path. The same as in untrusted.py.
  */

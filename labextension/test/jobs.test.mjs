@@ -3,7 +3,8 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { load } from './helpers.mjs';
 
-const { countsOf, idlePools, KernelJobs, merge, showLine, targetOf, whyNot } = await load('jobs');
+const { bestFollower, countsOf, idlePools, KernelJobs, merge, showLine, targetOf, whyNot } =
+  await load('jobs');
 const { JobData } = await load('job_data');
 const { curvePath, statusOf } = await load('list');
 
@@ -46,6 +47,23 @@ test('a whole message replaces all rows', () => {
   const { jobs } = follower('n', row('a'));
   jobs.take({ whole: true, rows: [row('b')] });
   assert.deepEqual([...jobs.rows.keys()], ['b']);
+});
+
+test('a comparison goes through the kernel that is attached to most of the jobs', () => {
+  const first = follower('first', row('a'));
+  const second = follower('second', row('a'), row('b'));
+  const { entries } = merge([first, second]);
+  assert.equal(bestFollower(entries, [first, second]), second);
+  assert.equal(bestFollower(entries.slice(0, 0), [first, second]), first);
+  assert.equal(bestFollower(entries, []), null);
+});
+
+test('jobs of a dead kernel can be compared through any other kernel', () => {
+  const dead = follower('dead', row('a'), row('b'));
+  dead.jobs.lose();
+  const alive = follower('alive');
+  const { entries } = merge([dead, alive]);
+  assert.equal(bestFollower(entries, [alive]), alive);
 });
 
 test('other jobs and pools stay until the next report', () => {

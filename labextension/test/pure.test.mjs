@@ -10,6 +10,7 @@ const scale = await load('scale');
 const { asSnapshot, checkpointTrouble } = await load('protocol');
 const { JobData } = await load('job_data');
 const format = await load('format');
+const { page, text } = await load('untrusted');
 
 function curveOf(y) {
   const curve = new Curve();
@@ -471,4 +472,11 @@ test('forbidden storage and invalid content give the defaults', () => {
     keepChoices(readChoices(store), store);
   }
   keepChoices(readChoices()); // Node.js has no window
+});
+
+test('a page is longer than other texts, and anything but text is empty', () => {
+  const long = 'x'.repeat(100_000);
+  assert.equal(page(long).length, 100_000);
+  assert.ok(text(long).length < 100_000);
+  assert.equal(page({ html: long }), '');
 });

@@ -49,6 +49,15 @@ def start(name, *, called="", is_shown=False, num_steps=40_000, steps_per_s=100)
 """
 SHORT = "start('mnist', num_steps=300, steps_per_s=600)"
 THREE = "start('digits', is_shown=True); start('squad'); start('albert-large');"
+LOGGED = """
+from etrain_jupyter.log.event_log import EventLog
+from etrain_jupyter.notebook.job.run_store import RunStore
+for name in ("digits", "squad"):
+    record = RunStore().create({"name": name, "created": time.time()}, job_id=f"{name}-7f3a")
+    log = EventLog(record.log_path, fsync_every_s=None)
+    log.append(list(Script(60, job_id=record.job_id).events()))
+    log.close()
+"""
 SURROUNDED = """
 evil = "<img src=x onerror='window.hacked = 1'>"
 def attach(job_id):
@@ -70,6 +79,7 @@ link().panel.serve(
                 "ends_in_s": 500.0, "time": time.time()},),
     ),
     attach=attach,
+    compare="".join,
     template=lambda: "%%etrain distributed\\nmodel: Net()",
 )
 """
@@ -169,10 +179,10 @@ def test_panel_lists_live_jobs_after_a_reload_and_last_seen_jobs_after_a_restart
     expect(panel.locator(".etrain-row")).to_have_count(4)
 
 
-def test_panel_opens_and_stops_a_job_and_shows_its_cell(
+def test_panel_opens_stops_and_compares_jobs_and_shows_a_cell(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
-    cells = [SET_UP, "1 + 1", THREE, "2 + 2", "print(asked)"]
+    cells = [SET_UP, "1 + 1", THREE, "2 + 2", "print(asked)", LOGGED]
     notebook = open_notebook("opened.ipynb", *cells)
     for cell in (0, 2):
         notebook.run(cell)
@@ -208,6 +218,25 @@ def test_panel_opens_and_stops_a_job_and_shows_its_cell(
     )
     notebook.run(4)
     assert notebook.output(4).inner_text().strip() == "[('digits', 'stop', {})]"
+
+    # Two selected jobs open as a page in a tab, from their logs.
+    notebook.run(5)
+    compare = panel.locator(".etrain-side-head .etrain-tool", has_text="Compare")
+    expect(compare).to_have_count(1)
+    expect(compare).not_to_be_visible()
+    row(panel, "squad-7f3a").get_by_role("checkbox", name="Compare squad").check()
+    expect(compare).to_be_disabled()
+    row(panel, "digits-7f3a").get_by_role("checkbox", name="Compare digits").check()
+    shoot(page, "panel-selected")
+    compare.click()
+    opened = page.frame_locator("iframe.etrain-page-frame")
+    expect(opened.locator("h1")).to_have_text("Comparison of 2 jobs", timeout=PATIENCE_MS)
+    expect(opened.locator("tbody").first.locator("tr")).to_have_count(2)
+    expect(opened.locator("svg[aria-label='loss over step']")).to_be_visible()
+    opened.locator("label", has_text="time").click()
+    expect(opened.locator("svg[aria-label='loss over step']")).not_to_be_visible()
+    expect(opened.locator("svg[aria-label='loss over seconds']")).to_be_visible()
+    shoot(page, "panel-comparison")
 
 
 def test_palette_commands_apply_to_the_selected_job(

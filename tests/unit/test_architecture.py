@@ -56,6 +56,7 @@ LIGHT_IMPORTS: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}.config": HEAVY,
     f"{PACKAGE}.data": HEAVY,
     f"{PACKAGE}.recipes": HEAVY,
+    f"{PACKAGE}.insight.comparison": (*HEAVY, "matplotlib"),
     f"{PACKAGE}.rules.membership.state_machine": HEAVY,
     f"{PACKAGE}.log.events": HEAVY,
     f"{PACKAGE}.notebook.dashboard": ("torch", "distributed", "boto3"),

@@ -64,6 +64,19 @@ def test_ls_lists_the_jobs_of_the_given_store(
     assert "digits-1  finished" in capsys.readouterr().out
 
 
+def test_compare_prints_a_table_and_writes_a_page(
+    runs: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "report.html"
+
+    assert main(["--runs", runs, "compare", "digits-1", "--html", str(page)]) == 0
+
+    said = capsys.readouterr().out
+    assert said.startswith("JOB     STATUS    WORKERS")
+    assert "Name other jobs too: etrain compare JOB JOB" in said
+    assert page.exists()
+
+
 def test_tensorboard_writes_files_for_a_finished_job_and_prints_the_command(
     runs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from traitlets.config import Config
 
 import etrain_jupyter
 from etrain_jupyter import launch, magics
-from etrain_jupyter.errors import JobFailedError, PoolError
+from etrain_jupyter.errors import ConfigError, JobFailedError, PoolError
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import (
     Event,
@@ -22,6 +22,7 @@ from etrain_jupyter.log.events import (
     JobSubmitted,
     LogLine,
     RankTimed,
+    StepCompleted,
     WorkerLost,
 )
 from etrain_jupyter.magics import give_empty_body, split_line
@@ -786,6 +787,87 @@ def test_logs_show_the_time_split_of_each_worker(run: Run) -> None:
         "communication 20%, optimizer 5%; evaluation 1.5 s",
         "info    w1: after step 1,200: evaluation 250 ms",
     ]
+
+
+def steps(job_id: str, workers: int) -> list[Event]:
+    """Return two steps of 8 samples that take 1 s each, and the end of the job."""
+    common: dict[str, Any] = {"job_id": job_id}
+    return [
+        *(
+            StepCompleted(
+                **common, time=10.0 + number, step=number, epoch=0, first=0, samples=8 * workers,
+                sample_checksum=0, loss=1.0, lr=0.1, world_size=workers, compute_s=1.0,
+                samples_per_s=8.0 * workers,
+            )
+            for number in (1, 2)
+        ),
+        JobStatusChanged(**common, time=13.0, status="finished"),
+    ]  # fmt: skip
+
+
+def test_compare_displays_a_table_and_writes_a_page(run: Run, tmp_path: Path) -> None:
+    one = make_job(*steps("one", 1), name="one")
+    make_job(*steps("four", 4), name="four", created=2.0)
+    page = tmp_path / "report.html"
+
+    is_ok, shown = run(f"%etrain compare {one.id} four --html {shlex.quote(str(page))}")
+
+    assert is_ok
+    assert "one   1        8      8          1.0x      1.00" in shown
+    assert "four  4        32     32         4.0x      1.00" in shown
+    assert shown.endswith(f"The page is in {page}\n")
+    assert "Comparison of 2 jobs" in page.read_text(encoding="utf-8")
+
+
+def test_compare_without_names_takes_the_newest_jobs_with_the_latest_name(run: Run) -> None:
+    make_job(*steps("a", 1), name="other", created=1.0)
+    old = make_job(*steps("b", 1), name="net", created=2.0)
+    new = make_job(*steps("c", 2), name="net", created=3.0)
+
+    is_ok, shown = run("%etrain compare")
+
+    assert is_ok
+    assert shown.index(old.id) < shown.index(new.id)
+    assert "other" not in shown
+
+
+def test_compare_does_not_change_the_latest_job(run: Run) -> None:
+    old = make_job(*steps("a", 1), name="old", created=1.0)
+    make_job(*steps("b", 1), name="new", created=2.0)
+    run("%etrain show new")
+
+    run(f"%etrain compare {old.id}")
+
+    assert "new" in run("%etrain cost")[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%etrain compare digts", "no job 'digts'"),
+        ("%etrain compare digits --html report.txt", "report.txt does not end in .html"),
+        ("%etrain compare digits --html missing/x.html", "missing/x.html cannot be written"),
+    ],
+)
+def test_compare_refuses_what_it_cannot_do(run: Run, line: str, message: str) -> None:
+    make_job(*steps("digits", 1))
+
+    is_ok, shown = run(line)
+
+    assert not is_ok
+    assert message in shown
+
+
+@pytest.mark.parametrize("wrong", [[], [3], 3])
+def test_compare_from_python_takes_jobs_and_names(run: Run, wrong: Any) -> None:
+    job = make_job(*steps("digits", 1))
+
+    comparison = etrain_jupyter.compare([job, job.id])
+    assert [row["id"] for row in comparison.rows] == [job.id]
+    assert str(etrain_jupyter.compare("digits")) == str(etrain_jupyter.compare(job))
+
+    with pytest.raises(ConfigError, match=r"compare\(\) received"):
+        etrain_jupyter.compare(wrong)
 
 
 def test_audit_prints_its_report(run: Run) -> None:

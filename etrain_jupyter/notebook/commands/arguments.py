@@ -174,11 +174,14 @@ class Spelling:
     flags: tuple[str, ...] = ()
     """Other spellings: a short flag such as ``-o``, or an alias such as ``--workers``."""
     metavar: str | None = None
+    nargs: str | None = None
+    """``*`` for any number of words."""
     action: type[argparse.Action] | None = None
     """Parses the value if it is not plain text or a number."""
 
 
 Variable = Annotated[str | None, Spelling(flags=("-o",), metavar="VAR")]
+JobNames = Annotated[Sequence[str], Spelling(metavar="JOB", nargs="*")]
 Number = Annotated[int | None, Spelling(metavar="N")]
 Seconds = Annotated[float, Spelling(metavar="TIME", action=StoreSeconds)]
 SecondsOrZero = Annotated[float, Spelling(metavar="TIME", action=StoreSecondsOrZero)]
@@ -205,6 +208,7 @@ def add_parameters(parser: Parser, function: Callable[..., Any]) -> None:
     # ------------------------------------  -------------------------------------------
     # job: str                              positional
     # job: str | None = None                positional, optional
+    # jobs: JobNames = ()                   positional, any number
     # *, verify: bool = False               --verify, a switch
     # *, notice: Seconds = 120.0            --notice TIME, read by the action of Seconds
     # *, out: Variable = None               -o VAR, --out VAR
@@ -222,7 +226,8 @@ def add_parameters(parser: Parser, function: Callable[..., Any]) -> None:
         else:
             options |= {"default": parameter.default} if has_default else {}
             options |= {"metavar": spelling.metavar} if spelling.metavar else {}
-            options |= {"nargs": "?"} if has_default and not is_flag else {}
+            nargs = spelling.nargs or ("?" if has_default and not is_flag else None)
+            options |= {"nargs": nargs} if nargs else {}
             options |= {"action": spelling.action} if spelling.action else {"type": kind}
         if not is_flag:
             parser.add_argument(parameter.name, **options)
@@ -243,6 +248,8 @@ def _unpack(annotation: Any) -> tuple[type, Spelling]:
             spelling = next((one for one in extra if isinstance(one, Spelling)), spelling)
         elif get_origin(annotation) in (Union, UnionType):
             [annotation] = [part for part in get_args(annotation) if part is not type(None)]
+        else:  # Sequence[str]: each word is parsed on its own
+            [annotation] = get_args(annotation)
     return annotation, spelling
 
 

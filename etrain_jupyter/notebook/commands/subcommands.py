@@ -27,6 +27,7 @@ from etrain_jupyter.errors import (
     PoolError,
     RunStoreError,
 )
+from etrain_jupyter.insight.comparison import Comparison
 from etrain_jupyter.insight.simulation.line import (
     SimulateOptions,
     gaps_of,
@@ -39,6 +40,7 @@ from etrain_jupyter.log.tensorboard import OPTIONS, ReadExhibit, convert, requir
 from etrain_jupyter.notebook.commands.arguments import (
     TRAINER_FAULTS,
     HelpRequested,
+    JobNames,
     Number,
     Parser,
     Seconds,
@@ -55,6 +57,7 @@ from etrain_jupyter.notebook.commands.arguments import (
 from etrain_jupyter.notebook.commands.doctor import examine
 from etrain_jupyter.notebook.commands.log_lines import follow_lines, log_lines
 from etrain_jupyter.notebook.dashboard.saved_table import table_of_saved
+from etrain_jupyter.notebook.job import open_jobs
 from etrain_jupyter.notebook.job.export import FORMATS
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import JobSummary, Listing, RunStore
@@ -91,6 +94,9 @@ class Surface(Protocol):
 
     def show(self, job: TrainingJob) -> str:
         """Show a job; return the text to print."""
+
+    def show_comparison(self, comparison: Comparison) -> str:
+        """Show a comparison; return the text to print."""
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Assign the job to a variable, if one is given; without a job, only check its name."""
@@ -587,6 +593,28 @@ def audit(surface: Surface, job: str | None = None) -> str:
     return str(report)
 
 
+def compare(
+    surface: Surface,
+    jobs: JobNames = (),
+    *,
+    html: Annotated[str | None, Spelling(metavar="FILE")] = None,
+) -> str:
+    """Compare jobs: throughput, efficiency, metrics, time and cost.
+
+    Args:
+        jobs: Names or ids; by default the newest jobs with the name of the latest one.
+        html: Also write one self-contained page, for example report.html.
+
+    Example:
+        compare digits-1 digits-4 --html report.html
+    """
+    comparison = open_jobs.compare(jobs or None, store=surface.store)
+    # Write the page first: its path may be invalid, and showing the table takes longer.
+    written = "" if html is None else f"The page is in {comparison.write_html(html)}"
+    shown = surface.show_comparison(comparison)
+    return "\n\n".join(part for part in (shown, written) if part)
+
+
 def logs(
     surface: Surface,
     job: str | None = None,
@@ -815,8 +843,8 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
 # Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
-    kill, chaos, cost, audit, logs, tensorboard, template, simulate, pools, up, down, reap,
-    doctor,
+    kill, chaos, cost, compare, audit, logs, tensorboard, template, simulate, pools, up, down,
+    reap, doctor,
 )  # fmt: skip
 
 SUBCOMMANDS = tuple(

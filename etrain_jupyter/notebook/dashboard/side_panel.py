@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -85,16 +85,22 @@ class SidePanel:
         look: Look,
         attach: Callable[[str], str],
         template: Callable[[], str],
+        compare: Callable[[Sequence[str]], str],
     ) -> None:
-        """Set the functions that scan, attach to a job by its ID, and return a template cell.
+        """Set the functions that handle the requests of the panel.
 
-        ``attach`` and ``template`` return the text of the answer.
+        Args:
+            look: Scans for other jobs and for clusters.
+            attach: Attaches to a job by its ID, and returns the text of the answer.
+            template: Returns a template cell.
+            compare: Compares jobs, given their IDs, and returns an HTML page.
         """
         with self._lock:
             self._look = look
             self._handlers = {
                 "attach": lambda content: attach(str(content.get("job_id", ""))),
                 "template": lambda content: template(),
+                "compare": lambda content: compare(_job_ids_in(content)),
             }
         self._is_due.set()
 
@@ -237,3 +243,8 @@ class SidePanel:
             with self._lock:
                 del self._threads["etrain-look-around"]
             self._is_due.set()
+
+
+def _job_ids_in(content: Mapping[str, Any]) -> list[str]:
+    job_ids = content.get("job_ids")
+    return [str(job_id) for job_id in job_ids] if isinstance(job_ids, list) else []

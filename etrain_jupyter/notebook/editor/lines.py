@@ -152,8 +152,9 @@ def _positional(parser: Parser, given: Sequence[str]) -> list[argparse.Action]:
     is_value = False
     for word in given:
         found = find_flag(parser, word) if word.startswith("-") else None
-        # A word that is neither a flag nor a flag's value fills the next positional argument.
-        if found is None and not is_value:
+        # A word that is neither a flag nor a flag's value fills the next positional argument,
+        # unless that takes any number of words.
+        if found is None and not is_value and rest and rest[0].nargs != "*":
             rest = rest[1:]
         is_value = found is not None and found.nargs != 0 and "=" not in word
     return rest

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from etrain_jupyter.log.blocks import StepRun
+from etrain_jupyter.log.columns import STEP_COLUMNS, History
 from etrain_jupyter.log.events import (
     EvalCompleted,
     EvalScored,
@@ -25,7 +26,6 @@ from etrain_jupyter.log.events import (
     event_from_dict,
 )
 from etrain_jupyter.log.job_record import JobRecord
-from etrain_jupyter.notebook.job.columns import STEP_COLUMNS, History
 from etrain_jupyter.untrusted import open_regular
 
 __all__ = ["STEP_COLUMNS", "History", "LatestValues", "peek_log"]

@@ -6,13 +6,14 @@ import os
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.errors import PoolError, RunStoreError
+from etrain_jupyter.errors import ConfigError, PoolError, RunStoreError
+from etrain_jupyter.insight.comparison import Comparison, compare_jobs
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
 from etrain_jupyter.notebook.job.job_record import RunRecord, safe_name
@@ -27,6 +28,9 @@ from etrain_jupyter.wire.versions import read_fingerprint
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
     from etrain_jupyter.process.address import SchedulerAddress
+
+MAX_COMPARED = 8
+"""Maximum number of jobs to compare if none are named."""
 
 _held: dict[Path, TrainingJob] = {}
 """Open jobs by folder."""
@@ -127,6 +131,58 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
 def jobs() -> list[TrainingJob]:
     """Return every job of the run store, newest first."""
     return [hold(record) for record in open_runs().records()]
+
+
+def compare(
+    jobs: Iterable[TrainingJob | str] | TrainingJob | str | None = None,
+    *,
+    store: RunStore | None = None,
+) -> Comparison:
+    """Compare jobs: throughput, scaling efficiency, metrics, time and cost in a table, and curves.
+
+    Args:
+        jobs: Jobs, or their names, ids or prefixes of ids; by default the newest jobs with the name
+            of the latest job, at most ``MAX_COMPARED``.
+        store: The run store; by default that of the working folder.
+
+    Returns:
+        A comparison that a notebook displays as HTML. It has ``to_frame()``, ``plot()``,
+        ``to_html()`` and ``write_html(path)``; ``str`` returns the table as text.
+
+    Raises:
+        ConfigError: If ``jobs`` is empty or contains anything else.
+        JobNotFoundError: If no job matches a name; the message has the closest names.
+    """
+    store = store or open_runs()
+    if jobs is None:
+        return compare_jobs(map(hold, newest_runs(store)))
+    # A string is also an iterable of strings, which would be one-letter names.
+    named = [jobs] if isinstance(jobs, str) or not isinstance(jobs, Iterable) else jobs
+    return compare_jobs([_find_or_return(job, store) for job in named])
+
+
+def newest_runs(store: RunStore) -> list[RunRecord]:
+    """Return the newest jobs with the name of the latest job, oldest first.
+
+    Raises:
+        JobNotFoundError: If the store is empty.
+    """
+    name = store.latest().name
+    same = [record for record in store.records() if record.name == name]
+    return same[MAX_COMPARED - 1 :: -1]
+
+
+def _find_or_return(job: object, store: RunStore) -> TrainingJob:
+    if isinstance(job, TrainingJob):
+        return job
+    if isinstance(job, str):
+        # Do not use `attach`: a comparison must not change the most recently used job, which is the
+        # job that `%etrain stop` without a name stops.
+        return hold(store.find(job))
+    raise ConfigError(
+        f"compare() received {type(job).__name__!r} instead of a job or its name",
+        hint="etrain_jupyter.compare([job, 'digits-1a2b3c4d'])",
+    )
 
 
 def hold(record: RunRecord) -> TrainingJob:

@@ -20,6 +20,7 @@ from etrain_jupyter.errors import (
     JobFailedError,
     JobLostError,
 )
+from etrain_jupyter.insight.figures import plot_job
 from etrain_jupyter.log.blocks import Events
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.phases import phases_of
@@ -31,7 +32,6 @@ from etrain_jupyter.notebook.job.history import LatestValues, peek_log
 from etrain_jupyter.notebook.job.interrupts import Interrupts
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import SLICE_S, JobLink
-from etrain_jupyter.notebook.job.plot import plot_job
 from etrain_jupyter.notebook.job.requests import ENDED, REQUEST_S, JobRequests
 from etrain_jupyter.notebook.job.resume import resume_job
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
@@ -273,15 +273,21 @@ class TrainingJob(JobRequests):
             events = Events()
         return audit_log(events or self.events())
 
-    def plot(self) -> Figure:
-        """Return a Matplotlib figure of the loss, learning rate and number of workers by step.
+    def plot(self, over: str = "steps") -> Figure:
+        """Return a Matplotlib figure of the loss, metrics, learning rate and number of workers.
 
-        Lost and preempted workers are marked. Requires the package matplotlib.
+        Lost and preempted workers are marked. Requires the package matplotlib. For several jobs in
+        the same axes, use ``etrain_jupyter.compare(jobs).plot()``.
+
+        Args:
+            over: ``steps``, ``samples``, ``time`` (from the first step, without the time between an
+                end and a resume), or ``usd``.
 
         Raises:
-            ConfigError: If matplotlib is not installed.
+            ConfigError: If the axis is unknown, the pool has no prices for ``usd``, or matplotlib
+                is not installed.
         """
-        return plot_job(self)
+        return plot_job(self, over)
 
     def cost(self) -> JobCost:
         """Return the cost of the job so far: spent, saved compared with on-demand prices, wasted.

@@ -140,7 +140,7 @@ def test_scan_runs_once_and_on_request(panel: SidePanel, wire: Wire) -> None:
         return OtherJobs(others=({"job_id": "x"},))
 
     panel.add("a", Job("a"))
-    panel.serve(look=look, attach=lambda job_id: "", template=lambda: "")
+    panel.serve(look=look, attach=lambda job_id: "", template=lambda: "", compare="".join)
     panel.receive({"ask": "watch"})
     wire.wait_for(lambda m: m.get("others") == [{"job_id": "x"}])
     panel.receive({"ask": "watch"})
@@ -157,7 +157,7 @@ def test_failed_scan_is_counted_and_does_not_stop_the_rows(panel: SidePanel, wir
 
     job = Job("a")
     panel.add("a", job)
-    panel.serve(look=look, attach=lambda job_id: "", template=lambda: "")
+    panel.serve(look=look, attach=lambda job_id: "", template=lambda: "", compare="".join)
     panel.receive({"ask": "watch"})
     wire.wait_for(lambda m: ids_of(m) == ["a"])
     job.step = 1
@@ -173,16 +173,25 @@ def test_answer_is_addressed_to_the_view_that_asked(panel: SidePanel, wire: Wire
         raise ValueError(f"there is no job {job_id}")
 
     panel.receive({"ask": "template", "view": "v0"})
-    panel.serve(look=lambda ids, is_asked: OtherJobs(), attach=attach, template=lambda: "body")
+    panel.serve(
+        look=lambda ids, is_asked: OtherJobs(),
+        attach=attach,
+        template=lambda: "body",
+        compare=lambda job_ids: f"page of {job_ids}",
+    )
     panel.receive({"ask": "template", "view": "v1"})
     panel.receive({"ask": "attach", "job_id": "x", "view": "v2"})
+    panel.receive({"ask": "compare", "job_ids": ["a", 3], "view": "v3"})
+    panel.receive({"ask": "compare", "job_ids": "a", "view": "v4"})
 
-    unserved, template, attached = wire.messages
+    unserved, template, attached, compared, invalid = wire.messages
     assert unserved["level"] == "error"
     assert "%load_ext etrain_jupyter" in unserved["text"]
     assert template == {"tell": "answer", "to": "v1", "level": "info", "text": "body"}
     assert (attached["to"], attached["level"]) == ("v2", "error")
     assert attached["text"] == "there is no job x"
+    assert (compared["to"], compared["text"]) == ("v3", "page of ['a', '3']")
+    assert invalid["text"] == "page of []"
 
 
 def test_row_has_no_lists_and_a_short_curve_of_valid_json_values() -> None:

@@ -55,6 +55,8 @@ def test_cell_offers_the_one_subcommand_with_a_body() -> None:
         ("%etrain scale 2 --job f|", ["faces", "faces-4e5f6a7b"]),
         ("%etrain kill --how h|", ["hold_gil", "hang"]),
         ("%etrain chaos --mode m|", ["mix"]),
+        ("%etrain compare digits f|", ["faces", "faces-4e5f6a7b"]),
+        ("%etrain compare digits faces --|", ["--html", "--help"]),
         ("%etrain export w --format |", ["safetensors", "transformers"]),
         ("%etrain down |", ["c1", "c2", "--help"]),
         ("%%etrain distributed --p|", ["--pool"]),

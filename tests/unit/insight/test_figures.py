@@ -9,6 +9,9 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.insight import figures
+from etrain_jupyter.insight.comparison import compare_jobs
+from etrain_jupyter.insight.figures import worker_marks
 from etrain_jupyter.log.events import (
     EvalCompleted,
     Event,
@@ -17,8 +20,7 @@ from etrain_jupyter.log.events import (
     StepCompleted,
     WorkerLost,
 )
-from etrain_jupyter.notebook.job import plot
-from etrain_jupyter.notebook.job.plot import worker_marks
+from tests.unit.insight.logged_jobs import logged_job
 from tests.unit.notebook.job.fakes import new_job, status
 
 matplotlib = pytest.importorskip("matplotlib", reason="platform: matplotlib is not installed")
@@ -115,10 +117,83 @@ def test_a_worker_that_vanishes_after_its_notice_is_marked_once() -> None:
 def test_without_matplotlib_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plot._figure_class.cache_clear()
+    figures._figure_class.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
     with pytest.raises(ConfigError, match="needs the package matplotlib") as caught:
         new_job(tmp_path, None, status("finished")).plot()
 
     assert caught.value.hint.startswith("pip install matplotlib")
+
+
+@pytest.mark.parametrize(
+    ("over", "label", "positions"),
+    [
+        ("steps", "step", [1, 2, 3]),
+        ("samples", "samples", [50, 100, 150]),
+        ("time", "seconds", [0.5, 1.0, 1.5]),
+        ("usd", "US dollars", [0.5, 1.0, 1.5]),
+    ],
+)
+def test_a_job_is_drawn_over_any_axis(over: str, label: str, positions: list[float]) -> None:
+    job = logged_job("a", num_steps=3, scores={"f1": 0.8}, usd_per_worker_h=3600.0)
+
+    figure = figures.plot_job(job, over)
+
+    assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "f1", "learning rate", "workers"]
+    assert figure.axes[-1].get_xlabel() == label
+    assert list(figure.axes[0].lines[0].get_xdata())[1:] == pytest.approx(positions[1:])
+    assert list(figure.axes[1].lines[0].get_ydata()) == [0.8]
+
+
+@pytest.mark.parametrize(
+    ("over", "message"), [("dollars", "unknown axis"), ("usd", "have no prices")]
+)
+def test_an_axis_that_does_not_exist_is_refused(over: str, message: str) -> None:
+    jobs = [logged_job("a"), logged_job("b")]
+
+    with pytest.raises(ConfigError, match=message):
+        figures.plot_job(jobs[0], over)
+    with pytest.raises(ConfigError, match=message):
+        compare_jobs(jobs).plot(over)
+
+
+def test_jobs_are_drawn_in_the_same_axes_with_their_scaling() -> None:
+    jobs = [
+        logged_job("one", samples_per_s=100, scores={"$f1$": 0.8}),
+        logged_job("four", workers=4, samples_per_s=300, scores={"$f1$": 0.7}),
+        logged_job("waiting", num_steps=0),
+    ]
+
+    figure = compare_jobs(jobs).plot("time")
+
+    labels = [axis.get_ylabel() for axis in figure.axes]
+    assert labels == [
+        "loss",
+        "loss (evaluation)",
+        r"\$f1\$ (evaluation)",
+        "workers",
+        "samples/s",
+        "",
+    ]
+    assert [line.get_label() for line in figure.axes[0].lines] == ["one", "four"]
+    ideal, *measured = figure.axes[4].lines
+    assert (list(ideal.get_xdata()), list(ideal.get_ydata())) == ([1, 4], [100, 400])
+    assert [line.get_ydata()[0] for line in measured] == pytest.approx([100, 300])
+    assert [text.get_text() for text in figure.legends[0].texts] == [
+        "one",
+        "four",
+        "linear scaling",
+    ]
+    figure.canvas.draw()
+
+
+def test_chosen_columns_are_drawn() -> None:
+    comparison = compare_jobs([logged_job("a"), logged_job("b")])
+
+    figure = comparison.plot(columns=["lr"])
+
+    assert [axis.get_ylabel() for axis in figure.axes] == ["learning rate"]
+    with pytest.raises(ConfigError, match="no job has a column 'acuracy'") as caught:
+        comparison.plot(columns=["acuracy"])
+    assert "loss" in caught.value.hint

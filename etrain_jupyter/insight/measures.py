@@ -1,0 +1,56 @@
+"""Durations and throughput of a job, from the columns of its history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Columns: TypeAlias = Mapping[str, Sequence[Any]]
+"""Columns of ``job.history()``, one row per committed step."""
+Floats: TypeAlias = NDArray[np.float64]
+
+BUSY = ("compute_s", "communication_s", "optimizer_s")
+"""Parts of a step other than loading."""
+
+
+def to_floats(values: Sequence[Any] | NDArray[Any]) -> Floats:
+    """Return a column as an array, shape ``(num_steps,)``."""
+    return np.asarray(values, np.float64)
+
+
+def step_durations(columns: Columns) -> Floats:
+    """Return the duration of each step in seconds, shape ``(num_steps,)``.
+
+    Evaluations, checkpoints and recovery are between steps, so they are not included.
+    """
+    samples, rate = to_floats(columns["samples"]), to_floats(columns["samples_per_s"])
+    # A log may come from another user, so a rate may be zero or not finite.
+    is_valid = np.isfinite(rate) & (rate > 0)
+    return np.where(is_valid, samples / np.where(is_valid, rate, 1.0), 0.0)
+
+
+def busy_durations(columns: Columns) -> Floats:
+    """Return the duration of each step without loading, in seconds, shape ``(num_steps,)``.
+
+    Logs from older versions do not have the phases of a step; there, it is the whole duration.
+    """
+    busy = np.sum([to_floats(columns[name]) for name in BUSY], axis=0)
+    return busy if np.all(busy > 0) else np.where(busy > 0, busy, step_durations(columns))
+
+
+def has_phases(columns: Columns) -> bool:
+    """Return True if every step has its phases, so that its loading time is known."""
+    return bool(np.all(np.sum([to_floats(columns[name]) for name in BUSY], axis=0) > 0))
+
+
+def mean_workers(columns: Columns, durations: Floats) -> float:
+    """Return the mean number of workers, weighted by the durations; NaN if all are zero."""
+    return divide(float(np.sum(durations * to_floats(columns["world_size"]))), durations.sum())
+
+
+def divide(amount: float, by: float) -> float:
+    """Return ``amount / by``; NaN if ``by`` is zero or not finite."""
+    return float(amount / by) if by and np.isfinite(by) else float("nan")
