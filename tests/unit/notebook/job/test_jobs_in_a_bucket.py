@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ def status(word: str) -> Event:
     return JobStatusChanged(**COMMON, status=word)
 
 
+def await_running(job: TrainingJob) -> None:
+    """Wait until the job is followed; on a busy machine, the first reads take seconds."""
+    while job.status != "running" or not job.is_reachable:
+        time.sleep(0.02)
+
+
 # --- which store ---
 
 
@@ -189,8 +196,7 @@ def test_job_that_cannot_be_written_leaves_nothing(runs: str, s3_server: S3Serve
 
 def test_job_is_followed_live_to_its_end(coordinator: Coordinator, here: TrainingJob) -> None:
     coordinator.log(*story()[:2], status("running"))
-    assert here.status == "running"
-    assert here.is_reachable
+    await_running(here)
     coordinator.log(LogLine(**COMMON, level="info", worker="w1", text="hello"), status("finished"))
     assert here.wait() == "finished"
     assert [event.seq for event in here.events()] == [1, 2, 3, 4, 5]
@@ -261,10 +267,10 @@ def test_outage_while_following_is_reported_until_it_ends(
     coordinator: Coordinator, here: TrainingJob, s3_server: S3Server
 ) -> None:
     coordinator.log(*story()[:2], status("running"))
-    assert here.status == "running"
+    await_running(here)
     s3_server.set_faults(S3Fault(kind="deny"))
     while here.is_reachable:
-        pass
+        time.sleep(0.02)
     assert "the run store: " in here.reason
     assert here.status == "running"
     s3_server.set_faults()
