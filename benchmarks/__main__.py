@@ -19,6 +19,7 @@ from benchmarks import (
     log,
     ours,
     policies,
+    pretraining,
     recovery,
     report,
     reproducible,
@@ -26,6 +27,7 @@ from benchmarks import (
     shards,
     shuffle,
     spot,
+    squad,
     starts,
     steady,
     strangers,
@@ -52,11 +54,13 @@ BENCHMARKS: dict[str, ModuleType] = {
     "policies": policies,
     "strangers": strangers,
     "code": code_table,
+    "squad": squad,
+    "pretraining": pretraining,
 }
 
-APART = frozenset({"strangers", "code"})
-"""Excluded from ``all``: ``strangers`` attacks every listener on the machine, and ``code`` measures
-no time.
+APART = frozenset({"strangers", "code", "squad", "pretraining"})
+"""Excluded from ``all``: ``strangers`` attacks every listener on the machine, ``code`` measures no
+time, and ``squad`` and ``pretraining`` need data sets.
 """
 
 
@@ -87,7 +91,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, module in BENCHMARKS.items():
         summary = (module.__doc__ or "").splitlines()[0]
         module.add_arguments(commands.add_parser(name, parents=[common], help=summary))
-    every = f"All benchmarks except {' and '.join(sorted(APART))}."
+    every = f"All benchmarks except {', '.join(sorted(APART))}."
     commands.add_parser("all", parents=[common], help=every)
     return parser.parse_args(arguments)
 

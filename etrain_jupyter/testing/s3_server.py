@@ -104,6 +104,8 @@ class S3Server(S3Endpoint, Closing):
             stdout=subprocess.PIPE,
             text=True,
             env=without_clusters(),
+            # An interrupt of the notebook must not end the server.
+            start_new_session=True,
         )
         # Blocks until the server listens, or returns nothing if it has failed.
         assert self._process.stdout is not None

@@ -27,6 +27,7 @@ from etrain_jupyter.trainer.control.device_errors import (
 )
 from etrain_jupyter.trainer.control.error_origin import is_broken_exchange, is_our_defect
 from etrain_jupyter.trainer.control.faults import FaultInjector
+from etrain_jupyter.trainer.control.hub_errors import HINT_FOR_HUB, is_hub_unreachable
 from etrain_jupyter.trainer.control.reporter import Reporter
 from etrain_jupyter.trainer.devices import choose_device, facts_of
 from etrain_jupyter.trainer.group.backends import GLOO, NCCL
@@ -659,6 +660,8 @@ class Trainer:
             summary = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")
             if is_out_of_memory(exc):
                 summary += f"; {hint_for_memory(self._config)}"
+            if is_hub_unreachable(exc):
+                summary = f"{summary.rstrip('.')}. {HINT_FOR_HUB}"
             text = self._bundle.format_user_traceback(exc) if self._bundle is not None else ""
             if device_error_in(exc) is not None:
                 summary += f". {hint_for_device(exc)}"

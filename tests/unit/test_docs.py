@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from etrain_jupyter.config.cell import parse_cell
 from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -133,3 +134,22 @@ def test_readme_takes_two_minutes() -> None:
     assert len(text.split()) < 750
     assert "make demo" in text
     assert "make test" in text
+
+
+CELL = re.compile(r"```yaml\n%%etrain distributed .*\n((?:.*\n)*?)```")
+CELLS = [
+    pytest.param(body, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, body in enumerate(CELL.findall(page.read_text(encoding="utf-8")))
+]
+
+
+@pytest.mark.parametrize("body", CELLS)
+def test_cell_in_a_page_is_valid(body: str) -> None:
+    used_with_py = {"x": None, "y": None, "BUCKET": "my-bucket"}
+
+    assert parse_cell(body, namespace=used_with_py).config.model
+
+
+def test_cells_in_pages_are_found() -> None:
+    assert len(CELLS) >= 5

@@ -21,13 +21,14 @@ error recurs in the same step, and the third occurrence fails the job.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import CodeType
 from typing import Any
 
 import torch
 
 from etrain_jupyter.bundle.sources import CellSource, is_library, is_of_this_package
+from etrain_jupyter.trainer.control.error_chain import chain_of
 
 _CUDA = "CUDA error:"
 _NOT_STICKY = ("out of memory", "CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_")
@@ -76,7 +77,7 @@ _OUT_OF_RANGE = (
 def device_error_in(exc: BaseException) -> BaseException | None:
     """Return the CUDA error that led to this exception; None if there is none."""
     # Return the oldest error, because every cleanup call after it raises another CUDA error.
-    found = [link for link in _chain_of(exc) if _is_device_error(link)]
+    found = [link for link in chain_of(exc) if _is_device_error(link)]
     return found[-1] if found else None
 
 
@@ -139,13 +140,3 @@ def _is_device_error(exc: BaseException) -> bool:
     # NCCL raises its own error class, and quotes the earlier error from the failed kernel.
     is_seen = _CUDA in text or f"{_ASSERT} triggered" in text
     return is_raised_by_cuda or is_seen or "No CUDA GPUs are available" in text
-
-
-def _chain_of(exc: BaseException) -> Iterator[BaseException]:
-    # Newest first. User code may create a cycle with ``raise ... from``.
-    seen: set[int] = set()
-    link: BaseException | None = exc
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or link.__context__
