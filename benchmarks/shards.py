@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
     parser.add_argument("--gb", type=float, help="size of both corpora (default 4; quick: 0.4)")
     parser.add_argument("--rounds", type=int, help="rounds (default 2; quick: 1)")
-    parser.add_argument("--seconds", type=float, help="reading time (default 4; quick: 3)")
+    parser.add_argument("--seconds", type=float, help="reading time (default 15; quick: 3)")
     parser.add_argument("--folder", type=Path, help="folder for the corpora; kept if given")
     parser.add_argument("--kind", action="append", choices=CORPUS_OF, help="default: all")
     parser.add_argument("--reader", action="append", choices=READERS, help="default: all")
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Write both corpora in every format, and read them in turn."""
     num_bytes = int(1e9 * (options.gb or (0.4 if options.quick else 4.4)) / 2)
     rounds = options.rounds or (1 if options.quick else 2)
-    seconds = options.seconds or (3 if options.quick else 4)
+    seconds = options.seconds or (3 if options.quick else 15)
     kinds = options.kind or list(CORPUS_OF)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="etrain-shards-bench-"))
     missing = {
