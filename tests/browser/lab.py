@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from pathlib import Path
 from typing import Any, Literal
 
@@ -243,9 +244,11 @@ class Notebook:
 
     def _load(self) -> None:
         """Load JupyterLab; retry, because a new network interface on the host can abort a load."""
+        # JupyterLab navigates away during the load if another page has opened its workspace.
+        path = self.lab.path.replace("lab/", f"lab/workspaces/page-{uuid.uuid4().hex[:8]}/", 1)
         for attempt in range(3):
-            self.page.goto(f"{self.lab.url}/{self.lab.path}/{self.name}?reset", timeout=60_000)
             try:
+                self.page.goto(f"{self.lab.url}/{path}/{self.name}?reset", timeout=60_000)
                 self.page.wait_for_function(
                     "() => window.jupyterapp && !document.querySelector('#jupyterlab-splash')",
                     timeout=30_000,

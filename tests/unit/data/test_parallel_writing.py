@@ -89,6 +89,16 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def spawned_processes() -> set[int]:
+    """Return the ids of the running processes that ``multiprocessing`` has spawned."""
+    pids = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # also the error for a zombie
+            if "spawn_main" in " ".join(child.cmdline()):
+                pids.add(child.pid)
+    return pids
+
+
 # ----------------------------------------------------------------------------------- the same bytes
 
 
@@ -269,11 +279,11 @@ def test_killed_process_changes_no_byte(tmp_path: Path) -> None:
         # The first process that has begun a part.
         while not list(parts.glob("rows-*.partial")):
             time.sleep(0.005)
-        children = psutil.Process().children()
-        pids = [child.pid for child in children if "spawn_main" in " ".join(child.cmdline())]
-        os.kill(pids[0], signal.SIGKILL)
-        killed.append(pids[0])
+        pid = min(spawned_processes() - earlier)
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
 
+    earlier = spawned_processes()
     thread = threading.Thread(target=kill_one, daemon=True)
     thread.start()
     write(Rows(delay_s=0.01), tmp_path / "many", workers=2)
