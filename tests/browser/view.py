@@ -101,6 +101,7 @@ class View:
 
     def answer_exhibit(self, contents: Mapping[tuple[str, int], Content]) -> dict[str, Any]:
         """Answer the newest request for an exhibit; return the request."""
+        self.page.wait_for_function("() => window.sent.some(message => message.kind === 'exhibit')")
         asked = self.sent("exhibit")[-1]
 
         def read(name: str, step: int) -> Content:

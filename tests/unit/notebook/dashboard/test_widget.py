@@ -340,7 +340,9 @@ def test_slow_exhibits_are_added_after_the_job_is_displayed(
     dashboard = Dashboard(job_id=JOB_ID, on_request=print, read_exhibit=read)
     dashboard.add_events(evaluated(Script(20), "report"))
     dashboard.show()
-    assert [bundle[MIME]["exhibits"] for bundle, _ in browser.published] == [[]]
+    # Depending on the threads, an update without the exhibits has been published, too.
+    assert browser.published
+    assert not any(bundle[MIME]["exhibits"] for bundle, _ in browser.published)
 
     may_go.set()
     for thread in dashboard_threads():
