@@ -32,13 +32,16 @@ PROCESSES = ("notebooks", "browser", "chaos", "integration", "contract")
 the longest files is the first."""
 TIMEOUT_S = 300
 """Default timeout of such a test: a minute of work can take several minutes on a busy machine."""
+CONCURRENT = ("asyncio", "multiprocessing", "psutil", "subprocess", "threading")
+"""Modules whose importers among the unit tests run threads or processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Rerun a failed test of these folders once; the end of the run lists each rerun.
+    """Rerun a failed test once if it depends on how processes and threads are scheduled.
 
-    About 400 tests depend on how the operating system schedules processes. Tests of pure logic are
-    never rerun. ``make endurance``, which looks for rare failures, disables reruns.
+    These are the tests of the folders above, and unit tests that run threads or processes. The end
+    of the run lists each rerun, and the run fails above five. Tests of pure logic are never rerun.
+    ``make endurance``, which looks for rare failures, disables reruns.
 
     The slowest folders run first, so that no process of the run is left alone with a long file at
     the end.
@@ -54,6 +57,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+        elif isinstance(item, pytest.Function) and not vars(item.module).keys().isdisjoint(
+            CONCURRENT
+        ):
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def pytest_collection_finish() -> None:
