@@ -15,6 +15,7 @@
     ├── ShardError (RuntimeError)        a data set in shards cannot be read or written
     ├── RecipeError (ValueError)         input that a recipe cannot use
     ├── TraceError (ValueError)          a recorded spot market cannot be simulated
+    ├── LoggerError (RuntimeError)       MLflow, W&B or another logger has failed
     ├── StoreError (RuntimeError)        an object store cannot be read or written
     ├── RunStoreError (RuntimeError)     the bucket with the jobs cannot be read or written
     │   └── FencedError                  ... because another process has taken over the job
@@ -185,6 +186,10 @@ class TraceError(EtrainError, ValueError):
         """Return the message and, if there is one, the hint."""
         lines = [f"etrain: {self}"]
         return [*lines, f"  {self.hint}"] if self.hint else lines
+
+
+class LoggerError(EtrainError, RuntimeError):
+    """A logger, for example MLflow, cannot store the values of a job. Training is not affected."""
 
 
 class StoreError(EtrainError, RuntimeError):

@@ -9,6 +9,7 @@ from typing import Any
 
 from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping
+from etrain_jupyter.log.loggers.registry import with_loggers
 from etrain_jupyter.log.tensorboard import require_tensorboard
 from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_end
 from etrain_jupyter.notebook.display import show
@@ -35,6 +36,7 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     """Resolve the job's pool and run store, check its references and capture them by value."""
     if parsed.config.log.tensorboard:
         require_tensorboard()
+    parsed = dataclasses.replace(parsed, config=with_loggers(parsed))
     # Resolve these here and store them in the plan. Both determine where checkpoints must be
     # stored, because machines in a cloud pool cannot access this machine's folders.
     pool, runs = find_pool(parsed), open_runs()

@@ -26,8 +26,8 @@ BUILT = ROOT / "etrain_jupyter" / "labextension" / "package.json"
 CLOUD_LIBRARIES = ("boto3", "moto", "flask", "flask_cors")
 """Libraries of the fake cloud."""
 OTHER_LIBRARIES = (
-    *("dask_jobqueue", "nbclient", "pandas", "pytorch_optimizer", "sklearn"),
-    *("tensorboard", "torchmetrics", "transformers"),
+    *("alembic", "dask_jobqueue", "mlflow", "nbclient", "pandas", "pytorch_optimizer", "sklearn"),
+    *("sqlalchemy", "tensorboard", "torchmetrics", "transformers", "wandb"),
 )
 """Libraries of the extra ``test`` without which some tests are skipped."""
 
@@ -117,6 +117,12 @@ def skip_without(capability: str) -> None:
     """Skip the running test, or the module being imported, where a capability is missing."""
     if why := why_missing(capability):
         pytest.skip(f"{capability}: {why}", allow_module_level=True)
+
+
+def needs_module(*names: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test where a library of the extra ``test`` is missing."""
+    why = _why_no_modules(*names)
+    return pytest.mark.skipif(bool(why), reason=f"libraries: {why}")
 
 
 def only_in_endurance(variable: str) -> pytest.MarkDecorator:

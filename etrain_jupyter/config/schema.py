@@ -468,13 +468,41 @@ class ReproducibleConfig(Section):
 
 
 class LogConfig(Section):
-    """Contents of the history and of the TensorBoard files."""
+    """Contents of the history, and the tools to which values are logged."""
 
     every: Annotated[int, Field(ge=1, examples=["1 step"])] = 1
     """Steps between two rows of the history."""
     tensorboard: Annotated[bool | str, Field(examples=[True])] = False
     """Write TensorBoard files: true for a folder next to the job's log, or a folder for all jobs,
     with a subfolder per job."""
+    to: Annotated[
+        dict[str, dict[str, JsonValue]], Field(examples=[{"mlflow": {"experiment": "digits"}}])
+    ] = Field(default_factory=dict)
+    """Loggers: mlflow, wandb or the name that another package has registered. A name, a list of
+    names, or a group with the options of each."""
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _read_loggers(cls, value: Any) -> Any:
+        # to: mlflow     to: [mlflow, wandb]     to: {mlflow: true, wandb: {mode: offline}}
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list):
+            named = [name for name in value if isinstance(name, str)]
+            if len(named) < len(value) or len(set(named)) < len(named):
+                raise fault(
+                    "{key} must be a list of different names of loggers",
+                    hint="write for example 'to: [mlflow, wandb]'",
+                )
+            return {name: {} for name in named}
+        if isinstance(value, Mapping):
+            return {k: {} if v is None or v is True else v for k, v in value.items()}
+        if value is None:
+            return value
+        raise fault(
+            f"{{key}} must be the name of a logger or a group of loggers, not {in_words(value)}",
+            hint="write for example 'to: mlflow' or 'to: {wandb: {mode: offline}}'",
+        )
 
     @field_validator("every", mode="before")
     @classmethod
@@ -572,7 +600,7 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Random seed of the sample order and of all other randomness."""
     log: LogConfig = LogConfig()
-    """Contents of the history and of the TensorBoard files."""
+    """Contents of the history, and the tools to which values are logged."""
     name: Annotated[str | None, Field(examples=["digits"])] = None
     """Name of the job; --name on the first line overrides it."""
 

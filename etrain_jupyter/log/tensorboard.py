@@ -12,35 +12,23 @@ load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the te
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from etrain_jupyter.config.fields import Section
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.log.event_log import LogReader
-from etrain_jupyter.log.events import (
-    TERMINAL_STATUSES,
-    EvalCompleted,
-    EvalScored,
-    Event,
-    ExhibitStored,
-    JobRestored,
-    JobStatusChanged,
-    StepCompleted,
-)
-from etrain_jupyter.log.exhibit_files import load_stored
-from etrain_jupyter.log.exhibits import Content
+from etrain_jupyter.log.events import JobStatus
+from etrain_jupyter.log.loggers.base import Exhibit, LoggerEntry, Record, RunInfo, Values
+from etrain_jupyter.log.loggers.feed import LogFeed, export_log, follow_log
+from etrain_jupyter.log.loggers.timeline import ReadExhibit
 from etrain_jupyter.log.tensorboard_exhibits import note_of, summary_of
-
-ReadExhibit = Callable[[ExhibitStored], Content | None]
-"""Returns the checked content of an exhibit; None if it does not exist any more."""
 
 SUFFIX = ".etrain"
 """Suffix of the files that this package writes; other files in the folder are not touched."""
@@ -52,8 +40,6 @@ MAX_EXHIBIT_BYTES = 200_000_000
 """Maximum size of all exhibits in one event file: TensorBoard cannot remove the oldest ones."""
 OPTIONS = "--samples_per_plugin images=200,text=200"
 """Options of TensorBoard: by default, it displays 10 steps of an image, chosen at random."""
-_READ_EVENTS = 5_000
-PHASES = ("data_s", "compute_s", "communication_s", "optimizer_s")
 
 
 def require_tensorboard() -> None:
@@ -70,88 +56,98 @@ def require_tensorboard() -> None:
         )
 
 
-def scalars_of(event: StepCompleted | EvalCompleted | EvalScored) -> dict[str, float]:
-    """Return the scalars of an event, by tag."""
-    if isinstance(event, EvalCompleted | EvalScored):
-        return {f"eval/{name}": value for name, value in event.values.items()}
-    return {
-        "train/loss": event.loss,
-        "train/lr": event.lr,
-        **{f"train/{name}": value for name, value in event.metrics.items()},
-        "throughput/samples_per_s": event.samples_per_s,
-        "workers/world_size": event.world_size,
-        **{f"time/{name}": getattr(event, name) for name in PHASES},
-    }
+class TensorBoardOptions(Section):
+    """Options of ``log.to: {tensorboard: ...}``."""
+
+    folder: str
+    """Folder for the event files of all jobs, with a subfolder per job."""
 
 
 class TensorBoardFiles:
-    """Write a job's events, in order, into a folder.
+    """Logger for TensorBoard: writes event files into a folder.
 
     Earlier files of this package in the folder are replaced.
 
     Args:
         folder: Folder for the event files.
-        read_exhibit: Reads the exhibits that events describe.
     """
 
-    def __init__(self, folder: Path, read_exhibit: ReadExhibit) -> None:
+    def __init__(self, folder: Path, *, has_subfolders: bool = False) -> None:
+        self._folder, self._has_subfolders = folder, has_subfolders
+        self._writer: Any = None
+        self._exhibit_bytes = 0  # in this file
+
+    @classmethod
+    def from_entry(cls, entry: LoggerEntry) -> Self:
+        """Create the logger for ``log.to``, with a subfolder per job.
+
+        Raises:
+            ConfigError: If an option is invalid or tensorboard is not installed.
+        """
+        entry.require("tensorboard", extra="tensorboard")
+        folder = entry.read_as(TensorBoardOptions).folder
+        return cls(Path(folder).expanduser().absolute(), has_subfolders=True)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options, as JSON."""
+        return {"folder": str(self._folder)}
+
+    def open(self, run: RunInfo) -> int:
+        """Create the event file, and remove earlier ones."""
         # Imported here because the package is optional.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        folder = self._folder / run.job_id if self._has_subfolders else self._folder
         folder.mkdir(parents=True, exist_ok=True)
         _remove_old_files(folder)
         self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
-        self._read_exhibit = read_exhibit
-        self._exhibit_bytes = 0  # in this file
-        self._step = 0  # the newest step in this file
+        self._exhibit_bytes = 0
         # A running TensorBoard must also drop the data from the previous writer.
         self._drop_from(0, time.time())
+        self._writer.flush()
+        return 0
 
-    def add(self, events: Iterable[Event]) -> None:
-        """Write the scalars and the exhibits of events."""
-        for event in events:
-            if isinstance(event, JobRestored):
-                self._drop_from(event.step + 1, event.time)
-                self._step = event.step
-            elif isinstance(event, StepCompleted):
-                if event.step <= self._step:  # the log went back without a restore
-                    self._drop_from(event.step, event.time)
-                self._step = event.step
-                self._write(event)
-            elif isinstance(event, EvalCompleted | EvalScored):
-                self._write(event)
-            elif isinstance(event, ExhibitStored):
-                self._write_exhibit(event)
-
-    def flush(self) -> None:
-        """Flush, so that readers see everything written so far."""
+    def write(self, records: Sequence[Record]) -> None:
+        """Write scalars and exhibits, so that readers see them; TensorBoard has no notes."""
+        for record in records:
+            if isinstance(record, Values):
+                self._write_values(record)
+            elif isinstance(record, Exhibit):
+                self._write_exhibit(record)
         self._writer.flush()
 
-    def close(self) -> None:
-        """Write everything and close the file."""
-        self._writer.close()
+    def drop_after(self, step: int, time: float) -> bool:
+        """Make TensorBoard drop the records after a step."""
+        self._drop_from(step + 1, time)
+        return True
 
-    def _write(self, event: StepCompleted | EvalCompleted | EvalScored) -> None:
+    def close(self, status: JobStatus | None) -> None:
+        """Write everything and close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write_values(self, record: Values) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=t, simple_value=v) for t, v in scalars_of(event).items()]
-        self._add(event.step, event.time, summary=Summary(value=values))
+        values = [Summary.Value(tag=t, simple_value=v) for t, v in record.values.items()]
+        self._add(record.step, record.time, summary=Summary(value=values))
 
-    def _write_exhibit(self, event: ExhibitStored) -> None:
+    def _write_exhibit(self, record: Exhibit) -> None:
         if self._exhibit_bytes >= MAX_EXHIBIT_BYTES:
             return
-        content = self._read_exhibit(event)
+        content = record.load()
         if content is None:
             return
-        self._exhibit_bytes += event.size_bytes
-        self._add(event.step, event.time, summary=summary_of(event.name, content))
+        self._exhibit_bytes += record.size_bytes
+        self._add(record.step, record.time, summary=summary_of(record.name, content))
         if self._exhibit_bytes >= MAX_EXHIBIT_BYTES:
             note = (
                 f"The event files contain {self._exhibit_bytes:,} bytes of figures, texts and "
-                f"tables. Those after step {event.step:,} are left out. The dashboard and "
+                f"tables. Those after step {record.step:,} are left out. The dashboard and "
                 "job.exhibits() have them."
             )
-            self._add(event.step, event.time, summary=note_of(note))
+            self._add(record.step, record.time, summary=note_of(note))
 
     def _drop_from(self, step: int, at: float) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -193,42 +189,13 @@ def convert(log_path: Path, folder: Path, read_exhibit: ReadExhibit | None = Non
         folder: Folder for the event files.
         read_exhibit: Reads exhibits; by default from the folder of the log.
     """
-    files = TensorBoardFiles(folder, read_exhibit or _exhibits_next_to(log_path))
-    reader = LogReader(log_path)
-    while news := reader.read(_READ_EVENTS):
-        files.add(news)
-    files.close()
-
-
-def _exhibits_next_to(log_path: Path) -> ReadExhibit:
-    return functools.partial(load_stored, log_path.parent)
+    export_log(log_path, TensorBoardFiles(folder), read_exhibit)
 
 
 def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
     """Write a log's event files as it grows, until the job ends or ``is_wanted`` returns False."""
-    files = TensorBoardFiles(folder, _exhibits_next_to(log_path))
-    reader = LogReader(log_path)
-    ends_at = float("inf")
-    while True:
-        # Decide before reading, so that events written just before the end are not missed.
-        is_last = not is_wanted() or time.monotonic() > ends_at
-        while news := reader.read(_READ_EVENTS):
-            files.add(news)
-            ends_at = _when_to_end(news, ends_at)
-        files.flush()
-        if is_last:
-            break
-        time.sleep(POLL_S)
-    files.close()
-
-
-def _when_to_end(news: list[Event], ends_at: float) -> float:
-    statuses = [event.status for event in news if isinstance(event, JobStatusChanged)]
-    if not statuses:
-        return ends_at
-    # A job that has ended may be resumed while this process lingers.
-    is_ended = statuses[-1] in TERMINAL_STATUSES
-    return time.monotonic() + LINGER_S if is_ended else float("inf")
+    feed = LogFeed(log_path, TensorBoardFiles(folder))
+    follow_log(feed, is_wanted, poll_s=POLL_S, linger_s=LINGER_S)
 
 
 def follow_elsewhere(

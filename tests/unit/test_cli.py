@@ -92,6 +92,30 @@ def test_tensorboard_writes_files_for_a_finished_job_and_prints_the_command(
     assert b"texts/report" in file.read_bytes()
 
 
+def test_track_writes_a_finished_job_to_a_logger(
+    runs: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "boards"
+
+    line = ["track", "digits-1", "--to", "tensorboard", "--options", f"folder={folder}"]
+    assert main(["--runs", runs, *line]) == 0
+
+    assert f"digits-1 (finished) is in tensorboard (folder: {folder})" in capsys.readouterr().out
+    [file] = (folder / "digits-1").iterdir()
+    assert b"train/loss" in file.read_bytes()
+
+
+def test_track_with_an_invalid_option_says_how_to_write_it(
+    runs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--runs", runs, "track", "--to", "tensorboard", "--options", "boards"]) != 0
+
+    said = capsys.readouterr().err
+    assert "--options boards: this is not a new KEY=VALUE" in said
+    assert "write for example --options experiment=digits" in said
+
+
 def test_runs_option_is_accepted_after_the_subcommand(
     runs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ from etrain_jupyter.head.jobs.take_over import (
 )
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import JobRecord
+from etrain_jupyter.log.loggers.process import follow_elsewhere as start_logger
 from etrain_jupyter.log.tensorboard import follow_elsewhere
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
@@ -145,7 +146,7 @@ class HostedJob:
         else:
             self.log(events.JobSubmitted, name=order.name, **asked)
         self.log(events.JobStatusChanged, status="submitted")
-        self._follow_with_tensorboard()
+        self._start_loggers()
 
     def _read_log(self) -> None:
         self.record, self.evidence = read_record(self.order, self.order.log_path)
@@ -167,7 +168,7 @@ class HostedJob:
             # The scheduler died after it logged the end, but before it removed the record.
             self.job_log.close()
             return
-        self._follow_with_tensorboard()
+        self._start_loggers()
 
     def adopt(self, summaries: Mapping[str, m.TrainerSummary], *, away_s: float) -> None:
         """Adopt the surviving trainers of a recovered job.
@@ -234,9 +235,23 @@ class HostedJob:
             faults=self.planned.left,
         )
 
-    def _follow_with_tensorboard(self) -> None:
+    def _start_loggers(self) -> None:
         if self.order.tensorboard is not None:
             self._write_tensorboard(self.order.log_path, self.order.tensorboard)
+        for name, options in self.order.loggers.items():
+            self._start_logger(name, options)
+
+    def _start_logger(self, name: str, options: Mapping[str, Any]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def warn(why: str) -> None:  # called in the thread that waits for the logger's process
+            text = f"Values are not logged to {name}: {why} Training continues. "
+            repeat = (
+                f"If they are missing afterwards: %etrain track {self.order.job_id} --to {name}"
+            )
+            loop.call_soon_threadsafe(self._warn, text + repeat)
+
+        start_logger(name, options, self.order.log_path, warn)
 
     def _write_tensorboard(self, log_path: Path, folder: Path) -> None:
         loop = asyncio.get_running_loop()

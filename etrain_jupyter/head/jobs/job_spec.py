@@ -80,6 +80,11 @@ class JobSpec:
         return log.tensorboard_of(self.job_id, self.run_dir)
 
     @property
+    def loggers(self) -> dict[str, dict[str, Any]]:
+        """Options of its loggers, by name; see ``log.loggers``."""
+        return LogConfig.model_validate(self.config.get("log") or {}).to
+
+    @property
     def num_shards(self) -> int | None:
         """Number of shards in a step; None unless ``reproducible`` is set."""
         if not self.config.get("reproducible"):

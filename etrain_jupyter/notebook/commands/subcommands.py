@@ -25,7 +25,6 @@ from etrain_jupyter.errors import (
     EtrainError,
     NotSupportedYetError,
     PoolError,
-    RunStoreError,
 )
 from etrain_jupyter.insight.comparison import Comparison
 from etrain_jupyter.insight.simulation.line import (
@@ -34,9 +33,8 @@ from etrain_jupyter.insight.simulation.line import (
     policies_of,
     simulate_text,
 )
-from etrain_jupyter.log.events import TERMINAL_STATUSES, ExhibitStored
-from etrain_jupyter.log.exhibits import Content
-from etrain_jupyter.log.tensorboard import OPTIONS, ReadExhibit, convert, require_tensorboard
+from etrain_jupyter.log.events import TERMINAL_STATUSES
+from etrain_jupyter.log.tensorboard import OPTIONS, convert, require_tensorboard
 from etrain_jupyter.notebook.commands.arguments import (
     TRAINER_FAULTS,
     HelpRequested,
@@ -62,6 +60,7 @@ from etrain_jupyter.notebook.job.export import FORMATS
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import JobSummary, Listing, RunStore
 from etrain_jupyter.notebook.job.store_link import refresh_log
+from etrain_jupyter.notebook.job.track import exhibit_reader, parse_options
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import clusters
 from etrain_jupyter.rules.policy.chaos import MODES
@@ -665,25 +664,31 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
         # Another user may own the run folder, where a link could point to this user's files.
         if folder.is_symlink():
             raise EtrainError(f"{folder} is a link, which is not followed. Nothing was written.")
-        convert(record.log_path, folder, _exhibit_reader(found))
+        convert(record.log_path, folder, exhibit_reader(found.exhibits()))
     command = f"tensorboard --logdir {shlex.quote(str(folder))} {OPTIONS}"
     note = "" if log.tensorboard else " The files show the job up to now."
     shown = surface.open_tensorboard(folder)
     return f"{shown}In a terminal: {command}{note}"
 
 
-def _exhibit_reader(job: TrainingJob) -> ReadExhibit:
-    # Only exhibits that still exist: a job in a bucket has a request for each.
-    kept = {(one.step, one.name, one.time): one for one in job.exhibits()}
+def track(
+    surface: Surface,
+    job: str | None = None,
+    *,
+    to: Annotated[str | None, Spelling(metavar="LOGGER")] = None,
+    options: Annotated[Sequence[str], Spelling(metavar="KEY=VALUE", nargs="*")] = (),
+) -> str:
+    """Write the values of a job to MLflow, W&B or another logger.
 
-    def read(event: ExhibitStored) -> Content | None:
-        exhibit = kept.get((event.step, event.name, event.time))
-        try:
-            return exhibit.read() if exhibit else None
-        except RunStoreError:  # the other values are still worth displaying
-            return None
+    Args:
+        to: One of mlflow, wandb, tensorboard, or one that another package has registered; by
+            default the loggers in the job's log.to.
+        options: Options of the logger, as in log.to.
 
-    return read
+    Example:
+        track digits --to mlflow --options experiment=digits
+    """
+    return surface.find(job).track(to, **parse_options(options))
 
 
 def template(surface: Surface) -> str:
@@ -843,8 +848,8 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
 # Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
-    kill, chaos, cost, compare, audit, logs, tensorboard, template, simulate, pools, up, down,
-    reap, doctor,
+    kill, chaos, cost, compare, audit, logs, tensorboard, track, template, simulate, pools, up,
+    down, reap, doctor,
 )  # fmt: skip
 
 SUBCOMMANDS = tuple(

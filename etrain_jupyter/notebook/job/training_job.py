@@ -37,6 +37,7 @@ from etrain_jupyter.notebook.job.resume import resume_job
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.screen import Screen, table_of
 from etrain_jupyter.notebook.job.store_link import StoreLink, refresh_log, try_refresh_log
+from etrain_jupyter.notebook.job.track import track_job
 from etrain_jupyter.notebook.job.weights import find_saved, list_saved, load_weights, put_weights
 from etrain_jupyter.wire.requests import ListWorkers
 
@@ -288,6 +289,31 @@ class TrainingJob(JobRequests):
                 is not installed.
         """
         return plot_job(self, over)
+
+    def track(self, to: str | None = None, **options: Any) -> str:
+        """Write the values of the job so far to MLflow, W&B or another logger.
+
+        Works for a running and for an ended job, and can be repeated: a value appears once. For a
+        job that logs while it trains, use ``log.to`` in the cell.
+
+        Args:
+            to: ``mlflow``, ``wandb``, ``tensorboard`` or the name that another package has
+                registered; by default the loggers in the job's ``log.to``.
+            **options: Options of the logger, as in ``log.to``.
+
+        Raises:
+            ConfigError: If the logger is unknown, an option is invalid, or the running job
+                already writes to it.
+            LoggerError: If the destination fails; the call can be repeated.
+        """
+        return track_job(
+            self.record,
+            to,
+            options,
+            status=self.status,
+            is_over=self.is_over,
+            list_exhibits=self.exhibits,
+        )
 
     def cost(self) -> JobCost:
         """Return the cost of the job so far: spent, saved compared with on-demand prices, wasted.
