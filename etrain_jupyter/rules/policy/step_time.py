@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 Unknown = Literal["batch", "exchange"]
-"""What the measured points do not determine: how the time depends on the samples per worker, and
-the time of the exchange."""
+"""Properties that the measured points do not determine: the dependence on the samples per worker,
+and the time of the exchange."""
 
 BACKWARD_SHARE = 2 / 3
 """Part of the time of a sample that is its backward pass."""
@@ -58,6 +58,8 @@ class StepPoint:
     step_s: float
     exposed_s: float | None = None
     """Part of ``step_s``: communication that no backward pass hides; None if unknown."""
+    spread: float = 0.0
+    """Half the distance between the quartiles of the durations, relative to ``step_s``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ class StepTimeModel:
     covariance: Floats
     """Covariance of ``values``, shape ``(5, 5)``."""
     unknown: frozenset[Unknown] = field(default=frozenset())
-    """What was not measured."""
+    """Properties that were not measured."""
 
     def predict(self, workers: int, batch: float) -> Prediction:
         """Predict the duration of a step.
@@ -184,7 +186,7 @@ def fit_step_times(
         exchange: Their gradients.
 
     Raises:
-        ValueError: If there is no point.
+        ValueError: Without a point.
     """
     if not points:
         raise ValueError("no measured step")
@@ -196,16 +198,19 @@ def fit_step_times(
         found: list[float] = []
         for point in points:
             compute, exposed = _parts(placement, exchange, values, point.workers, point.batch)
-            found.append(math.log((compute + exposed) / point.step_s))
+            # The load of a shared machine drifts, so the median of many steps is not more certain
+            # than the steps themselves.
+            noise = math.hypot(NOISE, point.spread)
+            found.append(math.log((compute + exposed) / point.step_s) / noise)
             if point.exposed_s is not None:
                 measured = point.step_s - point.exposed_s
-                # Half the weight: what is hidden in a backward pass also slows that pass down. A
-                # small difference of two measured durations is noise.
+                # Half the weight: an exchange that a backward pass hides also slows it. A small
+                # difference of two measured durations is noise.
                 if measured > MIN_COMPUTE_SHARE * point.step_s:
-                    found.append(0.5 * math.log(compute / measured))
+                    found.append(0.5 * math.log(compute / measured) / noise)
                 if point.workers > 1:
-                    found.append(0.5 * (exposed - point.exposed_s) / point.step_s)
-        return np.array([*(np.array(found) / NOISE), *((values - prior) / deviations)])
+                    found.append(0.5 * (exposed - point.exposed_s) / point.step_s / noise)
+        return np.array([*found, *((values - prior) / deviations)])
 
     values = _minimize(residuals, prior)
     jacobian = _jacobian(residuals, values)
@@ -218,7 +223,7 @@ def fit_step_times(
         placement=placement,
         exchange=exchange,
         values=values,
-        covariance=np.linalg.inv(jacobian.T @ jacobian),
+        covariance=np.linalg.inv(jacobian.T @ jacobian).astype(np.float64),
         unknown=frozenset(unknown),
     )
 
