@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         NotSupportedYetError,
         PoolError,
     )
-    from etrain_jupyter.launch import attach, compare, distributed, jobs
+    from etrain_jupyter.launch import attach, compare, distributed, jobs, plan
     from etrain_jupyter.notebook.job.training_job import TrainingJob
     from etrain_jupyter.pools.tasks import open_task_workers
 
@@ -52,6 +52,7 @@ __all__ = [
     "jobs",
     "load_ipython_extension",
     "open_task_workers",
+    "plan",
     "unload_ipython_extension",
 ]
 
@@ -63,6 +64,7 @@ _HOMES = {
     "distributed": "etrain_jupyter.launch",
     "jobs": "etrain_jupyter.launch",
     "open_task_workers": "etrain_jupyter.pools.tasks",
+    "plan": "etrain_jupyter.launch",
 } | {name: "etrain_jupyter.errors" for name in __all__ if name.endswith("Error")}
 
 

@@ -13,16 +13,17 @@ from etrain_jupyter.log.loggers.registry import with_loggers
 from etrain_jupyter.log.tensorboard import require_tensorboard
 from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_end
 from etrain_jupyter.notebook.display import show
-from etrain_jupyter.notebook.job.open_jobs import attach, compare, jobs, submit_job
+from etrain_jupyter.notebook.job.open_jobs import attach, compare, jobs, plan, submit_job
 from etrain_jupyter.notebook.job.plan import Plan
+from etrain_jupyter.notebook.job.profile import measure_steps, profile_config
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.for_job import find_pool, with_shared_checkpoints
 
 __all__ = [
-    "Plan", "attach", "compare", "distributed", "jobs", "plan_cell", "plan_job", "resume", "show",
-    "submit",
+    "Plan", "attach", "compare", "distributed", "jobs", "plan", "plan_cell", "plan_job", "profile",
+    "resume", "show", "submit",
 ]  # fmt: skip
 
 
@@ -53,6 +54,13 @@ def submit(plan: Plan) -> TrainingJob:
     plan.print_warnings()
     address = plan.start_pool()
     return submit_job(plan.config, plan.bundle, address=address, store=plan.runs, cell=plan.cell)
+
+
+def profile(plan: Plan) -> TrainingJob:
+    """Train a cell for at most a minute on one and two workers, and return the stopped job."""
+    job = submit(dataclasses.replace(plan, config=profile_config(plan.config)))
+    measure_steps(job, max_workers=plan.config.max_workers())
+    return job
 
 
 def resume(

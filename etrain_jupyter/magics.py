@@ -18,7 +18,6 @@ from IPython.display import display
 
 from etrain_jupyter import launch
 from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.insight.comparison import Comparison
 from etrain_jupyter.log.tensorboard import OPTIONS
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
@@ -30,6 +29,7 @@ from etrain_jupyter.notebook.commands.subcommands import (
     check_variable,
     find_subcommand,
     overview,
+    plan_values,
     run_line,
     wait_for,
 )
@@ -88,9 +88,9 @@ class EtrainMagics(Magics):
         launch.show(job)
         return f"etrain: {job.note}" if job.note else ""
 
-    def show_comparison(self, comparison: Comparison) -> str:
-        """Show a comparison below the cell."""
-        display(comparison)  # type: ignore[no-untyped-call]
+    def show_result(self, result: object) -> str:
+        """Show a comparison or a plan below the cell."""
+        display(result)  # type: ignore[no-untyped-call]
         return ""
 
     def say(self, line: str) -> None:
@@ -126,6 +126,8 @@ class EtrainMagics(Magics):
 
     def _run_cell(self, line: str, body: str) -> str:
         words = question_as_help(split_line(line))
+        if words[:1] == ["plan"] and not {"-h", "--help"} & set(words):
+            return self._plan_cell(words, line, body)
         if not words or words[0] != CELL_COMMAND:
             return self._refuse_cell(words)
         try:
@@ -156,6 +158,22 @@ class EtrainMagics(Magics):
         if options.wait:
             wait_for(job)
         return ""
+
+    def _plan_cell(self, words: list[str], line: str, body: str) -> str:
+        """Profile the cell, and display the options for the whole job."""
+        values = vars(
+            find_subcommand("plan", prog="%%etrain").parser("%%etrain").parse_args(words[1:])
+        )
+        named = values.pop("job")
+        if named is not None:
+            raise ConfigError(
+                f"%%etrain plan {named}: the body and the name are two jobs",
+                hint=f"type %etrain plan {named} for the job, or leave out its name for the cell",
+            )
+        plan = launch.plan_cell(body, self._names(), {}, f"%%etrain {line}".rstrip())
+        self.say(f"etrain: profiling the cell on pool {plan.config.pool} for at most a minute")
+        job = launch.profile(plan)
+        return self.show_result(launch.plan(job, **plan_values(**values), is_profile=True))
 
     def _resume(self, plan: launch.Plan, options: argparse.Namespace) -> TrainingJob:
         job = self.find(options.resume)

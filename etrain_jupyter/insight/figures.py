@@ -51,7 +51,7 @@ def plot_job(job: Job, over: str = "steps") -> Figure:
         ConfigError: If the axis is unknown, the pool has no prices for ``usd``, or matplotlib is
             not installed.
     """
-    make_figure = _figure_class()
+    make_figure = figure_class()
     from matplotlib.ticker import MaxNLocator
 
     run = read_run(job)
@@ -100,7 +100,7 @@ def plot_runs(
     Raises:
         ConfigError: If a column is unknown, or matplotlib is not installed.
     """
-    make_figure = _figure_class()
+    make_figure = figure_class()
     shown = default_columns(runs) if columns is None else list(columns)
     check_columns(shown, runs)
     points = scaling_points(runs, rows) if columns is None else None
@@ -173,7 +173,7 @@ def _metrics_of(columns: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 @cache
-def _figure_class() -> type[Figure]:
+def figure_class() -> type[Figure]:
     """Return a figure class that a notebook can display.
 
     ``pyplot`` is not used because it never frees its figures, and a notebook displays them twice.

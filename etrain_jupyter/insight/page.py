@@ -102,12 +102,13 @@ def render_cell(
     """Return the output of a cell, as HTML that a sanitizer does not change."""
     # A sanitizer removes inline SVG, styles and inputs, but keeps images.
     charts = _charts(labels, runs, "steps", MAX_CELL_CHARTS)
-    images = "".join(map(_image, (*charts, *_scaling_charts(labels, runs, rows))))
+    images = "".join(map(image, (*charts, *_scaling_charts(labels, runs, rows))))
     parts = (_table(rows), _notes(notes), images, _differences(labels, differences, heading="h4"))
     return f"<div>{''.join(parts)}</div>"
 
 
-def _image(svg: str) -> str:
+def image(svg: str) -> str:
+    """Return a chart as an image, which a sanitizer keeps."""
     data = base64.b64encode(svg.encode()).decode()
     return f'<img alt="chart" src="data:image/svg+xml;base64,{data}">'
 

@@ -311,6 +311,11 @@ class RankTimed(Event):
     ``elapsed_s``."""
     checkpoint_s: float = 0.0
     """Seconds that checkpoints blocked training; not in ``elapsed_s``."""
+    noise_variance: float | None = None
+    """Variance of the mean gradient of one worker, summed over its components; None if the job does
+    not measure it (``scaling.rule: adascale`` does)."""
+    noise_square_norm: float | None = None
+    """Squared norm of the true gradient, estimated together with ``noise_variance``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from etrain_jupyter.log.exhibit_files import write_exhibit
 from etrain_jupyter.log.exhibits import digest_of
 from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
 from etrain_jupyter.notebook.job.run_store import RunStore
+from tests.unit.insight.planning.measured_jobs import measured_job
+from tests.unit.insight.planning.models import CPU
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +77,30 @@ def test_compare_prints_a_table_and_writes_a_page(
     assert said.startswith("JOB     STATUS    WORKERS")
     assert "Name other jobs too: etrain compare JOB JOB" in said
     assert page.exists()
+
+
+def test_plan_prints_options_and_a_recommendation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = RunStore(tmp_path).create({"name": "net", "created": 1.0}, job_id="net-1")
+    log = EventLog(record.log_path, fsync_every_s=None)
+    log.append([*measured_job(CPU, [(1, 64), (2, 64)]).events()])
+    log.close()
+
+    assert main(["--runs", str(tmp_path), "plan", "net", "--deadline", "1h", "--workers", "4"]) == 0
+
+    said = capsys.readouterr().out
+    assert said.startswith("Plan for net-1: 997,440 samples left of 1,000,000")
+    assert "Recommended: 1 worker on cpu" in said
+    assert "no price is known" in said
+
+
+def test_plan_of_a_job_whose_log_lacks_its_size_has_exit_status_2(
+    runs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--runs", runs, "plan", "digits"]) == 2
+
+    assert "does not contain the size of the job" in capsys.readouterr().err
 
 
 def test_tensorboard_writes_files_for_a_finished_job_and_prints_the_command(
@@ -212,7 +238,9 @@ def test_failed_audit_has_exit_status_1(runs: str, capsys: pytest.CaptureFixture
         ["--runs"],
         ["distributed"],
         ["attach", "digits"],
-        ["plan"],
+        ["diagnose"],
+        ["plan", "--deadline", "soon"],
+        ["plan", "--workers", "0"],
         ["simulate"],
         ["simulate", "--trace", "x.csv", "--gaps", "guess"],
         ["simulate", "--trace", "x.csv", "--policy", "best"],

@@ -18,6 +18,7 @@ from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import (
     Event,
     FaultInjected,
+    JobPlanned,
     JobStatusChanged,
     JobSubmitted,
     LogLine,
@@ -868,6 +869,100 @@ def test_compare_from_python_takes_jobs_and_names(run: Run, wrong: Any) -> None:
 
     with pytest.raises(ConfigError, match=r"compare\(\) received"):
         etrain_jupyter.compare(wrong)
+
+
+def test_plan_displays_its_options(run: Run) -> None:
+    make_job(planned("net"), *steps("net", 2), name="net")
+
+    is_ok, shown = run("%etrain plan net --deadline 1h")
+
+    assert is_ok
+    assert "Plan for " in shown
+    assert "Recommended: " in shown
+
+
+def planned(job_id: str) -> Event:
+    """Return the plan of a job of 1,600 samples."""
+    return JobPlanned(
+        job_id=job_id, time=1.0, num_train_samples=160, num_eval_samples=0, global_batch_size=16,
+        steps_per_epoch=10, total_steps=100, num_parameters=1000,
+    )  # fmt: skip
+
+
+def test_plan_of_a_cell_refuses_the_name_of_a_job(run: Run) -> None:
+    is_ok, shown = run("%%etrain plan digits --deadline 1h\nmodel: Net\n")
+
+    assert not is_ok
+    assert "%%etrain plan digits: the body and the name are two jobs" in shown
+
+
+def test_plan_of_a_cell_checks_its_body_first(run: Run) -> None:
+    is_ok, shown = run("%%etrain plan --deadline 1h\nmodle: Net\n")
+
+    assert not is_ok
+    assert "'model'" in shown
+
+
+def test_plan_of_a_cell_is_for_the_whole_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiled = make_job(planned("net"), *steps("net", 1), name="net-profile")
+    seen = []
+
+    def submit_and_measure(plan: launch.Plan) -> TrainingJob:
+        seen.append(plan.config.model)
+        return profiled
+
+    monkeypatch.setattr(launch, "profile", submit_and_measure)
+    run("import torch; Net = torch.nn.Linear(2, 2); xs = torch.zeros(4, 2)")
+
+    is_ok, shown = run(
+        "%%etrain plan --deadline 1h --workers 2\nmodel: Net\ndata: {train: xs}\nloss: mse\n"
+        "epochs: 1\n".replace("mse", "torch.nn.functional.mse_loss")
+    )
+
+    assert is_ok, shown
+    assert seen == ["Net"]
+    assert "profiling the cell on pool local for at most a minute" in shown
+    assert "1,600 samples, predicted from 2 steps" in shown
+
+
+def test_plan_does_not_change_the_latest_job(run: Run) -> None:
+    old = make_job(planned("a"), *steps("a", 1), name="old", created=1.0)
+    make_job(*steps("b", 1), name="new", created=2.0)
+    run("%etrain show new")
+
+    run(f"%etrain plan {old.id}")
+
+    assert "new" in run("%etrain cost")[1]
+
+
+def test_plan_from_python_takes_a_job_or_its_name(run: Run) -> None:
+    job = make_job(planned("net"), *steps("net", 1), name="net")
+
+    assert str(etrain_jupyter.plan(job)) == str(etrain_jupyter.plan("net"))
+    assert {o.machine for o in etrain_jupyter.plan(job).options} == {"unknown"}
+    with pytest.raises(ConfigError, match=r"plan\(\) received 'int'"):
+        etrain_jupyter.plan(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="on any of g5"):
+        etrain_jupyter.plan(job, types="g5.xlarge,g6.xlarge")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%etrain plan digts", "no job 'digts'"),
+        ("%etrain plan digits", "has 0 completed steps"),
+        ("%etrain plan digits --budget -3", "US dollars above 0"),
+        ("%etrain plan digits --deadline soon", "not a duration"),
+        ("%etrain plan digits --pool moon", "has 0 completed steps"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_do(run: Run, line: str, message: str) -> None:
+    make_job(planned("digits"), name="digits")
+
+    is_ok, shown = run(line)
+
+    assert not is_ok
+    assert message in shown
 
 
 def test_audit_prints_its_report(run: Run) -> None:

@@ -21,10 +21,13 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.simulation.policies import POLICIES
 from etrain_jupyter.insight.simulation.trace_files import GAPS
 from etrain_jupyter.notebook.job.export import FORMATS
+from etrain_jupyter.pools.ec2.type_table import MACHINE_TYPES
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, MODES
 
 CELL_COMMAND = "distributed"
-"""The sub-command that takes a body."""
+"""The sub-command that submits a body."""
+CELL_COMMANDS = (CELL_COMMAND, "plan")
+"""The sub-commands that take a body."""
 
 TRAINER_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in ("notice", "worker"))
 """Faults that ``kill --how`` can inject into a trainer."""
@@ -38,6 +41,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "format": FORMATS,
     "policy": POLICIES,
     "gaps": GAPS,
+    "types": tuple(MACHINE_TYPES),
 }
 """Accepted words by the name of the argument, for completion; ``one_of`` checks them."""
 

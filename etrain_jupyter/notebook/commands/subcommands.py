@@ -26,7 +26,7 @@ from etrain_jupyter.errors import (
     NotSupportedYetError,
     PoolError,
 )
-from etrain_jupyter.insight.comparison import Comparison
+from etrain_jupyter.insight.planning.line import types_of
 from etrain_jupyter.insight.simulation.line import (
     SimulateOptions,
     gaps_of,
@@ -70,7 +70,7 @@ MAX_PROBLEMS = 10
 """Maximum number of unreadable folders that ``ls`` names."""
 IN_DOUBT_S = 60.0
 """Age in seconds from which ``ls`` shows when a job last reported."""
-LATER = ("diagnose", "plan")
+LATER = ("diagnose",)
 """Sub-commands that are planned for a later version."""
 
 Count = Annotated[int, Spelling(flags=("-n",), metavar="N", action=StoreCount)]
@@ -94,8 +94,8 @@ class Surface(Protocol):
     def show(self, job: TrainingJob) -> str:
         """Show a job; return the text to print."""
 
-    def show_comparison(self, comparison: Comparison) -> str:
-        """Show a comparison; return the text to print."""
+    def show_result(self, result: object) -> str:
+        """Show a comparison or a plan; return the text to print."""
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Assign the job to a variable, if one is given; without a job, only check its name."""
@@ -610,8 +610,54 @@ def compare(
     comparison = open_jobs.compare(jobs or None, store=surface.store)
     # Write the page first: its path may be invalid, and showing the table takes longer.
     written = "" if html is None else f"The page is in {comparison.write_html(html)}"
-    shown = surface.show_comparison(comparison)
+    shown = surface.show_result(comparison)
     return "\n\n".join(part for part in (shown, written) if part)
+
+
+def plan(
+    surface: Surface,
+    job: str | None = None,
+    *,
+    deadline: Seconds | None = None,
+    budget: Usd = None,
+    types: Annotated[str | None, Spelling(metavar="TYPES")] = None,
+    workers: Annotated[int | None, Spelling(metavar="N", action=StoreCount)] = None,
+    pool: str | None = None,
+    trace: File = None,
+) -> str:
+    """Predict time and cost on other numbers and types of workers, and recommend one.
+
+    Args:
+        deadline: Time until the job must have finished, for example 2h.
+        budget: Most that the job may cost, in US dollars.
+        types: Machine types with commas, for example g5.xlarge,g6.xlarge (those of the pool).
+        workers: Maximum number of workers (the pool's workers.max, or 16).
+        pool: Pool in pools.yaml whose types, prices and limits apply (the job's pool).
+        trace: Also simulate the spot options on this recorded market.
+
+    Example:
+        plan digits --deadline 2h --budget 20
+    """
+    made = open_jobs.plan(
+        job,
+        **plan_values(
+            deadline=deadline, budget=budget, types=types, workers=workers, pool=pool, trace=trace
+        ),
+        store=surface.store,
+    )
+    return surface.show_result(made)
+
+
+def plan_values(
+    *,
+    deadline: float | None,
+    budget: float | None,
+    types: str | None,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the arguments of ``open_jobs.plan`` for the values of a line."""
+    deadline_h = None if deadline is None else deadline / 3600
+    return {"deadline_h": deadline_h, "budget_usd": budget, "types": types_of(types), **others}
 
 
 def logs(
@@ -848,8 +894,8 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
 # Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
-    kill, chaos, cost, compare, audit, logs, tensorboard, track, template, simulate, pools, up,
-    down, reap, doctor,
+    kill, chaos, cost, compare, plan, audit, logs, tensorboard, track, template, simulate, pools,
+    up, down, reap, doctor,
 )  # fmt: skip
 
 SUBCOMMANDS = tuple(

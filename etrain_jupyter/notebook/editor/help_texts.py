@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 
 from etrain_jupyter.config.describe import example_body, keys_in_words
-from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND, Parser, distributed_parser
+from etrain_jupyter.notebook.commands.arguments import (
+    CELL_COMMAND,
+    CELL_COMMANDS,
+    Parser,
+    distributed_parser,
+)
 from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, overview
 
 CELL_PROG = f"%%etrain {CELL_COMMAND}"
@@ -41,9 +46,10 @@ def find_parser(words: list[str], *, is_cell: bool) -> Parser | None:
         return None
     if words[0] == CELL_COMMAND:
         return distributed_parser()
-    if is_cell:
+    if is_cell and words[0] not in CELL_COMMANDS:
         return None
-    return next((c.parser("%etrain") for c in SUBCOMMANDS if c.name == words[0]), None)
+    prog = "%%etrain" if is_cell else "%etrain"
+    return next((c.parser(prog) for c in SUBCOMMANDS if c.name == words[0]), None)
 
 
 def usage_of(argument: argparse.Action) -> str:

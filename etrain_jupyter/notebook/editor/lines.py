@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND, WORDS, Parser
+from etrain_jupyter.notebook.commands.arguments import CELL_COMMANDS, WORDS, Parser
 from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
 from etrain_jupyter.notebook.editor.help_texts import find_parser
 from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
@@ -97,7 +97,7 @@ def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
         return Offers(cursor)
     start = cursor - len(place.begun)
     if not place.words:
-        names = [CELL_COMMAND] if magic.is_cell else [command.name for command in SUBCOMMANDS]
+        names = list(CELL_COMMANDS) if magic.is_cell else [command.name for command in SUBCOMMANDS]
         return Offers(start, tuple(matching(names, place.begun, "command")))
     parser = find_parser(list(place.words), is_cell=magic.is_cell)
     if parser is None:
@@ -171,6 +171,10 @@ def _values(argument: argparse.Action, begun: str, facts: Facts) -> list[Complet
         return matching(facts.clusters(), begun, "cluster")
     if name == "out":
         return matching(_variables(facts), begun, "name")
+    if name == "types":
+        # Complete the last type of a list with commas.
+        before = begun[: begun.rfind(",") + 1]
+        return matching([before + known for known in WORDS[name]], begun, "value")
     return matching(WORDS.get(name, ()), begun, "value")
 
 

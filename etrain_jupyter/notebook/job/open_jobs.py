@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, PoolError, RunStoreError
+from etrain_jupyter.head.slots import num_usable_cores
 from etrain_jupyter.insight.comparison import Comparison, compare_jobs
+from etrain_jupyter.insight.planning.line import PlanOptions, plan_job, types_of
+from etrain_jupyter.insight.planning.plan import TrainingPlan
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
 from etrain_jupyter.notebook.job.job_record import RunRecord, safe_name
@@ -117,15 +120,15 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
     Raises:
         JobNotFoundError: If no job matches; the message has the closest names.
     """
-    store = store or open_runs()
-    if name_or_id is None:
-        # ETRAIN_RUNS may have changed since a job was last used, so ignore jobs in other run
-        # stores.
-        used = [record for folder, record in _used.items() if folder.parent == store.root]
-        record = used[-1] if used else store.latest()
-    else:
-        record = store.find(name_or_id)
-    return _remember(hold(record))
+    return _remember(hold(_find_record(name_or_id, store or open_runs())))
+
+
+def _find_record(name_or_id: str | None, store: RunStore) -> RunRecord:
+    if name_or_id is not None:
+        return store.find(name_or_id)
+    # ETRAIN_RUNS may have changed since a job was last used, so ignore jobs in other run stores.
+    used = [record for folder, record in _used.items() if folder.parent == store.root]
+    return used[-1] if used else store.latest()
 
 
 def jobs() -> list[TrainingJob]:
@@ -159,6 +162,63 @@ def compare(
     # A string is also an iterable of strings, which would be one-letter names.
     named = [jobs] if isinstance(jobs, str) or not isinstance(jobs, Iterable) else jobs
     return compare_jobs([_find_or_return(job, store) for job in named])
+
+
+def plan(
+    job: TrainingJob | str | None = None,
+    *,
+    deadline_h: float | None = None,
+    budget_usd: float | None = None,
+    types: Iterable[str] = (),
+    workers: int | None = None,
+    pool: str | None = None,
+    trace: str | None = None,
+    is_profile: bool = False,
+    store: RunStore | None = None,
+) -> TrainingPlan:
+    """Predict time and cost of a job on other numbers and types of workers, and recommend one.
+
+    Args:
+        job: A job, or its name, id or prefix of its id; by default the most recently used one.
+        deadline_h: Hours until the job must have finished.
+        budget_usd: Most that the job may cost, in US dollars.
+        types: Machine types; by default those of the pool.
+        workers: Maximum number of workers; by default the pool's ``workers.max``, or 16.
+        pool: Pool in ``pools.yaml`` whose types, prices and limits apply; by default the job's.
+        trace: File of a recorded spot market, on which to simulate the spot options as well.
+        is_profile: True if the job is the profile of a cell, so that the plan is for all samples.
+        store: The run store; by default that of the working folder.
+
+    Returns:
+        A plan that a notebook displays as HTML. It has ``options``, ``recommended``, ``advice``,
+        ``to_frame()`` and ``plot()``; ``str`` returns the text.
+
+    Raises:
+        ConfigError: If the job has no steps, or a value is out of range.
+        JobNotFoundError: If no job matches; the message has the closest names.
+        PoolError: If the pool does not exist, or has no prices.
+        TraceError: If the trace cannot be read.
+    """
+    if isinstance(job, TrainingJob):
+        found = job
+    elif job is None or isinstance(job, str):
+        # As in `compare`, do not use `attach`: a plan does not change the most recently used job.
+        found = hold(_find_record(job, store or open_runs()))
+    else:
+        raise ConfigError(
+            f"plan() received {type(job).__name__!r} instead of a job or its name",
+            hint="etrain_jupyter.plan('digits-1a2b3c4d', deadline_h=2)",
+        )
+    options = PlanOptions(
+        deadline_h=deadline_h,
+        budget_usd=budget_usd,
+        types=types_of(types) if isinstance(types, str) else tuple(types),
+        workers=workers,
+        pool=pool,
+        trace=trace,
+        is_profile=is_profile,
+    )
+    return plan_job(found, options, pool=found.record.pool, cores=num_usable_cores())
 
 
 def newest_runs(store: RunStore) -> list[RunRecord]:

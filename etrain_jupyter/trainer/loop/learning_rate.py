@@ -83,6 +83,15 @@ class LearningRate:
             mean_of_squares=mean_of_squares, square_of_mean=square_of_mean, world_size=world_size
         )
 
+    def noise_fields(self) -> dict[str, float]:
+        """Return the gradient noise of the committed steps, for a report; empty without noise."""
+        if not self._noise.num_estimates:
+            return {}
+        return {
+            "noise_variance": self._noise.variance,
+            "noise_square_norm": self._noise.square_norm,
+        }
+
     @property
     def warning(self) -> str:
         """Known problem of using this optimizer with this rule; empty if there is none."""

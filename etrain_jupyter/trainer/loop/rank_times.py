@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -24,8 +24,12 @@ EPOCH_REPORT_S = 10.0
 class RankTimes:
     """Accumulates the times of this rank's steps between two reports."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(
+        self, send: Send, more: Callable[[], Mapping[str, float]] = dict[str, float]
+    ) -> None:
         self._send = send
+        self._more = more
+        """Returns additional fields of a report."""
         self._generation, self._rank, self._world_size = 0, 0, 1
         self._step = 0
         self._stall_s = 0.0
@@ -109,6 +113,7 @@ class RankTimes:
                 "num_steps": self._num_steps,
                 "samples": self._samples,
                 **{name: round(seconds, 6) for name, seconds in self._spent.items()},
+                **self._more(),
             }
             self._send(RankTimesMeasured(generation=self._generation, record=record))
             self._interval_s = min(2 * self._interval_s, REPORT_EVERY_S)

@@ -107,7 +107,7 @@ class TrainLoop:
         self._fingerprint = WeightFingerprint(workload.model)
         self._digest = BackgroundDigest(self.places.beat, lambda text: self._log("warning", text))
         self._watch = Stopwatch(workload.device)
-        self._times = RankTimes(send)
+        self._times = RankTimes(send, self.update.rates.noise_fields)
         self._committed_at = 0.0
         """End of the last step or evaluation, as a ``time.perf_counter`` value."""
         self._batch_size = plan.global_batch_size

@@ -117,7 +117,7 @@ def test_a_worker_that_vanishes_after_its_notice_is_marked_once() -> None:
 def test_without_matplotlib_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures._figure_class.cache_clear()
+    figures.figure_class.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
     with pytest.raises(ConfigError, match="needs the package matplotlib") as caught:

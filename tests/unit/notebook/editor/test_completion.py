@@ -34,7 +34,7 @@ def test_line_offers_every_subcommand(marked: str) -> None:
 
 
 def test_cell_offers_the_one_subcommand_with_a_body() -> None:
-    assert offered("%%etrain |") == ["distributed"]
+    assert offered("%%etrain |") == ["distributed", "plan"]
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,14 @@ def test_cell_offers_the_one_subcommand_with_a_body() -> None:
         ("%etrain chaos --mode m|", ["mix"]),
         ("%etrain compare digits f|", ["faces", "faces-4e5f6a7b"]),
         ("%etrain compare digits faces --|", ["--html", "--help"]),
+        ("%etrain plan digits --d|", ["--deadline"]),
+        ("%etrain plan --types p3.|", ["p3.2xlarge", "p3.8xlarge", "p3.16xlarge"]),
+        ("%etrain plan --types g5.xlarge,p3dn|", ["g5.xlarge,p3dn.24xlarge"]),
+        ("%etrain plan --pool |", ["local", "moon"]),
         ("%etrain export w --format |", ["safetensors", "transformers"]),
         ("%etrain down |", ["c1", "c2", "--help"]),
         ("%%etrain distributed --p|", ["--pool"]),
+        ("%%etrain plan --b|\nmodel: x", ["--budget"]),
         ("%%etrain distributed --pool |", ["local", "moon"]),
         ("%%etrain distributed --pool=m|", ["--pool=moon"]),
         ("%%etrain distributed --resume f|", ["faces", "faces-4e5f6a7b"]),

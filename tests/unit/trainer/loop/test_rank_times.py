@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from etrain_jupyter.config.schema import ScalingConfig
 from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
 from etrain_jupyter.trainer.loop import rank_times
+from etrain_jupyter.trainer.loop.learning_rate import LearningRate
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.wire import messages
 from tests.unit.trainer.batch_noise_jobs import keys, make_data, names
@@ -150,6 +152,25 @@ def test_short_epochs_share_a_report_and_long_ones_report_at_their_ends(monkeypa
             told.append(now - 100.0)
             times.report()
     assert told == [3, 8, 18, 30, 42, 54]
+
+
+def test_gradient_noise_is_reported_if_it_is_measured():
+    sent: list[dict] = []
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    rates = LearningRate(
+        torch.optim.SGD(parameters, lr=0.1), scaling=ScalingConfig(rule="adascale")
+    )
+    times = RankTimes(sent.append, rates.noise_fields)
+    times.begin(alone(generation=1))
+    times.add_step(1, StepTimes(), samples=8, elapsed_s=1.0)
+    times.report()
+    rates.take_noise(mean_of_squares=5.0, square_of_mean=3.0, world_size=2)
+    rates.commit()
+    times.add_step(2, StepTimes(), samples=8, elapsed_s=1.0)
+    times.report()
+    without, with_noise = (message.record for message in sent)
+    assert "noise_variance" not in without
+    assert (with_noise["noise_variance"], with_noise["noise_square_norm"]) == (4.0, 1.0)
 
 
 def test_checkpoints_and_evaluations_are_not_part_of_the_steps():

@@ -1,0 +1,295 @@
+"""Model the duration of a step by the number of workers and samples per worker.
+
+A step of ``W`` workers with ``m`` samples each takes ``compute(W, m) + exposed(W, m)``::
+
+    compute    c(W) (a + b m)              a: fixed time of a step, b: time of a sample
+    c(W)       max(1, threads of the workers on a machine / its cores)
+    exchange   2 (W - 1) buckets latency + v(W) bytes seconds_per_byte
+    v(W)       2 (W - 1) / W               the ring all-reduce, over links between machines
+               ... max(1, r W threads / cores)     on one machine: the exchange needs its cores
+    exposed    max(last bucket's share of the exchange, exchange - hidden)
+    hidden     f 2/3 c(W) b m              f: overlap of the exchange with a backward pass
+
+The five parameters are fitted to measured steps by least squares of the logarithms, with weak
+priors: a parameter that the points do not determine keeps its prior and a large variance, so that
+each prediction has a standard error.
+
+Unlike the fit of Pollux (Qiao et al., OSDI 2021), whose time of an exchange is a line through the
+measured numbers of workers, the form of the ring and the contention for cores are given. Fitted at
+one and two workers, it predicts three and four, which the line cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats: TypeAlias = NDArray[np.float64]
+Unknown = Literal["batch", "exchange"]
+"""Properties that the measured points do not determine: the dependence on the samples per worker,
+and the time of the exchange."""
+
+BACKWARD_SHARE = 2 / 3
+"""Part of the time of a sample that is its backward pass."""
+LAST_BUCKET_SHARE = 0.25
+"""Part of the exchange that begins when the backward pass has ended."""
+LOOPBACK_CPU_SHARE = 0.75
+"""Processor time of an exchange between two workers on one machine, by its duration."""
+NOISE = 0.05
+"""Relative standard deviation of a measured duration, and of the form of the model."""
+MIN_COMPUTE_SHARE = 0.01
+LATENCY_S = 2e-4
+LOOPBACK_S_PER_BYTE = 1 / 1.5e9
+LOG_MAX = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPoint:
+    """Measured duration of the steps at one number of workers and samples; medians in seconds."""
+
+    workers: int
+    batch: float
+    """Samples per worker and step."""
+    step_s: float
+    exposed_s: float | None = None
+    """Part of ``step_s``: communication that no backward pass hides; None if unknown."""
+    spread: float = 0.0
+    """Half the distance between the quartiles of the durations, relative to ``step_s``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the workers run."""
+
+    cores: float = math.inf
+    """Cores of a machine that the workers share; infinite if each worker has its own GPU."""
+    workers_per_machine: int = 0
+    """0 if all workers run on one machine."""
+    threads: int = 1
+    """Threads of a worker."""
+
+    def contention(self, workers: int) -> float:
+        """Return the factor by which workers that share cores slow each other down."""
+        return max(1.0, self._busy_cores(workers) / self.cores)
+
+    def volume(self, workers: int) -> float:
+        """Return the time of an exchange, relative to sending all gradients once over a link."""
+        waiting = LOOPBACK_CPU_SHARE * workers * self.threads / self.cores
+        is_on_one_machine = not self.workers_per_machine
+        return 2 * (workers - 1) / workers * (max(1.0, waiting) if is_on_one_machine else 1.0)
+
+    def has_idle_cores(self, workers: int) -> bool:
+        """Return True if an exchange can run while all workers compute."""
+        return bool(self.workers_per_machine) or self._busy_cores(workers) < self.cores
+
+    def _busy_cores(self, workers: int) -> int:
+        return min(workers, self.workers_per_machine or workers) * self.threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The gradients that the workers sum in each step."""
+
+    num_bytes: float
+    """Bytes of one worker's gradients as they are sent."""
+    num_buckets: int = 1
+    passes: int = 1
+    """Forward and backward passes per step, of which only the last overlaps with the exchange."""
+    s_per_byte: float = LOOPBACK_S_PER_BYTE
+    """Expected seconds per byte: the inverse of the bandwidth in bytes per second."""
+    is_known: bool = False
+    """True if ``s_per_byte`` is the bandwidth of a known network rather than a first guess."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Predicted duration of a step."""
+
+    step_s: float
+    exposed_s: float
+    """Part of ``step_s``: communication that no backward pass hides."""
+    error: float
+    """Relative standard error; above 1 if the points hardly determine it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimeModel:
+    """A fitted model; ``fit_step_times`` makes it."""
+
+    placement: Placement
+    exchange: Exchange
+    values: Floats
+    """Parameters: log a, log b, log latency, log seconds per byte, logit f; shape ``(5,)``."""
+    covariance: Floats
+    """Covariance of ``values``, shape ``(5, 5)``."""
+    unknown: frozenset[Unknown] = field(default=frozenset())
+    """Properties that were not measured."""
+
+    def predict(self, workers: int, batch: float) -> Prediction:
+        """Predict the duration of a step.
+
+        Args:
+            workers: Number of workers.
+            batch: Samples per worker.
+        """
+        compute, exposed = self._parts(self.values, workers, batch)
+        gradient = _jacobian(
+            lambda x: np.array([math.log(sum(self._parts(x, workers, batch)))]), self.values
+        )
+        variance = float((gradient @ self.covariance @ gradient.T)[0, 0])
+        return Prediction(
+            step_s=compute + exposed, exposed_s=exposed, error=math.sqrt(variance + NOISE**2)
+        )
+
+    def moved_to(self, placement: Placement, exchange: Exchange, *, speed: float) -> StepTimeModel:
+        """Return the model for other machines, with the exchange at its expected bandwidth.
+
+        Args:
+            placement: Where the workers run there.
+            exchange: The exchange there.
+            speed: Samples per second of a worker there, relative to this model's machines; only
+                the time of a sample changes, because the fixed time of a step is not arithmetic.
+        """
+        values = self.values.copy()
+        values[1] -= math.log(speed)
+        values[2:] = _prior_of(exchange, 0.0, 0.0)[2:]
+        covariance = np.diag(_prior_deviations(exchange) ** 2)
+        covariance[:2, :2] = self.covariance[:2, :2]
+        return replace(
+            self, placement=placement, exchange=exchange, values=values, covariance=covariance,
+            unknown=self.unknown | {"exchange"},
+        )  # fmt: skip
+
+    def residuals(self, points: Iterable[StepPoint]) -> list[float]:
+        """Return the relative errors at points: predicted by measured duration, minus 1."""
+        return [
+            self.predict(point.workers, point.batch).step_s / point.step_s - 1 for point in points
+        ]
+
+    def _parts(self, values: Floats, workers: int, batch: float) -> tuple[float, float]:
+        return _parts(self.placement, self.exchange, values, workers, batch)
+
+
+def fit_step_times(
+    points: Sequence[StepPoint], placement: Placement, exchange: Exchange
+) -> StepTimeModel:
+    """Fit the model to measured points.
+
+    Args:
+        points: At least one point, with positive durations.
+        placement: Where the workers ran.
+        exchange: Their gradients.
+
+    Raises:
+        ValueError: Without a point.
+    """
+    if not points:
+        raise ValueError("no measured step")
+    first = min(points, key=lambda point: (point.workers, point.batch))
+    prior = _prior_of(exchange, first.step_s / 3, first.step_s / first.batch / 2)
+    deviations = _prior_deviations(exchange)
+
+    def residuals(values: Floats) -> Floats:
+        found: list[float] = []
+        for point in points:
+            compute, exposed = _parts(placement, exchange, values, point.workers, point.batch)
+            # The load of a shared machine drifts, so the median of many steps is not more certain
+            # than the steps themselves.
+            noise = math.hypot(NOISE, point.spread)
+            found.append(math.log((compute + exposed) / point.step_s) / noise)
+            if point.exposed_s is not None:
+                measured = point.step_s - point.exposed_s
+                # Half the weight: an exchange that a backward pass hides also slows it. A small
+                # difference of two measured durations is noise.
+                if measured > MIN_COMPUTE_SHARE * point.step_s:
+                    found.append(0.5 * math.log(compute / measured) / noise)
+                if point.workers > 1:
+                    found.append(0.5 * (exposed - point.exposed_s) / point.step_s / noise)
+        return np.array([*found, *((values - prior) / deviations)])
+
+    values = _minimize(residuals, prior)
+    jacobian = _jacobian(residuals, values)
+    unknown: set[Unknown] = set()
+    if len({point.batch for point in points}) == 1:
+        unknown.add("batch")
+    if all(point.workers == 1 for point in points):
+        unknown.add("exchange")
+    return StepTimeModel(
+        placement=placement,
+        exchange=exchange,
+        values=values,
+        covariance=np.linalg.inv(jacobian.T @ jacobian).astype(np.float64),
+        unknown=frozenset(unknown),
+    )
+
+
+def _parts(
+    placement: Placement, exchange: Exchange, values: Floats, workers: int, batch: float
+) -> tuple[float, float]:
+    """Return the compute time and the exposed part of the exchange, in seconds."""
+    fixed_s, sample_s, latency_s, s_per_byte = np.exp(np.clip(values[:4], -40, LOG_MAX)).tolist()
+    overlap = 1 / (1 + math.exp(-min(max(values[4], -40), 40)))
+    contention = placement.contention(workers)
+    compute: float = contention * (fixed_s + sample_s * batch)
+    if workers == 1:
+        return compute, 0.0
+    exchange_s = latency_s * 2 * (workers - 1) * exchange.num_buckets
+    exchange_s += placement.volume(workers) * exchange.num_bytes * s_per_byte
+    if not placement.has_idle_cores(workers):
+        overlap = 0.0
+    hidden = overlap * BACKWARD_SHARE * contention * sample_s * batch / exchange.passes
+    return compute, max(LAST_BUCKET_SHARE * exchange_s, exchange_s - hidden)
+
+
+def _prior_of(exchange: Exchange, fixed_s: float, sample_s: float) -> Floats:
+    known = (fixed_s or 1.0, sample_s or 1.0, LATENCY_S, exchange.s_per_byte)
+    return np.array([*map(math.log, known), 0.0])
+
+
+def _prior_deviations(exchange: Exchange) -> Floats:
+    # The latency is roughly known, the compute time not at all. A known network delivers its
+    # bandwidth within a factor of 1.3, an unknown one within a factor of 10.
+    return np.array([2.5, 2.5, 0.17, 0.25 if exchange.is_known else 2.5, 0.25])
+
+
+def _jacobian(function: Callable[[Floats], Floats], at: Floats) -> Floats:
+    step = 1e-4
+    columns = [(function(at + step * unit) - function(at - step * unit)) / (2 * step)
+               for unit in np.eye(len(at))]  # fmt: skip
+    return np.stack(columns, axis=1)
+
+
+def _minimize(residuals: Callable[[Floats], Floats], start: Floats, starts: int = 4) -> Floats:
+    """Minimize a sum of squares by Levenberg-Marquardt, from several starts."""
+    # Five parameters and a few points: this takes milliseconds. scipy is not a dependency.
+    rng = np.random.default_rng(0)
+    best, least = start, math.inf
+    for number in range(starts):
+        values = start + (rng.normal(0, 0.7, len(start)) if number else 0.0)
+        current = residuals(values)
+        damping = 1.0
+        for _ in range(80):
+            jacobian = _jacobian(residuals, values)
+            normal = jacobian.T @ jacobian + damping * np.eye(len(values))
+            change = np.clip(np.linalg.solve(normal, -jacobian.T @ current), -1, 1)
+            changed = residuals(values + change)
+            gain = current @ current - changed @ changed
+            if gain > 0:
+                values, current, damping = values + change, changed, max(damping / 3, 1e-6)
+                if gain < 1e-9:
+                    break
+            else:
+                damping *= 4
+                if damping > 1e10:
+                    break
+        if current @ current < least:
+            best, least = values, float(current @ current)
+        # Residuals are in standard deviations: another start cannot be much better than this.
+        if least < len(current):
+            break
+    return best
