@@ -311,6 +311,12 @@ class RankTimed(Event):
     ``elapsed_s``."""
     checkpoint_s: float = 0.0
     """Seconds that checkpoints blocked training; not in ``elapsed_s``."""
+    wait_s: float | None = None
+    """Part of ``communication_s``: waiting for a slower rank. The last step of a generation is not
+    included. None in logs from older versions."""
+    metrics_s: float | None = None
+    """Part of ``compute_s``: the functions in ``metrics``. None on a GPU, where the host does not
+    wait for them, and in logs from older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
