@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         NotSupportedYetError,
         PoolError,
     )
-    from etrain_jupyter.launch import attach, compare, distributed, jobs
+    from etrain_jupyter.launch import attach, compare, diagnose, distributed, jobs
     from etrain_jupyter.notebook.job.training_job import TrainingJob
     from etrain_jupyter.pools.tasks import open_task_workers
 
@@ -48,6 +48,7 @@ __all__ = [
     "__version__",
     "attach",
     "compare",
+    "diagnose",
     "distributed",
     "jobs",
     "load_ipython_extension",
@@ -60,6 +61,7 @@ _HOMES = {
     "TrainingJob": "etrain_jupyter.notebook.job.training_job",
     "attach": "etrain_jupyter.launch",
     "compare": "etrain_jupyter.launch",
+    "diagnose": "etrain_jupyter.launch",
     "distributed": "etrain_jupyter.launch",
     "jobs": "etrain_jupyter.launch",
     "open_task_workers": "etrain_jupyter.pools.tasks",

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from etrain_jupyter import __version__, launch
 from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.insight.comparison import Comparison
 from etrain_jupyter.notebook.commands.subcommands import find_subcommand, run_line
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE
 from etrain_jupyter.notebook.job.runs import open_runs
@@ -48,9 +47,9 @@ class Terminal:
         lines += [f"{'folder':<16}{job.record.where}"]
         return "\n".join([*lines, f"{'note':<16}{job.note}"] if job.note else lines)
 
-    def show_comparison(self, comparison: Comparison) -> str:
-        """Return the comparison as text."""
-        return str(comparison)
+    def show_result(self, result: object) -> str:
+        """Return a comparison or a diagnosis as text."""
+        return str(result)
 
     def say(self, line: str) -> None:
         """Print one line immediately."""

@@ -12,7 +12,7 @@ from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse
 from etrain_jupyter.log.tensorboard import require_tensorboard
 from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_end
 from etrain_jupyter.notebook.display import show
-from etrain_jupyter.notebook.job.open_jobs import attach, compare, jobs, submit_job
+from etrain_jupyter.notebook.job.open_jobs import attach, compare, diagnose, jobs, submit_job
 from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.runs import open_runs
@@ -20,8 +20,8 @@ from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.for_job import find_pool, with_shared_checkpoints
 
 __all__ = [
-    "Plan", "attach", "compare", "distributed", "jobs", "plan_cell", "plan_job", "resume", "show",
-    "submit",
+    "Plan", "attach", "compare", "diagnose", "distributed", "jobs", "plan_cell", "plan_job",
+    "resume", "show", "submit",
 ]  # fmt: skip
 
 

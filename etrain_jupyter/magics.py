@@ -18,7 +18,6 @@ from IPython.display import display
 
 from etrain_jupyter import launch
 from etrain_jupyter.errors import ConfigError, EtrainError
-from etrain_jupyter.insight.comparison import Comparison
 from etrain_jupyter.log.tensorboard import OPTIONS
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
@@ -88,9 +87,9 @@ class EtrainMagics(Magics):
         launch.show(job)
         return f"etrain: {job.note}" if job.note else ""
 
-    def show_comparison(self, comparison: Comparison) -> str:
-        """Show a comparison below the cell."""
-        display(comparison)  # type: ignore[no-untyped-call]
+    def show_result(self, result: object) -> str:
+        """Show a comparison or a diagnosis below the cell."""
+        display(result)  # type: ignore[no-untyped-call]
         return ""
 
     def say(self, line: str) -> None:

@@ -77,6 +77,16 @@ def test_compare_prints_a_table_and_writes_a_page(
     assert page.exists()
 
 
+def test_diagnose_reports_a_job_without_times_with_what_to_do(
+    runs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--runs", runs, "diagnose", "digits-1"]) == 2
+
+    said = capsys.readouterr().err
+    assert "no worker has reported its times yet" in said
+    assert "try again later" in said
+
+
 def test_tensorboard_writes_files_for_a_finished_job_and_prints_the_command(
     runs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,6 @@ from etrain_jupyter.errors import (
     PoolError,
     RunStoreError,
 )
-from etrain_jupyter.insight.comparison import Comparison
 from etrain_jupyter.insight.simulation.line import (
     SimulateOptions,
     gaps_of,
@@ -71,7 +70,7 @@ MAX_PROBLEMS = 10
 """Maximum number of unreadable folders that ``ls`` names."""
 IN_DOUBT_S = 60.0
 """Age in seconds from which ``ls`` shows when a job last reported."""
-LATER = ("diagnose", "plan")
+LATER = ("plan",)
 """Sub-commands that are planned for a later version."""
 
 Count = Annotated[int, Spelling(flags=("-n",), metavar="N", action=StoreCount)]
@@ -95,8 +94,8 @@ class Surface(Protocol):
     def show(self, job: TrainingJob) -> str:
         """Show a job; return the text to print."""
 
-    def show_comparison(self, comparison: Comparison) -> str:
-        """Show a comparison; return the text to print."""
+    def show_result(self, result: object) -> str:
+        """Show a comparison or a diagnosis; return the text to print."""
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Assign the job to a variable, if one is given; without a job, only check its name."""
@@ -611,8 +610,17 @@ def compare(
     comparison = open_jobs.compare(jobs or None, store=surface.store)
     # Write the page first: its path may be invalid, and showing the table takes longer.
     written = "" if html is None else f"The page is in {comparison.write_html(html)}"
-    shown = surface.show_comparison(comparison)
+    shown = surface.show_result(comparison)
     return "\n\n".join(part for part in (shown, written) if part)
+
+
+def diagnose(surface: Surface, job: str | None = None) -> str:
+    """Find the cause that slows a job down, and suggest a remedy.
+
+    Example:
+        diagnose digits
+    """
+    return surface.show_result(open_jobs.diagnose(surface.find(job)))
 
 
 def logs(
@@ -843,8 +851,8 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
 # Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
-    kill, chaos, cost, compare, audit, logs, tensorboard, template, simulate, pools, up, down,
-    reap, doctor,
+    kill, chaos, cost, compare, diagnose, audit, logs, tensorboard, template, simulate, pools, up,
+    down, reap, doctor,
 )  # fmt: skip
 
 SUBCOMMANDS = tuple(
