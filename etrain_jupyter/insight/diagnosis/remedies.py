@@ -89,7 +89,7 @@ def remedy_of(
         case "overhead":
             return _enlarge_batch(facts)
         case "straggler":
-            return _leave_out(facts)
+            return _leave_out(facts, saved)
         case "metrics":
             return _remove_metrics(facts, saved)
         case "evaluation":
@@ -162,7 +162,7 @@ def _enlarge_batch(facts: Facts) -> Remedy:
     )
 
 
-def _leave_out(facts: Facts) -> Remedy:
+def _leave_out(facts: Facts, saved: float) -> Remedy:
     slow, others = split_stragglers(facts.workers)
     names = ", ".join(one.worker for one in slow)
     # With ``batch.global``, the others take over the samples; with ``per_worker``, the batch
@@ -177,6 +177,13 @@ def _leave_out(facts: Facts) -> Remedy:
     between_s = fmean(one.evaluation_s + one.checkpoint_s for one in facts.workers)
     after_s = max(map(new_own_s, others)) + (transfer_s(facts.workers) or 0.0) + between_s
     ratio = facts.step_s / after_s * (1.0 if is_global else kept) if after_s > 0 else None
+    if ratio is not None and ratio <= 1:
+        why = "the others would have more samples each" if is_global else "the batch would shrink"
+        return Remedy(
+            text=f"replace {names} by a worker as fast as the others; training without it would be "
+            f"slower, because {why}",
+            gain=_gain(facts.step_s, facts.step_s - saved),
+        )
     line = ""
     if facts.running_job:
         line = f"%etrain preempt {slow[0].worker} --job {facts.running_job}"
@@ -253,6 +260,12 @@ def _add_workers(facts: Facts) -> Remedy:
             gain = _gain(facts.step_s, after_s)
         else:
             gain = _gain(2 * facts.step_s, facts.step_s + transfer * (ratio - 1))
+    if gain is not None and gain <= 0:
+        return Remedy(
+            text=f"keep {now} workers: {2 * now} would spend more time in the exchange than they "
+            "save; on a GPU, precision: bf16 and compile: true shorten the passes",
+            gain=gain,
+        )
     return Remedy(
         text=f"train on {2 * now} workers instead of {now}, if they have cores or GPUs of their "
         "own; on a GPU, precision: bf16 and compile: true also shorten the passes",

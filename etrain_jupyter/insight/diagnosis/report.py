@@ -160,7 +160,10 @@ class Diagnosis:
         if self.remedy:
             gain = self.remedy.gain
             predicted = "the gain cannot be predicted" if gain is None else f"predicted {gain:+.0%}"
-            lines.append(f"Remedy: {self.remedy.text} ({predicted}).")
+            if gain is not None and gain <= 0:
+                lines.append(f"Remedy: {self.remedy.text}.")
+            else:
+                lines.append(f"Remedy: {self.remedy.text} ({predicted}).")
         return lines
 
     def _describe(self, finding: Finding) -> str:

@@ -216,6 +216,28 @@ def test_without_the_straggler_the_other_workers_take_over_its_samples() -> None
     assert (per_worker.line, per_worker.gain) == ("", pytest.approx(45 / 10 * 2 / 3 - 1))
 
 
+@pytest.mark.parametrize("batch", [{"global": 32}, {"per_worker": 8}])
+def test_straggler_without_which_training_is_slower_is_to_be_replaced(
+    batch: dict[str, int],
+) -> None:
+    workers = lockstep(parts("w0"), parts("w1", passes_s=0.013))
+
+    found = remedy("straggler", workers, running_job="digits-1", config={"batch": batch})
+
+    assert found.text.startswith("replace w1 by a worker as fast as the others")
+    assert (found.line, found.gain) == ("", pytest.approx(0.3))
+
+
+def test_more_workers_are_not_suggested_if_the_exchange_takes_what_they_save() -> None:
+    workers = lockstep(parts("w0"), parts("w1"), transfer_s=0.012)
+
+    found = remedy("compute", workers, running_job="digits-1")
+
+    assert found.text.startswith("keep 2 workers")
+    assert found.line == ""
+    assert found.gain == pytest.approx(22 / (22 - 5 + 12 * 0.5) - 1)
+
+
 def test_gain_of_a_second_worker_is_not_predicted_but_that_of_the_fourth_is() -> None:
     one = remedy("compute", [parts()])
     two = remedy("compute", lockstep(parts("w0"), parts("w1"), transfer_s=0.002))
