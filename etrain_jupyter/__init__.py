@@ -23,10 +23,9 @@ if TYPE_CHECKING:
         JobFailedError,
         JobLostError,
         JobNotFoundError,
-        NotSupportedYetError,
         PoolError,
     )
-    from etrain_jupyter.launch import attach, compare, distributed, jobs, plan
+    from etrain_jupyter.launch import attach, compare, diagnose, distributed, jobs, plan
     from etrain_jupyter.notebook.job.training_job import TrainingJob
     from etrain_jupyter.pools.tasks import open_task_workers
 
@@ -41,13 +40,13 @@ __all__ = [
     "JobFailedError",
     "JobLostError",
     "JobNotFoundError",
-    "NotSupportedYetError",
     "PoolError",
     "TrainConfig",
     "TrainingJob",
     "__version__",
     "attach",
     "compare",
+    "diagnose",
     "distributed",
     "jobs",
     "load_ipython_extension",
@@ -61,6 +60,7 @@ _HOMES = {
     "TrainingJob": "etrain_jupyter.notebook.job.training_job",
     "attach": "etrain_jupyter.launch",
     "compare": "etrain_jupyter.launch",
+    "diagnose": "etrain_jupyter.launch",
     "distributed": "etrain_jupyter.launch",
     "jobs": "etrain_jupyter.launch",
     "open_task_workers": "etrain_jupyter.pools.tasks",

@@ -48,7 +48,7 @@ class Terminal:
         return "\n".join([*lines, f"{'note':<16}{job.note}"] if job.note else lines)
 
     def show_result(self, result: object) -> str:
-        """Return a comparison or a plan as text."""
+        """Return a comparison, a diagnosis or a plan as text."""
         return str(result)
 
     def say(self, line: str) -> None:

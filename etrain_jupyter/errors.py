@@ -4,8 +4,7 @@
 
     EtrainError
     ├── ConfigError (ValueError)         the cell or the mapping is not a valid job
-    │   ├── CellError                    ... with the line and column in the cell
-    │   └── NotSupportedYetError         a documented key that this version does not implement
+    │   └── CellError                    ... with the line and column in the cell
     ├── BundleError (ValueError)         a notebook object cannot be sent to workers
     ├── PoolError (RuntimeError)         workers or their scheduler are not available
     ├── JobNotFoundError (LookupError)   no job with that name or id in the run store
@@ -121,10 +120,6 @@ class CellError(ConfigError):
             lines.append(f"  {self.line:>3} | {self.text}")
             lines.append("      | " + " " * (self.column - 1) + "^" * max(1, self.length))
         return [*lines, f"  {self.hint}"] if self.hint else lines
-
-
-class NotSupportedYetError(ConfigError):
-    """A documented key that this version does not implement; it is rejected rather than ignored."""
 
 
 class BundleError(EtrainError, ValueError):

@@ -13,7 +13,7 @@ from etrain_jupyter.log.loggers.registry import with_loggers
 from etrain_jupyter.log.tensorboard import require_tensorboard
 from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_end
 from etrain_jupyter.notebook.display import show
-from etrain_jupyter.notebook.job.open_jobs import attach, compare, jobs, plan, submit_job
+from etrain_jupyter.notebook.job.open_jobs import attach, compare, diagnose, jobs, plan, submit_job
 from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.profile import measure_steps, profile_config
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
@@ -22,8 +22,8 @@ from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.for_job import find_pool, with_shared_checkpoints
 
 __all__ = [
-    "Plan", "attach", "compare", "distributed", "jobs", "plan", "plan_cell", "plan_job", "profile",
-    "resume", "show", "submit",
+    "Plan", "attach", "compare", "diagnose", "distributed", "jobs", "plan", "plan_cell", "plan_job",
+    "profile", "resume", "show", "submit",
 ]  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class EtrainMagics(Magics):
         return f"etrain: {job.note}" if job.note else ""
 
     def show_result(self, result: object) -> str:
-        """Show a comparison or a plan below the cell."""
+        """Show a comparison, a diagnosis or a plan below the cell."""
         display(result)  # type: ignore[no-untyped-call]
         return ""
 

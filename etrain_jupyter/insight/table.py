@@ -124,7 +124,7 @@ def render_text(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [[column.heading.upper() for column in columns]]
     lines += [[column.cell(row) for column in columns] for row in rows]
     shared = ", ".join(f"{column.heading} {column.cell(rows[0])}" for column in common)
-    return align(lines) + (f"\nAll jobs: {shared}" if shared else "")
+    return align_columns(lines) + (f"\nAll jobs: {shared}" if shared else "")
 
 
 def _is_common(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -135,7 +135,7 @@ def render_differences(labels: Sequence[str], differences: Mapping[str, Sequence
     """Return the keys in which the jobs differ as text; empty if they do not differ."""
     if not differences:
         return ""
-    return align(
+    return align_columns(
         [
             ["DIFFERENCES", *labels],
             *([key, *map(short_value, values)] for key, values in differences.items()),
@@ -148,7 +148,7 @@ def short_value(value: str) -> str:
     return plain_line(value, MAX_TEXT) or MISSING
 
 
-def align(lines: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as text with aligned columns."""
+def align_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

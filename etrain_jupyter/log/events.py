@@ -316,6 +316,12 @@ class RankTimed(Event):
     not measure it (``scaling.rule: adascale`` does)."""
     noise_square_norm: float | None = None
     """Squared norm of the true gradient, estimated together with ``noise_variance``."""
+    wait_s: float | None = None
+    """Part of ``communication_s``: waiting for a slower rank. The last step of a generation is not
+    included. None in logs from older versions."""
+    metrics_s: float | None = None
+    """Part of ``compute_s``: the functions in ``metrics``. None on a GPU, where the host does not
+    wait for them, and in logs from older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

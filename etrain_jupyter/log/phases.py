@@ -7,6 +7,7 @@ from the worker's own times without communication.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from etrain_jupyter.log.events import Event, RankTimed
 
 PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
 APART = ("evaluation_s", "checkpoint_s")
+WITHIN = ("wait_s", "metrics_s")
+"""Parts of ``communication_s`` and ``compute_s``, which older versions did not measure."""
 
 
 @dataclass
@@ -26,7 +29,7 @@ class _Spent:
     num_steps: int = 0
     samples: int = 0
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("elapsed_s", *PARTS, *APART), 0.0)
+        default_factory=lambda: dict.fromkeys(("elapsed_s", *PARTS, *APART, *WITHIN), 0.0)
     )
 
     def add(self, event: RankTimed) -> None:
@@ -34,7 +37,8 @@ class _Spent:
         self.num_steps += event.num_steps
         self.samples += event.samples
         for name in self.seconds:
-            self.seconds[name] += getattr(event, name)
+            spent = getattr(event, name)
+            self.seconds[name] += math.nan if spent is None else spent
 
     @property
     def samples_per_s(self) -> float:
@@ -53,6 +57,8 @@ def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
     worker trained on), ``samples_per_s``, ``efficiency`` (1.0 is that of a single worker) and times
     in seconds: ``elapsed_s`` of all its steps, with its parts ``data_s``, ``compute_s``,
     ``communication_s`` and ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
+    ``wait_s`` is the part of ``communication_s`` in which the worker waited for a slower one, and
+    ``metrics_s`` the part of ``compute_s`` in the cell's metrics; NaN if they were not measured.
     """
     workers: dict[str, _Spent] = {}
     alone = _Spent()  # total of the times with a single worker, whichever it was

@@ -103,6 +103,16 @@ def test_plan_of_a_job_whose_log_lacks_its_size_has_exit_status_2(
     assert "does not contain the size of the job" in capsys.readouterr().err
 
 
+def test_diagnose_reports_a_job_without_times_with_what_to_do(
+    runs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--runs", runs, "diagnose", "digits-1"]) == 2
+
+    said = capsys.readouterr().err
+    assert "no worker has reported its times yet" in said
+    assert "try again later" in said
+
+
 def test_tensorboard_writes_files_for_a_finished_job_and_prints_the_command(
     runs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

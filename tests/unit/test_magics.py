@@ -28,7 +28,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.magics import give_empty_body, split_line
 from etrain_jupyter.notebook import display
-from etrain_jupyter.notebook.commands.subcommands import LATER, SUBCOMMANDS, Subcommand
+from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, Subcommand
 from etrain_jupyter.notebook.dashboard import widget
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.job import open_jobs
@@ -274,14 +274,6 @@ def test_unknown_subcommand_suggests_the_nearest_and_fails_the_cell(run: Run) ->
     assert run("%etrain stpo") == (
         False,
         "etrain: unknown sub-command: %etrain stpo\n  did you mean %etrain stop?\n",
-    )
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_subcommands_of_later_versions_are_refused(run: Run, name: str) -> None:
-    assert run(f"%etrain {name}") == (
-        False,
-        f"etrain: %etrain {name} comes with a later version\n",
     )
 
 
@@ -963,6 +955,49 @@ def test_plan_refuses_what_it_cannot_do(run: Run, line: str, message: str) -> No
 
     assert not is_ok
     assert message in shown
+
+
+def slow_data(num_steps: int = 100) -> list[Event]:
+    """Return a step and the times of a worker that waits for samples half of the time."""
+    common: dict[str, Any] = {"job_id": "j", "time": 1.0, "world_size": 1, "step": num_steps}
+    times = {"data_s": 5.0, "compute_s": 5.0, "communication_s": 0.0, "optimizer_s": 0.0}
+    report = RankTimed(
+        **common, worker="w0", rank=0, num_steps=num_steps, samples=800, elapsed_s=10.0,
+        wait_s=0.0, metrics_s=0.0, **times,
+    )  # fmt: skip
+    return [report, JobStatusChanged(job_id="j", time=5.0, status="finished")]
+
+
+def test_diagnose_displays_the_verdict_and_the_same_from_python(run: Run) -> None:
+    job = make_job(*slow_data())
+
+    is_ok, shown = run("%etrain diagnose digits")
+
+    assert is_ok
+    assert "input-bound (medium confidence)" in shown
+    assert str(etrain_jupyter.diagnose(job)) in shown
+    assert str(etrain_jupyter.diagnose("digits")) == str(etrain_jupyter.diagnose())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%etrain diagnose digts", "no job 'digts'"),
+        ("%etrain diagnose digits", "has no steps (status finished)"),
+    ],
+)
+def test_diagnose_refuses_what_it_cannot_do(run: Run, line: str, message: str) -> None:
+    make_job(JobStatusChanged(job_id="j", time=5.0, status="finished"))
+
+    is_ok, shown = run(line)
+
+    assert not is_ok
+    assert message in shown
+
+
+def test_diagnose_from_python_refuses_another_object(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"diagnose\(\) received 'int'"):
+        etrain_jupyter.diagnose(3)  # type: ignore[arg-type]
 
 
 def test_audit_prints_its_report(run: Run) -> None:

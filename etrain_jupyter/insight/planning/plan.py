@@ -20,7 +20,7 @@ from etrain_jupyter.insight.planning.measured import MeasuredJob
 from etrain_jupyter.insight.planning.on_trace import TracedOption
 from etrain_jupyter.insight.planning.options import Option
 from etrain_jupyter.insight.svg import COLORS, line_chart
-from etrain_jupyter.insight.table import Column, align
+from etrain_jupyter.insight.table import Column, align_columns
 from etrain_jupyter.untrusted import plain_line, plain_text
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class TrainingPlan:
         hidden = len(self.options) - len(self._shown())
         more = f"\n{hidden} more options are in plan.to_frame()." if hidden else ""
         marks = "> recommended   * no option is both faster and cheaper"
-        return f"{align(self._lines())}\n{marks}{more}"
+        return f"{align_columns(self._lines())}\n{marks}{more}"
 
     def _row(self, option: Option) -> dict[str, Any]:
         mark = ">" if option == self.recommended else "*" if option.is_on_front else ""
@@ -216,7 +216,7 @@ class TrainingPlan:
         return [heads, *(one.cells() for one in self.traced)]
 
     def _trace_table(self) -> str:
-        return align(self._trace_lines()) if self.traced else ""
+        return align_columns(self._trace_lines()) if self.traced else ""
 
     # --- chart ---
 

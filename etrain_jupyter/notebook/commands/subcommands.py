@@ -23,7 +23,6 @@ from etrain_jupyter.config.schema import LogConfig
 from etrain_jupyter.errors import (
     ConfigError,
     EtrainError,
-    NotSupportedYetError,
     PoolError,
 )
 from etrain_jupyter.insight.planning.line import types_of
@@ -70,8 +69,6 @@ MAX_PROBLEMS = 10
 """Maximum number of unreadable folders that ``ls`` names."""
 IN_DOUBT_S = 60.0
 """Age in seconds from which ``ls`` shows when a job last reported."""
-LATER = ("diagnose",)
-"""Sub-commands that are planned for a later version."""
 
 Count = Annotated[int, Spelling(flags=("-n",), metavar="N", action=StoreCount)]
 Workers = Annotated[int | None, Spelling(flags=("--workers",), metavar="N")]
@@ -95,7 +92,7 @@ class Surface(Protocol):
         """Show a job; return the text to print."""
 
     def show_result(self, result: object) -> str:
-        """Show a comparison or a plan; return the text to print."""
+        """Show a comparison, a diagnosis or a plan; return the text to print."""
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Assign the job to a variable, if one is given; without a job, only check its name."""
@@ -161,15 +158,10 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
 
     Raises:
         ConfigError: If the sub-command is unknown; the message suggests the nearest word.
-        NotSupportedYetError: If it is planned for a later version.
     """
     for command in SUBCOMMANDS:
         if command.name == name:
             return command
-    # A notebook written for a later version may use these names: say so instead of suggesting a
-    # similar word.
-    if name in LATER:
-        raise NotSupportedYetError(f"{prog} {name} comes with a later version")
     known = [*others, *(c.name for c in SUBCOMMANDS)]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {prog} {near[0]}?" if near else f"{prog} --help lists all sub-commands"
@@ -614,6 +606,15 @@ def compare(
     return "\n\n".join(part for part in (shown, written) if part)
 
 
+def diagnose(surface: Surface, job: str | None = None) -> str:
+    """Find the cause that slows a job down, and suggest a remedy.
+
+    Example:
+        diagnose digits
+    """
+    return surface.show_result(open_jobs.diagnose(surface.find(job)))
+
+
 def plan(
     surface: Surface,
     job: str | None = None,
@@ -894,8 +895,8 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
 # Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
-    kill, chaos, cost, compare, plan, audit, logs, tensorboard, track, template, simulate, pools,
-    up, down, reap, doctor,
+    kill, chaos, cost, compare, diagnose, plan, audit, logs, tensorboard, track, template, simulate,
+    pools, up, down, reap, doctor,
 )  # fmt: skip
 
 SUBCOMMANDS = tuple(

@@ -15,6 +15,7 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, PoolError, RunStoreError
 from etrain_jupyter.head.slots import num_usable_cores
 from etrain_jupyter.insight.comparison import Comparison, compare_jobs
+from etrain_jupyter.insight.diagnosis.report import Diagnosis, diagnose_job
 from etrain_jupyter.insight.planning.line import PlanOptions, plan_job, types_of
 from etrain_jupyter.insight.planning.plan import TrainingPlan
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
@@ -161,7 +162,30 @@ def compare(
         return compare_jobs(map(hold, newest_runs(store)))
     # A string is also an iterable of strings, which would be one-letter names.
     named = [jobs] if isinstance(jobs, str) or not isinstance(jobs, Iterable) else jobs
-    return compare_jobs([_find_or_return(job, store) for job in named])
+    usage = "compare([job, 'digits-1a2b3c4d'])"
+    return compare_jobs([_find_or_return(job, store, usage) for job in named])
+
+
+def diagnose(job: TrainingJob | str | None = None, *, store: RunStore | None = None) -> Diagnosis:
+    """Find the cause that slows a job down, with its confidence, remedy and predicted gain.
+
+    The cause follows from the times in the log, so the job may be running or ended.
+
+    Args:
+        job: A job, or its name, id or a prefix of its id; by default the most recently used one.
+        store: The run store; by default that of the working folder.
+
+    Returns:
+        A diagnosis that a notebook displays as HTML. It has ``verdict``, ``remedy``,
+        ``to_frame()`` and ``to_html()``; ``str`` returns it as text.
+
+    Raises:
+        ConfigError: If the job has no steps, or no worker has reported its times yet.
+        JobNotFoundError: If no job matches the name; the message has the closest names.
+    """
+    store = store or open_runs()
+    found = attach(store=store) if job is None else _find_or_return(job, store, "diagnose(job)")
+    return diagnose_job(found, is_running=found.status == "running")
 
 
 def plan(
@@ -232,16 +256,16 @@ def newest_runs(store: RunStore) -> list[RunRecord]:
     return same[MAX_COMPARED - 1 :: -1]
 
 
-def _find_or_return(job: object, store: RunStore) -> TrainingJob:
+def _find_or_return(job: object, store: RunStore, usage: str) -> TrainingJob:
     if isinstance(job, TrainingJob):
         return job
     if isinstance(job, str):
-        # Do not use `attach`: a comparison must not change the most recently used job, which is the
-        # job that `%etrain stop` without a name stops.
+        # Do not use `attach`: a question about jobs must not change the most recently used job,
+        # which is the job that `%etrain stop` without a name stops.
         return hold(store.find(job))
     raise ConfigError(
-        f"compare() received {type(job).__name__!r} instead of a job or its name",
-        hint="etrain_jupyter.compare([job, 'digits-1a2b3c4d'])",
+        f"{usage.partition('(')[0]}() received {type(job).__name__!r} instead of a job or its name",
+        hint=f"etrain_jupyter.{usage}",
     )
 
 

@@ -45,14 +45,33 @@ class StepHeader:
     are not exact. Either all ranks add to a single slot, or each shard has its own slot, which the
     other ranks leave at zero. Adding zeros is exact, and the slots are added up afterwards in a
     fixed order.
+
+    Args:
+        num_means: ``M``.
+        num_slots: ``S``.
+        merges: Order in which the slots are added up.
+        num_ranks: Number of ranks that sum their headers.
+        communication_s: This rank's exposed communication in the previous step, in seconds.
     """
 
-    def __init__(self, *, num_means: int, num_slots: int = 1, merges: Sequence[Merge] = ()) -> None:
-        # | pending | requests | checksum | count | fingerprint | its square | means of slot 0 | ...
+    def __init__(
+        self,
+        *,
+        num_means: int,
+        num_slots: int = 1,
+        merges: Sequence[Merge] = (),
+        num_ranks: int = 1,
+        communication_s: float = 0.0,
+    ) -> None:
+        # | pending | requests | checksum | count | fingerprint | its square
+        # | communication_s of rank 0 | of rank 1 | ... | means of slot 0 | of slot 1 | ...
         #
         # One vector, because a step should need one small collective rather than several.
-        self._values = torch.zeros(NUM_COUNTS + num_slots * num_means, dtype=torch.float64)
-        self._means_SM = self._values[NUM_COUNTS:].view(num_slots, num_means)
+        means_at = NUM_COUNTS + num_ranks
+        self._values = torch.zeros(means_at + num_slots * num_means, dtype=torch.float64)
+        self._means_SM = self._values[means_at:].view(num_slots, num_means)
+        self._communication_s = communication_s
+        self._num_ranks = num_ranks
         self._merges = merges
         self._world_size = 1
         self._sent: Pending | None = None
@@ -90,6 +109,8 @@ class StepHeader:
         self._values[PENDING] = float(requests.is_change_pending)
         self._values[REQUESTS] = float(bits)
         self._values[FINGERPRINT], self._values[FINGERPRINT_SQUARED] = mine, mine * mine
+        # The other ranks leave this entry at zero, so its sum is this rank's value.
+        self._values[NUM_COUNTS + group.rank] = self._communication_s
         self._world_size = group.world_size
         # Check this before the sum, because afterwards the slots contain the shares of all ranks.
         self.is_own_loss_finite = bool(self._means_SM[:, 0].isfinite().all())
@@ -125,6 +146,16 @@ class StepHeader:
     def num_samples(self) -> int:
         """Number of samples trained on."""
         return int(self._values[COUNT])
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of ``communication_s`` in which this rank waited for a slower one.
+
+        The last rank to reach the exchange waits for no other rank, so its exposed communication is
+        the transfer. Any longer time of another rank is a wait for the slowest one.
+        """
+        times_s: list[float] = self._values[NUM_COUNTS : NUM_COUNTS + self._num_ranks].tolist()
+        return self._communication_s - min(times_s)
 
     @property
     def ranks_agree(self) -> bool:

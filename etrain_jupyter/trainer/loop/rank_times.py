@@ -44,6 +44,8 @@ class RankTimes:
         self._num_steps = self._samples = 0
         self._spent = dict.fromkeys(("elapsed_s", "evaluation_s", "checkpoint_s"), 0.0)
         self._spent |= asdict(StepTimes())
+        self._spent["wait_s"] = 0.0
+        self._metrics_s: float | None = 0.0
 
     def begin(self, group: RankGroup) -> None:
         """Begin a generation."""
@@ -55,7 +57,16 @@ class RankTimes:
         self._generation, self._rank = group.generation, group.rank
         self._world_size = group.world_size
 
-    def add_step(self, step: int, times: StepTimes, *, samples: int, elapsed_s: float) -> None:
+    def add_step(
+        self,
+        step: int,
+        times: StepTimes,
+        *,
+        samples: int,
+        elapsed_s: float,
+        wait_s: float = 0.0,
+        metrics_s: float | None = 0.0,
+    ) -> None:
         """Add a step.
 
         Args:
@@ -63,6 +74,8 @@ class RankTimes:
             times: Times of its parts.
             samples: Number of samples that this rank processed.
             elapsed_s: Time since the end of the last step or evaluation.
+            wait_s: Time for which this rank waited for a slower one in the previous step.
+            metrics_s: Time in the cell's metric functions; None if it cannot be measured.
         """
         # elapsed_s of step 8, whose parts are in ``times``:
         #
@@ -71,6 +84,12 @@ class RankTimes:
         self._samples += samples
         for name, seconds in asdict(times).items():
             self._spent[name] += seconds
+        # The step header carries the times of the previous step, see ``StepHeader.wait_s``.
+        self._spent["wait_s"] += wait_s
+        if metrics_s is None or self._metrics_s is None:
+            self._metrics_s = None
+        else:
+            self._metrics_s += metrics_s
         # ``add_checkpoint`` has already counted the checkpoint.
         self.last_step_s = max(0.0, elapsed_s - self._stall_s)
         self._spent["elapsed_s"] += self.last_step_s
@@ -113,6 +132,7 @@ class RankTimes:
                 "num_steps": self._num_steps,
                 "samples": self._samples,
                 **{name: round(seconds, 6) for name, seconds in self._spent.items()},
+                "metrics_s": None if self._metrics_s is None else round(self._metrics_s, 6),
                 **self._more(),
             }
             self._send(RankTimesMeasured(generation=self._generation, record=record))

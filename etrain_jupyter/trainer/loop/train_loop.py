@@ -110,6 +110,10 @@ class TrainLoop:
         self._times = RankTimes(send, self.update.rates.noise_fields)
         self._committed_at = 0.0
         """End of the last step or evaluation, as a ``time.perf_counter`` value."""
+        self._communication_s = 0.0
+        """Exposed communication of the previous step in this generation."""
+        self._metrics_began_s = 0.0
+        """``measures.spent_s`` at the beginning of the step: evaluations use the metrics, too."""
         self._batch_size = plan.global_batch_size
         """Samples of a full step in this generation."""
 
@@ -229,6 +233,8 @@ class TrainLoop:
 
     def _begin(self, group: RankGroup) -> None:
         self._committed_at = time.perf_counter()
+        # Ranks that have just joined have no previous step, so the first step reports no wait.
+        self._communication_s = 0.0
         self._times.begin(group)
         if group.rank == 0 and not self.step and self.update.rates.warning:
             self._log("warning", self.update.rates.warning)
@@ -309,6 +315,7 @@ class TrainLoop:
         #     rank 1   sums complete ── update ── commit 8
         #     rank 2   lost a peer before its sums were complete ── undo, stays at 7 ── behind
         self._watch.begin()
+        self._metrics_began_s = self.workload.measures.spent_s
         step = self._begin_step(group, gradients, batches, requests)
         self.in_step = True
         try:
@@ -344,6 +351,8 @@ class TrainLoop:
             num_means=self.workload.measures.num_columns,
             num_slots=gradients.num_slots,
             merges=gradients.merges,
+            num_ranks=group.world_size,
+            communication_s=self._communication_s,
         )
         # The fingerprint costs a pass over a slice of the weights, and a single rank has no peer to
         # compare it with.
@@ -416,7 +425,15 @@ class TrainLoop:
         # The lower bound avoids a division by zero, because two clock readings may be equal.
         elapsed_s = max(now - self._committed_at, 1e-9)
         self._committed_at = now
-        self._times.add_step(self.step, times, samples=step.num_own, elapsed_s=elapsed_s)
+        self._times.add_step(
+            self.step,
+            times,
+            samples=step.num_own,
+            elapsed_s=elapsed_s,
+            wait_s=step.header.wait_s,
+            metrics_s=self._take_metrics_s(),
+        )
+        self._communication_s = times.communication_s
         record = step_record(
             step,
             means,
@@ -428,6 +445,12 @@ class TrainLoop:
         self._send(record)
         if is_skipped and step.group.rank == 0:
             self._log("info", skip_message(self.step, means, self.workload.precision.loss_scale))
+
+    def _take_metrics_s(self) -> float | None:
+        # On a GPU the functions only queue their work, and waiting for it would slow the step down.
+        if torch.device(self.workload.device).type == "cuda":
+            return None
+        return self.workload.measures.spent_s - self._metrics_began_s
 
     def _report_digest(self, group: RankGroup) -> None:
         # The thread calls ``send`` during a later step, so read the numbers now.

@@ -5,6 +5,7 @@ Shapes: ``M`` means: the loss, the metrics and, with ``weight``, the mean weight
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,9 @@ class Measures:
         self._metrics = metrics
         self._is_weighted = is_weighted
         self._is_mean: dict[str, bool] | None = None
+        self.spent_s = 0.0
+        """Time in the metric functions since the start of the process, in seconds. On a GPU, they
+        may only queue their work."""
 
     @property
     def names(self) -> list[str]:
@@ -79,8 +83,10 @@ class Measures:
             WorkloadError: If a metric is not a number, or the names differ from those in the first
                 pass.
         """
+        began_at = time.perf_counter()
         functions = self._metrics.items()
         values = {name: f(passed.output, passed.target) for name, f in functions}
+        self.spent_s += time.perf_counter() - began_at
         tensors = {
             name: _checked(name, value, portion.size)
             for name, value in (*values.items(), *passed.values.items())

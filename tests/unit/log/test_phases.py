@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -49,3 +50,16 @@ def test_no_events_give_no_record_and_zero_time_gives_zero_efficiency():
 def test_event_survives_the_log():
     event = timed("w0", 2, 8, 1.0)
     assert event_from_dict(event.to_dict()) == event_from_dict(event.to_json_dict()) == event
+
+
+def test_older_logs_have_no_waits_and_no_metrics():
+    old = timed("w0", 2, 8, 1.0).to_json_dict()
+    del old["wait_s"], old["metrics_s"]
+    event = event_from_dict(old)
+    assert isinstance(event, RankTimed)
+    assert (event.wait_s, event.metrics_s) == (None, None)
+    [record] = phases_of([timed("w0", 2, 8, 1.0, wait_s=0.25, metrics_s=0.5), event])
+    assert math.isnan(record["wait_s"])
+    assert math.isnan(record["metrics_s"])
+    [record] = phases_of([timed("w0", 2, 8, 1.0, wait_s=0.25, metrics_s=0.5)] * 2)
+    assert (record["wait_s"], record["metrics_s"]) == (0.5, 1.0)

@@ -56,6 +56,7 @@ def test_cell_offers_the_one_subcommand_with_a_body() -> None:
         ("%etrain kill --how h|", ["hold_gil", "hang"]),
         ("%etrain chaos --mode m|", ["mix"]),
         ("%etrain compare digits f|", ["faces", "faces-4e5f6a7b"]),
+        ("%etrain diagnose dig|", ["digits", "digits-0a1b2c3d"]),
         ("%etrain compare digits faces --|", ["--html", "--help"]),
         ("%etrain plan digits --d|", ["--deadline"]),
         ("%etrain plan --types p3.|", ["p3.2xlarge", "p3.8xlarge", "p3.16xlarge"]),

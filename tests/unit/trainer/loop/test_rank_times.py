@@ -62,6 +62,25 @@ def slow_on_rank_1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target)
 
 
+def slow_metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    time.sleep(NAP_S)
+    return (output.argmax(1) == target).double()
+
+
+def slow_metrics():
+    return {**names(), "metrics.slow": slow_metric}
+
+
+def slow_in_evaluations(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if not output.requires_grad:
+        time.sleep(NAP_S)
+    return (output.argmax(1) == target).double()
+
+
+def slow_evaluations():
+    return {**names(), "data.eval": make_data(), "metrics.slow": slow_in_evaluations}
+
+
 def slow_data():
     return {**names(), "data.train": SlowData()}
 
@@ -76,6 +95,10 @@ def slow_updates():
 
 def one_slow_rank():
     return {**names(), "loss": slow_on_rank_1}
+
+
+def reports_of(outcome) -> list[dict]:
+    return [m.record for m in outcome.sent if isinstance(m, messages.RankTimesMeasured)]
 
 
 def steps_of(outcome) -> list[dict]:
@@ -112,11 +135,57 @@ def test_waiting_for_a_slow_rank_is_communication_of_the_fast_one_only(ranks, mo
     assert all(s["compute_s"] >= 0.99 * NAP_S for s in steps_of(slow))
 
 
+@pytest.mark.parametrize("more", [{}, {"reproducible": {"shards": 2}}])
+def test_only_the_fast_rank_waits_and_the_wait_is_part_of_its_communication(ranks, more):
+    config = keys(batch={"global": 16}, epochs=1, **more)  # 6 steps
+    history = [Generation(members=(0, 1))]
+    fast, slow = (
+        reports_of(outcome)[-1]
+        for outcome in ranks.train(Job(config=config, names=one_slow_rank, history=history))
+    )
+    # On a busy machine, the fast rank is late in some steps.
+    assert NAP_S < fast["wait_s"] < fast["communication_s"]
+    assert 0 <= slow["wait_s"] < fast["wait_s"]
+
+
+def test_generation_reports_no_wait_of_the_previous_generation(ranks):
+    config = keys(batch={"global": 16}, epochs=1)
+    history = [Generation(members=(0, 1), until=3), Generation(members=(0,))]
+    first, alone = reports_of(
+        ranks.train(Job(config=config, names=one_slow_rank, history=history))[0]
+    )
+    assert first["wait_s"] > 0
+    assert (alone["world_size"], alone["wait_s"]) == (1, 0.0)
+
+
+def test_time_of_metrics_is_part_of_the_passes(ranks):
+    config = keys(batch={"global": 16}, epochs=1, metrics={"slow": "metrics.slow"})
+    history = [Generation(members=(0, 1))]
+    for outcome in ranks.train(Job(config=config, names=slow_metrics, history=history)):
+        [report] = reports_of(outcome)
+        assert 0.99 * report["num_steps"] * NAP_S <= report["metrics_s"] <= report["compute_s"]
+
+
+def test_time_of_metrics_in_evaluations_is_not_part_of_the_steps(ranks):
+    config = keys(
+        batch={"global": 16},
+        epochs=1,
+        data={"train": "data.train", "eval": "data.eval"},
+        metrics={"slow": "metrics.slow"},
+        eval="2 steps",
+    )
+    history = [Generation(members=(0, 1))]
+    for outcome in ranks.train(Job(config=config, names=slow_evaluations, history=history)):
+        [report] = reports_of(outcome)
+        assert report["evaluation_s"] >= NAP_S
+        assert report["metrics_s"] <= report["compute_s"]
+
+
 def test_ranks_report_their_own_samples_in_each_generation(ranks):
     config = keys(batch={"global": 15}, epochs=2)  # 7 steps an epoch, the last of 6 samples
     history = [Generation(members=(0, 1), until=3), Generation(members=(1,))]
     outcomes = ranks.train(Job(config=config, names=names, history=history))
-    told = [m.record for m in outcomes[0].sent if isinstance(m, messages.RankTimesMeasured)]
+    told = reports_of(outcomes[0])
     assert [
         (t["rank"], t["world_size"], t["step"], t["num_steps"], t["samples"]) for t in told
     ] == [
@@ -189,5 +258,19 @@ def test_checkpoints_and_evaluations_are_not_part_of_the_steps():
     record = message.record
     assert (record["step"], record["num_steps"], record["samples"]) == (3, 3, 24)
     assert (record["elapsed_s"], record["checkpoint_s"], record["evaluation_s"]) == (6.0, 0.75, 3.0)
+    assert (record["wait_s"], record["metrics_s"]) == (0.0, 0.0)
     times.report()
     assert len(sent) == 1  # nothing to report
+
+
+def test_report_sums_waits_and_metrics_and_has_none_if_one_step_did_not_measure_them():
+    sent: list[messages.RankTimesMeasured] = []
+    times = RankTimes(sent.append)
+    for first_metrics_s in (0.5, None):
+        times.add_step(
+            1, StepTimes(), samples=8, elapsed_s=2.0, wait_s=0.25, metrics_s=first_metrics_s
+        )
+        times.add_step(2, StepTimes(), samples=8, elapsed_s=2.0, wait_s=0.5, metrics_s=0.125)
+        times.report()
+    assert [m.record["wait_s"] for m in sent] == [0.75, 0.75]
+    assert [m.record["metrics_s"] for m in sent] == [0.625, None]

@@ -1,0 +1,198 @@
+"""Read the parts of a job's steps from its log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.insight.diagnosis.rules import MIN_STEPS, Round
+from etrain_jupyter.insight.diagnosis.step_parts import StepParts
+from etrain_jupyter.insight.measures import Columns, to_floats
+from etrain_jupyter.insight.runs import Job
+from etrain_jupyter.log.blocks import runs_of
+from etrain_jupyter.log.events import JobResumed, JobSubmitted, RankTimed, WorkerJoined
+
+MIN_SMALL_STEPS = 3
+"""Number of smaller steps from which their duration is known."""
+SMALL_BATCH = 0.75
+"""Largest size of a smaller step relative to a full one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Parts of the steps of one generation."""
+
+    workers: tuple[StepParts, ...]
+    """Mean parts of a step by worker, in rank order."""
+    rounds: tuple[Round, ...]
+    """The same between two reports."""
+    generation: int
+    num_steps: int
+    """Number of steps of each worker."""
+    last_step: int
+    fixed_s: float | None
+    """Part of the passes that does not depend on the number of samples; None if all steps had
+    the same number of samples."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """JSON form of the job's TrainConfig."""
+
+
+def read_measured(job: Job) -> Measured:
+    """Return the parts of the steps of a job's newest generation that has enough of them.
+
+    Raises:
+        ConfigError: If the job has no steps, or no worker has reported its times yet.
+    """
+    reports: dict[int, list[RankTimed]] = {}
+    places: dict[str, str] = {}
+    config: Mapping[str, Any] = {}
+    for event in runs_of(job.events()):
+        match event:
+            case JobSubmitted():
+                config = event.config
+            case JobResumed():
+                config = event.config or config
+            case WorkerJoined():
+                places[event.worker] = _place_of(event)
+            # A report without steps has only evaluations and checkpoints.
+            case RankTimed(num_steps=steps) if steps > 0:
+                reports.setdefault(event.generation, []).append(event)
+    columns = job.history()
+    if not reports:
+        raise _no_times(job, num_steps=len(columns["step"]))
+    generation = _choose_generation(reports)
+    by_rank = _by_rank(reports[generation])
+    totals = {rank: _parts(mine, places) for rank, mine in by_rank.items()}
+    rounds = [
+        Round(
+            workers=tuple(_parts([one], places) for one in same),
+            num_steps=min(one.num_steps for one in same),
+        )
+        for same in zip(*by_rank.values(), strict=False)
+    ]
+    return Measured(
+        workers=tuple(totals.values()),
+        rounds=tuple(rounds),
+        generation=generation,
+        num_steps=min(sum(one.num_steps for one in mine) for mine in by_rank.values()),
+        last_step=max(one.step for one in reports[generation]),
+        fixed_s=fixed_time(columns, generation),
+        config=config,
+    )
+
+
+def _no_times(job: Job, *, num_steps: int) -> ConfigError:
+    if not num_steps:
+        return ConfigError(
+            f"job {job.id} has no steps (status {job.status}), so there is nothing to diagnose",
+            hint=f"wait for its first steps; %etrain logs {job.id} shows its log",
+        )
+    return ConfigError(
+        f"job {job.id} has {num_steps:,} step{'s' * (num_steps > 1)}, but no worker has reported "
+        "its times yet",
+        hint="workers report every few seconds and at the end of each generation: try again later",
+    )
+
+
+def _place_of(event: WorkerJoined) -> str:
+    # tls://10.0.3.7:40231 -> 10.0.3.7
+    host = event.address.rpartition("://")[2].rpartition(":")[0]
+    machine = event.machine
+    return f"{host} ({machine})" if host and machine else host or machine
+
+
+def _choose_generation(reports: Mapping[int, Sequence[RankTimed]]) -> int:
+    # | generations with times                | chosen
+    # |---------------------------------------|-----------------------------------------------
+    # | some have MIN_STEPS steps on each rank| the newest of them: it shows the current state
+    # | none                                  | the one with the most steps
+    steps = {generation: _num_steps(mine) for generation, mine in reports.items()}
+    long = [generation for generation, count in steps.items() if count >= MIN_STEPS]
+    return max(long) if long else max(steps, key=lambda generation: (steps[generation], generation))
+
+
+def _num_steps(reports: Iterable[RankTimed]) -> int:
+    return min(sum(one.num_steps for one in mine) for mine in _by_rank(list(reports)).values())
+
+
+def _by_rank(reports: Sequence[RankTimed]) -> dict[int, list[RankTimed]]:
+    by_rank: dict[int, list[RankTimed]] = {}
+    for one in sorted(reports, key=lambda report: report.rank):
+        by_rank.setdefault(one.rank, []).append(one)
+    # The first report includes the first steps, in which buffers are allocated and caches filled.
+    later = {rank: mine[1:] for rank, mine in by_rank.items()}
+    is_enough = all(sum(one.num_steps for one in mine) >= MIN_STEPS for mine in later.values())
+    return later if is_enough else by_rank
+
+
+def _parts(reports: Sequence[RankTimed], places: Mapping[str, str]) -> StepParts:
+    num_steps = sum(one.num_steps for one in reports)
+
+    def mean(name: str) -> float:
+        return sum(_seconds(getattr(one, name)) for one in reports) / num_steps
+
+    def mean_if_known(name: str, most_s: float) -> float | None:
+        known = all(getattr(one, name) is not None for one in reports)
+        return min(mean(name), most_s) if known else None
+
+    compute_s, communication_s = mean("compute_s"), mean("communication_s")
+    data_s, optimizer_s = mean("data_s"), mean("optimizer_s")
+    metrics_s = mean_if_known("metrics_s", compute_s)
+    spent_s = data_s + compute_s + communication_s + optimizer_s
+    worker = reports[-1].worker
+    return StepParts(
+        worker=worker,
+        place=places.get(worker, ""),
+        data_s=data_s,
+        passes_s=compute_s - (metrics_s or 0.0),
+        metrics_s=metrics_s,
+        communication_s=communication_s,
+        wait_s=mean_if_known("wait_s", communication_s),
+        optimizer_s=optimizer_s,
+        # Separate clock readings may add up to slightly more than the elapsed time.
+        rest_s=max(0.0, mean("elapsed_s") - spent_s),
+        evaluation_s=mean("evaluation_s"),
+        checkpoint_s=mean("checkpoint_s"),
+    )
+
+
+def _seconds(value: float | None) -> float:
+    # A log may come from another user.
+    return float(value) if value is not None and math.isfinite(value) and value > 0 else 0.0
+
+
+def fixed_time(columns: Columns, generation: int) -> float | None:
+    """Return the seconds of rank 0's passes that do not depend on the number of samples.
+
+    The last step of an epoch is often smaller than the others. With the median times of full and
+    of smaller steps, the passes are a line over the number of samples.
+
+    Args:
+        columns: Columns of ``job.history()``.
+        generation: The generation to look at, because the time depends on the number of workers.
+
+    Returns:
+        The line's value at 0 samples, at least 0; None if the smaller steps are too few.
+    """
+    is_here = to_floats(columns["generation"]) == generation
+    samples, passes = to_floats(columns["samples"])[is_here], to_floats(columns["compute_s"])
+    passes = passes[is_here]
+    if not len(samples):
+        return None
+    full = float(samples.max())
+    small = samples <= SMALL_BATCH * full
+    # Take one size: the most frequent one.
+    sizes, counts = np.unique(samples[small], return_counts=True)
+    if not len(sizes) or counts.max() < MIN_SMALL_STEPS:
+        return None
+    size = float(sizes[counts.argmax()])
+    full_s = float(np.median(passes[samples == full]))
+    small_s = float(np.median(passes[samples == size]))
+    if not (math.isfinite(full_s) and math.isfinite(small_s)):
+        return None
+    return min(full_s, max(0.0, small_s - (full_s - small_s) * size / (full - size)))

@@ -1,0 +1,289 @@
+"""Remedy for each cause: a line for the cell, and the throughput that it should give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from etrain_jupyter.config.fields import Interval
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.insight.diagnosis.rules import Finding
+from etrain_jupyter.insight.diagnosis.step_parts import (
+    StepParts,
+    saved_s,
+    split_stragglers,
+    step_s,
+    transfer_s,
+)
+
+FACTOR = 4
+"""Factor for batches, passes and intervals."""
+MAX_LOADERS = 16
+"""Maximum number of data-loading processes per worker in a remedy."""
+SAVE_EVERY_S = 1800.0
+"""Interval of checkpoints in a remedy if the cell has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change, and its predicted effect."""
+
+    text: str
+    """Description of the change."""
+    line: str = ""
+    """Line to paste into the cell in place of the same key, or a command; empty if the change is
+    in the notebook's code."""
+    gain: float | None = None
+    """Predicted gain in throughput: 0.38 for +38 %; None if it cannot be predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Facts about the job that determine a remedy."""
+
+    config: TrainConfig
+    workers: Sequence[StepParts]
+    fixed_s: float | None
+    running_job: str
+    """Id of the job if it can be changed while it runs; otherwise empty."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean time from one step to the next one."""
+        return step_s(self.workers)
+
+
+def remedy_of(
+    finding: Finding,
+    *,
+    config: Mapping[str, Any],
+    workers: Sequence[StepParts],
+    fixed_s: float | None,
+    running_job: str = "",
+) -> Remedy | None:
+    """Return the remedy for a cause; None if the configuration is of another version.
+
+    Args:
+        finding: The cause.
+        config: JSON form of the job's TrainConfig.
+        workers: The mean parts of a step by worker.
+        fixed_s: Part of the passes that does not depend on the number of samples, if measured.
+        running_job: Id of the job if it is running.
+    """
+    try:
+        parsed = TrainConfig.model_validate(config)
+    except ValidationError:
+        return None
+    facts = Facts(config=parsed, workers=workers, fixed_s=fixed_s, running_job=running_job)
+    saved = saved_s(workers, fixed_s=fixed_s)[finding.cause]
+    match finding.cause:
+        case "input":
+            return _load_in_parallel(facts, saved)
+        case "communication" | "optimizer":
+            return _update_less_often(facts)
+        case "overhead":
+            return _enlarge_batch(facts)
+        case "straggler":
+            return _leave_out(facts, saved)
+        case "metrics":
+            return _remove_metrics(facts, saved)
+        case "evaluation":
+            return _evaluate_less_often(facts, saved)
+        case "checkpoint":
+            return _save_less_often(facts, saved)
+        case "compute":
+            return _add_workers(facts)
+
+
+def _gain(before_s: float, after_s: float) -> float | None:
+    return before_s / after_s - 1 if after_s > 0 else None
+
+
+def _load_in_parallel(facts: Facts, saved: float) -> Remedy:
+    # With L seconds of loading for a step and k processes:
+    #
+    #     step = max(step without waiting, L / k)
+    #
+    # | k now | L                                       |
+    # |-------|-----------------------------------------|
+    # | 0     | the wait: the trainer itself loads      |
+    # | > 0   | k * step: the processes are the limit   |
+    rest_s, now = facts.step_s - saved, facts.config.data.num_workers
+    load_s = now * facts.step_s if now else max(one.data_s for one in facts.workers)
+    count = max(2, 2 * now)
+    while count < MAX_LOADERS and load_s / count > rest_s:
+        count *= 2
+    return Remedy(
+        text=f"load samples in {count} processes per worker, ahead of the step"
+        + (f" (now {now})" if now else ""),
+        line=_line("data", _group(facts.config.data) | {"num_workers": count}),
+        gain=_gain(facts.step_s, max(rest_s, load_s / count)),
+    )
+
+
+def _batch(facts: Facts, **more: int) -> str:
+    batch = _group(facts.config.batch)
+    for key in ("global", "per_worker"):
+        if batch.get(key) is not None:
+            batch[key] *= FACTOR
+    return _line("batch", batch | more)
+
+
+def _update_less_often(facts: Facts) -> Remedy:
+    # Four times as many samples per step, in four times as many passes, with one exchange and one
+    # update.
+    once_s = (transfer_s(facts.workers) or 0.0) + fmean(one.optimizer_s for one in facts.workers)
+    passes = facts.config.batch.aggregation_frequency * FACTOR
+    return Remedy(
+        text=f"accumulate gradients over {passes} passes before each exchange and update; the batch"
+        f" grows by {FACTOR}, so the learning rate may need to change",
+        line=_batch(facts, aggregation_frequency=passes),
+        gain=_gain(FACTOR * facts.step_s, FACTOR * (facts.step_s - once_s) + once_s),
+    )
+
+
+def _enlarge_batch(facts: Facts) -> Remedy:
+    # Only the parts per sample grow with the batch.
+    def per_sample_s(one: StepParts) -> float:
+        passes_s = max(0.0, one.passes_s - (facts.fixed_s or 0.0))
+        return one.data_s + passes_s + (one.metrics_s or 0.0) + one.evaluation_s + one.checkpoint_s
+
+    more_s = (FACTOR - 1) * max(map(per_sample_s, facts.workers))
+    micro = facts.config.batch.micro_batch_size
+    return Remedy(
+        text=f"train on batches {FACTOR} times as large; the learning rate may need to change",
+        line=_batch(facts, **({"micro": micro * FACTOR} if isinstance(micro, int) else {})),
+        gain=_gain(FACTOR * facts.step_s, facts.step_s + more_s),
+    )
+
+
+def _leave_out(facts: Facts, saved: float) -> Remedy:
+    slow, others = split_stragglers(facts.workers)
+    names = ", ".join(one.worker for one in slow)
+    # With ``batch.global``, the others take over the samples; with ``per_worker``, the batch
+    # shrinks.
+    kept = len(others) / len(facts.workers)
+    is_global = facts.config.batch.per_worker_batch_size is None
+
+    def new_own_s(one: StepParts) -> float:
+        per_sample_s = one.data_s + one.passes_s + (one.metrics_s or 0.0)
+        return one.own_s + (per_sample_s * (1 / kept - 1) if is_global else 0.0)
+
+    between_s = fmean(one.evaluation_s + one.checkpoint_s for one in facts.workers)
+    after_s = max(map(new_own_s, others)) + (transfer_s(facts.workers) or 0.0) + between_s
+    ratio = facts.step_s / after_s * (1.0 if is_global else kept) if after_s > 0 else None
+    if ratio is not None and ratio <= 1:
+        why = "the others would have more samples each" if is_global else "the batch would shrink"
+        return Remedy(
+            text=f"replace {names} by a worker as fast as the others; training without it would be "
+            f"slower, because {why}",
+            gain=_gain(facts.step_s, facts.step_s - saved),
+        )
+    line = ""
+    if facts.running_job:
+        line = f"%etrain preempt {slow[0].worker} --job {facts.running_job}"
+    return Remedy(
+        text=f"replace {names}, or train without it; the prediction is for training without it",
+        line=line,
+        gain=None if ratio is None else ratio - 1,
+    )
+
+
+def _remove_metrics(facts: Facts, saved: float) -> Remedy:
+    names = ", ".join(facts.config.metrics)
+    return Remedy(
+        text=f"remove or simplify the metrics ({names}), which run in every step; eval.score "
+        "computes metrics of evaluations only",
+        line="metrics: {}",
+        gain=_gain(facts.step_s, facts.step_s - saved),
+    )
+
+
+def _less_often(facts: Facts, saved: float) -> float | None:
+    return _gain(facts.step_s, facts.step_s - saved * (1 - 1 / FACTOR))
+
+
+def _longer(every: Interval) -> str:
+    return str(Interval(value=every.value * FACTOR, unit=every.unit))
+
+
+def _evaluate_less_often(facts: Facts, saved: float) -> Remedy:
+    config = facts.config.eval_every
+    every = _longer(config.every)
+    group = {
+        "every": every,
+        "predict": config.predict,
+        "score": config.score,
+        "loss": None if config.loss else False,
+    }
+    known = {key: value for key, value in group.items() if value is not None}
+    return Remedy(
+        text=f"evaluate every {every} instead of every {config.every}",
+        line=_line("eval", known if len(known) > 1 else every),
+        gain=_less_often(facts, saved),
+    )
+
+
+def _save_less_often(facts: Facts, saved: float) -> Remedy:
+    every = facts.config.checkpoint.every
+    interval = _longer(every) if every else str(Interval(value=SAVE_EVERY_S, unit="s"))
+    return Remedy(
+        text=f"save a checkpoint every {interval} instead of every {every}"
+        if every
+        else f"save a checkpoint every {interval} instead of at the automatic interval",
+        line=_line("checkpoint", _group(facts.config.checkpoint) | {"every": interval}),
+        # The automatic interval is not known here.
+        gain=_less_often(facts, saved) if every else None,
+    )
+
+
+def _add_workers(facts: Facts) -> Remedy:
+    now = len(facts.workers)
+    line = _line("workers", {"min": facts.config.workers.min, "max": 2 * now})
+    if facts.running_job:
+        line = f"%etrain scale {2 * now} --job {facts.running_job}"
+    transfer = transfer_s(facts.workers)
+    gain = None
+    # With one worker, the transfer between two is unknown.
+    if now > 1 and transfer is not None:
+        # A ring transfers 2 (W - 1) / W times the gradients.
+        ratio = ((2 * now - 1) / (2 * now)) / ((now - 1) / now)
+        slowest = max(facts.workers, key=lambda one: one.own_s)
+        per_sample_s = slowest.data_s + slowest.passes_s + (slowest.metrics_s or 0.0)
+        if facts.config.batch.per_worker_batch_size is None:
+            after_s = facts.step_s - per_sample_s / 2 + transfer * (ratio - 1)
+            gain = _gain(facts.step_s, after_s)
+        else:
+            gain = _gain(2 * facts.step_s, facts.step_s + transfer * (ratio - 1))
+    if gain is not None and gain <= 0:
+        return Remedy(
+            text=f"keep {now} workers: {2 * now} would spend more time in the exchange than they "
+            "save; on a GPU, precision: bf16 and compile: true shorten the passes",
+            gain=gain,
+        )
+    return Remedy(
+        text=f"train on {2 * now} workers instead of {now}, if they have cores or GPUs of their "
+        "own; on a GPU, precision: bf16 and compile: true also shorten the passes",
+        line=line,
+        gain=gain,
+    )
+
+
+def _group(group: Any) -> dict[str, Any]:
+    """Return the keys of a group as spelled in a cell, without its defaults."""
+    values: dict[str, Any] = group.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return values
+
+
+def _line(key: str, value: Any) -> str:
+    """Return one line of YAML."""
+    # A list in flow style keeps any value on one line, and quotes it where YAML requires that.
+    text: str = yaml.safe_dump(
+        [value], default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True
+    )
+    return f"{key}: {text.strip()[1:-1]}"
