@@ -248,7 +248,6 @@ def test_failed_audit_has_exit_status_1(runs: str, capsys: pytest.CaptureFixture
         ["--runs"],
         ["distributed"],
         ["attach", "digits"],
-        ["diagnose"],
         ["plan", "--deadline", "soon"],
         ["plan", "--workers", "0"],
         ["simulate"],
