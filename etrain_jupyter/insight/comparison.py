@@ -14,7 +14,7 @@ from etrain_jupyter.insight.formatting import duration
 from etrain_jupyter.insight.measures import divide
 from etrain_jupyter.insight.page import render_cell, render_page
 from etrain_jupyter.insight.runs import Axis, Job, Run, Task, check_axis, config_by_key, read_run
-from etrain_jupyter.insight.table import render_differences, render_text
+from etrain_jupyter.insight.table import data_frame, render_differences, render_text
 from etrain_jupyter.untrusted import plain_text
 
 if TYPE_CHECKING:
@@ -82,14 +82,7 @@ class Comparison:
         Raises:
             ConfigError: If pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as exc:
-            raise ConfigError(
-                "to_frame() needs the package pandas, which is not installed",
-                hint="pip install pandas; comparison.rows has the same values as dicts",
-            ) from exc
-        return pd.DataFrame(self.rows)
+        return data_frame(self.rows, otherwise="comparison.rows has the same values as dicts")
 
     def plot(self, over: str = "steps", columns: Sequence[str] | None = None) -> Figure:
         """Return a Matplotlib figure with the curves of all jobs in the same axes.

@@ -1,14 +1,18 @@
-"""The table of a comparison: columns, headings and formats, and its text form."""
+"""Tables: columns, headings and formats of a comparison, and its text form; data frames."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.formatting import MISSING, dollars, duration, plain
 from etrain_jupyter.untrusted import plain_line
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 IF_DIFFERENT = ("status", "device", "batch", "steps", "epochs", "saved_usd", "interruptions")
 """Columns that the text has only if the jobs differ in them, because lines are short."""
@@ -91,6 +95,26 @@ _AFTER = (
         key="interruptions", heading="interruptions", about="workers that were preempted or lost"
     ),
 )
+
+
+def data_frame(rows: Iterable[Mapping[str, Any]], *, otherwise: str) -> DataFrame:
+    """Return rows as a ``pandas.DataFrame``.
+
+    Args:
+        rows: Values by column.
+        otherwise: Expression with the same values, for the error message.
+
+    Raises:
+        ConfigError: If pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as exc:
+        raise ConfigError(
+            "to_frame() needs the package pandas, which is not installed",
+            hint=f"pip install pandas; {otherwise}",
+        ) from exc
+    return pd.DataFrame(rows)
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[Column]:

@@ -76,13 +76,16 @@ class JobSpec:
     @property
     def tensorboard(self) -> Path | None:
         """Folder of its TensorBoard files; None unless ``log.tensorboard`` is set."""
-        log = LogConfig.model_validate(self.config.get("log") or {})
-        return log.tensorboard_of(self.job_id, self.run_dir)
+        return self._log.tensorboard_of(self.job_id, self.run_dir)
 
     @property
     def loggers(self) -> dict[str, dict[str, Any]]:
         """Options of its loggers, by name; see ``log.loggers``."""
-        return LogConfig.model_validate(self.config.get("log") or {}).to
+        return self._log.to
+
+    @property
+    def _log(self) -> LogConfig:
+        return LogConfig.model_validate(self.config.get("log") or {})
 
     @property
     def num_shards(self) -> int | None:

@@ -6,14 +6,13 @@ import math
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.diagnosis.measured import Measured, read_measured
 from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
 from etrain_jupyter.insight.diagnosis.rules import Finding, Verdict, judge
 from etrain_jupyter.insight.diagnosis.step_parts import Cause, StepParts
 from etrain_jupyter.insight.formatting import MISSING, duration
 from etrain_jupyter.insight.runs import Job
-from etrain_jupyter.insight.table import align_columns
+from etrain_jupyter.insight.table import align_columns, data_frame
 from etrain_jupyter.untrusted import plain_line, plain_text
 
 if TYPE_CHECKING:
@@ -107,14 +106,7 @@ class Diagnosis:
         Raises:
             ConfigError: If pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as exc:
-            raise ConfigError(
-                "to_frame() needs the package pandas, which is not installed",
-                hint="pip install pandas; diagnosis.rows has the same values as dicts",
-            ) from exc
-        return pd.DataFrame(self.rows)
+        return data_frame(self.rows, otherwise="diagnosis.rows has the same values as dicts")
 
     def to_html(self) -> str:
         """Return the diagnosis as HTML without scripts and styles."""
@@ -159,11 +151,11 @@ class Diagnosis:
         ]
         if self.remedy:
             gain = self.remedy.gain
-            predicted = "the gain cannot be predicted" if gain is None else f"predicted {gain:+.0%}"
-            if gain is not None and gain <= 0:
-                lines.append(f"Remedy: {self.remedy.text}.")
+            if gain is None:
+                predicted = " (the gain cannot be predicted)"
             else:
-                lines.append(f"Remedy: {self.remedy.text} ({predicted}).")
+                predicted = f" (predicted {gain:+.0%})" if gain > 0 else ""
+            lines.append(f"Remedy: {self.remedy.text}{predicted}.")
         return lines
 
     def _describe(self, finding: Finding) -> str:

@@ -291,11 +291,6 @@ def _losses_of(columns: Columns, record: _PlanRecord) -> float:
     return (record.num_preempted + record.num_lost) / worker_h
 
 
-def hardware_of(measured: MeasuredJob, machine: str) -> Hardware | None:
-    """Return the measured hardware of a type; None if it was not measured."""
-    return next((one for one in measured.points if one.machine == machine), None)
-
-
 def most_measured(measured: MeasuredJob, among: Sequence[str] = ()) -> Hardware:
     """Return the hardware with the most points, among those types if any of them was measured."""
     known = [one for one in measured.points if one.machine in among] or list(measured.points)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from etrain_jupyter.insight.formatting import dollars, duration
 from etrain_jupyter.insight.planning.offers import BOOT_S, Market
@@ -117,7 +117,7 @@ def _simulated_job(
 
 def _result_of(option: Option, result: PolicyResult) -> TracedOption:
     return TracedOption(
-        option=replace(option),
+        option=option,
         policy=result.policy,
         mean_usd=result.mean_usd,
         median_hours=result.percentile(lambda one: one.finish_s, 0.5) / 3600,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.curves import Curve
 from etrain_jupyter.insight.figures import figure_class
 from etrain_jupyter.insight.formatting import dollars, duration, number
@@ -20,7 +19,7 @@ from etrain_jupyter.insight.planning.measured import MeasuredJob
 from etrain_jupyter.insight.planning.on_trace import TracedOption
 from etrain_jupyter.insight.planning.options import Option
 from etrain_jupyter.insight.svg import COLORS, line_chart
-from etrain_jupyter.insight.table import Column, align_columns
+from etrain_jupyter.insight.table import Column, align_columns, data_frame
 from etrain_jupyter.untrusted import plain_line, plain_text
 
 if TYPE_CHECKING:
@@ -98,17 +97,11 @@ class TrainingPlan:
         Raises:
             ConfigError: If pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as exc:
-            raise ConfigError(
-                "to_frame() needs the package pandas, which is not installed",
-                hint="pip install pandas; plan.options has the same values",
-            ) from exc
-        return pd.DataFrame(
+        rows = (
             {**dataclasses.asdict(one), "is_recommended": one == self.recommended}
             for one in self.options
         )
+        return data_frame(rows, otherwise="plan.options has the same values")
 
     def plot(self) -> Figure:
         """Return a Matplotlib figure of cost over time; without prices, of throughput by workers.

@@ -183,8 +183,7 @@ def diagnose(job: TrainingJob | str | None = None, *, store: RunStore | None = N
         ConfigError: If the job has no steps, or no worker has reported its times yet.
         JobNotFoundError: If no job matches the name; the message has the closest names.
     """
-    store = store or open_runs()
-    found = attach(store=store) if job is None else _find_or_return(job, store, "diagnose(job)")
+    found = _find_or_latest(job, store, "diagnose(job)")
     return diagnose_job(found, is_running=found.status == "running")
 
 
@@ -223,16 +222,7 @@ def plan(
         PoolError: If the pool does not exist, or has no prices.
         TraceError: If the trace cannot be read.
     """
-    if isinstance(job, TrainingJob):
-        found = job
-    elif job is None or isinstance(job, str):
-        # As in `compare`, do not use `attach`: a plan does not change the most recently used job.
-        found = hold(_find_record(job, store or open_runs()))
-    else:
-        raise ConfigError(
-            f"plan() received {type(job).__name__!r} instead of a job or its name",
-            hint="etrain_jupyter.plan('digits-1a2b3c4d', deadline_h=2)",
-        )
+    found = _find_or_latest(job, store, "plan('digits-1a2b3c4d', deadline_h=2)")
     options = PlanOptions(
         deadline_h=deadline_h,
         budget_usd=budget_usd,
@@ -267,6 +257,14 @@ def _find_or_return(job: object, store: RunStore, usage: str) -> TrainingJob:
         f"{usage.partition('(')[0]}() received {type(job).__name__!r} instead of a job or its name",
         hint=f"etrain_jupyter.{usage}",
     )
+
+
+def _find_or_latest(job: object, store: RunStore | None, usage: str) -> TrainingJob:
+    """Return a job, or the most recently used one for None."""
+    store = store or open_runs()
+    if job is None:
+        return hold(_find_record(None, store))
+    return _find_or_return(job, store, usage)
 
 
 def hold(record: RunRecord) -> TrainingJob:

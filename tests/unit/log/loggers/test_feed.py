@@ -86,21 +86,29 @@ def test_feed_ends_when_it_is_not_wanted_and_leaves_the_run_open(job: Job) -> No
     assert runs.status is None
 
 
-def test_failed_destination_is_retried_and_nothing_is_lost(job: Job) -> None:
-    down = LoggerError("the server is down")
-    runs = MemoryRuns(failures=[down, down, KeyError("odd")])
-    job.steps(range(1, 6))
-    job.status("finished")
+def follow_to_the_end(
+    job: Job, runs: MemoryRuns, *, tries_after_end: int
+) -> tuple[bool, list[str]]:
+    """Follow a job without pauses; return whether all was written, and the warnings."""
     warnings: list[str] = []
-
     is_done = follow_with_retries(
         lambda: LogFeed(job.path, MemoryLogger(runs)),
         lambda: True,
         warnings.append,
         retry_s=0.0,
-        tries_after_end=4,
+        tries_after_end=tries_after_end,
         follow=follow_quickly,
     )
+    return is_done, warnings
+
+
+def test_failed_destination_is_retried_and_nothing_is_lost(job: Job) -> None:
+    down = LoggerError("the server is down")
+    runs = MemoryRuns(failures=[down, down, KeyError("odd")])
+    job.steps(range(1, 6))
+    job.status("finished")
+
+    is_done, warnings = follow_to_the_end(job, runs, tries_after_end=4)
 
     assert is_done
     assert warnings == ["the server is down", "KeyError: 'odd'"]
@@ -112,16 +120,8 @@ def test_destination_that_stays_down_is_given_up_after_the_end(job: Job) -> None
     runs = MemoryRuns(failures=[LoggerError("the server is down")] * 9)
     job.steps(range(1, 6))
     job.status("finished")
-    warnings: list[str] = []
 
-    is_done = follow_with_retries(
-        lambda: LogFeed(job.path, MemoryLogger(runs)),
-        lambda: True,
-        warnings.append,
-        retry_s=0.0,
-        tries_after_end=3,
-        follow=follow_quickly,
-    )
+    is_done, warnings = follow_to_the_end(job, runs, tries_after_end=3)
 
     assert not is_done
     assert len(runs.failures) == 9 - 3
