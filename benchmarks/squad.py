@@ -20,12 +20,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -159,10 +159,7 @@ def score_ours(task: Task, world_size: int, num_kills: int) -> dict[str, float]:
             ours.wait_for(lambda: job.world_size == world_size, TIMEOUT_S, "full size", job)
             cpu_s.track(trainers_of(job))
             job.kill()
-        while job.status not in ("finished", "failed", "stopped"):
-            cpu_s.track(trainers_of(job))
-            time.sleep(0.5)
-        job.result()
+        follow(job, cpu_s)
         model = job.load_into(load_encoder(task.encoder))
     times = [step.time for step in ours.steps_of(job)]
     undone = sum(event.kind == "StepUndone" for event in job.events())
@@ -216,28 +213,49 @@ def scores_of(model: Any, task: Task) -> dict[str, float]:
 
 def measure_throughput(options: argparse.Namespace, task: Task) -> dict[str, Any]:
     """Measure both sides in alternating order."""
+    cpu_s: dict[str, list[float]] = {"ours": [], "ddp": []}
+
+    def run(side: str, measure_side: Callable[[Task], tuple[float, float]]) -> float:
+        rate, per_sample_s = measure_side(task)
+        cpu_s[side].append(per_sample_s)
+        print(f"squad, {side}: {per_sample_s:.3f} s of processor time per sample", flush=True)
+        return rate
+
     rates = alternate(
         "squad",
-        {"ours": lambda: rate_of_ours(task), "ddp": lambda: rate_of_trainer(task)},
+        {
+            "ours": lambda: run("ours", rate_of_ours),
+            "ddp": lambda: run("ddp", rate_of_trainer),
+        },
         options.rounds or (2 if options.quick else 5),
     )
     ratios = ratios_to_ddp(rates, "ours")
-    return {"ratio": statistics.median(ratios), "ratios": ratios, "rates": rates, "bar": BAR}
+    return {
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "rates": rates,
+        "cpu_s": cpu_s,
+        "cpu_ratio": statistics.median(
+            ddp / own for own, ddp in zip(cpu_s["ours"], cpu_s["ddp"], strict=True)
+        ),
+        "bar": BAR,
+    }
 
 
-def rate_of_ours(task: Task) -> float:
-    """Return samples per second of two of our ranks."""
-    with ours.cluster():
+def rate_of_ours(task: Task) -> tuple[float, float]:
+    """Return samples per second of two of our ranks, and processor seconds per sample."""
+    with ours.cluster(), processor_time() as cpu_s:
         job = submit(task, RANKS)
-        job.result()
-    whole = [step.time for step in ours.steps_of(job) if step.world_size == RANKS]
-    return report.steady_rate(whole, task.batch)
+        follow(job, cpu_s)
+    times = [step.time for step in ours.steps_of(job) if step.world_size == RANKS]
+    return report.steady_rate(times, task.batch), cpu_s.per_sample(times, task.batch)
 
 
-def rate_of_trainer(task: Task) -> float:
-    """Return samples per second of two ranks of the Trainer."""
-    times, _ = run_trainer(task, num_ranks=RANKS)
-    return report.steady_rate(times, task.batch)
+def rate_of_trainer(task: Task) -> tuple[float, float]:
+    """Return samples per second of two ranks of the Trainer, and processor seconds per sample."""
+    with processor_time() as cpu_s:
+        times, _ = run_trainer(task, num_ranks=RANKS, track=cpu_s.track)
+    return report.steady_rate(times, task.batch), cpu_s.per_sample(times, task.batch)
 
 
 def run_trainer(
@@ -259,7 +277,7 @@ def run_trainer(
         try:
             while process.poll() is None:
                 if track is not None:
-                    track([process.pid])
+                    track(ranks_of(process.pid) if num_ranks > 1 else [process.pid])
                 time.sleep(0.5)
         finally:
             process.kill()
@@ -279,15 +297,23 @@ class ProcessorTime:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        self._lock = threading.Lock()
+        self._times: list[float] = []
+        self._totals: list[float] = []
 
     def track(self, pids: list[int]) -> None:
         """Read the times of running processes; call it at least every second."""
         for pid in pids:
             with contextlib.suppress(psutil.Error):
                 used = psutil.Process(pid).cpu_times()
-                with self._lock:
-                    self._seconds[pid] = used.user + used.system
+                self._seconds[pid] = used.user + used.system
+        self._times.append(time.time())
+        self._totals.append(self.total())
+
+    def per_sample(self, times: Sequence[float], samples_per_step: int) -> float:
+        """Return the seconds per sample in the second half of the steps, as ``steady_rate``."""
+        half = len(times) // 2
+        first, last = np.interp([times[half], times[-1]], self._times, self._totals)
+        return float(last - first) / ((len(times) - 1 - half) * samples_per_step)
 
     def total(self) -> float:
         """Return the sum, in seconds."""
@@ -298,6 +324,21 @@ class ProcessorTime:
 def processor_time() -> Iterator[ProcessorTime]:
     """Provide a new counter."""
     yield ProcessorTime()
+
+
+def follow(job: TrainingJob, cpu_s: ProcessorTime) -> None:
+    """Track a job's trainers until it has ended."""
+    while job.status not in ("finished", "failed", "stopped"):
+        cpu_s.track(trainers_of(job))
+        time.sleep(0.5)
+    job.result()
+
+
+def ranks_of(agent: int) -> list[int]:
+    """Return the processes that torchrun's agent has launched."""
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(agent).children()]
+    return []
 
 
 def trainers_of(job: TrainingJob) -> list[int]:
@@ -327,11 +368,17 @@ def table_of(result: dict[str, Any]) -> str:
         found = result["throughput"]
         rounds = " ".join(f"{ratio:.2f}" for ratio in found["ratios"])
         medians = {side: f"{statistics.median(r):.1f}" for side, r in found["rates"].items()}
+        cpu_s = {side: f"{statistics.median(s):.4f}" for side, s in found["cpu_s"].items()}
         pair = [
-            (ours.NAME, medians["ours"], f"{found['ratio']:.3f}", rounds),
-            (TRAINER, medians["ddp"], "1", str(len(found["ratios"]))),
+            (
+                ours.NAME,
+                *(medians["ours"], f"{found['ratio']:.3f}", rounds),
+                *(cpu_s["ours"], f"{found['cpu_ratio']:.3f}"),
+            ),
+            (TRAINER, medians["ddp"], "1", str(len(found["ratios"])), cpu_s["ddp"], "1"),
         ]
-        tables.append(report.table(("system", "samples/s", "ratio", "rounds"), pair))
+        head = ("system", "samples/s", "ratio", "rounds", "processor s/sample", "ratio")
+        tables.append(report.table(head, pair))
     return "\n\n".join(tables)
 
 

@@ -73,8 +73,12 @@ class Row:
 
 TABLE = (
     Row(name="SGD", by_hand=torch.optim.SGD, options={"lr": 0.05, "momentum": 0.9}),
-    Row(name="Adam", by_hand=torch.optim.Adam, options={"lr": 0.01}),
-    Row(name="AdamW", by_hand=torch.optim.AdamW, options={"lr": 0.01, "weight_decay": 0.1}),
+    Row(name="Adam", by_hand=functools.partial(torch.optim.Adam, fused=True), options={"lr": 0.01}),
+    Row(
+        name="AdamW",
+        by_hand=functools.partial(torch.optim.AdamW, fused=True),
+        options={"lr": 0.01, "weight_decay": 0.1},
+    ),
     Row(name="RAdam", by_hand=torch.optim.RAdam, options={"lr": 0.01}),
     Row(name="NAdam", by_hand=torch.optim.NAdam, options={"lr": 0.01}),
     Row(name="Adafactor", by_hand=torch.optim.Adafactor, options={"lr": 0.05}),

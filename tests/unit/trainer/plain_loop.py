@@ -25,7 +25,7 @@ Gradient = torch.Tensor | None
 
 def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the default optimizer of the jobs in these tests."""
-    return torch.optim.AdamW(parameters, lr=0.01)
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,52 @@ def test_lars_matches_the_paper():
         torch.testing.assert_close(p.detach(), w)
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_adam_is_fused_and_updates_as_torch_does_by_default(name):
+    ours, theirs = make_model(), make_model()
+    optimizers = (
+        optimizer_of(ours, name=name, lr=0.01, weight_decay=0.1),
+        getattr(torch.optim, name)(theirs.parameters(), lr=0.01, weight_decay=0.1),
+    )
+    for step in range(5):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            gradients(model, step)
+            optimizer.step()
+    assert optimizers[0].param_groups[0]["fused"]
+    for p, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, expected)
+
+
+def test_fused_update_does_not_depend_on_the_number_of_threads():
+    # Ranks on machines of different sizes must make the same update, bit for bit.
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            torch.manual_seed(0)
+            model = nn.Linear(1001, 77)
+            optimizer = optimizer_of(model, name="AdamW", lr=0.01, weight_decay=0.1)
+            for step in range(3):
+                gradients(model, step)
+                optimizer.step()
+            results.append(model.weight.detach())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("option", ["fused", "foreach", "differentiable"])
+def test_chosen_implementation_of_adam_is_kept(option):
+    optimizer = optimizer_of(make_model(), name="AdamW", lr=0.01, **{option: False})
+    assert not optimizer.param_groups[0]["fused"]
+
+
+def test_adam_of_complex_weights_is_not_fused():
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    assert not optimizer_of(model, name="Adam", lr=0.01).param_groups[0]["fused"]
+
+
 @pytest.mark.parametrize("name", ["LAMB", "LARS"])
 def test_error_for_a_missing_package_contains_the_install_command(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
