@@ -1,9 +1,8 @@
 """Fine-tuning on SQuAD: scores and throughput next to the ``Trainer`` of ``transformers``.
 
 Both sides start from the same pretrained encoder and use the same windows of tokens, seeds, number
-of steps and learning rate schedule. The order of the samples differs, because each side shuffles
-with its own sampler. The trained weights of both sides are scored in this process, with the same
-code.
+of steps, initial weights, learning rate schedule and order of the samples. The trained weights of
+both sides are scored in this process, with the same code.
 
 ``--part scores``: the Trainer in one process, and etrain-jupyter with 1, 2 and 4 workers, and with
 two workers of which four are killed. ``--part throughput``: two ranks, in alternating order.
@@ -60,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=int,
-        help="steps of 16 windows (default 150, quick 40); on one core, 150 take about 5 minutes "
-        "per run, and the part scores has 5 runs per seed",
+        help="steps (default 150, quick 40); on one core, 150 steps of 16 windows take about 5 "
+        "minutes per run, and the part scores has 5 runs per seed",
     )
+    parser.add_argument("--batch", type=int, default=16, help="windows per step (default 16)")
     parser.add_argument("--seeds", type=int, help="default 3, quick 1")
     parser.add_argument(
         "--world-size", type=int, action="append", help="workers of the part scores (1, 2 and 4)"
@@ -111,6 +111,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Task:
         encoder=find_pretrained(options.encoder),
         folder=str(folder),
         steps=options.steps or (40 if options.quick else 150),
+        batch=options.batch,
     )
 
 
@@ -179,7 +180,7 @@ def submit(task: Task, world_size: int) -> TrainingJob:
         num_steps=task.steps,
         world_size=world_size,
         workers={"min": min(world_size, RANKS), "max": world_size},
-        model=lambda: load_encoder(task.encoder),
+        model=lambda: load_encoder(task.encoder, task.seed),
         data={"train": lambda: make_features(task, "train"), "collate": squad.collate},
         loss=None,
         optimizer={

@@ -10,14 +10,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.squad_work import load_encoder, make_features, read_task
+from benchmarks.squad_work import Task, load_encoder, make_features, read_task
 from etrain_jupyter.recipes import squad
+from etrain_jupyter.rules.samples.ledger import epoch_order
 
 
 class StepTimes(TrainerCallback):
@@ -29,6 +32,36 @@ class StepTimes(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **keys: Any) -> None:
         """Append the time."""
         self.times.append(time.time())
+
+
+class SameOrder(Sampler[int]):
+    """Our order of the samples, so that scores do not differ because of it."""
+
+    def __init__(self, seed: int, num_samples: int) -> None:
+        self._seed, self._num_samples, self._epoch = seed, num_samples, 0
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = epoch_order(seed=self._seed, epoch=self._epoch, num_samples=self._num_samples)
+        self._epoch += 1
+        return iter(order.tolist())
+
+
+class SameTaskTrainer(Trainer):
+    """The Trainer, with our order of the samples and learning rates."""
+
+    task: Task
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        dataset: Any = self.train_dataset
+        return SameOrder(self.task.seed, len(dataset))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        chosen: Any = optimizer or self.optimizer
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.task.factor_at)
+        return self.lr_scheduler
 
 
 def main() -> None:
@@ -43,8 +76,6 @@ def main() -> None:
         per_device_train_batch_size=task.batch // num_ranks,
         learning_rate=task.lr,
         weight_decay=task.weight_decay,
-        warmup_steps=task.warmup,
-        lr_scheduler_type="linear",
         max_grad_norm=1.0,
         seed=task.seed,
         use_cpu=not torch.cuda.is_available(),
@@ -56,13 +87,14 @@ def main() -> None:
         remove_unused_columns=False,
     )
     steps = StepTimes()
-    trainer = Trainer(
-        model=load_encoder(task.encoder),
+    trainer = SameTaskTrainer(
+        model=load_encoder(task.encoder, task.seed),
         args=arguments,
         train_dataset=make_features(task, "train"),
         data_collator=squad.collate,
         callbacks=[steps],
     )
+    trainer.task = task
     trainer.train()
     if trainer.is_world_process_zero():
         trainer.save_model(str(folder / "model"))
