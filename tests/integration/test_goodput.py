@@ -66,7 +66,7 @@ def test_job_that_more_workers_do_not_speed_up_stays_at_one_and_says_why(submit:
     reason = sizes(job)[-1].reason
     assert reason.startswith("1 of 3 workers: 2 make ")
     assert "at 100 % more cost" in reason
-    assert "no price is known, so the cost is worker-seconds" in reason
+    assert "the pool has no price, so the cost is worker-seconds" in reason
 
 
 def test_jobs_on_one_pool_take_what_a_worker_is_worth_to_each(submit: Submit) -> None:

@@ -37,8 +37,8 @@ def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple
     """Share ``workers`` among jobs.
 
     In order of submission, each job gets its minimum, and then, in the same order, up to its
-    maximum. Jobs that are sized by goodput share what is left. A job keeps its workers as far as
-    its share allows, so that workers move only if they have to.
+    maximum. Jobs that are sized by goodput share the rest. A job keeps its workers as far as its
+    share allows, so that workers move only if they have to.
 
     Args:
         claims: One per job, in order of submission.

@@ -192,7 +192,7 @@ def _compare(terms: GoodputTerms, workers: int, base: int) -> str:
 def _assumptions(terms: GoodputTerms) -> list[str]:
     found = []
     if terms.usd_per_worker_h is None:
-        found.append("no price is known, so the cost is worker-seconds")
+        found.append("the pool has no price, so the cost is worker-seconds")
     if terms.progress is None:
         found.append(
             "the gradient noise is not measured, so progress is throughput, whatever the batch"

@@ -123,8 +123,8 @@ def test_deadline_takes_the_fewest_workers_that_meet_it():
     assert choose_size(late).workers == 4
     assert describe_size(late, choose_size(late)) == (
         "all 4 workers for the deadline, which requires 20 samples/s (at most 16 are predicted, so "
-        "it will be late). Assumed: no price is known, so the cost is worker-seconds; the gradient "
-        "noise is not measured, so progress is throughput, whatever the batch"
+        "it will be late). Assumed: the pool has no price, so the cost is worker-seconds; the "
+        "gradient noise is not measured, so progress is throughput, whatever the batch"
     )
 
 
