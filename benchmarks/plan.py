@@ -8,6 +8,10 @@ predicts the others. The figures are relative errors of the median step.
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -29,12 +33,26 @@ PART_S = 4.0
 """Training time of each point, in seconds; four points stay below 30 s."""
 MIN_STEPS = 12
 TIMEOUT_S = 240.0
+LINK_VARIABLE = "ETRAIN_BENCHMARK_LINK"
+"""Set to the rate of the link inside the network namespace."""
 FITTED: dict[str, frozenset[tuple[int, int]]] = {
     "3 points": frozenset({(1, 8), (1, 64), (2, 8)}),
     "4 points": frozenset({(1, 8), (1, 64), (2, 8), (2, 64)}),
     "2 workers": frozenset({(2, 8), (2, 64)}),
 }
 """Points to fit, as workers and samples per worker."""
+
+
+class SharedLink(Placement):
+    """Workers of one machine that share a link: it carries the data of all of them."""
+
+    def volume(self, workers: int) -> float:
+        """Return the time of an exchange, relative to sending all gradients once."""
+        return 2.0 * (workers - 1)
+
+    def has_idle_cores(self, workers: int) -> bool:
+        """Return True: a process that waits for the link needs no core."""
+        return True
 
 
 class Albert(nn.Module):
@@ -66,16 +84,26 @@ MODELS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
     parser.add_argument("--max-workers", type=int, default=4, help="largest number of workers (4)")
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        help="one link of this rate for all workers, for example 1gbit (Linux, root, iproute2)",
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure every model, and put the largest median error at the top of the result."""
+    if options.link:
+        enter_namespace(options.link)
     most = 3 if options.quick else options.max_workers
-    found = {name: measure_model(name, most) for name in MODELS}
+    placement = (SharedLink if options.link else Placement)(cores=num_usable_cores())
+    found = {name: measure_model(name, most, placement) for name in MODELS}
     medians = {fit: float(np.median(np.abs(all_errors(found, fit)))) for fit in FITTED}
     return {
         "benchmark": "plan",
         "bar": BAR,
+        "link": options.link,
+        "load": os.getloadavg()[0],
         "median_error": medians["4 points"],
         "median_errors": medians,
         "models": found,
@@ -87,7 +115,22 @@ def all_errors(found: dict[str, Any], fit: str) -> list[float]:
     return [error for one in found.values() for error in one["errors"][fit].values()]
 
 
-def measure_model(name: str, max_workers: int) -> dict[str, Any]:
+def enter_namespace(rate: str) -> None:
+    """Repeat the command in a network namespace whose loopback has a limited rate.
+
+    Raises:
+        SystemExit: If the namespace cannot be created; the output of the command has the reason.
+    """
+    if os.environ.get(LINK_VARIABLE) == rate:
+        return
+    limit = f"tc qdisc add dev lo root tbf rate {shlex.quote(rate)} burst 256k latency 50ms"
+    script = f'ip link set lo up && {limit} && exec "$@"'
+    again = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
+    command = ["unshare", "--net", "sh", "-c", script, "sh", *again]
+    raise SystemExit(subprocess.call(command, env={**os.environ, LINK_VARIABLE: rate}))
+
+
+def measure_model(name: str, max_workers: int, placement: Placement) -> dict[str, Any]:
     """Train a model at all points, and predict those that are not fitted."""
     measured, points = None, {}
     for batch in BATCHES:
@@ -107,7 +150,8 @@ def measure_model(name: str, max_workers: int) -> dict[str, Any]:
         ],
         "fit_s": PART_S * max(map(len, FITTED.values())),
         "errors": {
-            fit: errors_of(measured, points, chosen) for fit, chosen in FITTED.items()
+            fit: errors_of(measured, points, chosen, placement)
+            for fit, chosen in FITTED.items()
         },
     }  # fmt: skip
 
@@ -140,11 +184,12 @@ def errors_of(
     measured: MeasuredJob,
     points: dict[tuple[int, int], StepPoint],
     fitted: Collection[tuple[int, int]],
+    placement: Placement,
 ) -> dict[str, float]:
     """Return the relative errors at the points that are not fitted."""
     model = fit_step_times(
         [points[one] for one in sorted(fitted)],
-        Placement(cores=num_usable_cores()),
+        placement,
         measured.exchange(),
     )
     return {

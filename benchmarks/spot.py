@@ -16,12 +16,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.spot_cloud import ZONES, run_day
-from benchmarks.spot_trace import HOUR_S, make_day
+from benchmarks.spot_cloud import (
+    NOTICE_S,
+    ON_DEMAND_USD,
+    REBALANCE_S,
+    SPOT_USD,
+    ZONES,
+    run_day,
+)
+from benchmarks.spot_simulated import simulate_day, trace_of
+from benchmarks.spot_trace import HOUR_S, Change, make_day
 
 ARMS = {"replaced": True, "control": False}
 
@@ -62,6 +71,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     calm_s=min(30.0, day_s / 4),
                     scale=scale,
                 )
+            if ARMS[name]:
+                found["simulated"] = simulated(day, found, options.workers, scale)
             rounds[name].append(found)
             print(f"spot, round {number + 1}, {name}: goodput {found['goodput']:.3f}", flush=True)
     return {
@@ -76,6 +87,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for seed in range(options.seed, options.seed + options.rounds)
         ],
     }
+
+
+def simulated(
+    day: Sequence[Change], found: dict[str, Any], num_nodes: int, scale: float
+) -> dict[str, float]:
+    """Simulate the same day; the measured boot times are the only figures of the run."""
+    trace = trace_of(
+        day, zones=ZONES, num_nodes=num_nodes, day_s=found["day_s"], scale=scale, spot_usd=SPOT_USD,
+        notice_s=NOTICE_S, risk_s=REBALANCE_S,
+    )  # fmt: skip
+    return simulate_day(
+        trace, num_nodes=num_nodes, day_s=found["day_s"], scale=scale, boots_s=found["boots_s"],
+        on_demand_usd=ON_DEMAND_USD,
+    )  # fmt: skip
 
 
 def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -115,4 +140,22 @@ def table_of(result: dict[str, Any]) -> str:
         f"{result['hours']:g} h of seed {result['seed']}, {result['scale']:.0f} s of the day per "
         f"second; at most {result['workers']} workers."
     )
-    return f"{about}\n\n{report.table(('', *result['policies']), rows)}"
+    table = report.table(("", *result["policies"]), rows)
+    return f"{about}\n\n{table}\n\n{simulation_of(result)}"
+
+
+def simulation_of(result: dict[str, Any]) -> str:
+    """Format the simulation of the same days next to the real runs."""
+    rounds = result["policies"]["replaced"]["rounds"]
+    rows = []
+    for title, name in (
+        ("goodput", "goodput"),
+        ("mean world size", "mean_world_size"),
+        ("the day: spent, USD", "day_spent_usd"),
+        ("machines launched", "num_launched"),
+    ):
+        real = statistics.median(one[name] for one in rounds)
+        virtual = statistics.median(one["simulated"][name] for one in rounds)
+        cells = (f"{real:.2f}", f"{virtual:.2f}", f"{virtual / real - 1:+.1%}")
+        rows.append((title, *cells))
+    return report.table(("replaced", "real", "simulated", "error"), rows)

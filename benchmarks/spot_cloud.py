@@ -17,6 +17,7 @@ from benchmarks import ours
 from benchmarks.spot_money import day_usd, money_of
 from benchmarks.spot_trace import Change
 from etrain_jupyter import TrainingJob
+from etrain_jupyter.log.events import WorkerWarmed
 from etrain_jupyter.pools import clusters
 from etrain_jupyter.testing.fakeaws import FakeAws
 
@@ -141,7 +142,7 @@ def run_day(
         day_money = day_usd(before, cloud.bill(), scale)
         job.stop(now=True)
         job.wait(timeout=PATIENCE_S)
-        audit, cost = job.audit(), job.cost()
+        audit, cost, boots_s = job.audit(), job.cost(), boots_of(job, cloud)
         if not audit.ok:
             raise RuntimeError(f"the audit failed: {audit}")
         clusters.down()
@@ -165,6 +166,7 @@ def run_day(
         "samples_lost": sum(epoch.missing for epoch in audit.epochs),
         "samples_repeated": sum(epoch.repeated for epoch in audit.epochs),
         "day_s": took_s,
+        "boots_s": boots_s,
         "job_cost": vars(cost),
         **money_of(
             ledger,
@@ -174,6 +176,16 @@ def run_day(
             share_done=(last - first) / undisturbed,
         ),
     }
+
+
+def boots_of(job: TrainingJob, cloud: FakeAws) -> list[float]:
+    """Return the time from the launch of each machine until its trainer was warm, in seconds."""
+    launched = {one.instance_id: one.launched_at for one in cloud.instances()}
+    return [
+        event.time - launched[event.worker]
+        for event in job.events()
+        if isinstance(event, WorkerWarmed) and event.worker in launched
+    ]
 
 
 def ledger_of(cloud: FakeAws) -> dict[str, Any]:

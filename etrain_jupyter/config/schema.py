@@ -436,6 +436,9 @@ class CheckpointConfig(Section):
         return value
 
 
+TARGETS = ("max", "goodput")
+
+
 class WorkersConfig(Section):
     """Number of workers that may train at the same time."""
 
@@ -445,6 +448,16 @@ class WorkersConfig(Section):
     """Minimum number of workers; with fewer, the job waits."""
     max: Annotated[int | None, Field(ge=1, examples=[4])] = None
     """Maximum number of workers; by default the size of the pool, at most 4."""
+    target: Annotated[Literal["max", "goodput"], Field(examples=["goodput"])] = "max"
+    """Workers to take between min and max: max takes all that the pool has; goodput adds a worker
+    only while it is worth its cost, or the pool's deadline requires it."""
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _known_target(cls, value: Any) -> Any:
+        if value is None:
+            return "max"
+        return check_word(value, TARGETS, usual="target: goodput")
 
     @field_validator("max")
     @classmethod

@@ -59,6 +59,7 @@ class LocalNodes:
     """
 
     replaces_early = False
+    finish_by_s: float | None = None
 
     def __init__(
         self,

@@ -173,6 +173,24 @@ class WorkersScaled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkersSized(Event):
+    """``workers.target: goodput`` chose another number of workers, or its reason changed."""
+
+    workers: int
+    offered: int
+    """Maximum number of workers of the job."""
+    limit: str
+    """See ``rules.policy.goodput.Limit``."""
+    goodputs: list[float]
+    """Expected goodput in samples per second by number of workers, from 0 to ``workers``; empty
+    before it was measured."""
+    measured: list[int]
+    """Numbers of workers whose speed was measured; the others are predictions."""
+    reason: str
+    """Explanation as text, with the assumptions."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerJoined(Event):
     """A Dask worker was assigned to this job; its trainer is starting."""
 
@@ -668,6 +686,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "ExhibitFormat": ((str,), ()),
     "list[str]": ((list, tuple), (str,)),
     "list[int]": ((list, tuple), _NUMBER),
+    "list[float]": ((list, tuple), _NUMBER),
     "dict[str, float]": ((dict,), _NUMBER),
     "dict[str, Any]": ((dict,), ()),
 }

@@ -52,6 +52,7 @@ from etrain_jupyter.log.events import (
     WorkerLeft,
     WorkerLost,
     WorkersScaled,
+    WorkersSized,
 )
 
 NOT_BEGUN = 2**53
@@ -86,6 +87,8 @@ class JobRecord:
     """Time of the newest event."""
     workers: tuple[int, int] = (0, 0)
     """Minimum and maximum number of workers, as last requested."""
+    sized: WorkersSized | None = None
+    """The newest number of workers chosen by ``workers.target: goodput``."""
     plan: JobPlanned | None = None
     """The newest plan."""
     is_planned: bool = False
@@ -269,6 +272,8 @@ class JobRecord:
                 self.total_steps = event.total_steps
             case WorkersScaled():
                 self.workers = (event.min_workers, event.max_workers)
+            case WorkersSized():
+                self.sized = event
             case EarlyStopped():
                 self.early_stop = event
             case UserErrorRaised():

@@ -224,6 +224,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
                 job.handle(s.Tick(asleep_s=passed_s if is_stuck and not asleep_s else asleep_s))
                 self._injector.tick(job)
         self._after_change()
+        if self._mode is self._serving and self._sharing.review_sizes():
+            self._allocate()
         self._sharing.hand_back_noticed()
 
     def _write_logs(self) -> None:

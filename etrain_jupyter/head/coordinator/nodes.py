@@ -49,6 +49,8 @@ class NodeSource(Protocol):
     replaces_early: bool
     """True to replace a worker as soon as its machine is at risk or has an interruption notice, not
     only after its release. Set if each worker has its own machine."""
+    finish_by_s: float | None
+    """Deadline of every job, in seconds after its submission or resume; None without one."""
 
     def want(self, count: int, *, reason: str) -> None:
         """Start missing workers, up to ``count`` in total, within the pool's capacity."""
@@ -87,6 +89,7 @@ class NoNodes:
     """Node source for clusters whose workers are managed elsewhere."""
 
     replaces_early = True
+    finish_by_s: float | None = None
 
     def want(self, count: int, *, reason: str) -> None:
         """Do nothing."""

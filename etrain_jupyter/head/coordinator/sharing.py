@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable
 
 from etrain_jupyter.head.coordinator import clock
@@ -9,8 +11,11 @@ from etrain_jupyter.head.coordinator.compatibility import Fitness
 from etrain_jupyter.head.coordinator.nodes import NodeSource
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.head.slots import num_usable_cores
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.policy.allocation import Claim, allocate
+from etrain_jupyter.rules.policy.step_time import Placement
+from etrain_jupyter.rules.replay.speed_evidence import SizingView
 
 HAND_BACK_S = 2.0
 """An unused worker with a notice is released at least this many seconds before its deadline."""
@@ -18,6 +23,9 @@ HAND_BACK_S = 2.0
 TAKEN_S = 60.0
 """A remote machine that still runs this many seconds after its deadline is terminated. Not earlier:
 EC2 waives the first hour only for machines that it reclaims, not for those that we terminate."""
+
+REVIEW_S = 2.0
+"""Interval in seconds between two reviews of the jobs' sizes."""
 
 
 class Sharing:
@@ -36,6 +44,7 @@ class Sharing:
         self._workers = roster
         self._active = active
         self._fitness = Fitness()
+        self._review_at = 0.0
 
     def allocate(self) -> None:
         """Redistribute the workers, and request as many as all jobs together can use."""
@@ -51,6 +60,45 @@ class Sharing:
         for job_id, workers in allocate(claims, free).items():
             jobs[job_id].handle(s.WorkersAssigned(workers=workers))
         self._want_workers()
+
+    def review_sizes(self) -> bool:
+        """Choose again how many workers the jobs with ``target: goodput`` take.
+
+        Returns:
+            True if the workers should be redistributed.
+        """
+        now = clock.now()
+        if now < self._review_at:
+            return False
+        self._review_at = now + REVIEW_S
+        jobs = [job for job in self._active() if job.order.is_sized]
+        return any([job.review_size(self._view_of(job)) for job in jobs]) if jobs else False
+
+    def _view_of(self, job: HostedJob) -> SizingView:
+        prices = [node.get("price_usd_per_h") or 0.0 for node in self._nodes.nodes()]
+        priced = [price for price in prices if price > 0]
+        finish_by_s, least = self._nodes.finish_by_s, job.state.min_workers
+        # Workers that the pool cannot provide can never be measured.
+        most = self._nodes.capacity() or job.state.max_workers
+        return SizingView(
+            min_workers=least,
+            max_workers=max(least, min(job.state.max_workers, most)),
+            placement=self._placement(),
+            usd_per_worker_h=sum(priced) / len(priced) if priced else None,
+            remaining_s=(
+                None if finish_by_s is None else job.record.attempt_at + finish_by_s - time.time()
+            ),
+        )
+
+    def _placement(self) -> Placement:
+        """Return where the workers run, as far as their addresses and devices show it."""
+        facts = list(self._workers)
+        per_host = Counter(one.address.rpartition(":")[0] for one in facts)
+        if self._nodes.replaces_early or len(per_host) > 1:
+            return Placement(workers_per_machine=max(per_host.values(), default=1))
+        if all(one.device.startswith("cpu") for one in facts):
+            return Placement(cores=num_usable_cores())
+        return Placement()
 
     def _want_workers(self) -> None:
         # Request as many as the jobs can use, and replacements for workers that are about to leave:
@@ -73,7 +121,7 @@ class Sharing:
             ]
         else:
             leaving = [w for w in self._workers if w.leaves_at and w.name in kept]
-        wanted = sum(job.state.max_workers for job in jobs)
+        wanted = sum(job.wanted_workers for job in jobs)
         self._nodes.want(wanted + len(leaving), reason="jobs")
 
     def hand_back_noticed(self) -> None:
@@ -120,7 +168,8 @@ class Sharing:
         return Claim(
             job_id=state.job_id,
             min_workers=state.min_workers,
-            max_workers=state.max_workers,
+            max_workers=job.wanted_workers,
+            goodputs=job.size.goodputs if job.size is not None else (),
             held=tuple(m.worker for m in sorted(state.members.values(), key=lambda m: m.order)),
             unfit=frozenset(unfit),
         )

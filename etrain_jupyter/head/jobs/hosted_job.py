@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, assert_never, cast
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.defects import Defects
@@ -41,7 +41,9 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 from etrain_jupyter.rules.policy.checkpoint_interval import describe_choice
+from etrain_jupyter.rules.policy.goodput import Limit, Size, choose_size, describe_size, is_material
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
+from etrain_jupyter.rules.replay.speed_evidence import SizingView, SpeedEvidence
 from etrain_jupyter.wire import messages as m
 
 Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
@@ -82,6 +84,10 @@ class HostedJob:
     """Reports from its trainers, and their consequences."""
     evidence: Evidence = field(default_factory=Evidence, init=False)
     """Input to ``checkpoint.every: auto``: the same events, timed by this process's clock."""
+    speeds: SpeedEvidence = field(default_factory=SpeedEvidence, init=False)
+    """Input to ``workers.target: goodput``, from the same events."""
+    size: Size | None = field(default=None, init=False)
+    """The newest size; None until it is reviewed, and without ``target: goodput``."""
     is_disposed: bool = field(default=False, init=False)
     """True once the resources of the ended job are freed."""
     is_recorded: bool = field(default=True, init=False)
@@ -149,7 +155,7 @@ class HostedJob:
         self._start_loggers()
 
     def _read_log(self) -> None:
-        self.record, self.evidence = read_record(self.order, self.order.log_path)
+        self.record, self.evidence, self.speeds = read_record(self.order, self.order.log_path)
         # Events carry wall time. Convert the evidence to the coordinator's clock, which is never
         # adjusted.
         self.evidence.shift(clock.from_wall(0.0))
@@ -279,6 +285,8 @@ class HostedJob:
         for event in new:
             self.record.apply(event)
             self.evidence.fold(event, clock.now())
+            if self.order.is_sized:
+                self.speeds.fold(event)
         if any(isinstance(event, events.CheckpointCommitted) for event in new):
             self.review_pace()  # the checkpoint's cost is now known
         for event in new:
@@ -299,6 +307,42 @@ class HostedJob:
         for member in self.state.in_phase("ranked"):
             pace = m.PaceUpdate(interval_s=choice.interval_s)
             self.send(m.SetPace(trainer=member.trainer, pace=pace))
+
+    def review_size(self, view: SizingView) -> bool:
+        """Choose again how many workers to use; return True if the shares of the jobs may change.
+
+        Args:
+            view: Facts about the pool; its bounds are those of the job.
+        """
+        if not self.order.is_sized or self.state.outcome:
+            return False
+        terms, sized = self.speeds.terms(view), self.record.sized
+        old = self.size
+        if old is None and sized is not None:  # chosen by the previous scheduler
+            limit = cast("Limit", sized.limit)
+            old = Size(workers=sized.workers, limit=limit, goodputs=tuple(sized.goodputs))
+        new = choose_size(terms, current=old.workers if old else 0)
+        self.size = new
+        if is_material(new, old):
+            self.log(
+                events.WorkersSized,
+                workers=new.workers,
+                offered=terms.max_workers,
+                limit=new.limit,
+                goodputs=list(new.goodputs),
+                measured=sorted(terms.measured),
+                reason=describe_size(terms, new),
+            )
+        return old is None or new != old
+
+    @property
+    def wanted_workers(self) -> int:
+        """Number of workers that it takes if the pool has them."""
+        state, size = self.state, self.size
+        if not self.order.is_sized:
+            return state.max_workers
+        wanted = size.workers if size is not None else state.min_workers
+        return min(max(wanted, state.min_workers), state.max_workers)
 
     def _pace(self, *, restore: bool) -> m.PaceUpdate | None:
         """Return the next generation's checkpoint interval and the age of the newest checkpoint."""
@@ -564,7 +608,7 @@ class HostedJob:
             total_steps=record.total_steps if record.is_planned else 0,
             num_workers=len(state.in_phase("ranked")) if state.status == "running" else 0,
             min_workers=state.min_workers,
-            max_workers=state.max_workers,
+            max_workers=self.wanted_workers,
             is_paused=state.status == "paused",
         )
 

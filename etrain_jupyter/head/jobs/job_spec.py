@@ -69,6 +69,11 @@ class JobSpec:
         return place_of_job(to, self.job_id) if to else self.place or str(self.run_dir)
 
     @property
+    def is_sized(self) -> bool:
+        """True for ``workers.target: goodput``: the coordinator then chooses how many to use."""
+        return (self.config.get("workers") or {}).get("target") == "goodput"
+
+    @property
     def is_paced(self) -> bool:
         """True if ``checkpoint.every`` is auto: the coordinator then chooses the interval."""
         return (self.config.get("checkpoint") or {}).get("every") is None

@@ -23,11 +23,12 @@ from etrain_jupyter.rules.membership.membership import (
     Timings,
 )
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
+from etrain_jupyter.rules.replay.speed_evidence import SpeedEvidence
 from etrain_jupyter.storage.checkpoints import open_store
 from etrain_jupyter.wire.messages import TrainerSummary
 
 
-def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence]:
+def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence, SpeedEvidence]:
     """Fold a job's log for the coordinator that resumes or takes over the job."""
     # A machine crash may lose the last second of the log, but no durable checkpoint:
     #
@@ -36,11 +37,12 @@ def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence]:
     #
     # The next generation is number 5, so that late messages and checkpoints from 4 are fenced.
     events = read_events(log)
-    record, evidence = JobRecord().apply_all(events), Evidence()
+    record, evidence, speeds = JobRecord().apply_all(events), Evidence(), SpeedEvidence()
     for event in events:
         evidence.fold(event)
+        speeds.fold(event)
     record.generation = max(record.generation, _newest_writer(order))
-    return record, evidence
+    return record, evidence, speeds
 
 
 def _newest_writer(order: JobSpec) -> int:

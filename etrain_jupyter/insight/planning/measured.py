@@ -25,18 +25,12 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.pools.ec2.type_table import MACHINE_TYPES
 from etrain_jupyter.rules.policy.adascale import GradientNoise
-from etrain_jupyter.rules.policy.step_time import Exchange, StepPoint
+from etrain_jupyter.rules.policy.step_time import Exchange, StepPoint, exchange_of
 
 WARM_UP_STEPS = 3
 """First steps of a generation, which are slower, and left out if enough others remain."""
 MIN_STEPS = 3
 """Steps from which a median counts as measured."""
-BUCKET_BYTES = 25e6
-"""Gradients are sent in buckets of about this size."""
-BYTES_PER_PARAMETER = {"none": 4.0, "bf16": 2.0, "fp16": 2.0}
-"""Bytes sent per parameter, by ``compression``."""
-POWERSGD_SHARE = 0.05
-"""Rough share of the gradients that PowerSGD sends; it depends on the shapes of the matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,20 +94,13 @@ class MeasuredJob:
             return math.nan
         return self.noise.gain(world_size=workers, base_workers=1) / workers
 
-    @property
-    def gradient_bytes(self) -> float:
-        """Bytes of the gradients as they are sent; an assumption for PowerSGD."""
-        plain = 4.0 * POWERSGD_SHARE
-        return self.num_parameters * BYTES_PER_PARAMETER.get(self.compression, plain)
-
     def exchange(self, s_per_byte: float | None = None) -> Exchange:
         """Return the exchange of the gradients, over a network of known or unknown bandwidth."""
-        known = {} if s_per_byte is None else {"s_per_byte": s_per_byte, "is_known": True}
-        return Exchange(
-            num_bytes=max(self.gradient_bytes, 1.0),
-            num_buckets=max(1, math.ceil(self.gradient_bytes / BUCKET_BYTES)),
+        return exchange_of(
+            num_parameters=self.num_parameters,
+            compression=self.compression,
             passes=self.passes,
-            **known,  # type: ignore[arg-type]
+            s_per_byte=s_per_byte,
         )
 
 

@@ -12,7 +12,9 @@ from etrain_jupyter.insight.planning.offers import MachineOffer, Market
 from etrain_jupyter.pools.ec2.type_table import MACHINE_TYPES, MachineType
 from etrain_jupyter.rules.policy.deadline import USUAL_LOSSES_PER_NODE_HOUR, derate_of
 from etrain_jupyter.rules.policy.step_time import (
+    NOISE,
     Placement,
+    StepPoint,
     StepTimeModel,
     fit_step_times,
 )
@@ -86,10 +88,23 @@ class Estimate:
 
     offer: MachineOffer
     model: StepTimeModel
-    measured_workers: frozenset[int]
-    """Numbers of workers with which the job ran on this type."""
+    points: tuple[StepPoint, ...]
+    """Measured step times on this type."""
     notes: tuple[str, ...]
     """Sentences on guesses."""
+
+    def step_time(self, workers: int, batch: float) -> tuple[float, float]:
+        """Return the duration of a step, measured if possible, and its relative standard error.
+
+        Args:
+            workers: Number of workers.
+            batch: Samples per worker.
+        """
+        for point in self.points:
+            if point.workers == workers and math.isclose(point.batch, batch, rel_tol=0.01):
+                return point.step_s, math.hypot(NOISE, point.spread)
+        predicted = self.model.predict(workers, batch)
+        return predicted.step_s, predicted.error
 
 
 def estimates_of(
@@ -116,10 +131,9 @@ def estimates_of(
         own = [one for one in models if one.machine == offer.machine]
         if own:
             model = models[own[0]]
-            workers = frozenset(point.workers for point in measured.points[own[0]])
             found.append(
                 Estimate(
-                    offer=offer, model=model, measured_workers=workers,
+                    offer=offer, model=model, points=measured.points[own[0]],
                     notes=tuple(_notes_on_fit(offer.machine, model, measured)),
                 )
             )  # fmt: skip
@@ -192,7 +206,7 @@ def _moved(
     return Estimate(
         offer=offer,
         model=replace(model, covariance=covariance),
-        measured_workers=frozenset(),
+        points=(),
         notes=(note,),
     )
 
@@ -242,12 +256,11 @@ def counts_up_to(most: int) -> list[int]:
 def _options_at(
     measured: MeasuredJob, estimate: Estimate, machines: int, workers: int, head_usd: float
 ) -> list[Option]:
-    offer, model = estimate.offer, estimate.model
-    batch = measured.batch_at(workers)
-    predicted = model.predict(workers, batch)
+    offer = estimate.offer
+    step_s, error = estimate.step_time(workers, measured.batch_at(workers))
     samples = measured.samples_per_step(workers)
-    rate = samples / predicted.step_s
-    alone = measured.samples_per_step(1) / model.predict(1, measured.batch_at(1)).step_s
+    rate = samples / step_s
+    alone = measured.samples_per_step(1) / estimate.step_time(1, measured.batch_at(1))[0]
     train_h = measured.samples_left / rate / 3600 * (1 + measured.outside_share)
     lifecycles: list[tuple[Lifecycle, float]] = [
         ("on-demand", offer.on_demand_usd), ("spot", offer.spot_usd)
@@ -264,14 +277,14 @@ def _options_at(
                 machines=machines,
                 lifecycle=lifecycle,
                 batch=samples,
-                step_s=predicted.step_s,
+                step_s=step_s,
                 samples_per_s=rate,
                 efficiency=rate / (workers * alone),
                 statistical_efficiency=measured.statistical_efficiency(workers),
                 hours=hours,
-                error=predicted.error,
+                error=error,
                 usd=(machines * usd + head_usd) * hours,
-                is_measured=workers in estimate.measured_workers,
+                is_measured=workers in {point.workers for point in estimate.points},
             )
         )
     return found

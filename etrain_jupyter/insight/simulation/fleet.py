@@ -26,13 +26,21 @@ class _Groups:
     until: float = 0.0
     """Time at which a machine changes its group."""
     training: tuple[VirtualNode, ...] = ()
-    """Machines whose workers can train; spot machines first, each group oldest first."""
+    """Machines whose workers can train: spot machines, machines on demand, and spot machines that
+    EC2 recommends to replace; each group oldest first."""
     num_spot: int = 0
-    """Number of spot machines in ``training``."""
+    """Number of spot machines in ``training`` that are not at risk."""
     num_on_demand: int = 0
     """Number of on-demand machines, including those that boot."""
     noticed: tuple[VirtualNode, ...] = ()
     """Machines that EC2 is about to reclaim; their workers have left."""
+    num_at_risk: int = 0
+    """Number of machines in ``training`` that EC2 recommends to replace; they are the last."""
+
+    def used_at_risk(self, wanted: int) -> int:
+        """Return how many machines at risk are among the ``wanted`` ones that train."""
+        num_safe = len(self.training) - self.num_at_risk
+        return max(0, min(len(self.training), wanted) - num_safe)
 
 
 def _group(market: VirtualMarket, now: float) -> _Groups:
@@ -46,14 +54,20 @@ def _group(market: VirtualMarket, now: float) -> _Groups:
         if node.notice_at <= now:
             noticed.append(node)
             continue
-        until = min(until, node.ready_at if node.ready_at > now else node.notice_at)
+        until = min(
+            until, *(at for at in (node.ready_at, node.risk_at, node.notice_at) if at > now)
+        )
         if node.ready_at <= now:
             (spot if node.lifecycle == "spot" else on_demand).append(node)
+    at_risk = [node for node in spot if node.risk_at <= now]
+    safe = [node for node in spot if node.risk_at > now]
     return _Groups(
         version=market.version,
         until=until,
-        training=(*spot, *on_demand),
-        num_spot=len(spot),
+        # As in ``Sharing``, workers at risk are assigned last.
+        training=(*safe, *on_demand, *at_risk),
+        num_at_risk=len(at_risk),
+        num_spot=len(safe),
         num_on_demand=num_on_demand,
         noticed=tuple(noticed),
     )
@@ -87,8 +101,10 @@ class VirtualFleet:
             return
         for _ in range(MAX_ROUNDS):
             groups = self.groups(now)
-            # Replacements of machines with a notice are requested immediately, see `Sharing`.
-            view = self._view(now, wanted + len(groups.noticed), on_demand)
+            # Replacements of machines with a notice, and of machines in use for which EC2
+            # recommends it, are requested immediately, see `Sharing`.
+            leaving = len(groups.noticed) + groups.used_at_risk(wanted)
+            view = self._view(now, wanted + leaving, on_demand)
             decision = decide(self.state.listed(self.market.nodes), self.rules, view)
             self.state = decision.state
             for id, _ in (*decision.releases, *decision.terminations):
@@ -135,7 +151,7 @@ class VirtualFleet:
                     workers=1,
                     launched_at=node.launched_at,
                     is_ready=node.ready_at <= now,
-                    is_at_risk=node.notice_at <= now,
+                    is_at_risk=node.risk_at <= now,
                     is_busy=node.ready_at <= now,
                 )
                 for node in self.market.nodes.values()

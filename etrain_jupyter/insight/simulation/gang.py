@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from etrain_jupyter.insight.simulation.job import TICK_S, Outcome, Progress, SimulatedJob
+from etrain_jupyter.insight.simulation.job import Outcome, Progress, SimulatedJob
 from etrain_jupyter.insight.simulation.market import VirtualMarket, VirtualNode
 
 
@@ -25,8 +25,8 @@ def run_gang(market: VirtualMarket, job: SimulatedJob, *, is_uniform: bool) -> O
     """
     progress = Progress(job)
     boot_s = job.boot_s[1]
-    margin_s = boot_s + 3 * TICK_S + job.gang_restart_s
-    per_s = job.work / max(TICK_S, job.deadline_s - margin_s)
+    margin_s = boot_s + 3 * job.tick_s + job.gang_restart_s
+    per_s = job.work / max(job.tick_s, job.deadline_s - margin_s)
     waiting_s = job.gang_restart_s
     members: tuple[VirtualNode, ...] = ()
     is_forced = False
@@ -48,7 +48,7 @@ def run_gang(market: VirtualMarket, job: SimulatedJob, *, is_uniform: bool) -> O
         if not is_whole or running != members:
             waiting_s = job.gang_restart_s
         members = running
-        stall_s = min(waiting_s, TICK_S)
+        stall_s = min(waiting_s, job.tick_s)
         waiting_s -= stall_s if is_whole else 0.0
         if progress.advance(now, running if is_whole else (), stall_s=stall_s):
             break

@@ -13,7 +13,7 @@ from etrain_jupyter.rules.policy.deadline import DeadlineTerms, derate_of
 from etrain_jupyter.rules.policy.worker_rates import Rates, rates_of_efficiency
 
 TICK_S = 30.0
-"""Interval between two decisions, in seconds."""
+"""Interval between two decisions, unless the job has another one, in seconds."""
 HORIZON = 4.0
 """A run ends without a result after this many times the deadline."""
 
@@ -42,6 +42,8 @@ class SimulatedJob:
     """Time without training when the number of workers changes, in seconds."""
     gang_restart_s: float = 300.0
     """The same for a gang: restart, reload, and repeat lost steps."""
+    tick_s: float = TICK_S
+    """Interval between two decisions, in seconds."""
     shortage: float = 0.0
     """Probability that a request for on-demand machines is refused."""
 
@@ -72,7 +74,7 @@ class SimulatedJob:
             samples=self.work,
             time_s=self.deadline_s,
             boot_s=self.boot_s[1],
-            period_s=TICK_S,
+            period_s=self.tick_s,
             derate=derate_of(boot_s=sum(self.boot_s) / 2, stall_s=self.stall_s),
             keep=self.keep,
         )
@@ -90,8 +92,8 @@ class SimulatedJob:
 
     def ticks(self) -> Iterator[float]:
         """Yield the times of decisions."""
-        for number in range(int(self.horizon_s / TICK_S)):
-            yield number * TICK_S
+        for number in range(int(self.horizon_s / self.tick_s)):
+            yield number * self.tick_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +143,12 @@ class Progress:
         self._training = training
         if stall_s is None:
             stall_s = job.stall_s if has_changed else 0.0
-        stall_s = min(stall_s, TICK_S)
+        tick_s = job.tick_s
+        stall_s = min(stall_s, tick_s)
         rate = job.rates[len(training)]
-        done = rate * (TICK_S - stall_s)
+        done = rate * (tick_s - stall_s)
         is_done = rate > 0 and done >= self.left
-        spent_s = stall_s + self.left / rate if is_done else TICK_S
+        spent_s = stall_s + self.left / rate if is_done else tick_s
         self.left = 0.0 if is_done else self.left - done
         self._worker_s += len(training) * spent_s
         self._now = now + spent_s

@@ -30,15 +30,14 @@ class VirtualNode:
     """When its worker can train."""
     lost_at: float = NEVER
     """When EC2 reclaims it."""
+    notice_at: float = NEVER
+    """When EC2 announces the interruption."""
+    risk_at: float = NEVER
+    """When EC2 recommends to replace it; ``notice_at`` without a recommendation."""
     rank: int | None = None
     """See ``Slot.rank``."""
     ended_at: float | None = None
     reason: str = ""
-
-    @property
-    def notice_at(self) -> float:
-        """When EC2 announces the interruption."""
-        return self.lost_at - NOTICE_S
 
     @property
     def row(self) -> Row:
@@ -159,7 +158,7 @@ class VirtualMarket:
     def _free_in(self, zone: str, now: float) -> list[Slot]:
         free = self._free.get(zone, [])
         # EC2 does not launch on capacity that it is about to reclaim.
-        free[:] = [slot for slot in free if slot.until_s > now + NOTICE_S]
+        free[:] = [slot for slot in free if _warned_at(slot)[1] > now]
         return free
 
     def _choose(self, free: list[Slot]) -> int:
@@ -181,9 +180,17 @@ class VirtualMarket:
             launched_at=now,
             ready_at=now + self.rng.uniform(*self.boot_s),
             lost_at=slot.until_s if slot else NEVER,
+            notice_at=_warned_at(slot)[0] if slot else NEVER,
+            risk_at=_warned_at(slot)[1] if slot else NEVER,
             rank=slot.rank if slot else None,
         )
         self.nodes[node.id] = node
         if slot:
             heapq.heappush(self._losses, (slot.until_s, node.id))
         return node
+
+
+def _warned_at(slot: Slot) -> tuple[float, float]:
+    """Return when EC2 sends the notice of an interruption, and the recommendation before it."""
+    notice_at = slot.until_s - (NOTICE_S if slot.notice_s is None else slot.notice_s)
+    return notice_at, notice_at - slot.risk_s

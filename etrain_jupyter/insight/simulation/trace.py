@@ -22,6 +22,12 @@ class Slot:
     since_s: float
     until_s: float
     """When EC2 reclaims the machine, in seconds."""
+    notice_s: float | None = None
+    """Seconds from the interruption notice until ``until_s``; None for EC2's two minutes, 0 if the
+    machine is lost without a notice."""
+    risk_s: float = 0.0
+    """Seconds from the rebalance recommendation to the notice; 0 without a recommendation, which no
+    public trace records."""
     rank: int | None = None
     """If the trace records capacity: this slot ends before those of lower ranks. None if it records
     interruptions, which affect any machine."""

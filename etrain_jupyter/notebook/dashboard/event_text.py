@@ -41,6 +41,7 @@ from etrain_jupyter.log.events import (
     WorkerLeft,
     WorkerLost,
     WorkersScaled,
+    WorkersSized,
     WorkerWarmed,
 )
 
@@ -129,6 +130,11 @@ _STATUS_LEVELS = {"failed": "error", "waiting": "warning", "finished": "good"}
 @describe.register
 def _describe_workers_scaled(event: WorkersScaled) -> Line:
     return Line(text=f"Scaled to {span(event.min_workers, event.max_workers)}")
+
+
+@describe.register
+def _describe_workers_sized(event: WorkersSized) -> Line:
+    return Line(text=f"Sized by goodput to {event.reason}")
 
 
 @describe.register

@@ -43,6 +43,12 @@ LOOPBACK_CPU_SHARE = 0.75
 NOISE = 0.05
 """Relative standard deviation of a measured duration, and of the form of the model."""
 MIN_COMPUTE_SHARE = 0.01
+BUCKET_BYTES = 25e6
+"""Gradients are sent in buckets of about this size."""
+BYTES_PER_PARAMETER = {"none": 4.0, "bf16": 2.0, "fp16": 2.0}
+"""Bytes sent per parameter, by ``compression``."""
+POWERSGD_SHARE = 0.05
+"""Rough share of the gradients that PowerSGD sends; it depends on the shapes of the matrices."""
 LATENCY_S = 2e-4
 LOOPBACK_S_PER_BYTE = 1 / 1.5e9
 LOG_MAX = 5.0
@@ -104,6 +110,28 @@ class Exchange:
     """Expected seconds per byte: the inverse of the bandwidth in bytes per second."""
     is_known: bool = False
     """True if ``s_per_byte`` is the bandwidth of a known network rather than a first guess."""
+
+
+def exchange_of(
+    *, num_parameters: int, compression: str, passes: int, s_per_byte: float | None = None
+) -> Exchange:
+    """Return the exchange of a job's gradients.
+
+    Args:
+        num_parameters: Parameters of the model.
+        compression: The key ``compression``; the size is an assumption for PowerSGD.
+        passes: See ``Exchange``.
+        s_per_byte: Inverse of the bandwidth of a known network; None if it is unknown.
+    """
+    plain = 4.0 * POWERSGD_SHARE
+    num_bytes = num_parameters * BYTES_PER_PARAMETER.get(compression, plain)
+    return Exchange(
+        num_bytes=max(num_bytes, 1.0),
+        num_buckets=max(1, math.ceil(num_bytes / BUCKET_BYTES)),
+        passes=passes,
+        s_per_byte=LOOPBACK_S_PER_BYTE if s_per_byte is None else s_per_byte,
+        is_known=s_per_byte is not None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

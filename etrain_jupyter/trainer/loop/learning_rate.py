@@ -33,6 +33,8 @@ class LearningRate:
         optimizer: The optimizer; each group keeps its base rate.
         schedule: The job's learning-rate schedule; None for a constant rate.
         scaling: Scaling with the batch size; None for a fixed batch size.
+        is_noise_wanted: Measure the gradient noise even if the rates do not depend on it, for
+            ``workers.target: goodput``.
     """
 
     def __init__(
@@ -40,10 +42,13 @@ class LearningRate:
         optimizer: torch.optim.Optimizer,
         schedule: LrSchedule | None = None,
         scaling: ScalingConfig | None = None,
+        *,
+        is_noise_wanted: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._schedule = schedule
         self._scaling = scaling
+        self._is_noise_wanted = is_noise_wanted
         self._momentum = momentum_of(optimizer)
         # ``_next`` becomes ``_committed`` when the step commits. If the step is undone, ``_next``
         # is recomputed from ``_committed``, perhaps for another number of ranks.
@@ -74,8 +79,10 @@ class LearningRate:
 
     @property
     def measures_noise(self) -> bool:
-        """True if the rates depend on the gradient noise, which must then be measured."""
-        return self._scaling is not None and self._scaling.rule == "adascale"
+        """True if the rates or the number of workers depend on the gradient noise."""
+        if self._scaling is None:
+            return False
+        return self._scaling.rule == "adascale" or self._is_noise_wanted
 
     def take_noise(self, *, mean_of_squares: float, square_of_mean: float, world_size: int) -> None:
         """Update the gradient noise for the next update, see ``GradientNoise.take``."""

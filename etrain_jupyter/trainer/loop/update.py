@@ -20,7 +20,11 @@ class Update:
         self._workload = workload
         self._clip_grad_norm = config.clip_grad_norm
         self.rates = LearningRate(
-            workload.optimizer, lr_schedule_of(config, plan), scaling_of(config)
+            workload.optimizer,
+            lr_schedule_of(config, plan),
+            scaling_of(config),
+            # The estimate requires that all workers have the same weight in the average.
+            is_noise_wanted=config.workers.target == "goodput" and workload.weight is None,
         )
         # The rates have a state only if they scale with the batch size; a schedule is a function of
         # the position.

@@ -25,7 +25,7 @@ def test_errors_are_those_of_the_points_that_are_not_fitted() -> None:
     points[3, 8] = StepPoint(workers=3, batch=8, step_s=2 * slow.step_s)
     measured = read_measured(measured_job(true, [(1, 8)], per_worker=True))
 
-    errors = plan.errors_of(measured, points, plan.FITTED["4 points"])
+    errors = plan.errors_of(measured, points, plan.FITTED["4 points"], cores)
 
     assert set(errors) == {"1 x 24", "2 x 24", *(f"{w} x {m}" for w in (3, 4) for m in (8, 24, 64))}
     assert -0.55 < errors.pop("3 x 8") < -0.45

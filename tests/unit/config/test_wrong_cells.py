@@ -721,6 +721,14 @@ etrain: line 6, column 18: unknown key 'monitor' in 'early_stopping'
       |                  ^^^^^^^
   use 'metric'""",
     ),
+    "unknown target of the workers": (
+        GOOD + "workers: {max: 4, target: throughput}\n",
+        """\
+etrain: line 5, column 27: workers.target must be max or goodput, not the text 'throughput'
+    5 | workers: {max: 4, target: throughput}
+      |                           ^^^^^^^^^^
+  write target: goodput""",
+    ),
     "unknown answer to a loss that is NaN": (
         GOOD + "on_nan_loss: skip\n",
         """\

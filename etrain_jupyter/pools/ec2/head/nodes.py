@@ -81,6 +81,8 @@ class AwsNodes:
         """Returns the progress of the jobs; None if unknown."""
         self._dir = cluster_dir
         self._spec = spec
+        is_timed = spec.capacity.policy == "deadline"
+        self.finish_by_s: float | None = spec.capacity.finish_by if is_timed else None
         self._is_connected = is_connected
         self._callbacks = (on_gone, on_warning, on_halt)
         self._clients = clients or Clients(spec)

@@ -45,6 +45,7 @@ class Nodes:
     """A node source that only remembers."""
 
     replaces_early = False
+    finish_by_s: float | None = None
 
     def __init__(self) -> None:
         self.killed: list[str] = []

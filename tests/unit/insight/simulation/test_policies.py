@@ -263,3 +263,36 @@ def test_less_capacity_interrupts_only_machines_beyond_it(
     runs = [run_policy(trace, job, "spot", rules, seed=str(seed)) for seed in range(5)]
 
     assert any(run.num_changes for run in runs) == has_losses
+
+
+# --- rebalance recommendations, and losses without a notice ---
+
+
+def lost_once(*, risk_s: float, notice_s: float | None = None) -> SpotTrace:
+    """Return a market that has a machine too many, and reclaims one after an hour."""
+    kept = tuple(Slot(zone="a", since_s=0.0, until_s=24 * HOUR, rank=n) for n in range(1, 5))
+    # Of the lowest rank, so that a machine starts there.
+    lost = Slot(zone="a", since_s=0.0, until_s=HOUR, rank=0, risk_s=risk_s, notice_s=notice_s)
+    return SpotTrace(name="hand-made", length_s=24 * HOUR, slots=(lost, *kept))
+
+
+@pytest.mark.parametrize(
+    ("risk_s", "notice_s", "missing_s"),
+    [
+        (0.0, None, 120.0),  # replaced at the notice: away for a boot
+        (0.0, 0.0, 120.0),  # lost without a notice: the same, two minutes later
+        (60.0, None, 60.0),  # recommended a minute before: the boot has half elapsed
+        (600.0, None, 0.0),  # the replacement is ready before the notice
+    ],
+)
+def test_recommendation_replaces_a_machine_before_its_notice(
+    risk_s: float, notice_s: float | None, missing_s: float
+) -> None:
+    job = dataclasses.replace(JOB, duration_s=2 * HOUR, deadline_s=3 * HOUR)
+    window = lost_once(risk_s=risk_s, notice_s=notice_s).from_time(0.0, job.horizon_s)
+    rules = Rules(cluster_id="simulated", max_workers=4)
+
+    done = run_policy(window, job, "spot", rules, seed="0")
+
+    # A quarter of the workers is missing for this time.
+    assert done.finish_s == pytest.approx(2 * HOUR + 120.0 + missing_s / 4)

@@ -1,0 +1,155 @@
+"""Simulate a day of ``spot`` with the engine of ``etrain simulate``, next to the real run.
+
+The simulation runs in the real seconds of the benchmark, because boots, notices and back-offs are
+not scaled there. It knows the changes of the day with their kinds of interruption, the boot times
+that the run measured, and nothing else of the run.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.spot_trace import Change
+from etrain_jupyter.insight.simulation.fleet import VirtualFleet
+from etrain_jupyter.insight.simulation.job import Progress, SimulatedJob
+from etrain_jupyter.insight.simulation.market import INTERRUPTED, VirtualMarket
+from etrain_jupyter.insight.simulation.trace import Slot, SpotTrace
+from etrain_jupyter.pools.ec2.head.view import Rules
+from etrain_jupyter.pools.ec2.ledger import FIRST_HOUR_S
+
+NUM_RUNS = 20
+"""Simulated runs; they differ in their boot times."""
+PRELUDE_S = 120.0
+"""Time before the day, in which the first machines boot."""
+TICK_S = 1.0
+LINGER_S = 5.0
+
+
+def trace_of(
+    day: Sequence[Change],
+    *,
+    zones: Sequence[str],
+    num_nodes: int,
+    day_s: float,
+    scale: float,
+    spot_usd: float,
+    notice_s: float,
+    risk_s: float,
+) -> SpotTrace:
+    """Return a day of the benchmark as a trace, with the kinds of its interruptions.
+
+    Args:
+        day: Changes of capacity and price, at seconds of the day.
+        zones: Zones of the day.
+        num_nodes: Capacity of each zone at the beginning.
+        day_s: Real seconds of the day.
+        scale: Seconds of the day per real second.
+        spot_usd: Hourly price at the beginning.
+        notice_s: Real seconds from notice to termination.
+        risk_s: Real seconds from recommendation to notice.
+    """
+    end_s = PRELUDE_S + day_s
+    slots: list[Slot] = []
+    prices = {zone: [(0.0, spot_usd)] for zone in zones}
+    since = {zone: [0.0] * num_nodes for zone in zones}  # start of each open slot, by rank
+    for change in day:
+        at, zone = PRELUDE_S + change.at_s / scale, change.zone
+        if change.price_factor is not None:
+            prices[zone].append((at, spot_usd * change.price_factor))
+        if change.capacity is None:
+            continue
+        lead_s, before_s = 0.0 if change.way == "silent" else notice_s, 0.0
+        if change.way == "rebalance":
+            before_s = risk_s
+        while len(since[zone]) > change.capacity:
+            began = since[zone].pop()
+            slots.append(
+                Slot(zone=zone, since_s=began, until_s=at + lead_s + before_s, notice_s=lead_s,
+                     risk_s=before_s, rank=len(since[zone]))
+            )  # fmt: skip
+        since[zone] += [at] * (change.capacity - len(since[zone]))
+    for zone, starts in since.items():
+        slots += [
+            Slot(zone=zone, since_s=began, until_s=2 * end_s, rank=rank)
+            for rank, began in enumerate(starts)
+        ]
+    return SpotTrace(
+        name="spot day",
+        length_s=2 * end_s,
+        slots=tuple(sorted(slots, key=lambda slot: slot.since_s)),
+        prices={zone: tuple(points) for zone, points in prices.items()},
+        all_zones=tuple(zones),
+    )
+
+
+def simulate_day(
+    trace: SpotTrace,
+    *,
+    num_nodes: int,
+    day_s: float,
+    scale: float,
+    on_demand_usd: float,
+    boots_s: Sequence[float],
+) -> dict[str, float]:
+    """Return goodput, mean world size and the cost in the day's time, as means over several runs.
+
+    Args:
+        trace: See ``trace_of``.
+        num_nodes: Maximum number of workers.
+        day_s: Real seconds of the day.
+        scale: Seconds of the day per real second.
+        on_demand_usd: Hourly price on demand.
+        boots_s: Measured boot times, in real seconds.
+    """
+    found = [
+        _run(trace, num_nodes, day_s, scale, on_demand_usd, boots_s, seed)
+        for seed in range(NUM_RUNS)
+    ]
+    return {name: statistics.mean(one[name] for one in found) for name in found[0]}
+
+
+def _run(
+    trace: SpotTrace,
+    num_nodes: int,
+    day_s: float,
+    scale: float,
+    on_demand_usd: float,
+    boots_s: Sequence[float],
+    seed: int,
+) -> dict[str, float]:
+    end_s = PRELUDE_S + day_s
+    job = SimulatedJob(
+        workers=num_nodes, duration_s=10 * end_s, deadline_s=end_s, spot_usd=0.0, tick_s=TICK_S,
+        on_demand_usd=on_demand_usd, boot_s=(min(boots_s), max(boots_s)), stall_s=0.2,
+    )  # fmt: skip
+    market = VirtualMarket(trace, rng=random.Random(seed), boot_s=job.boot_s)
+    rules = Rules(cluster_id="simulated", max_workers=num_nodes, is_single_zone=False,
+                  linger_s=LINGER_S, boot_s=7200.0)  # fmt: skip
+    prices = job.prices(trace)
+    fleet = VirtualFleet(rules=rules, market=market, prices=prices)
+    progress, before, worker_s = Progress(job), job.work, 0.0
+    for number in range(int(end_s / TICK_S)):
+        now = number * TICK_S
+        market.advance(now)
+        if now == PRELUDE_S:
+            before = progress.left
+        fleet.tick(now, wanted=num_nodes, on_demand=None)
+        training = fleet.groups(now).training[:num_nodes]
+        worker_s += len(training) * TICK_S if now >= PRELUDE_S else 0.0
+        progress.advance(now, training)
+    usd = 0.0
+    for node in (*market.ended, *market.nodes.values()):
+        ended = min(end_s, node.ended_at if node.ended_at is not None else end_s)
+        began = max(PRELUDE_S, node.launched_at)
+        is_free = node.reason == INTERRUPTED and ((ended - node.launched_at) * scale < FIRST_HOUR_S)
+        if ended > began and not is_free:
+            hourly = prices.rate("machine", node.zone, node.lifecycle, (began + ended) / 2) or 0.0
+            usd += hourly * (ended - began) * scale / 3600
+    return {
+        "goodput": (before - progress.left) / (job.rates[-1] * day_s),
+        "mean_world_size": worker_s / day_s,
+        "day_spent_usd": usd,
+        "num_launched": float(market.num_launched),
+    }

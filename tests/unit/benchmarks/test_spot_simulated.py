@@ -1,0 +1,50 @@
+"""Test the trace and the simulation of a day of the benchmark ``spot``."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.spot_simulated import PRELUDE_S, simulate_day, trace_of
+from benchmarks.spot_trace import Change
+from etrain_jupyter.insight.simulation.trace import SpotTrace
+
+DAY = (
+    Change(at_s=6000.0, zone="a", capacity=1, way="rebalance"),
+    Change(at_s=12_000.0, zone="a", capacity=2),
+    Change(at_s=18_000.0, zone="a", capacity=0, way="silent"),
+)
+
+
+def trace(*day: Change) -> SpotTrace:
+    return trace_of(
+        day, zones=["a"], num_nodes=2, day_s=400.0, scale=100.0, spot_usd=0.3, notice_s=8.0,
+        risk_s=4.0,
+    )  # fmt: skip
+
+
+def simulated(*day: Change) -> dict[str, float]:
+    return simulate_day(
+        trace(*day), num_nodes=2, day_s=400.0, scale=100.0, on_demand_usd=1.0, boots_s=[10.0, 10.0]
+    )
+
+
+def test_interruptions_become_slots_that_end_with_their_warnings() -> None:
+    ends = sorted(
+        (slot.until_s - PRELUDE_S, slot.notice_s, slot.risk_s) for slot in trace(*DAY).slots
+    )
+    assert ends == [(72.0, 8.0, 4.0), (180.0, 0.0, 0.0), (180.0, 0.0, 0.0)]
+
+
+def test_undisturbed_day_has_full_goodput_and_the_price_of_its_machines() -> None:
+    found = simulated()
+    assert found["goodput"] == pytest.approx(1.0)
+    assert found["mean_world_size"] == 2.0
+    assert found["day_spent_usd"] == pytest.approx(2 * 0.3 * 400 * 100 / 3600)
+
+
+def test_lost_capacity_lowers_goodput_and_cost() -> None:
+    found = simulated(*DAY)
+    # Both machines until 64 s, one until a replacement has booted after 120 s, none after 180 s.
+    assert 0.3 < found["goodput"] < 0.43
+    assert found["mean_world_size"] == pytest.approx(2 * found["goodput"], rel=0.05)
+    assert found["day_spent_usd"] < 2 * 0.3 * 400 * 100 / 3600 / 2
