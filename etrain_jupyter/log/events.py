@@ -325,6 +325,35 @@ class RankTimed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExperimentCompleted(Event):
+    """The ranks have timed variants of a step on a copy of the state, for a diagnosis.
+
+    Each round consists of trial steps of every variant, and of steps that the job trains.
+    """
+
+    request: str
+    """Identifies the request."""
+    cause: str
+    """The suspect, one of ``insight.diagnosis.step_parts.CAUSES``."""
+    step: int
+    """The last committed step."""
+    world_size: int
+    variants: list[str]
+    """Names of the variants; see ``trainer.loop.trial_steps``."""
+    times_s: list[float]
+    """Mean seconds of a step, round by round: of the job's own steps, then of each variant. A rank
+    that waits for no other counts as long as the slowest one."""
+    data_s: float
+    """Part of the job's own steps: waiting for samples, mean over the rounds."""
+    num_steps: int
+    """Number of steps that each of ``times_s`` is the mean of."""
+    stall_s: float
+    """Seconds for which training waited for the trial steps."""
+    reason: str = ""
+    """Why there are fewer rounds than requested, or none; empty if the experiment is complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepUndone(Event):
     """The current step was undone because a rank was lost; it is repeated with the same samples."""
 
@@ -668,6 +697,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "ExhibitFormat": ((str,), ()),
     "list[str]": ((list, tuple), (str,)),
     "list[int]": ((list, tuple), _NUMBER),
+    "list[float]": ((list, tuple), _NUMBER),
     "dict[str, float]": ((dict,), _NUMBER),
     "dict[str, Any]": ((dict,), ()),
 }
