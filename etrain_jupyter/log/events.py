@@ -342,7 +342,7 @@ class ExperimentCompleted(Event):
     """Names of the variants; see ``trainer.loop.trial_steps``."""
     times_s: list[float]
     """Mean seconds of a step, round by round: of the job's own steps, then of each variant. A rank
-    that waits for no other counts as long as the slowest one."""
+    that waits for no other counts as long as the slowest one; 0.0 if a variant cannot be tried."""
     data_s: float
     """Part of the job's own steps: waiting for samples, mean over the rounds."""
     num_steps: int

@@ -32,6 +32,8 @@ VARIANTS: Mapping[Cause, tuple[str, ...]] = {
 }
 """Variants of a step that confirm or refute each cause. Evaluations and checkpoints run between
 the steps, where their time is measured directly."""
+OPTIONAL = frozenset({"wide"})
+"""Variants without which an experiment still decides."""
 MIN_ROUNDS = 3
 """Number of rounds from which an experiment decides."""
 FACTOR = 4
@@ -100,8 +102,11 @@ def judge_experiment(
         "stall_s": event.stall_s,
         "reason": event.reason,
     }
-    if num_rounds < MIN_ROUNDS:
+    missing = [name for name in VARIANTS[cause] if name not in table and name not in OPTIONAL]
+    if num_rounds < MIN_ROUNDS or missing:
         reason = event.reason or f"only {num_rounds} rounds fit into the time limit"
+        if missing and num_rounds >= MIN_ROUNDS:
+            reason = f"its trial steps ({', '.join(missing)}) failed; %etrain logs has the reason"
         return Tested(cause=cause, outcome="abandoned", **{**facts, "reason": reason})  # type: ignore[arg-type]
     # Each round is compared with the job's steps of the same round, because the load of the
     # machine varies from round to round.
@@ -129,8 +134,13 @@ def _table(event: ExperimentCompleted) -> dict[str, Floats]:
     names = ("own", *event.variants)
     times = np.array(event.times_s, dtype=np.float64)
     rows = times[: len(times) // len(names) * len(names)].reshape(-1, len(names))
-    rows = rows[np.isfinite(rows).all(axis=1) & (rows > 0).all(axis=1)]
-    return dict(zip(names, rows.T, strict=True))
+    columns = dict(zip(names, rows.T, strict=True))
+    # 0.0: the variant could not be tried. The log may come from another user.
+    return {
+        name: column
+        for name, column in columns.items()
+        if name == "own" or (len(column) and np.isfinite(column).all() and (column > 0).all())
+    }
 
 
 def _saved(

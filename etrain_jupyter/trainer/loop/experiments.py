@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import NoReturn
 
 import psutil
 import torch
@@ -52,6 +53,8 @@ ROUND_S = 0.05
 MAX_STEPS = 20
 """Maximum number of trial steps of one variant in a round."""
 MIN_STEPS = 3
+NOT_MEASURED = 0.0
+"""Time of a variant that cannot be tried."""
 MARGIN = 1.2
 """Factor for the memory of a backup."""
 SETTLE_STEPS = 2
@@ -191,18 +194,25 @@ class Experiments:
         parts = gradients.parts(span)
         fetched = list(itertools.islice(step.batches, len(parts)))
         rest = itertools.chain(fetched, step.batches)
-        trials = TrialSteps(
-            state=self._state,
-            update=self._update,
-            group=group,
-            gradients=gradients,
-            moving=moving,
-            places=self._places,
-            span=span,
-            batches=copy_batches(fetched),
-            left_out=active.left_out,
-        )
-        self._run_round(active, trials)
+        try:
+            trials = TrialSteps(
+                state=self._state,
+                update=self._update,
+                group=group,
+                gradients=gradients,
+                moving=moving,
+                places=self._places,
+                span=span,
+                batches=copy_batches(fetched),
+                left_out=active.left_out,
+            )
+            self._run_round(active, trials)
+        except CommunicationError:
+            raise
+        except Exception as exc:
+            if device_error_in(exc) is not None:
+                raise
+            self._give_up(group, exc)
         return rest
 
     def _next_full_span(self, step: Step) -> StepRange | None:
@@ -288,21 +298,21 @@ class Experiments:
         order = active.variants[:: -1 if len(active.rounds) % 2 else 1]
         found: dict[str, float] = {}
         reason = ""
-        try:
-            with restored(self._state.workload):
-                for variant in order:
-                    found[variant], reason = self._measure(variant, active, trials)
-                    if reason:
-                        break
-        finally:
-            # The weights are restored, so they are not torn.
-            self._update.is_torn = False
+        with restored(self._state.workload, self._mark_torn):
+            for variant in order:
+                found[variant], reason = self._measure(variant, active, trials)
+                if reason:
+                    break
         free_memory_if_cuda(self._state.workload.device)
         active.stall_s += self._share_duration(trials.group, time.perf_counter() - began_at)
         if reason:
             self._report(trials.group, reason)
         else:
             active.rounds.append([found[variant] for variant in active.variants])
+
+    def _mark_torn(self, is_torn: bool) -> None:
+        # A rank whose state cannot be restored receives another rank's.
+        self._update.is_torn = is_torn
 
     def _share_duration(self, group: RankGroup, seconds: float) -> float:
         # All ranks must agree on when the experiment is complete, so rank 0's clock counts.
@@ -312,39 +322,34 @@ class Experiments:
 
     def _measure(self, variant: str, active: _Active, trials: TrialSteps) -> tuple[float, str]:
         # Returns the seconds of a step on the slowest rank, and why the round must end.
-        if variant in ("large", "wide"):
-            reason = self._agree(trials, self._try_large(trials))[1]
-            if reason:
-                return math.nan, reason
-        error = ""
-        own_s = 0.0
-        try:
-            trials.run(variant)  # caches are filled, memory is allocated
-            self._agree(trials, "")
-            began_at = time.perf_counter()
-            for _ in range(active.num_steps):
-                trials.run(variant)
-            if trials.state.workload.device.type == "cuda":
-                torch.cuda.synchronize()
-            own_s = (time.perf_counter() - began_at) / active.num_steps
-        except CommunicationError:
-            raise
-        except Exception as exc:
-            if device_error_in(exc) is not None:
-                raise
-            error = f"{type(exc).__name__}: {exc}".partition("\n")[0]
-        if error:
-            self._give_up(trials, variant, error)
-        return self._agree(trials, "", own_s)
+        is_large = variant in ("large", "wide")
+        if is_large and (reason := self._agree(trials, self._try_large(trials))[1]):
+            self._log_once(trials.group, variant, reason)
+            return NOT_MEASURED, ""
+        trials.run(variant)  # caches are filled, memory is allocated
+        self._agree(trials, "")
+        began_at = time.perf_counter()
+        for _ in range(active.num_steps):
+            trials.run(variant)
+        if trials.state.workload.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self._agree(trials, "", (time.perf_counter() - began_at) / active.num_steps)
 
-    def _give_up(self, trials: TrialSteps, variant: str, error: str) -> None:
+    def _log_once(self, group: RankGroup, variant: str, reason: str) -> None:
+        is_first = self._active is not None and not self._active.rounds
+        if group.rank == 0 and is_first:
+            text = f"experiment: {variant} was not measured, because {reason}"
+            self._send(TextLogged(level="info", text=text))
+
+    def _give_up(self, group: RankGroup, exc: Exception) -> NoReturn:
         # The other ranks wait for this one in a collective:
         #
-        #     this rank   trial step raises ── abort ── restore ── left ──────┐
+        #     this rank   trial step raises ── restore ── abort ── left ──────┐
         #     others      waiting in all_reduce ── failed ── restore ── left ─┴─ next generation
-        text = f"experiment: a trial step ({variant}) raised {error}; training continues"
+        error = f"{type(exc).__name__}: {exc}".partition("\n")[0]
+        text = f"experiment: a trial step raised {error}; training continues without it"
         self._send(TextLogged(level="warning", text=text))
-        trials.group.abort(EXPERIMENT_FAILED)
+        group.abort(EXPERIMENT_FAILED)
         raise CommunicationError(EXPERIMENT_FAILED) from None
 
     def _try_large(self, trials: TrialSteps) -> str:

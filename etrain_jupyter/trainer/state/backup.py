@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,10 +20,14 @@ def num_state_bytes(workload: Workload) -> int:
 
 
 @contextlib.contextmanager
-def restored(workload: Workload) -> Iterator[None]:
+def restored(workload: Workload, mark_torn: Callable[[bool], None]) -> Iterator[None]:
     """Restore weights, buffers, optimizer, other components and RNG states after the context.
 
     This includes a context that raises, except after a CUDA error, when every copy would raise.
+
+    Args:
+        workload: The objects to restore.
+        mark_torn: Called with True before the state is restored, and with False afterwards.
     """
     header, tensors = take_state(workload.model, workload.optimizer, workload.extras)
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -32,9 +36,13 @@ def restored(workload: Workload) -> Iterator[None]:
             yield
         except BaseException as exc:
             if device_error_in(exc) is None:
+                mark_torn(True)
                 _restore(workload, header, copies)
+                mark_torn(False)
             raise
+        mark_torn(True)
         _restore(workload, header, copies)
+        mark_torn(False)
 
 
 def _restore(

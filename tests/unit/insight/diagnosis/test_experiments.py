@@ -104,6 +104,18 @@ def test_too_few_rounds_are_no_result_and_keep_the_reason() -> None:
     assert (tested.outcome, tested.reason) == ("abandoned", "the workers are about to change")
 
 
+def test_variant_that_could_not_be_tried_is_left_out() -> None:
+    event = result("communication", [(0.1, 0.1, 0.05, 0.25, 0.0)] * 3)
+    tested = judge_experiment(event, "communication", [W0])
+    assert (tested.outcome, tested.fixed_s) == ("confirmed", None)
+
+
+def test_experiment_without_its_main_variant_is_no_result() -> None:
+    tested = judge_experiment(result("overhead", [(0.1, 0.1, 0.0)] * 3), "overhead", [W0])
+    assert tested.outcome == "abandoned"
+    assert "its trial steps (large) failed" in tested.reason
+
+
 def test_evaluations_between_the_steps_remain() -> None:
     one = replace(W0, evaluation_s=0.1)
     tested = judge_experiment(result("input", [(0.1, 0.04)] * 3), "input", [one])
