@@ -343,6 +343,35 @@ class RankTimed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExperimentCompleted(Event):
+    """The ranks have timed variants of a step on a copy of the state, for a diagnosis.
+
+    Each round consists of trial steps of every variant, and of steps that the job trains.
+    """
+
+    request: str
+    """Identifies the request."""
+    cause: str
+    """The suspect, one of ``insight.diagnosis.step_parts.CAUSES``."""
+    step: int
+    """The last committed step."""
+    world_size: int
+    variants: list[str]
+    """Names of the variants; see ``trainer.loop.trial_steps``."""
+    times_s: list[float]
+    """Mean seconds of a step, round by round: of the job's own steps, then of each variant. A rank
+    that waits for no other counts as long as the slowest one; 0.0 if a variant cannot be tried."""
+    data_s: float
+    """Part of the job's own steps: waiting for samples, mean over the rounds."""
+    num_steps: int
+    """Number of steps that each of ``times_s`` is the mean of."""
+    stall_s: float
+    """Seconds for which training waited for the trial steps."""
+    reason: str = ""
+    """Why there are fewer rounds than requested, or none; empty if the experiment is complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepUndone(Event):
     """The current step was undone because a rank was lost; it is repeated with the same samples."""
 

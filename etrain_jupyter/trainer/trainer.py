@@ -38,6 +38,7 @@ from etrain_jupyter.trainer.group.process_group import (
     CommunicationError,
     RankGroup,
 )
+from etrain_jupyter.trainer.loop.experiments import EXPERIMENT_FAILED
 from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY, TrainLoop
 from etrain_jupyter.trainer.micro_batch import (
     free_memory,
@@ -63,6 +64,7 @@ from etrain_jupyter.wire.messages import (
     LaunchTrainer,
     LeaveGeneration,
     RequestCheckpoint,
+    RequestExperiment,
     SaveState,
     SetPace,
     ShutDownTrainer,
@@ -177,6 +179,9 @@ class Trainer:
             case RequestCheckpoint():
                 if self._checkpointer is not None:
                     self._checkpointer.request()
+            case RequestExperiment():
+                if self._loop is not None:
+                    self._loop.experiments.request(message)
             case SetPace():
                 if self._checkpointer is not None:
                     self._checkpointer.pace.adopt(message.pace, now=time.monotonic())
@@ -687,7 +692,7 @@ def failure_of(group: RankGroup, exc: BaseException) -> Failure:
     """Return the failure of a generation for this rank's report."""
     # This rank ended the generation itself, for a reason other than a failed connection, so this
     # must not count towards the budget of failed generations.
-    if group.failure in (OUT_OF_MEMORY, DISCONNECTED):
+    if group.failure in (OUT_OF_MEMORY, DISCONNECTED, EXPERIMENT_FAILED):
         return Failure(error=group.failure, is_excused=True)
     # The coordinator aborted it, and knows the cause.
     if group.failure == ABORTED:

@@ -65,7 +65,15 @@ class Workload:
         """The model with its objective, which maps a batch to a loss; DDP wraps this module."""
         return OnePass(self.model, self.objective)
 
-    def forward(self, module: nn.Module, batch: Any, count: int, num_samples: int) -> Pass:
+    def forward(
+        self,
+        module: nn.Module,
+        batch: Any,
+        count: int,
+        num_samples: int,
+        *,
+        is_measured: bool = True,
+    ) -> Pass:
         """Run the forward pass of one batch.
 
         Args:
@@ -74,6 +82,7 @@ class Workload:
             count: Number of samples in the batch.
             num_samples: Number of samples over which the mean is computed, in all batches of all
                 ranks.
+            is_measured: False to leave out the metrics.
 
         Returns:
             This batch's shares. ``measures.means`` turns their sums over all batches and ranks into
@@ -92,7 +101,8 @@ class Workload:
                 "the loss does not depend on the model's parameters. Compute it from the model's "
                 "output, without .detach(), .item() or torch.no_grad()."
             )
-        return Pass(loss, self.measures.shares(passed, portion), passed.output, passed.target)
+        shares = self.measures.shares(passed, portion) if is_measured else []
+        return Pass(loss, shares, passed.output, passed.target)
 
     def predict_batch(self, batch: Any) -> Any:
         """Return what ``eval.predict`` returns for a batch; the model is in evaluation mode."""

@@ -84,6 +84,11 @@ class EventFields:
         optional = {f.name for f in dataclasses.fields(self.event) if _has_default(f)}
         return self.allowed - optional - (set() if self.has_time else {"time"})
 
+    @functools.cached_property
+    def has_lists(self) -> bool:
+        """True if a field is a list, which Dask turns into a tuple."""
+        return any(str(f.type).startswith("list[") for f in dataclasses.fields(self.event))
+
 
 class Vocabulary(Generic[M]):
     """The messages that one process may send to another.
@@ -378,7 +383,7 @@ def _event_fields(mark: EventFields) -> Decode:
             events.check_types(mark.event.__name__, value)
         except TypeError as exc:
             raise MalformedMessageError(f"{path}: {exc}") from None
-        return value
+        return _with_lists(value) if mark.has_lists else value
 
     return decode
 

@@ -289,6 +289,19 @@ class RequestCheckpoint(TrainerMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestExperiment(TrainerMessage):
+    """Time variants of a step on a copy of the state, after the next step; see ``Experiments``."""
+
+    request: str
+    cause: str
+    variants: tuple[str, ...]
+    left_out: tuple[int, ...] = ()
+    """Ranks that the variant ``left_out`` leaves out."""
+    seconds: float
+    """Maximum time for which training waits for the trial steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SetPace(TrainerMessage):
     """Change the checkpoint interval."""
 
@@ -453,6 +466,13 @@ class RankTimesMeasured(TrainerReport):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExperimentEnded(TrainerReport):
+    """Rank 0 reports the results of an experiment, or why there are none."""
+
+    record: Annotated[dict[str, Any], EventFields(events.ExperimentCompleted)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(TrainerReport):
     """A checkpoint is durable."""
 
@@ -595,6 +615,7 @@ ForwardedOrder = (
     | BreakGeneration
     | SaveState
     | RequestCheckpoint
+    | RequestExperiment
     | SetPace
     | ShutDownTrainer
     | StoreEntry
@@ -629,6 +650,7 @@ FromTrainer = (
     | BestFound
     | WeightsFingerprinted
     | RankTimesMeasured
+    | ExperimentEnded
     | CheckpointWritten
     | CheckpointNotWritten
     | UserCodeFailed
@@ -654,6 +676,7 @@ AnyReport = (
     | BestFound
     | WeightsFingerprinted
     | RankTimesMeasured
+    | ExperimentEnded
     | CheckpointWritten
     | CheckpointNotWritten
     | UserCodeFailed

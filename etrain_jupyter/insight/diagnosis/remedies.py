@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.insight.diagnosis.experiments import Tested
 from etrain_jupyter.insight.diagnosis.rules import Finding
 from etrain_jupyter.insight.diagnosis.step_parts import (
     StepParts,
@@ -51,6 +52,8 @@ class Facts:
     fixed_s: float | None
     running_job: str
     """Id of the job if it can be changed while it runs; otherwise empty."""
+    tested_gain: float | None = None
+    """Gain of the remedy in an experiment; None if none tried it."""
 
     @property
     def step_s(self) -> float:
@@ -65,6 +68,7 @@ def remedy_of(
     workers: Sequence[StepParts],
     fixed_s: float | None,
     running_job: str = "",
+    tested: Tested | None = None,
 ) -> Remedy | None:
     """Return the remedy for a cause; None if the configuration is of another version.
 
@@ -74,6 +78,7 @@ def remedy_of(
         workers: The mean parts of a step by worker.
         fixed_s: Part of the passes that does not depend on the number of samples, if measured.
         running_job: Id of the job if it is running.
+        tested: Result of an experiment on this cause, which replaces the times from the log.
     """
     try:
         parsed = TrainConfig.model_validate(config)
@@ -81,6 +86,15 @@ def remedy_of(
         return None
     facts = Facts(config=parsed, workers=workers, fixed_s=fixed_s, running_job=running_job)
     saved = saved_s(workers, fixed_s=fixed_s)[finding.cause]
+    if tested is None or tested.outcome != "confirmed":
+        return _remedy_of(finding, facts, saved)
+    saved = max(0.0, tested.share) * facts.step_s
+    found = _remedy_of(finding, replace(facts, tested_gain=tested.gain), saved)
+    is_applied = tested.gain is None or finding.cause == "straggler"
+    return found if is_applied else replace(found, gain=tested.gain)
+
+
+def _remedy_of(finding: Finding, facts: Facts, saved: float) -> Remedy:
     match finding.cause:
         case "input":
             return _load_in_parallel(facts, saved)
@@ -177,6 +191,8 @@ def _leave_out(facts: Facts, saved: float) -> Remedy:
     between_s = fmean(one.evaluation_s + one.checkpoint_s for one in facts.workers)
     after_s = max(map(new_own_s, others)) + (transfer_s(facts.workers) or 0.0) + between_s
     ratio = facts.step_s / after_s * (1.0 if is_global else kept) if after_s > 0 else None
+    if facts.tested_gain is not None:
+        ratio = (1 + facts.tested_gain) * (1.0 if is_global else kept)
     if ratio is not None and ratio <= 1:
         why = "the others would have more samples each" if is_global else "the batch would shrink"
         return Remedy(

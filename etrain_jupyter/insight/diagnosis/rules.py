@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,6 +86,7 @@ def judge(
     rounds: Sequence[Round] = (),
     num_steps: int,
     fixed_s: float | None = None,
+    refuted: Collection[Cause] = (),
 ) -> Verdict:
     """Return the verdict for the mean parts of ``num_steps`` steps.
 
@@ -95,6 +96,7 @@ def judge(
         num_steps: Number of steps of each worker.
         fixed_s: Part of the passes that does not depend on the number of samples; None if it was
             not measured.
+        refuted: Causes that an experiment has refuted.
     """
     shares = shares_of(workers, fixed_s=fixed_s)
     not_measured = [cause for cause in CAUSES if cause not in shares]
@@ -112,7 +114,7 @@ def judge(
         )
         for cause, share in shares.items()
     }
-    cause = _choose(shares)
+    cause = _choose({c: 0.0 if c in refuted else s for c, s in shares.items()})
     main = found.get(cause) if cause else None
     others = _others(found, shares, cause)
     reason = ""

@@ -22,7 +22,7 @@ from etrain_jupyter.trainer.state.weight_fingerprint import ranks_agree
 
 PENDING, REQUESTS, CHECKSUM, COUNT, FINGERPRINT, FINGERPRINT_SQUARED, NUM_COUNTS = range(7)
 
-EVAL, SAVE = 1, 2
+EVAL, SAVE, EXPERIMENT = 1, 2, 4
 """Requests that only rank 0 makes, as bits of one number."""
 
 
@@ -36,6 +36,8 @@ class RequestFlags:
     """By rank 0's clock, an evaluation is due after this step."""
     is_save_due: bool = False
     """Rank 0 requests that all ranks write a checkpoint of the state after this step."""
+    is_experiment_due: bool = False
+    """Rank 0 requests that all ranks begin an experiment after this step."""
 
 
 class StepHeader:
@@ -106,6 +108,7 @@ class StepHeader:
         mine = float(fingerprint)  # waits for the device if the weights are on one
         # Only rank 0 sets bits, so the sum over the ranks is rank 0's number.
         bits = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
+        bits += EXPERIMENT * requests.is_experiment_due
         self._values[PENDING] = float(requests.is_change_pending)
         self._values[REQUESTS] = float(bits)
         self._values[FINGERPRINT], self._values[FINGERPRINT_SQUARED] = mine, mine * mine
@@ -136,6 +139,11 @@ class StepHeader:
     def is_save_requested(self) -> bool:
         """True if rank 0 requests that all ranks write a checkpoint of the state after the step."""
         return bool(int(self._values[REQUESTS]) & SAVE)
+
+    @property
+    def is_experiment_requested(self) -> bool:
+        """True if rank 0 requests that all ranks begin an experiment after the step."""
+        return bool(int(self._values[REQUESTS]) & EXPERIMENT)
 
     @property
     def checksum(self) -> int:

@@ -102,6 +102,10 @@ class RankTimes:
         self._spent["evaluation_s"] += seconds
         self._stall_s = 0.0
 
+    def skip_experiment(self) -> None:
+        """Leave an experiment out: the loop restarts its clock after it."""
+        self._stall_s = 0.0
+
     def add_checkpoint(self, seconds: float) -> None:
         """Add the time for which a checkpoint stalled training."""
         self._spent["checkpoint_s"] += seconds

@@ -30,6 +30,7 @@ from etrain_jupyter.trainer.gradients.step_header import StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.evaluations import Evaluations
+from etrain_jupyter.trainer.loop.experiments import Experiments
 from etrain_jupyter.trainer.loop.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.trainer.loop.sample_shares import SampleShares
@@ -103,6 +104,13 @@ class TrainLoop:
         self.evaluations = Evaluations(
             state, micro=self.micro, send=send, places=self.places, scorer=scorer
         )
+        self.experiments = Experiments(
+            state,
+            self.update,
+            send=send,
+            places=self.places,
+            change_pending=self.change_pending,
+        )
         self._effects = PassEffects(RunningBuffers(), has_unused=False)
         self._fingerprint = WeightFingerprint(workload.model)
         self._digest = BackgroundDigest(self.places.beat, lambda text: self._log("warning", text))
@@ -112,6 +120,8 @@ class TrainLoop:
         """End of the last step or evaluation, as a ``time.perf_counter`` value."""
         self._communication_s = 0.0
         """Exposed communication of the previous step in this generation."""
+        self._data_s = 0.0
+        """Wait for samples in the previous step."""
         self._metrics_began_s = 0.0
         """``measures.spent_s`` at the beginning of the step: evaluations use the metrics, too."""
         self._batch_size = plan.global_batch_size
@@ -227,6 +237,7 @@ class TrainLoop:
             group.abort(OUT_OF_MEMORY)
             raise CommunicationError(OUT_OF_MEMORY) from None
         finally:
+            self.experiments.abandon(group, "the generation ended before it was complete")
             # After a CUDA error every further call fails, and would hide the first error.
             if not is_device_broken:
                 gradients.close()
@@ -246,6 +257,7 @@ class TrainLoop:
             state=self.state,
             change_pending=self.change_pending,
             evaluations=self.evaluations,
+            experiments=self.experiments,
             hooks=hooks,
         )
         if not self.evaluations.resume(group, is_pending=self.change_pending.is_set):
@@ -275,6 +287,7 @@ class TrainLoop:
             # meantime. This ensures that all ranks leave after the same step.
             if step.header.is_pending:
                 return self._leave("planned")
+            batches = self._experiment(step, gradients, batches)
 
     def _end_step(self, group: RankGroup, step: Step, hooks: BoundaryHooks) -> None:
         self.evaluations.poll(group)
@@ -292,6 +305,23 @@ class TrainLoop:
             hooks.after_step(boundary)
         if step.header.is_pending or self._times.is_due(epoch_ends=epoch_ends):
             self._times.report()
+
+    def _experiment(
+        self, step: Step, gradients: Gradients, batches: Iterator[Delivered]
+    ) -> Iterator[Delivered]:
+        rest = self.experiments.after_step(
+            step,
+            gradients,
+            moving=self._effects.moving,
+            step_s=self._times.last_step_s,
+            data_s=self._data_s,
+        )
+        if rest is None:
+            return batches
+        # The trial steps are not part of the next step.
+        self._committed_at = time.perf_counter()
+        self._times.skip_experiment()
+        return rest
 
     def _leave(self, end: GenerationEnd) -> GenerationEnd:
         # The coordinator drops a digest that arrives after the generation has ended.
@@ -433,7 +463,7 @@ class TrainLoop:
             wait_s=step.header.wait_s,
             metrics_s=self._take_metrics_s(),
         )
-        self._communication_s = times.communication_s
+        self._communication_s, self._data_s = times.communication_s, times.data_s
         record = step_record(
             step,
             means,

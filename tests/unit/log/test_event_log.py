@@ -45,6 +45,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     float | None: st.none() | st.floats(allow_nan=False),
     list[str]: st.lists(TEXT, max_size=3),
     list[int]: st.lists(st.integers(0, 2**31), max_size=3),
+    list[float]: st.lists(st.floats(allow_nan=False), max_size=3),
     dict[str, float]: st.dictionaries(TEXT, st.floats(allow_nan=False), max_size=3),
     dict[str, Any]: st.dictionaries(TEXT, JSON, max_size=3),
 }

@@ -63,6 +63,8 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(strategy_of(args[0]), max_size=2).map(tuple)
     if origin is tuple:
         return st.tuples(*map(strategy_of, args))
+    if origin is list:
+        return st.lists(strategy_of(args[0]), max_size=2)
     if origin is dict:
         return st.dictionaries(st.text(max_size=5), strategy_of(args[1]), max_size=2)
     return messages_of(hint)
@@ -70,7 +72,6 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
 
 def records_of(mark: EventFields) -> st.SearchStrategy[dict[str, Any]]:
     hints = typing.get_type_hints(mark.event)
-    hints = {name: list[str] if hint == list[str] else hint for name, hint in hints.items()}
     return st.fixed_dictionaries(
         {name: strategy_of(hints[name]) for name in sorted(mark.required)},
         optional={name: strategy_of(hints[name]) for name in sorted(mark.allowed - mark.required)},
