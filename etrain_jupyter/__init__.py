@@ -25,8 +25,18 @@ if TYPE_CHECKING:
         JobNotFoundError,
         PoolError,
     )
-    from etrain_jupyter.launch import attach, compare, diagnose, distributed, jobs, plan
+    from etrain_jupyter.launch import (
+        attach,
+        attach_study,
+        compare,
+        diagnose,
+        distributed,
+        jobs,
+        plan,
+        studies,
+    )
     from etrain_jupyter.notebook.job.training_job import TrainingJob
+    from etrain_jupyter.notebook.study.study import Study
     from etrain_jupyter.pools.tasks import open_task_workers
 
 __version__ = "0.1.0"
@@ -41,10 +51,12 @@ __all__ = [
     "JobLostError",
     "JobNotFoundError",
     "PoolError",
+    "Study",
     "TrainConfig",
     "TrainingJob",
     "__version__",
     "attach",
+    "attach_study",
     "compare",
     "diagnose",
     "distributed",
@@ -52,19 +64,23 @@ __all__ = [
     "load_ipython_extension",
     "open_task_workers",
     "plan",
+    "studies",
     "unload_ipython_extension",
 ]
 
 _HOMES = {
+    "Study": "etrain_jupyter.notebook.study.study",
     "TrainConfig": "etrain_jupyter.config.schema",
     "TrainingJob": "etrain_jupyter.notebook.job.training_job",
     "attach": "etrain_jupyter.launch",
+    "attach_study": "etrain_jupyter.launch",
     "compare": "etrain_jupyter.launch",
     "diagnose": "etrain_jupyter.launch",
     "distributed": "etrain_jupyter.launch",
     "jobs": "etrain_jupyter.launch",
     "open_task_workers": "etrain_jupyter.pools.tasks",
     "plan": "etrain_jupyter.launch",
+    "studies": "etrain_jupyter.launch",
 } | {name: "etrain_jupyter.errors" for name in __all__ if name.endswith("Error")}
 
 

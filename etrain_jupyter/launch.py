@@ -9,6 +9,7 @@ from typing import Any
 
 from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping
+from etrain_jupyter.config.search_cell import parse_search_cell
 from etrain_jupyter.log.loggers.registry import with_loggers
 from etrain_jupyter.log.tensorboard import require_tensorboard
 from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_end
@@ -19,11 +20,15 @@ from etrain_jupyter.notebook.job.profile import measure_steps, profile_config
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.notebook.study.open_studies import attach_study, studies, submit_study
+from etrain_jupyter.notebook.study.plan import StudyPlan, size_of
+from etrain_jupyter.notebook.study.screen import show_study
 from etrain_jupyter.pools.for_job import find_pool, with_shared_checkpoints
 
 __all__ = [
-    "Plan", "attach", "compare", "diagnose", "distributed", "jobs", "plan", "plan_cell", "plan_job",
-    "profile", "resume", "show", "submit",
+    "Plan", "StudyPlan", "attach", "attach_study", "compare", "diagnose", "distributed", "jobs",
+    "plan", "plan_cell", "plan_job", "plan_search", "profile", "resume", "show", "show_study",
+    "studies", "submit", "submit_study",
 ]  # fmt: skip
 
 
@@ -47,6 +52,19 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     check_references(config, names, source=parsed.source)
     bundle = capture_bundle(config.references(), names, cell_numbers=cell_numbers())
     return Plan(config=config, bundle=bundle, pool=pool, runs=runs, cell=cell, warnings=warnings)
+
+
+def plan_search(
+    body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], line: str
+) -> StudyPlan:
+    """Check the cell of a search, and capture what all of its trials need."""
+    parsed = parse_search_cell(body, namespace=notebook, overrides=flags, first_line=line)
+    config = parsed.template.build(parsed.example)
+    config = config.model_copy(update={"name": parsed.job.config.name})
+    example = dataclasses.replace(parsed.job, config=config)
+    trial = plan_job(example, notebook, cell=body)
+    num_samples = size_of(parsed.job.config.data.train, parsed.job.namespace(notebook))
+    return StudyPlan(parsed=parsed, trial=trial, num_samples=num_samples)
 
 
 def submit(plan: Plan) -> TrainingJob:

@@ -21,9 +21,12 @@ from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.log.tensorboard import OPTIONS
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
+    CELL_COMMANDS,
+    SEARCH_COMMAND,
     HelpRequested,
     distributed_parser,
     question_as_help,
+    search_parser,
 )
 from etrain_jupyter.notebook.commands.subcommands import (
     check_variable,
@@ -36,10 +39,15 @@ from etrain_jupyter.notebook.commands.subcommands import (
 from etrain_jupyter.notebook.dashboard.browser import has_front_end
 from etrain_jupyter.notebook.display import follow, open_panel
 from etrain_jupyter.notebook.editor import hooks
-from etrain_jupyter.notebook.editor.help_texts import help_on_cell, help_on_magic
+from etrain_jupyter.notebook.editor.help_texts import (
+    help_on_cell,
+    help_on_magic,
+    help_on_search,
+)
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.untrusted import plain_text
 
 if TYPE_CHECKING:
@@ -89,8 +97,11 @@ class EtrainMagics(Magics):
         return f"etrain: {job.note}" if job.note else ""
 
     def show_result(self, result: object) -> str:
-        """Show a comparison, a diagnosis or a plan below the cell."""
-        display(result)  # type: ignore[no-untyped-call]
+        """Show a comparison, a diagnosis, a plan or a study below the cell."""
+        if isinstance(result, Study):
+            launch.show_study(result)  # updates while it runs
+        else:
+            display(result)  # type: ignore[no-untyped-call]
         return ""
 
     def say(self, line: str) -> None:
@@ -115,6 +126,12 @@ class EtrainMagics(Magics):
 
     def _run_line(self, line: str) -> str:
         words = question_as_help(split_line(line))
+        if words and words[0] == SEARCH_COMMAND:
+            if {"-h", "--help"} & set(words):
+                return help_on_search()
+            raise ConfigError(
+                "%etrain search needs a body", hint="begin the cell with %%etrain search"
+            )
         if words and words[0] == CELL_COMMAND:
             if {"-h", "--help"} & set(words):
                 return help_on_cell()
@@ -128,6 +145,8 @@ class EtrainMagics(Magics):
         words = question_as_help(split_line(line))
         if words[:1] == ["plan"] and not {"-h", "--help"} & set(words):
             return self._plan_cell(words, line, body)
+        if words[:1] == [SEARCH_COMMAND]:
+            return self._search_cell(words, line, body)
         if not words or words[0] != CELL_COMMAND:
             return self._refuse_cell(words)
         try:
@@ -159,6 +178,30 @@ class EtrainMagics(Magics):
             wait_for(job)
         return ""
 
+    def _search_cell(self, words: list[str], line: str, body: str) -> str:
+        """Submit a search, and show its trials below the cell."""
+        try:
+            options = search_parser().parse_args(words[1:])
+        except HelpRequested:
+            return help_on_search()
+        check_variable(options.out)
+        given = {"name": options.name, "pool": options.pool}
+        flags = {key: value for key, value in given.items() if value is not None}
+        if options.out:
+            flags.setdefault("name", options.out)
+        plan = launch.plan_search(body, self._names(), flags, f"%%etrain {line}".rstrip())
+        if options.dry_run:
+            return str(plan)
+        study = launch.submit_study(plan)
+        if options.out:
+            self._names()[options.out] = study
+        if not options.quiet:
+            launch.show_study(study)
+        if options.wait:
+            study.wait()
+            return str(study)
+        return ""
+
     def _plan_cell(self, words: list[str], line: str, body: str) -> str:
         """Profile the cell, and display the options for the whole job."""
         values = vars(
@@ -183,7 +226,7 @@ class EtrainMagics(Magics):
     def _refuse_cell(self, words: list[str]) -> str:
         if not words or words[0] in ("-h", "--help", "help"):
             return overview("%etrain")
-        name = find_subcommand(words[0], prog="%%etrain", others=[CELL_COMMAND]).name
+        name = find_subcommand(words[0], prog="%%etrain", others=CELL_COMMANDS).name
         if {"-h", "--help"} & set(words):
             return run_line(self, words, prog="%etrain")
         raise ConfigError(f"{name} does not accept a body", hint=f"type %etrain {' '.join(words)}")

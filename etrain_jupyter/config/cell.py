@@ -53,6 +53,8 @@ class ParsedJob:
     """Objects that were passed directly instead of by name, keyed by their names in ``config``."""
     source: SourceMap = NOWHERE
     """Position of each key in the cell."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The cell as plain data, with names in place of objects."""
 
     def namespace(self, notebook: Mapping[str, Any]) -> dict[str, Any]:
         """Return the notebook's names and those in ``namespace_extra``."""
@@ -79,6 +81,13 @@ def parse_cell(
         CellError: If the cell is invalid. The message points at the first error.
     """
     data, source = load_body(body, namespace=namespace, first_line=first_line)
+    return parse_loaded(data, source, namespace=namespace, overrides=overrides or {})
+
+
+def parse_loaded(
+    data: Any, source: SourceMap, *, namespace: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> ParsedJob:
+    """Validate a body that has been loaded from its text; see ``parse_cell``."""
     if data is None:
         data = {}
     if not isinstance(data, Mapping):
@@ -91,7 +100,6 @@ def parse_cell(
     #
     # The keys are checked before pydantic runs, because it would report an unknown key without a
     # suggestion.
-    overrides = overrides or {}
     # Only !py values may be objects; text in the body is always an expression.
     live = LiveObjects(namespace, source.computed)
     return _parse(_merged(data, overrides), source.without(overrides), live)
@@ -111,8 +119,9 @@ def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> P
 
 def _parse(data: dict[str, Any], source: SourceMap, live: LiveObjects) -> ParsedJob:
     _check_keys(data, TrainConfig, (), source, top=TrainConfig)
-    config = _validate(live.named(data), TrainConfig, source)
-    return ParsedJob(config=config, namespace_extra=live.extra, source=source)
+    named = live.named(data)
+    config = _validate(named, TrainConfig, source)
+    return ParsedJob(config=config, namespace_extra=live.extra, source=source, data=named)
 
 
 def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap = NOWHERE) -> S:

@@ -38,8 +38,13 @@ class SourceMap:
     """Line 1 is the ``%%etrain`` line."""
     keys: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
     values: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
-    computed: frozenset[Path] = frozenset()
-    """Paths of values that ``!py`` returned, which may contain objects instead of names."""
+    expressions: Mapping[Path, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Expressions after ``!py``, by path."""
+
+    @property
+    def computed(self) -> frozenset[Path]:
+        """Paths of values that ``!py`` returned, which may contain objects instead of names."""
+        return frozenset(self.expressions)
 
     def error(
         self,

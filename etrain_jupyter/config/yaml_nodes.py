@@ -85,7 +85,7 @@ class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
 
 
 def load_body(
-    body: str, *, namespace: Mapping[str, Any], first_line: str = ""
+    body: str, *, namespace: Mapping[str, Any], first_line: str = "", only: str = ""
 ) -> tuple[Any, SourceMap]:
     """Read the body of a cell.
 
@@ -93,6 +93,7 @@ def load_body(
         body: The cell without its first line.
         namespace: The notebook's names, for ``!py``.
         first_line: The ``%%etrain`` line, which is line 1 in error messages.
+        only: The top-level key to read; empty for all. Other keys are neither read nor evaluated.
 
     Returns:
         Plain data (None for an empty body), and the positions of its parts.
@@ -102,7 +103,7 @@ def load_body(
             ``!py`` raises.
     """
     lines = (first_line or "%%etrain", *LINE_BREAK.split(body))
-    return _load(body, lines, first_line_number=2, namespace=namespace)
+    return _load(body, lines, first_line_number=2, namespace=namespace, only=only)
 
 
 def load_file(text: str) -> tuple[Any, SourceMap]:
@@ -124,10 +125,13 @@ def _load(
     *,
     first_line_number: int,
     namespace: Mapping[str, Any] | None,
+    only: str = "",
 ) -> tuple[Any, SourceMap]:
     """Read text that begins on line ``first_line_number`` of ``lines``."""
     try:
         node = _Loader(body).get_single_node()
+        if only and isinstance(node, yaml.MappingNode):
+            node.value = [pair for pair in node.value if pair[0].value == only]
         #   text -> PyYAML's scanner and parser -> nodes with marks -> _NodeReader -> plain data
         #           MarkedYAMLError: syntax                            CellError: keys, tags, !py
         reader = _NodeReader(body, lines, first_line_number, namespace)
@@ -140,7 +144,7 @@ def _load(
         raise SourceMap(lines=lines).error_at(
             Span(line=first_line_number, column=1), "the text is nested too deeply to be read"
         ) from None
-    return data, dataclasses.replace(reader.source, computed=frozenset(reader.computed))
+    return data, dataclasses.replace(reader.source, expressions=dict(reader.expressions))
 
 
 class _NodeReader:
@@ -162,7 +166,7 @@ class _NodeReader:
         # Identities of the nodes that are being read. An alias to one of them would recurse
         # forever.
         self._open: set[int] = set()
-        self.computed: set[Path] = set()
+        self.expressions: dict[Path, str] = {}
         self.source = SourceMap(lines=lines, keys=self._keys, values=self._values)
 
     def read(self, node: yaml.Node, path: Path) -> Any:
@@ -223,7 +227,7 @@ class _NodeReader:
     def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
         text: str = node.value
         if node.tag == PY_TAG:
-            self.computed.add(path)
+            self.expressions[path] = text
             return self._evaluate(node, text, path)
         kind = node.tag.removeprefix(_CORE)
         if kind not in ("str", "null", "bool", "int", "float"):

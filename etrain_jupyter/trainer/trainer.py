@@ -275,6 +275,8 @@ class Trainer:
         self._change_folder()
         bundle = self._launch.bundle
         self._bundle = open_bundle(Path(bundle.path), digest=bundle.digest)
+        # All trials of a search share a bundle; their expressions contain their own values.
+        self._bundle.references |= self._config.references()
         self._bundle.install_sources()
         self._build()
         # The job numbers its trainers in the order in which it starts them.

@@ -285,6 +285,27 @@ class RemoveCoordinator(Request[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SubmitStudy(Request[Submitted]):
+    """Start a study, or resume one that has ended."""
+
+    op: ClassVar[str] = "etrain_submit_study"
+    reply: ClassVar[type[Any]] = Submitted
+
+    study: dict[str, Any]
+    """The fields of ``head.studies.study_spec.StudySpec``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopStudy(Request[Outcome]):
+    """Stop a running study; its trials save checkpoints."""
+
+    op: ClassVar[str] = "etrain_stop_study"
+    reply: ClassVar[type[Any]] = Outcome
+
+    study_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class TouchCluster(Request[ClusterIdentity]):
     """Reset the cluster's idle timer, because a job is about to be submitted."""
 

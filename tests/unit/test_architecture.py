@@ -46,10 +46,11 @@ CONFINED: dict[str, tuple[str, ...]] = {
     "anywidget": ("notebook.dashboard",),
     "ipywidgets": ("notebook.dashboard",),
     "distributed": ("head", "worker", "pools", "notebook.job", "process"),
+    "optuna": ("storage.study_folder", "head.studies", "notebook.study"),
 }
 
 # What may be imported without loading the heavy libraries named here.
-HEAVY = ("torch", "IPython", "distributed", "boto3", "anywidget", "pandas", "pyarrow")
+HEAVY = ("torch", "IPython", "distributed", "boto3", "anywidget", "optuna", "pandas", "pyarrow")
 LIGHT_IMPORTS: dict[str, tuple[str, ...]] = {
     PACKAGE: HEAVY,
     f"{PACKAGE}.cli": ("torch", "IPython", "boto3", "anywidget", "pandas"),
@@ -61,7 +62,7 @@ LIGHT_IMPORTS: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}.log.events": HEAVY,
     f"{PACKAGE}.notebook.dashboard": ("torch", "distributed", "boto3"),
     f"{PACKAGE}.launch": ("torch", "boto3"),
-    f"{PACKAGE}.head.coordinator.coordinator": ("torch", "IPython", "boto3", "anywidget"),
+    f"{PACKAGE}.head.coordinator.coordinator": ("torch", "IPython", "boto3", "anywidget", "optuna"),
     f"{PACKAGE}.worker.supervisor": ("torch", "IPython", "boto3", "anywidget"),
 }
 

@@ -33,6 +33,9 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.head.jobs.mirrored_log import open_run
+from etrain_jupyter.head.slots import num_usable_cores
+from etrain_jupyter.head.studies.studies import Studies
+from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import codec
@@ -83,7 +86,10 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         silence_s = float(os.environ.get("ETRAIN_SILENCE_S", silence_s))
         self._hang_s = float(os.environ.get("ETRAIN_HANG_S", HANG_S))
         self._workers = WorkerRoster(silence_s=silence_s, tick_s=TICK_S)
-        self._sharing = Sharing(nodes, self._workers, self._active)
+        self._studies = Studies(self, None)
+        self._sharing = Sharing(
+            nodes, self._workers, self._active, studies=lambda: self._studies.shares()
+        )
         self._notices = Notices(self._workers, self._active, self._allocate, nodes)
         self._injector = Injector(nodes, self._workers, self._notices)
         self._requests = Requests(
@@ -141,6 +147,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         recalled = [job for job in self._active() if job.recalled is not None]
         if recalled:
             self._mode = Recovering(died_at, recalled)
+        self._studies = Studies(self, folder)
+        self._studies.recall()
 
     def _host(self, order: JobSpec, **more: Any) -> HostedJob:
         return HostedJob(
@@ -148,6 +156,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             send_to=self._send_to,
             describe_worker=self._machine_of,
             before_end=self._money.report_final,
+            on_events=self._report_to_studies,
             defects=self._defects,
             hang_s=self._hang_s,
             **more,
@@ -176,10 +185,13 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             q.ListWorkers: self._list_workers,
             q.DescribeCluster: self._describe,
             q.ShutDownCluster: self._down,
+            q.SubmitStudy: self._submit_study,
+            q.StopStudy: self._stop_study,
         }
 
     async def close(self) -> None:
         """Stop ticking, and upload the logs of ended jobs. Called as the scheduler closes."""
+        await self._studies.close()
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -207,6 +219,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         # roster's clock before checking timeouts, so that no worker is evicted because this process
         # was suspended.
         now = clock.now()
+        self._studies.start()
         self._write_logs()
         self._acknowledge()
         asleep_s = self._workers.tick(now)
@@ -271,6 +284,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._after_change()
 
     def _stop_all(self) -> None:
+        self._studies.stop_all(self._halted)
         for job in self._active():
             job.handle(s.StopRequested(now=False))
 
@@ -284,7 +298,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def idle_s(self) -> float:
         """Return the seconds since the last job ended; 0.0 while a job or its upload is active."""
-        if self._active() or any(job.is_uploading for job in self._jobs.values()):
+        if self._active() or self._studies.is_active:
+            return 0.0
+        if any(job.is_uploading for job in self._jobs.values()):
             return 0.0
         return time.monotonic() - self._idle_since
 
@@ -586,6 +602,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         )
 
     async def _down(self, request: q.ShutDownCluster) -> q.ShuttingDown:
+        self._studies.stop_all("the cluster was shut down")
         for job in self._active():
             job.handle(s.StopRequested(now=True))
         # Delay the shutdown, so that the reply is sent before the scheduler closes its connections.
@@ -606,6 +623,51 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
                 f"{self._defects.newest}. The traceback is in the scheduler's log"
             )
         return q.Outcome(message=message)
+
+    # --- studies ---
+
+    async def _submit_study(self, request: q.SubmitStudy) -> q.Submitted:
+        spec = StudySpec.from_message(request.study)
+        if self._halted:
+            raise RequestError(
+                f"{self._halted}. Nothing was submitted. Shut down the pool with %etrain down"
+            )
+        self._studies.submit(spec)
+        return q.Submitted(job_id=spec.study_id)
+
+    async def _stop_study(self, request: q.StopStudy) -> q.Outcome:
+        return q.Outcome(message=self._studies.stop(request.study_id))
+
+    def _report_to_studies(self, job_id: str, new: Sequence[events.Event]) -> None:
+        # Watched, because an exception here must not keep the job from handling its report.
+        with self._defects.watch(None, f"passing events of {job_id} to its study"):
+            self._studies.take_events(job_id, new)
+
+    @property
+    def is_ready(self) -> bool:
+        """False while the workers of the previous scheduler reconnect; see ``TrialHost``."""
+        return self._mode is self._serving
+
+    @property
+    def capacity(self) -> int:
+        """Number of workers that can train at the same time without slowing each other down."""
+        most = self._nodes.capacity() or len(self._workers) or 1
+        # On this machine, there are more slots than cores, so that a job can be scaled for a test.
+        return most if self._nodes.replaces_early else min(most, max(2, num_usable_cores()))
+
+    def find_job(self, job_id: str) -> HostedJob | None:
+        """Return a job of this scheduler, also one that has ended."""
+        return self._jobs.get(job_id)
+
+    async def host_job(self, order: JobSpec) -> None:
+        """Start or resume a job for a study."""
+        self._jobs[order.job_id] = await self._open(order)
+        self._allocate()
+
+    def after_change(self) -> None:
+        """Free the resources of ended jobs, and share the workers again."""
+        self._after_change()
+        self._allocate()
 
     def _job(self, job_id: str) -> HostedJob:
         if job_id not in self._jobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.compatibility import Fitness
@@ -16,6 +16,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.policy.allocation import Claim, allocate
 from etrain_jupyter.rules.policy.step_time import Placement
 from etrain_jupyter.rules.replay.speed_evidence import SizingView
+from etrain_jupyter.rules.search.shares import StudyShare, share_studies
 
 HAND_BACK_S = 2.0
 """An unused worker with a notice is released at least this many seconds before its deadline."""
@@ -35,11 +36,17 @@ class Sharing:
         nodes: The pool.
         roster: Its connected workers.
         active: Returns the active jobs.
+        studies: Returns how each running study shares its workers.
     """
 
     def __init__(
-        self, nodes: NodeSource, roster: WorkerRoster, active: Callable[[], list[HostedJob]]
+        self,
+        nodes: NodeSource,
+        roster: WorkerRoster,
+        active: Callable[[], list[HostedJob]],
+        studies: Callable[[], Sequence[StudyShare]] = lambda: (),
     ) -> None:
+        self._studies = studies
         self._nodes = nodes
         self._workers = roster
         self._active = active
@@ -57,6 +64,7 @@ class Sharing:
         claims = [self._claim_of(job) for job in jobs.values() if not job.state.outcome]
         staying = [w for w in self._workers if not w.leaves_at and w.name not in busy]
         free = [w.name for w in sorted(staying, key=lambda w: w.at_risk)]
+        claims = share_studies(claims, free, self._studies())
         for job_id, workers in allocate(claims, free).items():
             jobs[job_id].handle(s.WorkersAssigned(workers=workers))
         self._want_workers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never, cast
@@ -67,6 +67,8 @@ class HostedJob:
     """Returns the facts about a worker's machine, as fields of ``WorkerJoined``."""
     before_end: Callable[[HostedJob], None] = lambda job: None
     """Called before the job's end is logged, because no event can follow the end."""
+    on_events: Callable[[str, Sequence[events.Event]], None] = lambda job_id, new: None
+    """Called with the job's id after each append to the log."""
     defects: Defects = field(default_factory=Defects)
     """Logs exceptions in our own code."""
     hang_s: float = 30.0
@@ -293,6 +295,7 @@ class HostedJob:
             if isinstance(event, events.JobRestored):
                 undone = self._exhibits.steps_after(event.step)
                 self._remove_exhibits(undone, f"the job returned to step {event.step:,}")
+        self.on_events(self.order.job_id, new)
 
     def review_pace(self) -> None:
         """Update the interval of ``checkpoint.every: auto``; notify the ranks if it changes."""

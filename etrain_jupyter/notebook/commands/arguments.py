@@ -26,7 +26,9 @@ from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, MODES
 
 CELL_COMMAND = "distributed"
 """The sub-command that submits a body."""
-CELL_COMMANDS = (CELL_COMMAND, "plan")
+SEARCH_COMMAND = "search"
+"""The sub-command that submits a body with a search."""
+CELL_COMMANDS = (CELL_COMMAND, SEARCH_COMMAND, "plan")
 """The sub-commands that take a body."""
 
 TRAINER_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in ("notice", "worker"))
@@ -165,6 +167,25 @@ def distributed_parser() -> Parser:
     add("--resume", metavar="JOB", help=text)
     add("--force", action="store_true", help=FORCE_HELP)
     add("--trust", action="store_true", help=TRUST_HELP)
+    return parser
+
+
+def search_parser() -> Parser:
+    """Return the parser for the line ``%%etrain search``."""
+    parser = make_parser(
+        f"%%etrain {SEARCH_COMMAND}",
+        "Search over the names in search.space: each trial trains the job in the cell's body with "
+        "other values, on the same pool.",
+        epilog="The body is that of %%etrain distributed, with the group 'search'.",
+    )
+    add = parser.add_argument
+    add("--name", help="name of the study; by default the name in the body, or the model's name")
+    add("-o", "--out", metavar="VAR", help="assign the study to this variable")
+    add("--pool", help="pool of the workers; by default the pool in the body, or local")
+    add("--wait", action="store_true", help="block until the study has ended; it survives an "
+        "interrupt")  # fmt: skip
+    add("--dry-run", action="store_true", help="print the trials and rungs; submit nothing")
+    add("--quiet", action="store_true", help="show no table")
     return parser
 
 

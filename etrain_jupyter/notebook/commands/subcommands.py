@@ -61,6 +61,7 @@ from etrain_jupyter.notebook.job.run_store import JobSummary, Listing, RunStore
 from etrain_jupyter.notebook.job.store_link import refresh_log
 from etrain_jupyter.notebook.job.track import exhibit_reader, parse_options
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.notebook.study.open_studies import attach_study
 from etrain_jupyter.pools import clusters
 from etrain_jupyter.rules.policy.chaos import MODES
 from etrain_jupyter.untrusted import plain_line
@@ -175,6 +176,9 @@ def overview(prog: str) -> str:
     if is_notebook:
         lines.append(
             "  %%etrain distributed   train the job in the cell's YAML body; see %etrain template"
+        )
+        lines.append(
+            "  %%etrain search        train it with several values of its names, and find the best"
         )
     lines += [
         f"  {c.name:<13}{c.summary}"
@@ -664,6 +668,38 @@ def plan(
     return surface.show_result(made)
 
 
+def study(
+    surface: Surface,
+    name: str | None = None,
+    *,
+    stop: bool = False,
+    resume: bool = False,
+    trials: Annotated[int, Spelling(metavar="N", action=StoreCount)] = 0,
+) -> str:
+    """Show a search: its trials, the best so far, and why trials ended.
+
+    Args:
+        name: Name, id or start of an id; by default the newest study.
+        stop: Stop it; its running trials save checkpoints.
+        resume: Continue a stopped study, or an ended one with more trials.
+        trials: With --resume: trials to add.
+
+    Example:
+        study digits --resume --trials 10
+    """
+    if (stop and resume) or (trials and not resume):
+        raise ConfigError(
+            "study: --stop and --resume exclude each other, and --trials belongs to --resume",
+            hint="study digits --resume --trials 10",
+        )
+    found = attach_study(name, store=surface.store)
+    if stop:
+        return found.stop()
+    if resume:
+        return found.resume(trials=trials)
+    return surface.show_result(found)
+
+
 def plan_values(
     *,
     deadline: float | None,
@@ -910,8 +946,8 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
 # Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
-    kill, chaos, cost, compare, diagnose, plan, audit, logs, tensorboard, track, template, simulate,
-    pools, up, down, reap, doctor,
+    kill, chaos, cost, compare, diagnose, plan, study, audit, logs, tensorboard, track, template,
+    simulate, pools, up, down, reap, doctor,
 )  # fmt: skip
 
 SUBCOMMANDS = tuple(

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.log.event_log import LOG_FILE
-from etrain_jupyter.notebook.job.ownership import is_signed
 from etrain_jupyter.storage.checkpoints import place_of_job
+from etrain_jupyter.storage.ownership import is_signed
 from etrain_jupyter.untrusted import is_job_id, plain_line, read_regular
 
 RECORD_FILE = "job.json"

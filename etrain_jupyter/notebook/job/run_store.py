@@ -35,7 +35,7 @@ from etrain_jupyter.notebook.job.job_record import (
     read_record,
     safe_name,
 )
-from etrain_jupyter.notebook.job.ownership import sign
+from etrain_jupyter.storage.ownership import sign
 from etrain_jupyter.untrusted import check_job_id, open_regular
 
 if TYPE_CHECKING:

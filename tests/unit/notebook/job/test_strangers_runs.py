@@ -18,7 +18,7 @@ from etrain_jupyter.errors import EtrainError, UntrustedJobError
 from etrain_jupyter.log.event_log import EventLog, LogReader
 from etrain_jupyter.log.events import JobStatusChanged, JobSubmitted
 from etrain_jupyter.log.segments import read_log
-from etrain_jupyter.notebook.job import open_jobs, ownership
+from etrain_jupyter.notebook.job import open_jobs
 from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import peek_log
 from etrain_jupyter.notebook.job.job_record import RunRecord
@@ -33,6 +33,7 @@ from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.state_root import state_root
+from etrain_jupyter.storage import ownership
 
 ID = "digits-00c0ffee"
 COMMON: dict[str, Any] = {"job_id": ID, "time": 1.0}

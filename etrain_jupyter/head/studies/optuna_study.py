@@ -1,0 +1,187 @@
+"""A study in Optuna: it chooses values, decides at rungs, and stores both.
+
+Every method blocks while it writes the journal, so the driver calls them in a thread of its own,
+one at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from etrain_jupyter.config.search_schema import Parameter, Value, all_combinations
+from etrain_jupyter.head.studies.study_spec import StudySpec
+from etrain_jupyter.rules.search.rungs import place_rungs, rung_of
+from etrain_jupyter.rules.search.verdicts import TrialState, Verdict
+from etrain_jupyter.storage import study_folder as names
+
+if TYPE_CHECKING:
+    import optuna
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTrial:
+    """One trial as Optuna has stored it."""
+
+    number: int
+    state: TrialState
+    values: dict[str, Value]
+    job_id: str = ""
+    """Empty if the previous scheduler died before it had chosen all values."""
+    reason: str = ""
+    reported: dict[int, float] = field(default_factory=dict)
+    """Values of the metric by number of samples."""
+    samples: int = 0
+    """Samples of an ended trial."""
+
+
+class OptunaStudy:
+    """Optuna's part of a study.
+
+    Args:
+        spec: The study.
+    """
+
+    def __init__(self, spec: StudySpec) -> None:
+        self._optuna = names.import_optuna()
+        self._spec = spec
+        self._config = spec.config
+        self._storage = names.open_storage(spec.folder)
+        self._study: optuna.Study = self._optuna.create_study(
+            study_name=spec.study_id,
+            storage=self._storage,
+            direction="maximize" if self._config.mode == "max" else "minimize",
+            load_if_exists=True,
+        )
+        self._distributions = {
+            name: self._distribution(parameter) for name, parameter in spec.parameters.items()
+        }
+        if self._config.method == "grid" and not self._study.trials:
+            for values in all_combinations(spec.parameters) or []:
+                self._study.enqueue_trial(values)
+        self.set_status("running", num_trials=spec.num_trials)
+
+    def _distribution(self, parameter: Parameter) -> Any:
+        kinds = self._optuna.distributions
+        if parameter.choice is not None:
+            return kinds.CategoricalDistribution(parameter.choice)
+        low, high = parameter.bounds
+        kind = kinds.IntDistribution if parameter.int_range else kinds.FloatDistribution
+        return kind(low, high, log=parameter.log)
+
+    @property
+    def rungs(self) -> tuple[int, ...] | None:
+        """Sample counts of the rungs; None until ``place_rungs``."""
+        rungs = self._study.user_attrs.get(names.RUNGS)
+        return None if rungs is None else tuple(rungs)
+
+    def place_rungs(self, *, num_samples: int, min_samples: int) -> tuple[int, ...]:
+        """Choose the rungs, once the length of a trial is known."""
+        rungs = (
+            place_rungs(
+                num_samples=num_samples, divisor=self._config.divisor, min_samples=min_samples
+            )
+            if self._config.prunes
+            else ()
+        )
+        self._study.set_user_attr(names.NUM_SAMPLES, num_samples)
+        self._study.set_user_attr(names.RUNGS, list(rungs))
+        return rungs
+
+    def set_status(self, status: str, reason: str = "", *, num_trials: int = 0) -> None:
+        """Store the status of the study."""
+        if num_trials:
+            self._study.set_user_attr(names.NUM_TRIALS, num_trials)
+        self._study.set_user_attr(names.REASON, reason)
+        self._study.set_user_attr(names.STATUS, status)
+
+    def trials(self) -> list[StoredTrial]:
+        """Return all trials that have begun, in order."""
+        waiting = self._optuna.trial.TrialState.WAITING
+        return [_stored(t) for t in self._study.get_trials(deepcopy=False) if t.state != waiting]
+
+    def ask(self) -> StoredTrial:
+        """Begin a trial: choose its values, and store them with its job's id."""
+        # A sampler made for this trial alone: its randomness follows from the seed and the number
+        # of trials, so that a restarted scheduler neither repeats nor changes what it chooses.
+        count = len(self._study.get_trials(deepcopy=False))
+        seed = (self._config.seed * 1_000_003 + count) % 2**32
+        samplers = self._optuna.samplers
+        sampler = samplers.TPESampler if self._config.method == "tpe" else samplers.RandomSampler
+        self._study.sampler = sampler(seed=seed)
+        trial = self._study.ask(self._distributions)
+        trial.set_user_attr(names.JOB, self._spec.job_id_of(trial.number))
+        return _stored(self._frozen(trial.number))
+
+    def report(self, number: int, samples: int, value: float) -> str:
+        """Store an evaluation of a trial; return why the trial is pruned, or an empty string."""
+        frozen = self._frozen(number)
+        if samples in frozen.intermediate_values:
+            return ""
+        self._storage.set_trial_intermediate_value(frozen._trial_id, samples, value)
+        rungs = self.rungs or ()
+        # Not after the last rung: there, Optuna would compare once more just before the end.
+        if not rungs or samples >= rungs[0] * self._config.divisor ** len(rungs):
+            return ""
+        pruner = make_pruner(self._optuna, rungs, self._config.divisor)
+        if not pruner.prune(self._study, self._frozen(number)):
+            return ""
+        reason = (
+            f"pruned at rung {rung_of(samples, rungs)} of {len(rungs)} with {value:.6g} after "
+            f"{samples:,} samples"
+        )
+        self._storage.set_trial_user_attr(frozen._trial_id, names.REASON, reason)
+        return reason
+
+    def tell(
+        self,
+        number: int,
+        state: TrialState,
+        *,
+        value: float | None = None,
+        reason: str = "",
+        samples: int = 0,
+    ) -> None:
+        """Store the end of a trial."""
+        trial_id = self._frozen(number)._trial_id
+        self._storage.set_trial_user_attr(trial_id, names.SAMPLES, samples)
+        if reason:
+            self._storage.set_trial_user_attr(trial_id, names.REASON, reason)
+        self._study.tell(number, value, state=self._optuna.trial.TrialState[state])
+
+    def forget(self, trial: StoredTrial) -> None:
+        """End a trial without a job: the scheduler died while it chose the values."""
+        fixed = self._frozen(trial.number).system_attrs.get("fixed_params")
+        self.tell(trial.number, "FAIL", reason="the scheduler restarted before it began")
+        if fixed:
+            self._study.enqueue_trial(fixed)
+
+    def end(self, verdict: Verdict) -> None:
+        """Store the end of the study."""
+        self.set_status(verdict.status, verdict.reason)
+        self._study.set_user_attr(names.ENDED_AT, time.time())
+
+    def _frozen(self, number: int) -> Any:
+        return self._study.get_trials(deepcopy=False)[number]
+
+
+def make_pruner(optuna: Any, rungs: tuple[int, ...], divisor: int) -> Any:
+    """Return Optuna's pruner for these rungs."""
+    return optuna.pruners.SuccessiveHalvingPruner(
+        min_resource=rungs[0], reduction_factor=divisor, min_early_stopping_rate=0
+    )
+
+
+def _stored(trial: Any) -> StoredTrial:
+    attributes: Mapping[str, Any] = trial.user_attrs
+    return StoredTrial(
+        number=trial.number,
+        state=trial.state.name,
+        values=dict(trial.params),
+        job_id=attributes.get(names.JOB, ""),
+        reason=attributes.get(names.REASON, ""),
+        reported=dict(trial.intermediate_values),
+        samples=attributes.get(names.SAMPLES, 0),
+    )

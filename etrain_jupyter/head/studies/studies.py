@@ -1,0 +1,141 @@
+"""The studies of one scheduler, and their records for its successor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgpack
+
+from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.head.studies.driver import StudyDriver, TrialHost
+from etrain_jupyter.head.studies.study_spec import StudySpec
+from etrain_jupyter.log import events
+from etrain_jupyter.rules.search.shares import StudyShare
+from etrain_jupyter.storage.study_folder import import_optuna
+
+logger = logging.getLogger("etrain.coordinator")
+
+FOLDER = "studies"
+CLOSE_S = 2.0
+"""Timeout in seconds for storing the status of stopped studies when the cluster shuts down."""
+
+
+class Studies:
+    """Run studies next to the jobs.
+
+    Args:
+        host: Runs the trials.
+        folder: The scheduler's folder for records; None if it keeps none.
+    """
+
+    def __init__(self, host: TrialHost, folder: Path | None) -> None:
+        self._host = host
+        self._folder = folder / FOLDER if folder is not None else None
+        self._drivers: dict[str, StudyDriver] = {}
+        self._recalled: list[StudySpec] = []
+
+    @property
+    def is_active(self) -> bool:
+        """True while a study runs."""
+        return bool(self._drivers or self._recalled)
+
+    def recall(self) -> None:
+        """Read the studies of the previous scheduler; ``start`` continues them."""
+        for path in sorted(self._folder.glob("*")) if self._folder is not None else []:
+            if path.name.startswith("."):
+                continue
+            try:
+                self._recalled.append(StudySpec.from_message(msgpack.unpackb(path.read_bytes())))
+            except (OSError, ValueError, TypeError, KeyError) as exc:
+                logger.error("the record of study %s cannot be read: %s", path.name, exc)
+
+    def start(self) -> None:
+        """Continue the recalled studies, on the running event loop."""
+        recalled, self._recalled = self._recalled, []
+        for spec in recalled:
+            self._drive(spec)
+
+    def submit(self, spec: StudySpec) -> None:
+        """Start or resume a study.
+
+        Raises:
+            RequestError: If it cannot run here; nothing was started.
+        """
+        if self._folder is None:
+            raise RequestError(
+                "a search needs a cluster that etrain-jupyter has started: a foreign scheduler "
+                "keeps no record of the study. Nothing was submitted. Use pool: local"
+            )
+        if spec.study_id in self._drivers:
+            raise RequestError(
+                f"study {spec.study_id} is already running on this cluster. Nothing was submitted. "
+                f"Follow it with %etrain study {spec.study_id}"
+            )
+        if not spec.folder.is_dir():
+            raise RequestError(
+                f"the scheduler cannot read the folder {spec.folder}. Nothing was submitted. Set "
+                "ETRAIN_RUNS to a folder of this machine and restart the kernel"
+            )
+        try:
+            import_optuna()
+        except EtrainError as exc:
+            raise RequestError(str(exc)) from exc
+        self._record(spec)
+        self._drive(spec)
+
+    def stop(self, study_id: str) -> str:
+        """Stop a study; return the effect as a sentence.
+
+        Raises:
+            RequestError: If it does not run here.
+        """
+        driver = self._drivers.get(study_id)
+        if driver is None:
+            raise RequestError(f"study {study_id} is not running on this cluster")
+        driver.stop("stopped by the user")
+        return "stops: its trials save checkpoints at the next step boundary"
+
+    def stop_all(self, reason: str) -> None:
+        """Stop all studies before their jobs are stopped."""
+        for driver in self._drivers.values():
+            driver.stop(reason)
+
+    async def close(self) -> None:
+        """Wait until stopped studies have stored their status."""
+        tasks = [driver.task for driver in self._drivers.values() if driver.verdict is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+
+    def take_events(self, job_id: str, new: Sequence[events.Event]) -> None:
+        """Pass new events of a job to its study."""
+        for driver in self._drivers.values():
+            driver.take_events(job_id, new)
+
+    def shares(self) -> list[StudyShare]:
+        """Return how each study shares its workers."""
+        return [driver.share for driver in self._drivers.values()]
+
+    def _drive(self, spec: StudySpec) -> None:
+        self._drivers[spec.study_id] = StudyDriver(spec, self._host, on_end=self._forget)
+
+    def _forget(self, driver: StudyDriver) -> None:
+        self._drivers.pop(driver.spec.study_id, None)
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / driver.spec.study_id).unlink()
+        self._host.after_change()
+
+    def _record(self, spec: StudySpec) -> None:
+        assert self._folder is not None
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = self._folder / f".{spec.study_id}"
+        packed = msgpack.packb(spec.to_message())
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(packed)
+        os.replace(draft, self._folder / spec.study_id)

@@ -1,0 +1,1 @@
+"""Studies in the kernel: submit, follow, display, stop and resume a search."""

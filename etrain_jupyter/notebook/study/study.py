@@ -1,0 +1,272 @@
+"""One study in the kernel: its trials, its best job, and requests to it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, JobNotFoundError
+from etrain_jupyter.insight.table import data_frame
+from etrain_jupyter.notebook.job.cluster_location import find_cluster
+from etrain_jupyter.notebook.job.job_record import RunRecord
+from etrain_jupyter.notebook.job.link import JobLink
+from etrain_jupyter.notebook.job.open_jobs import hold
+from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.notebook.study.figure import plot_study
+from etrain_jupyter.notebook.study.report import render_html, render_text
+from etrain_jupyter.notebook.study.view import StudyView, TrialRow
+from etrain_jupyter.storage import study_folder as names
+from etrain_jupyter.wire.requests import StopStudy
+
+if TYPE_CHECKING:
+    import optuna
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+POLL_S = 0.25
+"""Interval in seconds between two reads of Optuna's journal."""
+BEGIN_S = 60.0
+"""Timeout in seconds for the scheduler to create the journal of a new study."""
+
+Resume = Callable[["Study", int], JobLink]
+
+
+class Study:
+    """A search over hyper-parameters, whose trials are jobs.
+
+    It belongs to its cluster, as a job does: ``attach_study`` finds it again in another kernel.
+
+    Args:
+        record: Its record in the run store.
+        link: Connection to its scheduler; None if that has ended.
+        resume: Submits the study again.
+    """
+
+    def __init__(self, record: RunRecord, link: JobLink | None, resume: Resume) -> None:
+        self.record = record
+        self._link = link
+        self._resume = resume
+        self._optuna: optuna.Study | None = None
+
+    @property
+    def id(self) -> str:
+        """Unique id, and the name of its folder in the run store."""
+        return self.record.job_id
+
+    @property
+    def name(self) -> str:
+        """Name of the study."""
+        return self.record.name
+
+    @property
+    def optuna(self) -> optuna.Study:
+        """The study in Optuna, for its plots and its importance of parameters.
+
+        Raises:
+            EtrainError: If Optuna is not installed, or the study has not begun.
+        """
+        package = names.import_optuna()
+        deadline = time.monotonic() + BEGIN_S
+        while self._optuna is None:
+            try:
+                if not (self.record.folder / names.JOURNAL_FILE).exists():
+                    raise KeyError("no journal yet")
+                storage = names.open_storage(self.record.folder)
+                self._optuna = package.load_study(study_name=self.id, storage=storage)
+            except KeyError as exc:
+                if self._is_gone() or time.monotonic() >= deadline:
+                    raise EtrainError(
+                        f"study {self.id} has not begun: {self.record.folder} contains no trials. "
+                        "%etrain doctor shows whether its cluster is alive."
+                    ) from exc
+                time.sleep(POLL_S)
+        return self._optuna
+
+    def view(self) -> StudyView:
+        """Return the study's current state."""
+        study = self.optuna
+        attributes = study.user_attrs
+        status = attributes.get(names.STATUS, "running")
+        reason = attributes.get(names.REASON, "")
+        if status == "running" and self._is_gone():
+            status, reason = "lost", "its cluster has ended; study.resume() continues it"
+        search = self.record.config["search"]
+        return StudyView(
+            name=self.name,
+            study_id=self.id,
+            status=status,
+            reason=reason,
+            metric=search["metric"],
+            mode=search["mode"],
+            num_trials=attributes.get(names.NUM_TRIALS, 0),
+            num_samples=attributes.get(names.NUM_SAMPLES, 0),
+            rungs=tuple(attributes.get(names.RUNGS, ())),
+            trials=tuple(_rows_of(study.get_trials(deepcopy=False))),
+        )
+
+    def _is_gone(self) -> bool:
+        return self._link is None or find_cluster(self.record.cluster, self.record.host).has_ended
+
+    @property
+    def status(self) -> str:
+        """``running``, ``finished``, ``stopped``, ``failed``, or ``lost`` if its cluster ended."""
+        return self.view().status
+
+    @property
+    def trials(self) -> DataFrame:
+        """The trials as a data frame: one row each, with a column for each name of the space.
+
+        Raises:
+            ConfigError: If pandas is not installed.
+        """
+        rows = [
+            {
+                "number": row.number,
+                "state": row.state,
+                "value": row.value,
+                **row.params,
+                "samples": row.samples,
+                "job": row.job_id,
+                "reason": row.reason,
+            }
+            for row in self.view().trials
+        ]
+        return data_frame(rows, otherwise="study.view().trials")
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """The values of the best trial, see ``best_job``."""
+        return dict(self._best().params)
+
+    @property
+    def best_value(self) -> float:
+        """The metric of the best trial, see ``best_job``."""
+        return self._best().value
+
+    @property
+    def best_job(self) -> TrainingJob:
+        """The job of the best complete trial; while none is complete, of the best running one.
+
+        Raises:
+            JobNotFoundError: If no trial has a value yet.
+        """
+        return self.job(self._best().number)
+
+    def job(self, number: int) -> TrainingJob:
+        """Return the job of a trial.
+
+        Raises:
+            JobNotFoundError: If the trial has no job.
+        """
+        return hold(RunStore(self.record.folder.parent).find(f"{self.id}-{number:03d}"))
+
+    def _best(self) -> TrialRow:
+        view = self.view()
+        if view.best is None:
+            raise JobNotFoundError(
+                f"no trial of study {self.id} has a value yet: it is {view.status}, with "
+                f"{len(view.trials)} of {view.num_trials} trials begun."
+            )
+        return view.best
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait until the study has ended, and return its status.
+
+        Args:
+            timeout: Timeout in seconds; None to wait without limit.
+
+        Raises:
+            TimeoutError: If the study has not ended by then; it continues.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (view := self.view()).status == "running":
+            if time.monotonic() >= deadline:
+                done = sum(trial.state != "RUNNING" for trial in view.trials)
+                raise TimeoutError(
+                    f"study {self.id} has not ended within {timeout:g} s: {done} of "
+                    f"{view.num_trials} trials. It continues."
+                )
+            time.sleep(POLL_S)
+        return view.status
+
+    def stop(self) -> str:
+        """Stop the study; its running trials save checkpoints and can be resumed.
+
+        Raises:
+            JobLostError: If its cluster has ended.
+            PoolError: If it is not running.
+        """
+        if self._is_gone():
+            raise JobLostError(f"the cluster of study {self.id} has ended, so it is not running.")
+        assert self._link is not None
+        try:
+            return f"study {self.name} {self._link.call(StopStudy(study_id=self.id)).message}"
+        finally:
+            self._link.release()
+
+    def resume(self, trials: int = 0) -> str:
+        """Continue a stopped study from its trials' checkpoints, or an ended one with more trials.
+
+        Args:
+            trials: Trials to add.
+
+        Raises:
+            ConfigError: If the study is running, or has ended and no trials are added.
+        """
+        view = self.view()
+        if view.status == "running":
+            raise ConfigError(f"study {self.id} is running", hint="stop it first: study.stop()")
+        unfinished = any(trial.state == "RUNNING" for trial in view.trials)
+        total = view.num_trials + trials
+        if trials < 0 or (total <= len(view.trials) and not unfinished):
+            raise ConfigError(
+                f"all {len(view.trials)} trials of study {self.id} have ended",
+                hint="study.resume(trials=10) adds trials",
+            )
+        ended_at = self._ended_at()
+        self._link = self._resume(self, total)
+        # Until the scheduler has opened the journal, the status is that of the previous end.
+        deadline = time.monotonic() + BEGIN_S
+        while time.monotonic() < deadline:
+            if self.view().status == "running" or self._ended_at() != ended_at:
+                break
+            time.sleep(POLL_S)
+        return f"study {self.name} continues, with {total} trials in total"
+
+    def _ended_at(self) -> float:
+        return float(self.optuna.user_attrs.get(names.ENDED_AT, 0.0))
+
+    def plot(self) -> Figure:
+        """Return a Matplotlib figure: the curve of each trial, and the best value so far.
+
+        Raises:
+            ConfigError: If matplotlib is not installed.
+        """
+        return plot_study(self.view())
+
+    def __repr__(self) -> str:
+        return render_text(self.view())
+
+    def _repr_html_(self) -> str:
+        return render_html(self.view())
+
+
+def _rows_of(trials: list[Any]) -> Iterator[TrialRow]:
+    for trial in trials:
+        if trial.state.name == "WAITING":
+            continue
+        curve = tuple(sorted(trial.intermediate_values.items()))
+        last = curve[-1] if curve else (0, math.nan)
+        yield TrialRow(
+            number=trial.number,
+            state=trial.state.name,
+            params=dict(trial.params),
+            value=last[1],
+            samples=max(last[0], trial.user_attrs.get(names.SAMPLES, 0)),
+            reason=trial.user_attrs.get(names.REASON, ""),
+            job_id=trial.user_attrs.get(names.JOB, ""),
+            curve=curve,
+        )

@@ -1,0 +1,160 @@
+"""Searches with real workers: trials as jobs, and a scheduler that dies in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from etrain_jupyter import launch
+from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.events import JobResumed, JobSubmitted, SchedulerRestarted
+from etrain_jupyter.notebook.study.study import Study
+from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.process.cluster_dir import cluster_dirs
+from etrain_jupyter.testing.invariants import assert_invariants
+from tests.integration.conftest import PATIENCE_S, until
+
+pytestmark = pytest.mark.slow
+
+BODY = """\
+model: Net(width)
+data: {train: train_set, eval: eval_set}
+loss: slow_loss
+metrics: {accuracy: accuracy}
+optimizer: {name: SGD, lr: !py lr}
+batch: 64
+epochs: 8
+workers: {min: 1, max: 2}
+search:
+  space:
+    width: {choice: [8, 16]}
+    lr: {choice: [1e-5, 0.5]}
+  metric: eval_accuracy
+  mode: max
+  divisor: 2
+  method: grid
+  pruner: asha
+  concurrent: 2
+"""
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def make_set(size: int, seed: int) -> TensorDataset:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.03)  # so that a decision at a rung arrives before the trial's end
+    return F.cross_entropy(output, target)
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(-1) == target).float()
+
+
+NAMES: dict[str, Any] = {
+    "Net": Net,
+    "train_set": make_set(640, 1),
+    "eval_set": make_set(128, 2),
+    "slow_loss": slow_loss,
+    "accuracy": accuracy,
+}
+
+
+@pytest.fixture(autouse=True)
+def cluster(runs: Path) -> Iterator[None]:
+    """Use a new cluster for each test, and leave nothing of it."""
+    yield
+    assert LocalPool().down() == Leftovers()
+
+
+def submit(body: str = BODY) -> Study:
+    return launch.submit_study(launch.plan_search(body, NAMES, {"name": "net"}, "%%etrain search"))
+
+
+def test_study_finds_the_best_values_and_its_trials_are_jobs(runs: Path) -> None:
+    study = submit()
+
+    status = study.wait(timeout=PATIENCE_S)
+
+    view = study.view()
+    assert (status, view.reason) == ("finished", "")
+    assert (view.num_samples, view.rungs) == (5120, (640, 1280, 2560))
+    assert [trial.state for trial in view.trials].count("FAIL") == 0
+    assert study.best_params["lr"] == 0.5
+    assert study.best_job.result()["step"] == 80
+    assert study.best_job.record.config["model"] == f"Net({study.best_params['width']})"
+    for trial in view.trials:
+        assert_invariants(study.job(trial.number).events())
+    # Another kernel finds the same, and Optuna opens it.
+    other = launch.attach_study("net")
+    assert other.view() == view
+    assert other.optuna.best_params == study.best_params
+
+    # More trials of an ended study: a grid has no more, so the same study continues with random
+    # values of its space.
+    other.resume(trials=1)
+    other.wait(timeout=PATIENCE_S)
+    assert len(other.view().trials) == 5
+
+
+def test_killed_scheduler_in_mid_study_runs_no_trial_twice(runs: Path) -> None:
+    study = submit()
+    until(lambda: any(trial.curve for trial in study.view().trials), "an evaluation")
+
+    [cluster] = cluster_dirs()
+    record = cluster.record()
+    assert record is not None
+    os.kill(record.scheduler_pid, signal.SIGKILL)
+
+    assert study.wait(timeout=PATIENCE_S) == "finished"
+    trials = study.view().trials
+    assert [trial.number for trial in trials] == [0, 1, 2, 3]
+    assert {trial.state for trial in trials} <= {"COMPLETE", "PRUNED"}
+    restarts = 0
+    for trial in trials:
+        events = read_events(study.job(trial.number).record.log_path)
+        # One submission each, and no attempt of it began again.
+        assert sum(isinstance(event, JobSubmitted) for event in events) == 1
+        assert not any(isinstance(event, JobResumed) for event in events)
+        restarts += any(isinstance(event, SchedulerRestarted) for event in events)
+        assert_invariants(study.job(trial.number).events())
+    assert restarts > 0
+    folders = [path.name for path in runs.glob(f"{study.id}-*")]
+    assert sorted(folders) == [trial.job_id for trial in trials]
+
+
+def test_stopped_study_resumes_its_trials_from_their_checkpoints(runs: Path) -> None:
+    study = submit()
+    until(lambda: any(trial.curve for trial in study.view().trials), "an evaluation")
+
+    study.stop()
+    assert study.wait(timeout=PATIENCE_S) == "stopped"
+    unfinished = [trial.number for trial in study.view().trials if trial.state == "RUNNING"]
+    assert unfinished
+    study.resume()
+
+    assert study.wait(timeout=PATIENCE_S) == "finished"
+    resumed = read_events(study.job(unfinished[0]).record.log_path)
+    assert any(isinstance(event, JobResumed) and event.step > 0 for event in resumed)
+    assert_invariants(study.job(unfinished[0]).events())

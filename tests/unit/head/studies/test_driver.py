@@ -1,0 +1,255 @@
+"""Drive studies whose jobs are played by the test: no workers, but Optuna and its journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.config.search_cell import parse_search_cell
+from etrain_jupyter.head.studies.driver import StudyDriver
+from etrain_jupyter.head.studies.optuna_study import OptunaStudy, make_pruner
+from etrain_jupyter.head.studies.study_spec import StudySpec
+from etrain_jupyter.log import events as e
+from etrain_jupyter.log.event_log import EventLog
+from etrain_jupyter.storage.study_folder import import_optuna
+
+pytestmark = pytest.mark.usefixtures("private_state")
+
+BODY = """\
+model: Net(width)
+data: {train: train_set, eval: eval_set}
+loss: loss
+metrics: {accuracy: loss}
+seed: !py width
+batch: 10
+epochs: 16
+search:
+  space: {width: {int: [1, 1000]}, lr: {low: 1, high: 2}}
+  metric: accuracy
+  mode: max
+"""
+NAMES = {"Net": lambda width, lr: None, "train_set": [0], "eval_set": [0], "loss": print}
+LENGTH = 100
+
+
+@pytest.fixture
+def private_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
+
+
+def spec_of(root: Path, *, more: str = "", **changes: Any) -> StudySpec:
+    body = BODY.replace("Net(width)", "Net(width, lr)") + more
+    parsed = parse_search_cell(body, namespace=NAMES)
+    folder = root / "study-00c0ffee"
+    folder.mkdir(exist_ok=True)
+    (folder / "bundle").write_bytes(b"objects")
+    values: dict[str, Any] = {
+        "study_id": folder.name,
+        "name": "study",
+        "folder": str(folder),
+        "search": parsed.search.model_dump(mode="json"),
+        "space": {name: p.model_dump(mode="json") for name, p in parsed.space.items()},
+        "num_trials": 4,
+        "template": vars(parsed.template),
+        "job": {"bundle_digest": "d", "bundle_size": 7},
+        "record": {"pool": "local", "bundle_digest": "d", "cwd": ""},
+    }
+    return StudySpec.from_message(values | changes)
+
+
+class Host:
+    """Records jobs, and plays their events: ``curve`` returns the accuracy by width and epoch."""
+
+    def __init__(self, curve: Callable[[int, int], float] | None, *, capacity: int = 2) -> None:
+        self.is_ready = True
+        self.capacity = capacity
+        self.orders: list[Any] = []
+        self.jobs: dict[str, Any] = {}
+        self.stopped: list[str] = []
+        self.curve = curve
+        self.driver: StudyDriver | None = None
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def find_job(self, job_id: str) -> Any:
+        return self.jobs.get(job_id)
+
+    def after_change(self) -> None:
+        pass
+
+    async def host_job(self, order: Any) -> None:
+        assert order.job_id not in [known.job_id for known in self.orders]
+        self.orders.append(order)
+        job = SimpleNamespace(
+            state=SimpleNamespace(is_ended=False),
+            log=lambda kind, **values: None,
+            handle=lambda stimulus: self.stopped.append(order.job_id),
+        )
+        self.jobs[order.job_id] = job
+        self.tasks.append(asyncio.create_task(self.play(order, job)))
+
+    async def play(self, order: Any, job: Any) -> None:
+        log = EventLog(order.log_path)
+
+        def tell(kind: type[e.Event], **values: Any) -> None:
+            [event] = log.append([kind(job_id=order.job_id, time=0.0, generation=1, **values)])
+            assert self.driver is not None
+            self.driver.take_events(order.job_id, [event])
+
+        tell(
+            e.JobPlanned, num_train_samples=LENGTH, num_eval_samples=1, global_batch_size=10,
+            steps_per_epoch=10, total_steps=160, total_samples=16 * LENGTH,
+        )  # fmt: skip
+        status = "finished"
+        for epoch in range(16):
+            if self.curve is None:
+                tell(e.UserErrorRaised, error="ValueError: no", traceback="", workers=[])
+                status = "failed"
+                break
+            tell(
+                e.StepCompleted, step=10 * (epoch + 1), epoch=epoch, first=90, samples=10,
+                sample_checksum=0, loss=1.0, lr=0.1, world_size=1, samples_per_s=1.0,
+            )  # fmt: skip
+            value = self.curve(order.config["seed"], epoch)
+            tell(
+                e.EvalCompleted, step=10 * (epoch + 1), epoch=epoch, samples=1, loss=1.0,
+                duration_s=0.0, metrics={"accuracy": value},
+            )  # fmt: skip
+            while self.driver is not None and self.driver._news:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.03)
+            if order.job_id in self.stopped:
+                status = "stopped"
+                break
+        job.state.is_ended = True
+        tell(e.JobStatusChanged, status=status)
+        log.close()
+
+
+async def drive(spec: StudySpec, host: Host, *, until: Callable[[], bool] | None = None) -> Any:
+    ended = asyncio.Event()
+    host.driver = StudyDriver(spec, host, on_end=lambda _: ended.set())  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        while not ended.is_set() and not (until and until()):
+            await asyncio.sleep(0.005)
+    return host.driver
+
+
+def run(spec: StudySpec, host: Host) -> OptunaStudy:
+    asyncio.run(drive(spec, host))
+    return OptunaStudy(spec)
+
+
+def test_poor_trials_end_at_rungs_and_the_best_completes(tmp_path: Path) -> None:
+    host = Host(lambda width, epoch: width + epoch / 100)
+
+    trials = run(spec_of(tmp_path, num_trials=8), host).trials()
+
+    complete = [t for t in trials if t.state == "COMPLETE"]
+    pruned = [t for t in trials if t.state == "PRUNED"]
+    assert len(complete) + len(pruned) == 8
+    assert pruned
+    assert max(t.values["width"] for t in trials) in [t.values["width"] for t in complete]
+    assert all("pruned at rung 1 of 2" in t.reason or "rung 2" in t.reason for t in pruned)
+    assert {t.job_id for t in trials} == {order.job_id for order in host.orders}
+    assert all(t.samples < 16 * LENGTH for t in pruned)
+
+
+def test_decisions_are_those_of_optuna_alone_on_the_same_values(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, num_trials=9)
+    trials = run(spec, Host(lambda width, epoch: (width * 37 % 11) + epoch, capacity=1)).trials()
+    optuna = import_optuna()
+    alone = optuna.create_study(direction="maximize", pruner=make_pruner(optuna, (100, 400), 4))
+
+    for ours in trials:
+        trial = alone.ask()
+        state = "COMPLETE"
+        for samples, value in sorted(ours.reported.items()):
+            trial.report(value, samples)
+            if samples < 1600 and trial.should_prune():
+                state = "PRUNED"
+                assert samples == max(ours.reported)
+        value = 0.0 if state == "COMPLETE" else None
+        alone.tell(trial, value, state=optuna.trial.TrialState[state])
+        assert state == ours.state
+
+
+def test_restarted_scheduler_runs_no_trial_twice_and_loses_none(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, num_trials=4)
+    host = Host(lambda width, epoch: float(width))
+
+    async def two_lives() -> None:
+        driver = await drive(spec, host, until=lambda: len(host.orders) == 3)
+        driver.task.cancel()  # the process dies; its jobs continue under the next scheduler
+        await asyncio.sleep(0)
+        await drive(spec, host)
+
+    asyncio.run(two_lives())
+
+    trials = OptunaStudy(spec).trials()
+    assert [t.number for t in trials] == [0, 1, 2, 3]
+    assert len({order.job_id for order in host.orders}) == len(host.orders) == 4
+    assert all(t.state in ("COMPLETE", "PRUNED") for t in trials)
+
+
+def test_study_stops_if_all_of_its_first_trials_fail(tmp_path: Path) -> None:
+    host = Host(None, capacity=1)
+
+    stored = run(spec_of(tmp_path), host)
+
+    assert [t.state for t in stored.trials()] == ["FAIL"] * 3
+    assert stored._study.user_attrs["status"] == "running"  # reopened by this test
+    assert host.driver is not None
+    assert host.driver.verdict is not None
+    assert host.driver.verdict.reason == "all 3 trials failed; the last one with: ValueError: no"
+
+
+def test_configuration_that_cannot_be_built_fails_its_trial_alone(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    template = dict(spec.template)
+    template["computed"] = {"/seed": "width if width % 2 else 0 - width"}
+    host = Host(lambda width, epoch: 1.0)
+
+    trials = run(spec_of(tmp_path, template=template, num_trials=6), host).trials()
+
+    failed = [t for t in trials if t.state == "FAIL"]
+    assert {t.number for t in failed} == {t.number for t in trials if t.values["width"] % 2 == 0}
+    assert 0 < len(failed) < 6
+    assert all("seed must be 0 or more" in t.reason for t in failed)
+
+
+def test_trial_without_the_metric_fails_with_the_names_that_were_reported(tmp_path: Path) -> None:
+    host = Host(lambda width, epoch: float("nan"), capacity=1)
+
+    run(spec_of(tmp_path, num_trials=1), host)
+
+    assert host.driver is not None
+    assert host.driver.verdict is not None
+    assert "no evaluation reported a finite 'accuracy'" in host.driver.verdict.reason
+
+
+def test_grid_runs_each_combination_once(tmp_path: Path) -> None:
+    search = {"method": "grid", "metric": "accuracy", "mode": "max"}
+    space = {"width": {"choice": [3, 5]}, "lr": {"choice": [1.0, 2.0]}}
+    host = Host(lambda width, epoch: 1.0)
+
+    trials = run(spec_of(tmp_path, search=search, space=space), host).trials()
+
+    tried = sorted((t.values["width"], t.values["lr"]) for t in trials)
+    assert tried == [(3, 1.0), (3, 2.0), (5, 1.0), (5, 2.0)]
+    assert {t.state for t in trials} == {"COMPLETE"}
+
+
+def test_values_do_not_depend_on_restarts(tmp_path: Path) -> None:
+    for name in ("once", "thrice"):
+        (tmp_path / name).mkdir()
+    once = OptunaStudy(spec_of(tmp_path / "once"))
+
+    expected = [once.ask().values for _ in range(3)]
+    found = [OptunaStudy(spec_of(tmp_path / "thrice")).ask().values for _ in range(3)]
+
+    assert found == expected
