@@ -72,7 +72,7 @@ class GoodputTerms:
         return self.rates[workers] * factor
 
     def cost(self, workers: int) -> float:
-        """Return US dollars per hour, or the number of workers if there is no price."""
+        """Return US dollars per hour, or the number of workers if the price is unknown."""
         if self.usd_per_worker_h is None:
             return float(workers)
         return self.usd_per_worker_h * workers + self.usd_per_h

@@ -191,6 +191,19 @@ class Experiments:
         span = self._next_full_span(step)
         if not active.is_round_due or span is None:
             return None
+        return self._try_on(span, active, step, gradients=gradients, moving=moving)
+
+    def _try_on(
+        self,
+        span: StepRange,
+        active: _Active,
+        step: Step,
+        *,
+        gradients: Gradients,
+        moving: RunningBuffers,
+    ) -> Iterator[Delivered]:
+        # The trial steps use copies of the next step's batches, which the job's own step uses, too.
+        group = step.group
         parts = gradients.parts(span)
         fetched = list(itertools.islice(step.batches, len(parts)))
         rest = itertools.chain(fetched, step.batches)
