@@ -2,7 +2,9 @@
 
 Both sides start from the same pretrained encoder and use the same windows of tokens, seeds, number
 of steps, initial weights, learning rate schedule and order of the samples. The trained weights of
-both sides are scored in this process, with the same code.
+both sides are scored in this process, with the same code. All windows are padded to the same
+length, because the loss of these models counts padded positions: without the padding, it would
+depend on how a batch is divided among the workers.
 
 ``--part scores``: the Trainer in one process, and etrain-jupyter with 1, 2 and 4 workers, and with
 two workers of which four are killed. ``--part throughput``: two ranks, in alternating order.
@@ -27,6 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from torch.utils.data import default_collate
 
 from benchmarks import ours, report
 from benchmarks.peers.run import python_path
@@ -181,7 +184,7 @@ def submit(task: Task, world_size: int) -> TrainingJob:
         world_size=world_size,
         workers={"min": min(world_size, RANKS), "max": world_size},
         model=lambda: load_encoder(task.encoder, task.seed),
-        data={"train": lambda: make_features(task, "train"), "collate": squad.collate},
+        data={"train": lambda: make_features(task, "train"), "collate": default_collate},
         loss=None,
         optimizer={
             "name": "AdamW",

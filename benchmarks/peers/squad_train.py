@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, default_collate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.squad_work import Task, load_encoder, make_features, read_task
-from etrain_jupyter.recipes import squad
 from etrain_jupyter.rules.samples.ledger import epoch_order
 
 
@@ -91,7 +90,7 @@ def main() -> None:
         model=load_encoder(task.encoder, task.seed),
         args=arguments,
         train_dataset=make_features(task, "train"),
-        data_collator=squad.collate,
+        data_collator=default_collate,
         callbacks=[steps],
     )
     trainer.task = task

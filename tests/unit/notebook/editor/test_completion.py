@@ -33,8 +33,8 @@ def test_line_offers_every_subcommand(marked: str) -> None:
     assert offered(marked) == [command.name for command in SUBCOMMANDS]
 
 
-def test_cell_offers_the_one_subcommand_with_a_body() -> None:
-    assert offered("%%etrain |") == ["distributed", "plan"]
+def test_cell_offers_the_subcommands_with_a_body() -> None:
+    assert offered("%%etrain |") == ["distributed", "search", "plan"]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_keys(marked: str, expected: list[str] | None) -> None:
         ("metrics:\n  top5: f\ncheckpoint:\n  best:\n    metric: t|", ["top5"]),
         ("pool: |", ["local", "moon"]),
         ("batch: |", ["{global: ", "{micro: ", "{per_worker: ", "{aggregation_frequency: "]),
-        ("workers: |", ["{min: ", "{max: "]),
+        ("workers: |", ["{min: ", "{max: ", "{target: "]),
         ("metrics: |", ["{accuracy: accuracy"]),
         ("seed: |", []),
         ("seed: !|", ["!py "]),

@@ -53,7 +53,7 @@ def completions(shell: InteractiveShell, marked: str) -> list[tuple[str, str]]:
 
 
 def test_ipython_shows_our_completions_in_order_with_their_kind(shell: InteractiveShell) -> None:
-    assert completions(shell, "%etrain st|") == [("stop", "command")]
+    assert completions(shell, "%etrain sto|") == [("stop", "command")]
     assert completions(shell, HEAD + "precision: |") == [
         ("fp32", "value"),
         ("bf16", "value"),
@@ -152,4 +152,4 @@ def test_shell_without_kernel_has_completion(shell: InteractiveShell, kernel: An
 
     etrain_jupyter.load_ipython_extension(shell)
 
-    assert completions(shell, "%etrain st|") == [("stop", "command")]
+    assert completions(shell, "%etrain sto|") == [("stop", "command")]
