@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import ours, report
 from benchmarks.squad import spread
-from benchmarks.squad_work import load_encoder
+from benchmarks.squad_work import load_encoder, select
 from etrain_jupyter import TrainingJob
 from etrain_jupyter.data import Shards
 from etrain_jupyter.recipes import language_modeling as lm
@@ -25,6 +25,8 @@ from etrain_jupyter.recipes import squad
 WORLD_SIZE = 2
 BATCH, MAX_LENGTH = 32, 128
 """Segments per step, and their maximum number of tokens: up to 4,096 tokens."""
+MAX_CHARACTERS = 700
+"""Longest context of a question."""
 VOCABULARY = 8000
 PROBE_STEPS = 12
 """Steps that measure the rate."""
@@ -66,8 +68,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             KINDS[0]: lambda: load_encoder(checkpoint),
             KINDS[1]: lambda: random_model(config),
         }
-        train = features(options, "train", tokenizer)
-        dev = features(options, "dev", tokenizer)
+        questions, held_out = select(options, MAX_CHARACTERS)
+        train = squad.Features(questions, tokenizer, is_training=True, max_length=MAX_LENGTH)
+        dev = squad.Features(held_out, tokenizer, max_length=MAX_LENGTH)
         scores: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         for seed in range(num_seeds):
             for kind, start in starts.items():
@@ -180,21 +183,6 @@ def random_model(config: Any) -> Any:
     from transformers import AutoModelForQuestionAnswering
 
     return AutoModelForQuestionAnswering.from_config(config)  # type: ignore[no-untyped-call]
-
-
-def features(options: argparse.Namespace, split: str, tokenizer: Any) -> squad.Features:
-    """Return windows of answerable questions about short paragraphs."""
-    path, count = (
-        (options.train, options.questions)
-        if split == "train"
-        else (options.dev, options.dev_questions)
-    )
-    questions = squad.read(path) if path else squad.download(split)
-    chosen = [q for q in questions if q.golds and len(q.context) <= 400]
-    stride = max(1, len(chosen) // count)
-    return squad.Features(
-        chosen[::stride][:count], tokenizer, is_training=split == "train", max_length=MAX_LENGTH
-    )
 
 
 def tune(

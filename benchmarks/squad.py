@@ -33,7 +33,7 @@ from torch.utils.data import default_collate
 
 from benchmarks import ours, report
 from benchmarks.peers.run import python_path
-from benchmarks.squad_work import Task, load_encoder, make_features
+from benchmarks.squad_work import Task, load_encoder, make_features, select
 from benchmarks.steady import alternate, ratios_to_ddp
 from etrain_jupyter import TrainingJob
 from etrain_jupyter.recipes import squad
@@ -44,6 +44,8 @@ WORLD_SIZES = (1, 2, 4)
 KILLS = 4
 RANKS = 2
 """Ranks of the throughput part, and workers of the run with kills."""
+MAX_CHARACTERS = 520
+"""Longest context of a question."""
 BAR = 0.98
 """Throughput of etrain-jupyter relative to the Trainer's."""
 TIMEOUT_S = 7200.0
@@ -90,14 +92,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def prepare(options: argparse.Namespace, folder: Path) -> Task:
     """Select the questions, and return the task of both sides."""
-    splits = {}
-    for split, count in (("train", options.questions), ("dev", options.dev_questions)):
-        path = getattr(options, split)
-        questions = squad.read(path) if path else squad.download(split)
-        chosen = [q for q in questions if q.golds and len(q.context) <= 520]
-        # Evenly over the file, and so over its articles.
-        stride = max(1, len(chosen) // count)
-        splits[split] = [
+    for split, questions in zip(("train", "dev"), select(options, MAX_CHARACTERS), strict=True):
+        rows = [
             {
                 "id": q.id,
                 "context": q.context,
@@ -107,9 +103,9 @@ def prepare(options: argparse.Namespace, folder: Path) -> Task:
                     "answer_start": [g.start for g in q.golds],
                 },
             }
-            for q in chosen[::stride][:count]
+            for q in questions
         ]
-        (folder / f"{split}.json").write_text(json.dumps(splits[split]), encoding="utf-8")
+        (folder / f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
     return Task(
         encoder=find_pretrained(options.encoder),
         folder=str(folder),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -56,6 +57,38 @@ class Task:
 def read_task(path: Path) -> Task:
     """Read what ``to_json`` returned."""
     return Task(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def select(
+    options: argparse.Namespace, max_characters: int
+) -> tuple[list[squad.Question], list[squad.Question]]:
+    """Return answerable questions about short contexts: for training, and held-out ones.
+
+    Held-out questions are about articles without a question for training, because a split may share
+    articles with another file.
+
+    Args:
+        options: ``train``, ``dev``, ``questions`` and ``dev_questions``.
+        max_characters: Longest context.
+
+    Raises:
+        ValueError: If the files have the same articles.
+    """
+    train = squad.read(options.train) if options.train else squad.download("train")
+    dev = squad.read(options.dev) if options.dev else squad.download("dev")
+    titles, contexts = {q.title for q in train} - {""}, {q.context for q in train}
+    held_out = [q for q in dev if q.title not in titles and q.context not in contexts]
+    chosen = []
+    for questions, count in (held_out, options.dev_questions), (train, options.questions):
+        short = [q for q in questions if q.golds and len(q.context) <= max_characters]
+        # Evenly over the file, and so over its articles.
+        chosen.append(short[:: max(1, len(short) // count)][:count])
+    if not chosen[0]:
+        raise ValueError(
+            f"{len(dev):,} questions of {options.dev}: none is answerable, short and about an "
+            "article that the questions for training lack. Give another --dev."
+        )
+    return chosen[1], chosen[0]
 
 
 def load_encoder(name: str, seed: int = 0) -> Any:
