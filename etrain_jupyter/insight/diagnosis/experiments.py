@@ -19,7 +19,8 @@ from etrain_jupyter.insight.diagnosis.step_parts import (
 )
 from etrain_jupyter.log.events import ExperimentCompleted
 
-Outcome = Literal["confirmed", "refuted", "undecided", "abandoned"]
+Outcome = Literal["confirmed", "refuted", "undecided", "abandoned", "not_run"]
+"""``abandoned``: it began, or the workers refused it; ``not_run``: it could not be requested."""
 
 VARIANTS: Mapping[Cause, tuple[str, ...]] = {
     "input": ("cached",),

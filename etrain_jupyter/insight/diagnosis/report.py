@@ -296,13 +296,16 @@ def _test(main: Finding, measured: Measured, run: Run) -> Tested:
         )
     except EtrainError as exc:
         # The diagnosis from the log remains.
-        return Tested(cause=main.cause, outcome="abandoned", reason=str(exc))
+        return Tested(cause=main.cause, outcome="not_run", reason=str(exc))
     return judge_experiment(event, main.cause, measured.workers)
 
 
 def _with_result(main: Finding, tested: Tested) -> Finding:
-    if tested.outcome != "confirmed":
+    if tested.outcome == "not_run":
         return main
+    if tested.outcome != "confirmed":
+        # The log alone cannot tell, for example, a slow exchange from workers that wait for a core.
+        return replace(main, confidence="medium" if main.confidence == "high" else "low")
     return replace(
         main,
         confidence="high",
@@ -314,7 +317,7 @@ def _with_result(main: Finding, tested: Tested) -> Finding:
 def describe_tested(tested: Tested) -> str:
     """Return the result of an experiment as a sentence."""
     name = VERDICTS[tested.cause]
-    if tested.outcome == "abandoned":
+    if tested.outcome in ("abandoned", "not_run"):
         return f"No experiment on {name}: {tested.reason.rstrip('.')}."
     assert tested.interval is not None
     low, high = tested.interval

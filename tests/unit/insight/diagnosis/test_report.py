@@ -416,6 +416,14 @@ def test_confirmed_cause_has_the_share_and_the_gain_of_the_experiment() -> None:
     )
 
 
+@pytest.mark.parametrize("times", [(0.04, 0.0), (0.04, 0.001, 0.04, 0.045)])
+def test_experiment_without_a_decision_lowers_the_confidence(times: tuple[float, ...]) -> None:
+    diagnosis = diagnose_job(job_with_times(INPUT), is_running=True, run=run_with(times))
+
+    assert diagnosis.verdict.main is not None
+    assert (diagnosis.verdict.main.cause, diagnosis.verdict.main.confidence) == ("input", "medium")
+
+
 def test_refuted_cause_is_replaced_by_the_next_one() -> None:
     times = {"data_s": 0.02, "compute_s": 0.005, "optimizer_s": 0.015}
     job = job_with_times({"w0": times, "w1": times})
