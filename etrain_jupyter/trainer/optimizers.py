@@ -51,12 +51,11 @@ def build_optimizer(
         return made
     kind, defaults = _find(config.name)
     options = {**defaults, "lr": config.lr, **config.options}
-    if _can_be_fused(config, parameters):
-        options["fused"] = True
+    kernel = {"fused": True} if _can_be_fused(config, parameters) else {}
     if config.name == "Muon":
         _check_dimensions(model)
     try:
-        return kind(_groups(config, parameters), **options)
+        return kind(_groups(config, parameters), **options, **kernel)
     except (TypeError, ValueError, NotImplementedError) as exc:
         raise WorkloadError(f"optimizer {config.name} does not take {options}: {exc}") from exc
 
