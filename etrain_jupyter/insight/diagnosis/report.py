@@ -304,7 +304,7 @@ def _with_result(main: Finding, tested: Tested) -> Finding:
     if tested.outcome == "not_run":
         return main
     if tested.outcome != "confirmed":
-        # The log alone cannot tell, for example, a slow exchange from workers that wait for a core.
+        # The log alone cannot distinguish a slow exchange from workers that wait for a core.
         return replace(main, confidence="medium" if main.confidence == "high" else "low")
     return replace(
         main,
