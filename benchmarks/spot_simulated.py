@@ -103,27 +103,19 @@ def simulate_day(
         on_demand_usd: Hourly price on demand.
         boots_s: Measured boot times, in real seconds.
     """
-    found = [
-        _run(trace, num_nodes, day_s, scale, on_demand_usd, boots_s, seed)
-        for seed in range(NUM_RUNS)
-    ]
-    return {name: statistics.mean(one[name] for one in found) for name in found[0]}
-
-
-def _run(
-    trace: SpotTrace,
-    num_nodes: int,
-    day_s: float,
-    scale: float,
-    on_demand_usd: float,
-    boots_s: Sequence[float],
-    seed: int,
-) -> dict[str, float]:
     end_s = PRELUDE_S + day_s
     job = SimulatedJob(
         workers=num_nodes, duration_s=10 * end_s, deadline_s=end_s, spot_usd=0.0, tick_s=TICK_S,
         on_demand_usd=on_demand_usd, boot_s=(min(boots_s), max(boots_s)), stall_s=0.2,
     )  # fmt: skip
+    found = [_run(job, trace, day_s, scale, seed) for seed in range(NUM_RUNS)]
+    return {name: statistics.mean(one[name] for one in found) for name in found[0]}
+
+
+def _run(
+    job: SimulatedJob, trace: SpotTrace, day_s: float, scale: float, seed: int
+) -> dict[str, float]:
+    end_s, num_nodes = PRELUDE_S + day_s, job.workers
     market = VirtualMarket(trace, rng=random.Random(seed), boot_s=job.boot_s)
     rules = Rules(cluster_id="simulated", max_workers=num_nodes, is_single_zone=False,
                   linger_s=LINGER_S, boot_s=7200.0)  # fmt: skip

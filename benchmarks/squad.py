@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +138,8 @@ def measure_scores(options: argparse.Namespace, task: Task) -> dict[str, Any]:
 
 def score_trainer(task: Task) -> dict[str, float]:
     """Train with the Trainer in one process."""
-    with processor_time() as cpu_s:
-        times, folder = run_trainer(task, num_ranks=1, track=cpu_s.track)
+    cpu_s = ProcessorTime()
+    times, folder = run_trainer(task, num_ranks=1, track=cpu_s.track)
     model = load_encoder(folder)
     return {
         **scores_of(model, task),
@@ -151,7 +151,8 @@ def score_trainer(task: Task) -> dict[str, float]:
 
 def score_ours(task: Task, world_size: int, num_kills: int) -> dict[str, float]:
     """Train with etrain-jupyter, and kill workers at even intervals."""
-    with ours.cluster(), processor_time() as cpu_s:
+    cpu_s = ProcessorTime()
+    with ours.cluster():
         job = submit(task, world_size)
         for number in range(num_kills):
             step = task.steps * (number + 1) // (num_kills + 1)
@@ -244,7 +245,8 @@ def measure_throughput(options: argparse.Namespace, task: Task) -> dict[str, Any
 
 def rate_of_ours(task: Task) -> tuple[float, float]:
     """Return samples per second of two of our ranks, and processor seconds per sample."""
-    with ours.cluster(), processor_time() as cpu_s:
+    cpu_s = ProcessorTime()
+    with ours.cluster():
         job = submit(task, RANKS)
         follow(job, cpu_s)
     times = [step.time for step in ours.steps_of(job) if step.world_size == RANKS]
@@ -253,8 +255,8 @@ def rate_of_ours(task: Task) -> tuple[float, float]:
 
 def rate_of_trainer(task: Task) -> tuple[float, float]:
     """Return samples per second of two ranks of the Trainer, and processor seconds per sample."""
-    with processor_time() as cpu_s:
-        times, _ = run_trainer(task, num_ranks=RANKS, track=cpu_s.track)
+    cpu_s = ProcessorTime()
+    times, _ = run_trainer(task, num_ranks=RANKS, track=cpu_s.track)
     return report.steady_rate(times, task.batch), cpu_s.per_sample(times, task.batch)
 
 
@@ -318,12 +320,6 @@ class ProcessorTime:
     def total(self) -> float:
         """Return the sum, in seconds."""
         return sum(self._seconds.values())
-
-
-@contextlib.contextmanager
-def processor_time() -> Iterator[ProcessorTime]:
-    """Provide a new counter."""
-    yield ProcessorTime()
 
 
 def follow(job: TrainingJob, cpu_s: ProcessorTime) -> None:

@@ -140,6 +140,11 @@ class JobPlanned(Event):
         """Return the number of samples in a full step of ``world_size`` ranks."""
         return self.per_worker_batch_size * world_size or self.global_batch_size
 
+    @property
+    def job_samples(self) -> int:
+        """Samples of the whole job; logs of earlier versions have no ``total_samples``."""
+        return self.total_samples or self.total_steps * self.global_batch_size
+
     def total_steps_after(self, step: StepCompleted) -> int:
         """Return the total steps of the job if the number of workers remains as in ``step``."""
         if not self.per_worker_batch_size:

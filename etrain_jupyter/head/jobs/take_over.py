@@ -40,7 +40,8 @@ def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence, SpeedEv
     record, evidence, speeds = JobRecord().apply_all(events), Evidence(), SpeedEvidence()
     for event in events:
         evidence.fold(event)
-        speeds.fold(event)
+        if order.is_sized:
+            speeds.fold(event)
     record.generation = max(record.generation, _newest_writer(order))
     return record, evidence, speeds
 

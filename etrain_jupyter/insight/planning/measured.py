@@ -11,12 +11,11 @@ import numpy as np
 
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.measures import BUSY, Columns, divide, step_durations, to_floats
-from etrain_jupyter.insight.runs import Job, group_of
+from etrain_jupyter.insight.runs import Job
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     Event,
     GenerationFormed,
-    JobPlanned,
     JobResumed,
     JobSubmitted,
     RankTimed,
@@ -25,7 +24,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.pools.ec2.type_table import MACHINE_TYPES
 from etrain_jupyter.rules.policy.adascale import GradientNoise
-from etrain_jupyter.rules.policy.step_time import Exchange, StepPoint, exchange_of
+from etrain_jupyter.rules.policy.step_time import Exchange, StepPoint, exchange_of, passes_of
 
 WARM_UP_STEPS = 3
 """First steps of a generation, which are slower, and left out if enough others remain."""
@@ -127,7 +126,7 @@ def read_measured(job: Job) -> MeasuredJob:
             hint="let it train for about 30 s, first on one worker and then on two (%etrain scale "
             "2), and plan again",
         )
-    done, total = float(sum(columns["samples"])), _total_samples_of(plan)
+    done, total = float(sum(columns["samples"])), float(plan.job_samples)
     is_over = job.status in TERMINAL_STATUSES
     left = max(0.0, total - done)
     config = record.config
@@ -143,7 +142,7 @@ def read_measured(job: Job) -> MeasuredJob:
         per_worker_batch=plan.per_worker_batch_size,
         num_parameters=plan.num_parameters,
         compression=str(config.get("compression") or "none"),
-        passes=_passes_of(config),
+        passes=passes_of(config),
         precision=str(config.get("precision") or "fp32"),
         max_workers=max(record.workers[1], max(map(int, columns["world_size"]))),
         outside_share=divide(record.outside_s, record.elapsed_s) if record.elapsed_s else 0.0,
@@ -260,15 +259,6 @@ def _is_warm(generations: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[A
     )
     warm: np.ndarray[Any, Any] = since >= WARM_UP_STEPS
     return warm
-
-
-def _total_samples_of(plan: JobPlanned) -> float:
-    return float(plan.total_samples or plan.total_steps * plan.global_batch_size)
-
-
-def _passes_of(config: Mapping[str, Any]) -> int:
-    passes = group_of(config, "batch").get("aggregation_frequency")
-    return passes if isinstance(passes, int) and passes >= 1 else 1
 
 
 def _losses_of(columns: Columns, record: _PlanRecord) -> float:

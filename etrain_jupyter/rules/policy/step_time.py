@@ -22,9 +22,9 @@ one and two workers, it predicts three and four, which the line cannot.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +110,13 @@ class Exchange:
     """Expected seconds per byte: the inverse of the bandwidth in bytes per second."""
     is_known: bool = False
     """True if ``s_per_byte`` is the bandwidth of a known network rather than a first guess."""
+
+
+def passes_of(config: Mapping[str, Any]) -> int:
+    """Return the minimum number of passes of a step, from the configuration in a job's log."""
+    batch = config.get("batch")
+    passes = batch.get("aggregation_frequency") if isinstance(batch, Mapping) else None
+    return passes if isinstance(passes, int) and passes >= 1 else 1
 
 
 def exchange_of(

@@ -20,6 +20,7 @@ from etrain_jupyter.rules.policy.step_time import (
     StepPoint,
     exchange_of,
     fit_step_times,
+    passes_of,
 )
 
 WARM_UP_STEPS = 3
@@ -142,12 +143,10 @@ class SpeedEvidence:
         )
 
     def _exchange(self, plan: t.JobPlanned) -> Exchange:
-        batch = self._config.get("batch") or {}
-        passes = batch.get("aggregation_frequency") if isinstance(batch, Mapping) else None
         return exchange_of(
             num_parameters=plan.num_parameters,
             compression=str(self._config.get("compression") or "none"),
-            passes=passes if isinstance(passes, int) and passes >= 1 else 1,
+            passes=passes_of(self._config),
         )
 
     def _progress(self, plan: t.JobPlanned, high: int) -> tuple[float, ...] | None:
@@ -159,9 +158,8 @@ class SpeedEvidence:
         return progress_of((0.0, *gains))
 
     def _needed_rate(self, plan: t.JobPlanned, remaining_s: float | None) -> float:
-        total = plan.total_samples or plan.total_steps * plan.global_batch_size
         epoch, done = self._done
-        left = total - epoch * plan.num_train_samples - done
+        left = plan.job_samples - epoch * plan.num_train_samples - done
         if remaining_s is None or left <= 0:
             return 0.0
         return left / max(remaining_s, 1.0)
