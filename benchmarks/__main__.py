@@ -35,6 +35,7 @@ from benchmarks import (
     steady,
     strangers,
     stream,
+    uneven,
 )
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -58,6 +59,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "plan": plan,
     "diagnose": diagnose,
     "search": search,
+    "uneven": uneven,
     "strangers": strangers,
     "code": code_table,
     "squad": squad,

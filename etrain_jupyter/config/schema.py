@@ -212,6 +212,8 @@ class BatchConfig(Section):
     """Samples per step on each worker, instead of ``global``; grows with the number of workers."""
     aggregation_frequency: Annotated[int, Field(ge=1, examples=[4])] = 1
     """Passes per worker in each step, whose gradients are accumulated before the exchange."""
+    split: Literal["even", "auto"] = "even"
+    """Samples of each worker in a step: the same number, or auto for shares by measured speed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -727,6 +729,7 @@ class TrainConfig(Section):
     #
     #   batch.per_worker   the samples of a step depend on the number of workers
     #   batch.micro: auto  the passes depend on the memory of each machine
+    #   batch.split: auto  the shares depend on the speed of each machine
     #   compile            the order of sums depends on the machine
     #   compression        rounding does not commute with a sum whose order varies
     #
@@ -855,6 +858,14 @@ class TrainConfig(Section):
                 "reproducible cannot be guaranteed with batch.micro: auto, whose passes depend on "
                 "the memory of each machine",
                 hint="write batch: {micro: 32}, or reproducible: false",
+                path=("reproducible",),
+                at_key=True,
+            )
+        if self.batch.split == "auto":
+            raise fault(
+                "reproducible cannot be guaranteed with batch.split: auto, whose shares depend on "
+                "the speed of each machine",
+                hint="write batch: {split: even}, or reproducible: false",
                 path=("reproducible",),
                 at_key=True,
             )

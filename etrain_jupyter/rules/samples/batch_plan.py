@@ -7,6 +7,7 @@ step of an epoch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -30,6 +31,7 @@ def plan_step(
     micro_batch_size: int | None,
     min_share: int = 1,
     num_passes: int = 1,
+    speeds: Sequence[float] | None = None,
 ) -> StepPlan:
     """Share the ``count`` samples of one step; with few samples, the last ranks get none.
 
@@ -41,6 +43,8 @@ def plan_step(
             in total. With a value of 2, no rank gets a single sample, on which BatchNorm fails,
             in an epoch's small last step.
         num_passes: Minimum passes per rank, as long as each has ``min_share`` samples.
+        speeds: Positive; each rank's share is proportional to its speed. Even shares if None, or if
+            the step has too few samples to give each rank ``min_share``.
 
     >>> plan_step(count=5, world_size=3, micro_batch_size=1)
     StepPlan(starts=(0, 2, 4), counts=(2, 2, 1), num_micro_steps=2)
@@ -50,14 +54,29 @@ def plan_step(
     4
     """
     num_busy = min(world_size, max(1, count // min_share))
-    counts = share_samples(count, num_busy) + (0,) * (world_size - num_busy)
+    if speeds is None or num_busy < world_size:
+        counts = share_samples(count, num_busy) + (0,) * (world_size - num_busy)
+    else:
+        counts = share_by_speed(count, speeds, min_share=min_share)
     starts = tuple(accumulate(counts[:-1], initial=0))
-    micro = micro_batch_size or max(counts[0], 1)
-    # The largest share, which rank 0 has, determines the number of passes. Ranks with a smaller
-    # share have the same number of smaller passes.
-    num_wanted = min(num_passes, max(1, counts[0] // min_share))
-    num_micro_steps = max(1, num_wanted, -(-counts[0] // micro))  # rounded up
+    # The largest share determines the number of passes. Ranks with a smaller share have the same
+    # number of smaller passes.
+    num_micro_steps = count_passes(
+        max(counts), micro_batch_size=micro_batch_size, min_share=min_share, num_passes=num_passes
+    )
     return StepPlan(starts=starts, counts=counts, num_micro_steps=num_micro_steps)
+
+
+def count_passes(
+    share: int, *, micro_batch_size: int | None, min_share: int = 1, num_passes: int = 1
+) -> int:
+    """Return the number of forward passes for a share; the arguments are those of ``plan_step``.
+
+    >>> count_passes(85, micro_batch_size=32)
+    3
+    """
+    num_wanted = min(num_passes, max(1, share // min_share))
+    return max(num_wanted, -(-share // (micro_batch_size or max(share, 1))))  # rounded up
 
 
 def share_samples(count: int, world_size: int) -> tuple[int, ...]:
@@ -68,6 +87,42 @@ def share_samples(count: int, world_size: int) -> tuple[int, ...]:
     """
     share, left_over = divmod(count, world_size)
     return tuple(share + (rank < left_over) for rank in range(world_size))
+
+
+def share_by_speed(count: int, speeds: Sequence[float], *, min_share: int) -> tuple[int, ...]:
+    """Return each rank's number of samples: in proportion to its speed, at least ``min_share``.
+
+    Args:
+        count: Samples to share; at least ``min_share`` per rank.
+        speeds: Positive speed of each rank, shape ``(world_size,)``.
+        min_share: Smallest share.
+
+    >>> share_by_speed(256, [1.0, 0.5], min_share=2)
+    (171, 85)
+    >>> share_by_speed(8, [1.0, 1.0, 0.01], min_share=2)
+    (3, 3, 2)
+    """
+    # Ranks that are too slow for ``min_share`` get exactly that much. This leaves less for the
+    # others, so that more of them may be too slow.
+    too_slow: set[int] = set()
+    while len(too_slow) < len(speeds):
+        others = [rank for rank in range(len(speeds)) if rank not in too_slow]
+        rest, total = count - min_share * len(too_slow), sum(speeds[rank] for rank in others)
+        ideal = {rank: rest * speeds[rank] / total for rank in others}
+        found = {rank for rank in others if ideal[rank] < min_share}
+        if not found:
+            break
+        too_slow |= found
+    else:
+        ideal = {}
+    shares = [int(ideal.get(rank, min_share)) for rank in range(len(speeds))]
+    # Rounding leaves less than one sample per rank: the largest remainders get them.
+    order = sorted(
+        range(len(speeds)), key=lambda rank: shares[rank] - ideal.get(rank, float(min_share))
+    )
+    for rank in order[: count - sum(shares)]:
+        shares[rank] += 1
+    return tuple(shares)
 
 
 def share_range(num_samples: int, rank: int, world_size: int) -> range:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from etrain_jupyter.rules.samples import batch_plan
+from etrain_jupyter.rules.samples.balance import Balance
 from etrain_jupyter.rules.samples.ledger import StepRange
 from etrain_jupyter.rules.samples.shard_plan import Merge
 from etrain_jupyter.trainer.gradients.comm_hook import CommHook
@@ -43,6 +44,7 @@ class AveragedGradients:
         num_passes: Minimum number of passes per share, with one exchange after the last pass.
         compression: Compression of the gradients, see ``compression.compressed``.
         measures_noise: Set ``mean_of_squares`` in each full step.
+        by_speed: Share the samples by the measured speeds of the ranks.
     """
 
     num_slots = 1
@@ -61,6 +63,7 @@ class AveragedGradients:
         watch: Stopwatch | None = None,
         compression: str = "none",
         measures_noise: bool = False,
+        by_speed: bool = False,
     ) -> None:
         self._group = group
         self._moving = moving
@@ -76,6 +79,11 @@ class AveragedGradients:
         self._num_passes = num_passes
         # BatchNorm rejects a single sample, so a share has at least two where possible.
         self._min_share = min(2, max(1, global_batch_size // group.world_size))
+        self._balance = (
+            Balance(group.world_size, batch_size=global_batch_size, min_share=self._min_share)
+            if by_speed and group.world_size > 1
+            else None
+        )
         self._module = _wrap(model, group, has_unused, self._hook)
         self._num_steps = 0
 
@@ -93,7 +101,17 @@ class AveragedGradients:
         owner = rank if plan.counts[rank] else 0
         start = plan.starts[owner]
         share = range(start, start + plan.counts[owner])
-        parts = split_share(share, plan.num_micro_steps, stream=owner)
+        num_parts = plan.num_micro_steps
+        if self._balance is not None:
+            # A slow rank with a small share needs fewer passes than the others. Passes of a few
+            # samples would make it even slower.
+            num_parts = batch_plan.count_passes(
+                len(share),
+                micro_batch_size=self._micro_batch_size,
+                min_share=self._min_share,
+                num_passes=self._num_passes,
+            )
+        parts = split_share(share, num_parts, stream=owner)
         return parts if owner == rank else parts[:1]
 
     def _plan_of(self, span: StepRange) -> batch_plan.StepPlan:
@@ -103,7 +121,12 @@ class AveragedGradients:
             micro_batch_size=self._micro_batch_size,
             min_share=self._min_share,
             num_passes=self._num_passes,
+            speeds=self._balance.speeds if self._balance is not None else None,
         )
+
+    def rebalance(self, step: Step) -> bool:
+        """Observe the ranks' times per sample; return True if the shares change."""
+        return self._balance is not None and self._balance.observe(step.header.costs_s)
 
     def compute(self, step: Step) -> None:
         """Run this rank's micro-batches; the last backward pass sums over the ranks."""
@@ -142,10 +165,12 @@ class AveragedGradients:
         """Compute the squared norm of each rank's mean gradient, averaged over the ranks."""
         square = self._hook.take_square_norm()
         if step.span.samples != self._global_batch_size:
-            return  # the shares of a small step are noisier, and may be uneven
-        # A rank's gradient g is its share of the step's gradient; with W ranks its mean gradient is
-        # W * g. So the mean of the squares is sum((W * g)**2) / W = W * sum(g**2).
-        own = torch.tensor([square * self._group.world_size], dtype=torch.float64)
+            return  # the shares of a small step are noisier
+        # A rank's gradient g is its share of the step's. With n of the N samples, its mean
+        # gradient is g * N / n. The mean of the squares, weighted by n / N, is
+        # sum(n / N * (g * N / n)**2) = sum(N / n * g**2). Its expectation for W ranks,
+        # |G|**2 + W * sigma**2 / N, does not depend on how the samples are shared.
+        own = torch.tensor([square * step.span.samples / max(1, step.num_own)], dtype=torch.float64)
         self._group.all_reduce(own).wait()
         step.mean_of_squares = float(own)
 

@@ -107,6 +107,10 @@ class ShardedGradients:
         plan = self._plan_of(span)
         return [part for p in self._passes for part in self._parts_of(plan, p.shard)]
 
+    def rebalance(self, step: Step) -> bool:
+        """Return False: the shards are the same for any speed of the ranks."""
+        return False
+
     def _parts_of(self, plan: batch_plan.StepPlan, shard: int) -> list[PassSamples]:
         start = plan.starts[shard]
         share = range(start, start + plan.counts[shard])

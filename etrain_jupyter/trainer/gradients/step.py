@@ -56,6 +56,10 @@ class Gradients(Protocol):
         """
         ...
 
+    def rebalance(self, step: Step) -> bool:
+        """After a step, decide about the shares; return True if they change from the next one."""
+        ...
+
     def close(self) -> None:
         """Release the model: remove all hooks from it."""
         ...

@@ -54,6 +54,8 @@ class StepHeader:
         merges: Order in which the slots are added up.
         num_ranks: Number of ranks that sum their headers.
         communication_s: This rank's exposed communication in the previous step, in seconds.
+        cost_s: This rank's time per sample in seconds, see ``balance.SampleCost``; None if the job
+            does not share its samples by speed.
     """
 
     def __init__(
@@ -64,15 +66,19 @@ class StepHeader:
         merges: Sequence[Merge] = (),
         num_ranks: int = 1,
         communication_s: float = 0.0,
+        cost_s: float | None = None,
     ) -> None:
         # | pending | requests | checksum | count | fingerprint | its square
-        # | communication_s of rank 0 | of rank 1 | ... | means of slot 0 | of slot 1 | ...
+        # | communication_s of rank 0 | of rank 1 | ... | cost_s of rank 0 | of rank 1 | ...
+        # | means of slot 0 | of slot 1 | ...
         #
         # One vector, because a step should need one small collective rather than several.
-        means_at = NUM_COUNTS + num_ranks
+        num_costs = 0 if cost_s is None else num_ranks
+        means_at = NUM_COUNTS + num_ranks + num_costs
         self._values = torch.zeros(means_at + num_slots * num_means, dtype=torch.float64)
         self._means_SM = self._values[means_at:].view(num_slots, num_means)
         self._communication_s = communication_s
+        self._cost_s, self._num_costs = cost_s, num_costs
         self._num_ranks = num_ranks
         self._merges = merges
         self._world_size = 1
@@ -114,6 +120,8 @@ class StepHeader:
         self._values[FINGERPRINT], self._values[FINGERPRINT_SQUARED] = mine, mine * mine
         # The other ranks leave this entry at zero, so its sum is this rank's value.
         self._values[NUM_COUNTS + group.rank] = self._communication_s
+        if self._cost_s is not None:
+            self._values[NUM_COUNTS + self._num_ranks + group.rank] = self._cost_s
         self._world_size = group.world_size
         # Check this before the sum, because afterwards the slots contain the shares of all ranks.
         self.is_own_loss_finite = bool(self._means_SM[:, 0].isfinite().all())
@@ -164,6 +172,13 @@ class StepHeader:
         """
         times_s: list[float] = self._values[NUM_COUNTS : NUM_COUNTS + self._num_ranks].tolist()
         return self._communication_s - min(times_s)
+
+    @property
+    def costs_s(self) -> list[float]:
+        """Time per sample of each rank, in seconds; empty if the header was created without."""
+        first = NUM_COUNTS + self._num_ranks
+        costs_s: list[float] = self._values[first : first + self._num_costs].tolist()
+        return costs_s
 
     @property
     def ranks_agree(self) -> bool:

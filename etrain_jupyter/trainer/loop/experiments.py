@@ -144,6 +144,11 @@ class Experiments:
         """True if this rank has received a request that no experiment has served."""
         return self._requested is not None and self._active is None
 
+    @property
+    def is_active(self) -> bool:
+        """True while an experiment is in progress; the same on all ranks."""
+        return self._active is not None
+
     def abandon(self, group: RankGroup, reason: str) -> None:
         """End the experiment in progress, or a request, because the generation ends."""
         if self._requested is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from etrain_jupyter.trainer.gradients.step import Step
+from etrain_jupyter.trainer.gradients.step_header import StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
 from etrain_jupyter.trainer.objective.measures import Means
 
@@ -41,6 +43,15 @@ def skip_message(step: int, means: Means, loss_scale: float) -> str:
     if not means.weight:
         why, then = "weight is 0 for every batch", "its loss, a mean over nothing, is NaN"
     return f"step {step}: {why}, so no rank updated its weights; {then}"
+
+
+def shares_message(step: int, counts: Sequence[int], header: StepHeader) -> str:
+    """Return the log message for new shares of the samples."""
+    costs_ms = ", ".join(f"{1e3 * cost:.3g}" if cost else "unknown" for cost in header.costs_s)
+    return (
+        f"step {step}: from the next step on, the ranks train on {', '.join(map(str, counts))} "
+        f"samples each, by their measured times per sample (ms): {costs_ms}"
+    )
 
 
 def out_of_memory_message(

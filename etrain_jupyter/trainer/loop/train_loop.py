@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from etrain_jupyter.rules.membership.stimuli import Progress
+from etrain_jupyter.rules.samples.balance import SampleCost
 from etrain_jupyter.trainer.boundary import NO_HOOKS, Boundary, BoundaryHooks
 from etrain_jupyter.trainer.control.device_errors import device_error_in
 from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector
@@ -36,6 +37,7 @@ from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.trainer.loop.sample_shares import SampleShares
 from etrain_jupyter.trainer.loop.step_records import (
     out_of_memory_message,
+    shares_message,
     skip_message,
     step_record,
 )
@@ -122,6 +124,7 @@ class TrainLoop:
         """Exposed communication of the previous step in this generation."""
         self._data_s = 0.0
         """Wait for samples in the previous step."""
+        self._cost = SampleCost()
         self._metrics_began_s = 0.0
         """``measures.spent_s`` at the beginning of the step: evaluations use the metrics, too."""
         self._batch_size = plan.global_batch_size
@@ -202,6 +205,7 @@ class TrainLoop:
             watch=self._watch,
             compression=config.compression,
             measures_noise=self.update.rates.measures_noise,
+            by_speed=config.batch.split == "auto",
         )
 
     def run(
@@ -246,6 +250,7 @@ class TrainLoop:
         self._committed_at = time.perf_counter()
         # Ranks that have just joined have no previous step, so the first step reports no wait.
         self._communication_s = 0.0
+        self._cost.begin()
         self._times.begin(group)
         if group.rank == 0 and not self.step and self.update.rates.warning:
             self._log("warning", self.update.rates.warning)
@@ -287,6 +292,7 @@ class TrainLoop:
             # meantime. This ensures that all ranks leave after the same step.
             if step.header.is_pending:
                 return self._leave("planned")
+            batches = self._rebalance(group, gradients, step, batches)
             batches = self._experiment(step, gradients, batches)
 
     def _end_step(self, group: RankGroup, step: Step, hooks: BoundaryHooks) -> None:
@@ -305,6 +311,21 @@ class TrainLoop:
             hooks.after_step(boundary)
         if step.header.is_pending or self._times.is_due(epoch_ends=epoch_ends):
             self._times.report()
+
+    def _rebalance(
+        self, group: RankGroup, gradients: Gradients, step: Step, batches: Iterator[Delivered]
+    ) -> Iterator[Delivered]:
+        # An experiment compares steps with equal shares.
+        if self.experiments.is_active or not gradients.rebalance(step):
+            return batches
+        self._cost.begin()
+        if group.rank == 0:
+            span = self.state.plan.span(0, self._batch_size)
+            self._log("info", shares_message(self.step, gradients.counts(span), step.header))
+        # The batches that were fetched ahead are those of the previous shares.
+        return self.workload.train.batches(
+            self._shares.stream(group, gradients, batch_size=self._batch_size)
+        )
 
     def _experiment(
         self, step: Step, gradients: Gradients, batches: Iterator[Delivered]
@@ -383,6 +404,7 @@ class TrainLoop:
             merges=gradients.merges,
             num_ranks=group.world_size,
             communication_s=self._communication_s,
+            cost_s=self._cost.seconds if self.state.config.batch.split == "auto" else None,
         )
         # The fingerprint costs a pass over a slice of the weights, and a single rank has no peer to
         # compare it with.
@@ -464,6 +486,7 @@ class TrainLoop:
             metrics_s=self._take_metrics_s(),
         )
         self._communication_s, self._data_s = times.communication_s, times.data_s
+        self._cost.add(times.data_s + times.compute_s + times.optimizer_s, step.num_own)
         record = step_record(
             step,
             means,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from etrain_jupyter.rules.samples.batch_plan import (
     StepPlan,
     plan_step,
+    share_by_speed,
     share_range,
     share_samples,
 )
@@ -97,3 +98,42 @@ def test_requested_passes_are_made_unless_the_share_is_too_small(
 def test_memory_limit_may_require_more_passes_than_requested() -> None:
     plan = plan_step(count=64, world_size=1, micro_batch_size=8, num_passes=4)
     assert plan.num_micro_steps == 8
+
+
+SPEEDS = st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=16)
+
+
+@given(
+    speeds=SPEEDS, per_rank=st.integers(0, 60), more=st.integers(0, 15), min_share=st.integers(1, 3)
+)
+def test_shares_by_speed_are_in_proportion_and_have_the_minimum_size(
+    speeds: list[float], per_rank: int, more: int, min_share: int
+) -> None:
+    count = len(speeds) * (min_share + per_rank) + more
+    shares = share_by_speed(count, speeds, min_share=min_share)
+    assert sum(shares) == count
+    assert min(shares) >= min_share
+    # Above the minimum, shares are in proportion, up to the rounding of less than a sample each.
+    for share, speed in zip(shares, speeds, strict=True):
+        for other, its_speed in zip(shares, speeds, strict=True):
+            if share > min_share + 1 and other > min_share + 1:
+                ratio = speed / its_speed
+                assert (share - 1) <= ratio * (other + 1) * (1 + 1e-9)
+
+
+@given(count=st.integers(1, 500), world_size=WORLD_SIZES)
+def test_shares_by_equal_speeds_are_even(count: int, world_size: int) -> None:
+    plan = plan_step(count=count, world_size=world_size, micro_batch_size=None)
+    speeds = [0.7] * world_size
+    by_speed = plan_step(count=count, world_size=world_size, micro_batch_size=None, speeds=speeds)
+    assert by_speed == plan
+
+
+def test_small_step_is_not_shared_by_speed() -> None:
+    sizes = {"count": 5, "world_size": 3, "micro_batch_size": None, "min_share": 2}
+    assert plan_step(**sizes, speeds=[1.0, 5.0, 9.0]).counts == (3, 2, 0)
+
+
+def test_passes_follow_from_the_largest_share_of_any_rank() -> None:
+    plan = plan_step(count=256, world_size=2, micro_batch_size=32, speeds=[0.5, 1.0])
+    assert (plan.counts, plan.starts, plan.num_micro_steps) == ((85, 171), (0, 85), 6)
