@@ -185,15 +185,17 @@ def _leave_out(facts: Facts, saved: float) -> Remedy:
     is_global = facts.config.batch.per_worker_batch_size is None
 
     def new_own_s(one: StepParts) -> float:
-        per_sample_s = one.data_s + one.passes_s + (one.metrics_s or 0.0)
-        return one.own_s + (per_sample_s * (1 / kept - 1) if is_global else 0.0)
+        return one.own_s + (_share_s(one) * (1 / kept - 1) if is_global else 0.0)
 
     between_s = fmean(one.evaluation_s + one.checkpoint_s for one in facts.workers)
     after_s = max(map(new_own_s, others)) + (transfer_s(facts.workers) or 0.0) + between_s
     ratio = facts.step_s / after_s * (1.0 if is_global else kept) if after_s > 0 else None
     if facts.tested_gain is not None:
         ratio = (1 + facts.tested_gain) * (1.0 if is_global else kept)
+    can_share = facts.config.batch.split == "even" and facts.config.reproducible is None
     if ratio is not None and ratio <= 1:
+        if can_share:
+            return _share_by_speed(facts, names)
         why = "the others would have more samples each" if is_global else "the batch would shrink"
         return Remedy(
             text=f"replace {names} by a worker as fast as the others; training without it would be "
@@ -203,11 +205,38 @@ def _leave_out(facts: Facts, saved: float) -> Remedy:
     line = ""
     if facts.running_job:
         line = f"%etrain preempt {slow[0].worker} --job {facts.running_job}"
+    or_share = ", give it fewer samples with batch.split: auto" if can_share else ""
     return Remedy(
-        text=f"replace {names}, or train without it; the prediction is for training without it",
+        text=f"replace {names}{or_share}, or train without it; the prediction is for training "
+        "without it",
         line=line,
         gain=None if ratio is None else ratio - 1,
     )
+
+
+def _share_by_speed(facts: Facts, names: str) -> Remedy:
+    # A worker takes f + p * x seconds for x times its even share. With shares for which all W
+    # workers take T seconds, and the sum of all x equal to W:
+    #
+    #     T = (W + sum(f / p)) / sum(1 / p)
+    scaled = [(max(0.0, one.own_s - _share_s(one)), _share_s(one)) for one in facts.workers]
+    gain = None
+    if all(per_share > 0 for _, per_share in scaled):
+        total = len(scaled) + sum(fixed / per_share for fixed, per_share in scaled)
+        own_s = max(total / sum(1 / p for _, p in scaled), max(fixed for fixed, _ in scaled))
+        between_s = fmean(one.evaluation_s + one.checkpoint_s for one in facts.workers)
+        gain = _gain(facts.step_s, own_s + (transfer_s(facts.workers) or 0.0) + between_s)
+    return Remedy(
+        text=f"give {names} fewer samples of each step, or replace it by a worker as fast as the "
+        "others; training without it would be slower",
+        line=_line("batch", _group(facts.config.batch) | {"split": "auto"}),
+        gain=gain,
+    )
+
+
+def _share_s(one: StepParts) -> float:
+    """Return the part of a step that grows with the worker's number of samples, in seconds."""
+    return one.data_s + one.passes_s + (one.metrics_s or 0.0)
 
 
 def _remove_metrics(facts: Facts, saved: float) -> Remedy:

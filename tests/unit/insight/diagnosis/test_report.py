@@ -219,12 +219,33 @@ def test_without_the_straggler_the_other_workers_take_over_its_samples() -> None
 
 
 @pytest.mark.parametrize("batch", [{"global": 32}, {"per_worker": 8}])
-def test_straggler_without_which_training_is_slower_is_to_be_replaced(
+def test_straggler_without_which_training_is_slower_gets_fewer_samples(
     batch: dict[str, int],
 ) -> None:
     workers = lockstep(parts("w0"), parts("w1", passes_s=0.013))
 
     found = remedy("straggler", workers, running_job="digits-1", config={"batch": batch})
+
+    assert found.text.startswith("give w1 fewer samples of each step")
+    assert yaml.safe_load(found.line) == {"batch": {**batch, "split": "auto"}}
+    # Both take 2 / (1 / 10 + 1 / 13) = 11.3 ms instead of 13 ms.
+    assert found.gain == pytest.approx(13 / (2 / (1 / 10 + 1 / 13)) - 1)
+
+
+def test_time_that_does_not_depend_on_the_samples_stays_with_fewer_of_them() -> None:
+    workers = lockstep(parts("w0"), parts("w1", passes_s=0.013, optimizer_s=0.004))
+
+    found = remedy("straggler", workers)
+
+    own_s = (2 + 4 / 13) / (1 / 10 + 1 / 13)
+    assert found.gain == pytest.approx(17 / own_s - 1)
+
+
+@pytest.mark.parametrize("config", [{"batch": {"split": "auto"}}, {"reproducible": True}])
+def test_straggler_whose_share_cannot_change_is_to_be_replaced(config: dict[str, Any]) -> None:
+    workers = lockstep(parts("w0"), parts("w1", passes_s=0.013))
+
+    found = remedy("straggler", workers, running_job="digits-1", config=config)
 
     assert found.text.startswith("replace w1 by a worker as fast as the others")
     assert (found.line, found.gain) == ("", pytest.approx(0.3))
