@@ -134,20 +134,14 @@ def run_change(workload: str, window_s: float) -> dict[str, Any]:
         steps = [step for step in ours.steps_of(job) if step.step >= first]
         before = [step for step in steps if step.time < changed_at]
         after = [step for step in steps if step.time > changed_at + window_s]
-        # The first step after which the rate stays within 10 % of the final one.
+        # The end of the last eight steps below 90 % of the final rate, in the first window.
         final = rate_of(after)
-        found = next(
-            (
-                one.time
-                for one, *rest in windows([s for s in steps if s.time > changed_at], 8)
-                if rate_of([one, *rest]) > 0.9 * final
-            ),
-            None,
-        )
+        adapting = [one for one in steps if changed_at < one.time < changed_at + window_s]
+        slow = [found for found in windows(adapting, 8) if rate_of(found) < 0.9 * final]
         return {
             "before": rate_of(before),
             "after": final,
-            "seconds_to_adapt": None if found is None else found - changed_at,
+            "seconds_to_adapt": slow[-1][-1].time - changed_at if slow else 0.0,
             **ended(job),
         }
 
@@ -225,7 +219,7 @@ def table_of(result: dict[str, Any]) -> str:
         (
             f"{one['before']:.0f}",
             f"{one['after']:.0f}",
-            "" if one["seconds_to_adapt"] is None else f"{one['seconds_to_adapt']:.1f} s",
+            f"{one['seconds_to_adapt']:.1f} s",
             str(one["audit_ok"]),
         )
         for one in result["changed"]
