@@ -20,6 +20,8 @@ from typing import Any
 from etrain_jupyter.testing.fakeaws.ec2 import Ec2
 from etrain_jupyter.testing.fakeaws.faults import FaultList
 from etrain_jupyter.testing.fakeaws.pricing import get_products
+from etrain_jupyter.testing.fakeaws.quotas import Quotas
+from etrain_jupyter.testing.fakeaws.simulation import simulate
 from etrain_jupyter.testing.fakeaws.wire import (
     ApiError,
     Call,
@@ -49,6 +51,7 @@ class CloudApi:
         self._s3 = FaultyS3(moto)
         self._ec2 = ec2
         self.faults = FaultList()
+        self.quotas = Quotas()
         self.clock_skew_s = 0.0
         """Seconds by which the cloud's clock is ahead of this machine's."""
 
@@ -90,6 +93,10 @@ class CloudApi:
                 return self._ec2.handle(call, lambda: self._call_moto(call))
             if call.service == "pricing":
                 return json_response(get_products(json.loads(call.body), self._ec2.market))
+            if (call.service, call.action) == ("servicequotas", "GetServiceQuota"):
+                return json_response(self.quotas.get(json.loads(call.body)))
+            if (call.service, call.action) == ("iam", "SimulatePrincipalPolicy"):
+                return simulate(call)
             return self._call_moto(call)
         except ApiError as exc:
             return error_response(call, exc)

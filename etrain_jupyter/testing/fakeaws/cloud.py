@@ -227,6 +227,10 @@ class FakeAws(Closing):
             price_usd=price_usd,
         )
 
+    def set_quota(self, code: str, vcpus: float) -> None:
+        """Set a limit of the account on spot vCPUs, by its code, such as ``L-3819A6DF``."""
+        self._call("set_quota", code=code, vcpus=vcpus)
+
     # Instances ----------------------------------------------------------------------------------
 
     def instances(self, *states: str) -> list[InstanceRecord]:

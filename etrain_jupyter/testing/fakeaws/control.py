@@ -71,6 +71,7 @@ class Control:
             self._backend.role_ttl_s = 3600
             self._backend.iam.enforce(False)
         self._api.faults.set(())
+        self._api.quotas.vcpus.clear()
         self._api.clock_skew_s = 0.0
 
     # The market ---------------------------------------------------------------------------------
@@ -133,6 +134,10 @@ class Control:
             market = self._ec2.market
             for name in [instance_type] if instance_type else market.on_demand_types():
                 market.set_on_demand(name, capacity=capacity, price_usd=price_usd)
+
+    def set_quota(self, code: str, vcpus: float) -> None:
+        """Set a limit on vCPUs, by its code."""
+        self._api.quotas.vcpus[code] = vcpus
 
     # Faults -------------------------------------------------------------------------------------
 

@@ -101,8 +101,17 @@ class Enforcement:
             key = create_access_key(ACCOUNT, "aws", call.access_key, headers)
         except CreateAccessKeyFailure:
             return None
-        inline = key.collect_policies()
-        return [json.loads(p if isinstance(p, str) else p["policy_document"]) for p in inline]
+        return [_document_of(policy) for policy in key.collect_policies()]
+
+
+def _document_of(policy: Any) -> dict[str, Any]:
+    """Return a policy, which moto keeps as text, as a mapping, or as a managed policy."""
+    if hasattr(policy, "versions"):
+        [policy] = [one.document for one in policy.versions if one.is_default]
+    parsed: dict[str, Any] = json.loads(
+        policy if isinstance(policy, str) else policy["policy_document"]
+    )
+    return parsed
 
 
 def _replace_motos_checks() -> None:

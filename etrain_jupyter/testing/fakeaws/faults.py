@@ -30,6 +30,8 @@ class ApiFault:
     """Error code to respond with; empty for none."""
     status: int = 0
     """HTTP status of the error; 0 for EC2's own."""
+    message: str = "injected fault"
+    """Text of the error."""
     skip: int = 0
     """Number of matching requests before the first affected one."""
     count: int = 0
@@ -56,7 +58,7 @@ class ApiFault:
     @property
     def error(self) -> ApiError | None:
         """The error to respond with."""
-        return ApiError(self.code, "injected fault", self.status) if self.code else None
+        return ApiError(self.code, self.message, self.status) if self.code else None
 
 
 class FaultList:

@@ -29,6 +29,13 @@ IDS = {
     "AuthorizeSecurityGroupIngress": ("security-group", "GroupId"),
 }
 """Actions on existing resources: resource type, and the parameter with its id."""
+SUBRESOURCES = {
+    "tagging": "BucketTagging",
+    "publicAccessBlock": "BucketPublicAccessBlock",
+    "encryption": "EncryptionConfiguration",
+    "lifecycle": "LifecycleConfiguration",
+}
+"""Settings of a bucket: the parameter that names one, and the name of its permission."""
 KINDS = {"i": "instance", "lt": "launch-template", "sg": "security-group", "vol": "volume"}
 
 
@@ -55,6 +62,13 @@ def requests_of(call: Call, world: World) -> list[Request]:
         found = list(_Ec2Call(call, world).requests())
     elif (call.service, call.action) == ("ssm", "GetParameter"):
         found = [Request("ssm:GetParameter", _parameter(call, world))]
+    elif (call.service, call.action) == ("iam", "GetInstanceProfile"):
+        name = nested(call.body).get("InstanceProfileName", "")
+        arn = f"arn:aws:iam::{world.account}:instance-profile/{name}"
+        found = [Request("iam:GetInstanceProfile", arn)]
+    elif (call.service, call.action) == ("iam", "SimulatePrincipalPolicy"):
+        arn = str(nested(call.body).get("PolicySourceArn", ""))
+        found = [Request("iam:SimulatePrincipalPolicy", arn)]
     elif call.service == "sts":
         found = []  # GetCallerIdentity needs no permission
     else:
@@ -109,8 +123,18 @@ def _of_s3(call: Call) -> Request:
 
 
 def _of_bucket(method: str, arn: str, query: Mapping[str, str]) -> Request:
+    for subresource, what in SUBRESOURCES.items():
+        if subresource in query:
+            return Request(f"s3:{'Put' if method == 'PUT' else 'Get'}{what}", arn)
     if method == "PUT":
         return Request("s3:CreateBucket", arn)
+    if method == "DELETE":
+        return Request("s3:DeleteBucket", arn)
+    if method == "POST" and "delete" in query:
+        # The keys are in the body; each of them needs the permission.
+        return Request("s3:DeleteObject", f"{arn}/*")
+    if "versions" in query:
+        return Request("s3:ListBucketVersions", arn)
     if "uploads" in query:
         return Request("s3:ListBucketMultipartUploads", arn, {"s3:prefix": query.get("prefix", "")})
     if method not in ("GET", "HEAD"):
