@@ -112,6 +112,32 @@ class Clients:
         )
 
     @property
+    def iam(self) -> Any:
+        """Client for roles and policies."""
+        return self._client("iam", {"mode": "standard", "total_max_attempts": 4})
+
+    @property
+    def quotas(self) -> Any:
+        """Client for the account's limits."""
+        return self._client("service-quotas", {"mode": "standard", "total_max_attempts": 3})
+
+    @property
+    def s3(self) -> Any:
+        """Client for creating and configuring buckets; objects are accessed with ``bucket``."""
+        return self._client("s3", {"mode": "standard", "total_max_attempts": 4}, "s3-admin")
+
+    def caller(self) -> tuple[str, str]:
+        """Return the account and the ARN of the credentials.
+
+        Raises:
+            ClientError: If the credentials are not valid.
+            BotoCoreError: If there are none, or AWS cannot be reached.
+        """
+        found = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
+        who = found.get_caller_identity()
+        return str(who["Account"]), str(who["Arn"])
+
+    @property
     def bucket(self) -> Bucket:
         """The spec's bucket, below its prefix."""
         with self._lock:

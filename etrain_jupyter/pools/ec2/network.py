@@ -101,8 +101,8 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
     ]
     # A previous head of this cluster may have died between creating the group and its rule.
     for known in _pages(ec2, "describe_security_groups", "SecurityGroups", Filters=ours):
-        if not _admits_members(known):
-            _admit_members(ec2, known["GroupId"])
+        if not admits_members(known):
+            admit_members(ec2, known["GroupId"])
         return str(known["GroupId"])
     made: str = ec2.create_security_group(
         GroupName=name,
@@ -110,11 +110,11 @@ def make_security_group(ec2: Any, vpc_id: str, cluster_id: str, tags: Mapping[st
         VpcId=vpc_id,
         TagSpecifications=[{"ResourceType": "security-group", "Tags": tag_list(tags)}],
     )["GroupId"]
-    _admit_members(ec2, made)
+    admit_members(ec2, made)
     return made
 
 
-def _admits_members(group: Mapping[str, Any]) -> bool:
+def admits_members(group: Mapping[str, Any]) -> bool:
     """Return True if the rule exists; an on-demand head is not allowed to add it."""
     return any(
         rule.get("IpProtocol") == "-1" and pair.get("GroupId") == group["GroupId"]
@@ -123,7 +123,8 @@ def _admits_members(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _admit_members(ec2: Any, group: str) -> None:
+def admit_members(ec2: Any, group: str) -> None:
+    """Allow all traffic between the members of a group, unless it is allowed already."""
     rule = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
     try:
         ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
