@@ -12,7 +12,7 @@ from typing import Any
 
 from etrain_jupyter.config import describe as cell
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND, distributed_parser
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
+from etrain_jupyter.notebook.commands.subcommands import MEMBERS, SUBCOMMANDS
 from etrain_jupyter.pools.ec2.client import describe as ec2_pool
 
 PLACEHOLDER = re.compile(r"^\{\{ (\w+) \}\}$", flags=re.MULTILINE)
@@ -21,7 +21,8 @@ PLACEHOLDER = re.compile(r"^\{\{ (\w+) \}\}$", flags=re.MULTILINE)
 def command_help() -> str:
     """Return a section with the ``--help`` text of every sub-command."""
     texts = {CELL_COMMAND: distributed_parser().format_help()}
-    texts |= {command.name: command.parser("%etrain").format_help() for command in SUBCOMMANDS}
+    commands = (*SUBCOMMANDS, *MEMBERS)
+    texts |= {command.name: command.parser("%etrain").format_help() for command in commands}
     return "\n\n".join(
         f"### `{name}`\n\n```text\n{text.strip()}\n```" for name, text in texts.items()
     )

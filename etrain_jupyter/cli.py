@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from etrain_jupyter import __version__, launch
+from etrain_jupyter.config import parse_mapping
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.notebook.commands.subcommands import find_subcommand, run_line
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE
@@ -54,6 +56,10 @@ class Terminal:
     def say(self, line: str) -> None:
         """Print one line immediately."""
         print(plain_text(_in_terminal_words(line)), flush=True)
+
+    def submit(self, body: Mapping[str, Any]) -> TrainingJob:
+        """Submit a job, given as the keys of a cell, without showing it."""
+        return launch.submit(launch.plan_job(parse_mapping(body, {}), {}))
 
     def open_tensorboard(self, folder: Path) -> str:
         """Return an empty string, because a terminal cannot show a page."""

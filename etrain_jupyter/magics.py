@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from IPython.display import display
 
 from etrain_jupyter import launch
+from etrain_jupyter.config import parse_mapping
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.log.tensorboard import OPTIONS
 from etrain_jupyter.notebook.commands.arguments import (
@@ -107,6 +109,10 @@ class EtrainMagics(Magics):
     def say(self, line: str) -> None:
         """Print one line immediately."""
         print(plain_text(line), flush=True)
+
+    def submit(self, body: Mapping[str, Any]) -> TrainingJob:
+        """Submit a job, given as the keys of a cell, without showing it."""
+        return launch.submit(launch.plan_job(parse_mapping(body, {}), {}))
 
     def open_tensorboard(self, folder: Path) -> str:
         """Open TensorBoard below the cell, using its own magic."""

@@ -44,6 +44,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "policy": POLICIES,
     "gaps": GAPS,
     "types": tuple(MACHINE_TYPES),
+    "action": ("check", "init", "policy", "remove"),
+    "head": ("notebook", "on-demand"),
 }
 """Accepted words by the name of the argument, for completion; ``one_of`` checks them."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,6 +34,7 @@ from etrain_jupyter.insight.simulation.line import (
 )
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.tensorboard import OPTIONS, convert, require_tensorboard
+from etrain_jupyter.notebook.commands import pool_accounts
 from etrain_jupyter.notebook.commands.arguments import (
     TRAINER_FAULTS,
     HelpRequested,
@@ -101,6 +102,9 @@ class Surface(Protocol):
     def say(self, line: str) -> None:
         """Print one line immediately, while the sub-command continues."""
 
+    def submit(self, body: Mapping[str, Any]) -> TrainingJob:
+        """Submit a job, given as the keys of a cell, without showing it."""
+
     def open_tensorboard(self, folder: Path) -> str:
         """Open TensorBoard on a folder if possible; return the text to print."""
 
@@ -111,11 +115,13 @@ class Subcommand:
 
     run: Callable[..., str]
     is_for_notebooks_only: bool = False
+    group: str = ""
+    """Sub-command that it belongs to, such as ``pools`` for ``pools init``; usually empty."""
 
     @property
     def name(self) -> str:
-        """Name of the sub-command on the line."""
-        return self.run.__name__
+        """Name of the sub-command on the line, with that of its group."""
+        return f"{self.group} {self.run.__name__}".strip()
 
     @property
     def summary(self) -> str:
@@ -145,10 +151,12 @@ def run_line(surface: Surface, words: Sequence[str], *, prog: str) -> str:
     words = question_as_help(words)
     if not words or words[0] in ("-h", "--help", "help"):
         return overview(prog)
-    command = find_subcommand(words[0], prog=prog)
+    command, rest = find_subcommand(words[0], prog=prog), words[1:]
+    if rest and (member := find_member(words)):
+        command, rest = member, words[2:]
     try:
         # The names of the parser's arguments are those of the function's parameters.
-        arguments = vars(command.parser(prog).parse_args(words[1:]))
+        arguments = vars(command.parser(prog).parse_args(rest))
     except HelpRequested as help_text:
         return str(help_text)
     return command.run(surface, **arguments)
@@ -167,6 +175,12 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {prog} {near[0]}?" if near else f"{prog} --help lists all sub-commands"
     raise ConfigError(f"unknown sub-command: {prog} {name}", hint=hint)
+
+
+def find_member(words: Sequence[str]) -> Subcommand | None:
+    """Return the sub-command of two words, such as ``pools init``, that a line starts with."""
+    named = " ".join(words[:2])
+    return next((command for command in MEMBERS if command.name == named), None)
 
 
 def overview(prog: str) -> str:
@@ -796,21 +810,24 @@ def template(surface: Surface) -> str:
 
 def pools(
     surface: Surface,
-    what: Annotated[str | None, Spelling(metavar="policy")] = None,
+    action: Annotated[str | None, Spelling(metavar="ACTION")] = None,
     pool: str | None = None,
 ) -> str:
-    """List the pools and their clusters, or print the IAM policies of a pool.
+    """List the pools and their clusters, or set up a pool in AWS.
 
     Args:
-        what: Print IAM policies.
-        pool: Pool whose policies to print; by default the only one.
+        action: "init", "check" or "remove", which have their own help, or "policy" to print the
+            IAM policies of a pool.
+        pool: Pool to act on; for policy, by default the only one.
 
     Example:
-        pools policy spot-p3
+        pools init spot
     """
-    if what is None:
+    if action is None:
         return clusters.describe_pools()
-    one_of("pools", what, ("policy",))
+    # The other actions reach this function only if they were mistyped.
+    known = [command.run.__name__ for command in MEMBERS]
+    one_of("pools", action, (*known, "policy"))
     return clusters.policies(pool)
 
 
@@ -954,3 +971,9 @@ SUBCOMMANDS = tuple(
     Subcommand(run=function, is_for_notebooks_only=function is attach) for function in _IN_ORDER
 )
 """All sub-commands, in the order of the help."""
+
+MEMBERS = tuple(
+    Subcommand(run=function, group="pools")
+    for function in (pool_accounts.init, pool_accounts.check, pool_accounts.remove)
+)
+"""Sub-commands of two words."""

@@ -15,7 +15,7 @@ from etrain_jupyter.notebook.commands.arguments import (
     distributed_parser,
     search_parser,
 )
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, overview
+from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, find_member, overview
 
 CELL_PROG = f"%%etrain {CELL_COMMAND}"
 
@@ -93,6 +93,8 @@ def find_parser(words: list[str], *, is_cell: bool) -> Parser | None:
     if is_cell and words[0] not in CELL_COMMANDS:
         return None
     prog = "%%etrain" if is_cell else "%etrain"
+    if member := find_member(words):
+        return member.parser(prog)
     return next((c.parser(prog) for c in SUBCOMMANDS if c.name == words[0]), None)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMANDS, WORDS, Parser
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
+from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, find_member
 from etrain_jupyter.notebook.editor.help_texts import find_parser
 from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
 
@@ -102,6 +103,9 @@ def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
     parser = find_parser(list(place.words), is_cell=magic.is_cell)
     if parser is None:
         return Offers(cursor)
+    if find_member(place.words):
+        # The name of the sub-command has two words, so the arguments start one word later.
+        place = dataclasses.replace(place, words=place.words[1:])
     return _complete_argument(parser, place, start, facts)
 
 

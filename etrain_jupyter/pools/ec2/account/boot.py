@@ -63,7 +63,7 @@ def running_clusters(clients: Clients, spec: AwsSpotSpec) -> list[str]:
     """Return the ids of the pool's clusters that have resources on EC2."""
     home = f"s3://{spec.bucket}/{spec.prefix}"
     ids = {one.cluster_id for one in find_tagged(clients, spec.region) if one.home.startswith(home)}
-    # What a killed check has left blocks nothing, and expires.
+    # Leftovers of a killed check block nothing, and expire.
     return sorted(one for one in ids if not one.startswith(PROBES))
 
 

@@ -1,0 +1,305 @@
+"""A pool from an empty account to a trained job and back, with IAM enforced in the fake cloud.
+
+An administrator runs ``init`` and ``remove``. A user has only the policy that ``init`` has made,
+checks the pool and trains on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from etrain_jupyter import cli
+from etrain_jupyter.notebook.commands import pool_accounts
+from etrain_jupyter.notebook.commands.subcommands import run_line
+from etrain_jupyter.pools.catalog import read_catalog
+from etrain_jupyter.pools.ec2.account import proof
+from etrain_jupyter.pools.ec2.account.proof import prove
+from etrain_jupyter.pools.ec2.ec2_api import Clients
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.storage.objects import bucket_owners
+from etrain_jupyter.testing.fakeaws import Account, ApiFault, FakeAws
+
+pytestmark = [pytest.mark.aws, pytest.mark.timeout(300)]
+
+ADMIN = {
+    "Version": "2012-10-17",
+    "Statement": [{"Effect": "Allow", "Action": ["*"], "Resource": ["*"]}],
+}
+BUCKET = "etrain-spot-123456789012-us-east-1"
+Run = Callable[..., tuple[int, str]]
+Become = Callable[[str], None]
+
+
+@pytest.fixture
+def cloud(fresh_cloud: FakeAws) -> FakeAws:
+    """Provide a cloud in which a test may leave the pool's own security group."""
+    return fresh_cloud
+
+
+def leftovers(cloud: FakeAws) -> dict[str, list[str]]:
+    """Return what clusters have left behind, without the pool's security group."""
+    return {kind: names for kind, names in cloud.leftovers().items() if kind != "security_groups"}
+
+
+@pytest.fixture
+def account(cloud: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Account:
+    """Provide an account with an image and a spot market, and a folder for the user."""
+    for name in ("ETRAIN_STATE", "ETRAIN_RUNS"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    monkeypatch.setenv("ETRAIN_POOLS", str(tmp_path / "pools.yaml"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bucket_owners, "_registered", {})
+    spot = {"zone": "us-east-1a", "capacity": 4, "price_usd": 0.036}
+    cloud.set_market(
+        [{"instance_type": name, **spot} for name in ("m5.large", "g4dn.xlarge")],
+        [{"instance_type": name, "price_usd": 0.1} for name in ("m5.large", "g4dn.xlarge")],
+    )
+    return cloud.make_account()
+
+
+@pytest.fixture
+def become(account: Account, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch) -> Become:
+    """Provide a function that changes to the administrator, or to a user without permissions."""
+    people = {"admin": cloud.make_user("admin", ADMIN), "ann": cloud.make_user("ann")}
+    cloud.enforce_iam()
+
+    def change(name: str) -> None:
+        for variable, value in people[name].items():
+            monkeypatch.setenv(variable, value)
+
+    change("admin")
+    return change
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Provide a function that runs a command in a terminal; it returns status and output."""
+
+    def etrain(*words: str) -> tuple[int, str]:
+        status = cli.main(words)
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    return etrain
+
+
+def init(run: Run, account: Account, *words: str, types: str = "m5.large") -> str:
+    flags = ["--ami", account.image, "--python", sys.executable, "--types", types]
+    status, text = run("pools", "init", "spot", "--region", account.region, *flags, "--yes", *words)
+    assert status == 0, text
+    return text
+
+
+def shorten(cloud: FakeAws, tmp_path: Path) -> None:
+    """Add the settings of the simulated cloud to the entry, as a user would edit it."""
+    with (tmp_path / "pools.yaml").open("a") as stream:
+        stream.write(
+            f"  head_host: {cloud.host_address}\n  tick: 1 s\n"
+            "  lifetime: {lease_ttl: 60 s, linger: 1 s, boot: 60 min}\n"
+        )
+
+
+def client(service: str) -> Any:
+    # The default session would keep the credentials of the previous test.
+    return boto3.Session().client(service)
+
+
+def attach(policy: str, user: str) -> None:
+    arn = f"arn:aws:iam::123456789012:policy/{policy}"
+    client("iam").attach_user_policy(UserName=user, PolicyArn=arn)
+
+
+def timed(figures: dict[str, float], name: str, act: Callable[[], Any]) -> Any:
+    started_at = time.monotonic()
+    result = act()
+    figures[name] = round(time.monotonic() - started_at, 2)
+    return result
+
+
+def train() -> str:
+    surface = cli.Terminal(None)
+    body = {
+        "model": "etrain_jupyter.recipes.probe:Probe",
+        "data": {"train": "etrain_jupyter.recipes.probe:samples"},
+        "loss": "torch.nn.functional:cross_entropy",
+        "batch": {"global": 4},
+        "epochs": 3,
+        "workers": {"min": 1, "max": 1},
+        "pool": "spot",
+    }
+    job = surface.submit(body)
+    assert job.wait(120) == "finished", job
+    assert job.audit().ok
+    return run_line(surface, ["down", "spot"], prog="etrain")
+
+
+def test_pool_from_an_empty_account_to_a_trained_job_and_back(
+    cloud: FakeAws, account: Account, become: Become, run: Run, tmp_path: Path
+) -> None:
+    figures: dict[str, float] = {}
+    cloud.set_faults()  # resets the counters of requests
+    timed(figures, "init_s", lambda: init(run, account))
+    figures["init_calls"] = sum(cloud.calls().values())
+    shorten(cloud, tmp_path)
+    attach("etrain-spot-launcher", "ann")
+
+    become("ann")
+    cloud.set_faults()
+    status, text = timed(figures, "check_s", lambda: run("pools", "check", "spot"))
+    figures["check_calls"] = sum(cloud.calls().values())
+    assert status == 0, text
+    for line in ("WRONG", "note "):
+        assert line not in text.replace("note spot placement", "")
+    for part in ("dry runs succeeded", "5 requests simulated", "64 vCPUs", "trained one step",
+                 "boot, connect", "first step", "terminate", "cents"):  # fmt: skip
+        assert part in text, text
+    assert cloud.instances("pending", "running") == []
+    assert leftovers(cloud) == {}
+    denied = [str(request) for request, is_permitted in cloud.permissions() if not is_permitted]
+    assert denied == []
+
+    timed(figures, "train_s", train)
+
+    become("admin")
+    assert run("pools", "remove", "spot", "--yes")[0] == 0
+    assert [one["Name"] for one in client("s3").list_buckets()["Buckets"]].count(BUCKET) == 1
+    status, text = run("pools", "remove", "spot", "--yes", "--region", "us-east-1",
+                       "--delete-objects")  # fmt: skip
+    assert status == 0, text
+    names = json.dumps(
+        [client("s3").list_buckets()["Buckets"], client("iam").list_roles()["Roles"]],
+        default=str,
+    )
+    assert "etrain-spot" not in names
+    assert not (tmp_path / "pools.yaml").exists()
+    assert cloud.leftovers() == {}
+    print(f"figures of the simulated cloud: {json.dumps(figures)}")
+
+
+def test_check_finds_an_image_without_a_driver_and_terminates_the_node(
+    cloud: FakeAws, account: Account, become: Become, run: Run, tmp_path: Path
+) -> None:
+    init(run, account, types="g4dn.xlarge")
+    shorten(cloud, tmp_path)
+    status, text = run("pools", "check", "spot")
+    assert status == 1
+    assert "g4dn.xlarge has a GPU, but torch on the node sees none" in text
+    assert "All that it launched was terminated" in text
+    assert cloud.instances("pending", "running") == []
+
+
+def test_check_without_capacity_says_why_nothing_was_trained(
+    cloud: FakeAws,
+    account: Account,
+    become: Become,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    init(run, account)
+    shorten(cloud, tmp_path)
+    cloud.set_capacity(0)
+    wait = pool_accounts._wait_for_step
+    monkeypatch.setattr(pool_accounts, "_wait_for_step", lambda job, **_: wait(job, timeout_s=6))
+    status, text = run("pools", "check", "spot")
+    assert status == 1
+    assert "the check of pool spot failed: job check-spot" in text
+    assert "is waiting" in text
+    assert cloud.instances("pending", "running") == []
+    assert leftovers(cloud) == {}
+
+
+def proofs(state: str = "wrong", *, only: Callable[..., Any] | None = None) -> str:
+    """Return the texts of all checks with a state, or of one kind of checks."""
+    spec = read_catalog()["spot"].read_as(AwsSpotSpec)
+    if only is not None:
+        found = list(only(Clients(spec), spec))
+    else:
+        found = list(prove(spec, pause=lambda seconds: time.sleep(min(seconds, 0.05))))
+    return "\n".join(one.text for one in found if one.state == state)
+
+
+@pytest.fixture
+def pool(account: Account, become: Become, run: Run) -> None:
+    init(run, account, types="g4dn.xlarge")
+
+
+def test_quota_of_zero_is_wrong_and_a_small_one_a_note(cloud: FakeAws, pool: None) -> None:
+    assert proofs() == ""
+    assert leftovers(cloud) == {}
+    cloud.set_quota("L-3819A6DF", 0)
+    assert "is 0 vCPUs" in proofs(only=proof._quotas)
+    assert "request-service-quota-increase" in proofs(only=proof._quotas)
+    cloud.set_quota("L-3819A6DF", 8)
+    small = proofs("note", only=proof._quotas)
+    assert "enough for 2 g4dn.xlarge, not for workers.max 4" in small
+
+
+def test_user_without_the_policy_gets_what_is_missing(
+    cloud: FakeAws, pool: None, become: Become, run: Run
+) -> None:
+    become("ann")
+    status, text = run("pools", "check", "spot", "--no-boot")
+    assert status == 1
+    assert "WRONG bucket" in text
+    assert "No node was launched" in text
+    become("admin")
+    assert leftovers(cloud) == {}
+
+
+@pytest.mark.parametrize("action", ["RunInstances", "CreateFleet"])
+def test_refused_launch_is_found_by_its_dry_run(cloud: FakeAws, pool: None, action: str) -> None:
+    cloud.set_faults(ApiFault(action=action, code="UnauthorizedOperation"))
+    assert "launching: " in proofs()
+    assert "pools policy" in proofs()
+    cloud.set_faults()
+    assert leftovers(cloud) == {}
+
+
+def test_new_profile_that_ec2_does_not_know_yet_is_waited_for(cloud: FakeAws, pool: None) -> None:
+    cloud.set_faults(
+        ApiFault(
+            action="RunInstances",
+            code="InvalidParameterValue",
+            count=2,
+            message="Invalid IAM Instance Profile name: iamInstanceProfile.name",
+        )
+    )
+    assert proofs() == ""
+    assert cloud.calls()["ec2.RunInstances"] == 3
+
+
+def test_node_role_with_a_changed_policy_is_found(cloud: FakeAws, pool: None) -> None:
+    iam = client("iam")
+    check_role = functools.partial(proof._role, probe="aws-probe0-000001")
+    iam.delete_role_policy(RoleName="etrain-spot-node", PolicyName="etrain")
+    assert "the nodes may not s3:GetObject" in proofs(only=check_role)
+    iam.put_role_policy(
+        RoleName="etrain-spot-node", PolicyName="etrain", PolicyDocument=json.dumps(ADMIN)
+    )
+    assert proofs(only=check_role) == ""
+    assert "the nodes may s3:PutObject" in proofs("note", only=check_role)
+
+
+def test_organisation_that_forbids_roles_leads_to_the_template(
+    cloud: FakeAws, account: Account, become: Become, run: Run, tmp_path: Path
+) -> None:
+    cloud.set_faults(ApiFault(service="iam", action="CreateRole", code="AccessDenied", status=403))
+    flags = ("--region", account.region, "--types", "m5.large", "--ami", account.image, "--yes")
+    status, text = run("pools", "init", "spot", *flags)
+    assert status == 1
+    for part in ("could not create role", "--template FILE", "--role PROFILE", "Completed before"):
+        assert part in text, text
+    status, text = run("pools", "init", "spot", *flags, "--template", "spot.yaml")
+    assert status == 0, text
+    assert (tmp_path / "spot.yaml").exists()
+    assert run("pools", "remove", "spot", "--yes", "--region", account.region)[0] == 0
