@@ -23,7 +23,13 @@ from torch import nn
 
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import memory_of
-from etrain_jupyter.trainer.state.capture import BUFFER, living_tensors, own_tensors
+from etrain_jupyter.trainer.state.capture import (
+    BUFFER,
+    NO_EXTRAS,
+    Extras,
+    living_tensors,
+    own_tensors,
+)
 from etrain_jupyter.trainer.state.packing import StateError, Tensors
 from etrain_jupyter.trainer.state.transfer_plan import (
     Buffers,
@@ -109,6 +115,7 @@ def receive_state(
     behind: Sequence[int],
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    extras: Extras = NO_EXTRAS,
     keep: bool = False,
     on_overwrite: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], Tensors, Transferred]:
@@ -119,6 +126,7 @@ def receive_state(
         model: The model to receive into.
         behind: The ranks in the chain, in order.
         optimizer: The optimizer of ``model``; its tensors are overwritten, too.
+        extras: The other stateful components; with ``optimizer``, their tensors are overwritten.
         keep: Stage the state in host memory, so that this rank keeps its own state if the chain
             breaks. That state is one step behind, but may be the newest one left.
         on_overwrite: Called before any of this rank's own tensors changes: from then until
@@ -150,7 +158,7 @@ def receive_state(
     num_bytes = sum(e.num_bytes for e in entries)
     # If there is too little host memory, receive in place, which is better than not joining at all.
     is_staged = keep and num_bytes <= HOST_SHARE * memory_of(torch.device("cpu")).free
-    slots = _Slots(entries, model, optimizer, host, is_staged=is_staged)
+    slots = _Slots(entries, model, optimizer, extras, host, is_staged=is_staged)
     # From the first chunk on, this rank's tensors are a mix of two states.
     if not is_staged:
         on_overwrite()
@@ -229,6 +237,7 @@ class _Slots:
         entries: list[Entry],
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        extras: Extras,
         host: frozenset[str],
         *,
         is_staged: bool,
@@ -239,7 +248,8 @@ class _Slots:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._own = dict(self._living)
         if optimizer is not None:
-            self._own = self._writable(entries, own_tensors(model, optimizer), host, device)
+            own = own_tensors(model, optimizer, extras)
+            self._own = self._writable(entries, own, host, device)
         self._received: Tensors = {}
         self.memory: list[torch.Tensor | None] = []
         """Memory into which each tensor is received; None for tied weights, which are not sent."""
