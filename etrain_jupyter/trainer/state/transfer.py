@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,8 +126,8 @@ def receive_state(
         group: The process group of the generation.
         model: The model to receive into.
         behind: The ranks in the chain, in order.
-        optimizer: The optimizer of ``model``; its tensors are overwritten, too.
-        extras: The other stateful components; with ``optimizer``, their tensors are overwritten.
+        optimizer: The optimizer of ``model``; its tensors and those of ``extras`` are overwritten.
+        extras: The other stateful components.
         keep: Stage the state in host memory, so that this rank keeps its own state if the chain
             breaks. That state is one step behind, but may be the newest one left.
         on_overwrite: Called before any of this rank's own tensors changes: from then until
@@ -143,8 +144,7 @@ def receive_state(
     # in place        this rank's own tensors; new ones only     this rank has no state
     #                 where it has none
     # staged (keep)   host memory, if there is room              this rank keeps its old state
-    #
-    # In both cases the device never holds two states.
+    # In both cases, the device never holds two states.
     place = list(behind).index(group.rank)
     before = behind[place - 1] if place else 0
     after = behind[place + 1] if place + 1 < len(behind) else None
@@ -155,7 +155,7 @@ def receive_state(
         for n, d, shape, stride, same in received["layout"]
     ]
     host = frozenset(received["header"].get("host", ()))
-    num_bytes = sum(e.num_bytes for e in entries)
+    num_bytes = sum(entry.num_bytes for entry in entries)
     # If there is too little host memory, receive in place, which is better than not joining at all.
     is_staged = keep and num_bytes <= HOST_SHARE * memory_of(torch.device("cpu")).free
     slots = _Slots(entries, model, optimizer, extras, host, is_staged=is_staged)
@@ -163,9 +163,8 @@ def receive_state(
     if not is_staged:
         on_overwrite()
     messages = plan_messages([e.num_bytes for e in entries])
-    group.start(
-        lambda: _relay(group, messages, slots.memory, before, after), is_counted=False
-    ).wait()
+    relay = partial(_relay, group, messages, slots.memory, before, after)
+    group.start(relay, is_counted=False).wait()
     if is_staged:
         on_overwrite()
     tensors = slots.finish()
