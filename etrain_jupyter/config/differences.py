@@ -26,6 +26,7 @@ REASONS = {
     "model": "the saved weights are those of the previous model",
     "data.train": "the rest of the epoch follows a different sample order",
     "data.eval": "earlier and later evaluations are not comparable",
+    "ema": "earlier and later evaluations are not comparable",
     "loss": "earlier and later losses are not comparable",
     "step": "earlier and later losses are not comparable",
     "optimizer.name": "the optimizer loses its state",

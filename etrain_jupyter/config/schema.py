@@ -46,6 +46,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EarlyStoppingConfig",
+    "EmaConfig",
     "EvalConfig",
     "Interval",
     "LogConfig",
@@ -482,6 +483,19 @@ class ReproducibleConfig(Section):
     set it to compare jobs with different workers.max."""
 
 
+EMA_HINT = "write for example ema: 0.999"
+
+
+class EmaConfig(Section):
+    """Exponential moving average of the weights, which evaluations use."""
+
+    decay: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.999
+    """Weight of the previous average after each step; the average covers about 1 / (1 - decay)
+    steps."""
+    warmup: bool = True
+    """Use a lower decay in the first steps, so that the initial weights do not dominate."""
+
+
 class LogConfig(Section):
     """Contents of the history, and the tools to which values are logged."""
 
@@ -551,7 +565,7 @@ class TrainConfig(Section):
         Optional, Field(examples=["F.cross_entropy"], json_schema_extra={"usual": True})
     ] = None
     """Function (output, target) that returns a mean or one value per sample; by default the .loss
-    of the model's output."""
+    of the model's output, or the sum of a dict of losses."""
     step: Annotated[
         Optional, Field(examples=["train_step"], json_schema_extra={"instead_of": "loss"})
     ] = None
@@ -588,6 +602,11 @@ class TrainConfig(Section):
     """Gradient exchange backend: nccl, gloo, or auto (nccl if each worker has a GPU, else gloo)."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
     """Maximum norm of the gradient; a larger gradient is scaled down. No limit by default."""
+    ema: Annotated[EmaConfig | None, Field(examples=[0.999])] = None
+    """Decay of an exponential moving average of the weights, which is evaluated and exported, or
+    {decay: 0.999, warmup: false}; no average by default."""
+    sync_batchnorm: bool = False
+    """Compute BatchNorm over the samples of all workers instead of each worker's own."""
     reproducible: Annotated[ReproducibleConfig | None, Field(examples=[False])] = None
     """Make the weights bit-for-bit identical for any number of workers: true, or {shards: 8}."""
     epochs: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1])] = None
@@ -631,6 +650,19 @@ class TrainConfig(Section):
                 hint="write reproducible: true",
             )
         return value
+
+    @field_validator("ema", mode="before")
+    @classmethod
+    def _read_decay(cls, value: Any) -> Any:
+        if value is None or value is False:
+            return None
+        if isinstance(value, Mapping | EmaConfig):
+            return value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < 1:
+            given = value if is_number else in_words(value)
+            raise fault(f"{{key}} must be a number between 0 and 1, not {given}", hint=EMA_HINT)
+        return {"decay": value}
 
     @field_validator("metrics")
     @classmethod
@@ -723,6 +755,7 @@ class TrainConfig(Section):
             )
         self._check_shards()
         self._check_compression()
+        self._check_sync_batchnorm()
         return self
 
     # The options that `reproducible` excludes, and why:
@@ -748,6 +781,27 @@ class TrainConfig(Section):
                 "fp16 would remain in the residual of powersgd",
                 hint="write precision: bf16, or compression: fp16",
                 path=path,
+            )
+
+    def _check_sync_batchnorm(self) -> None:
+        if not self.sync_batchnorm:
+            return
+        path = ("sync_batchnorm",)
+        if self.reproducible is not None:
+            raise fault(
+                "sync_batchnorm cannot be used with reproducible, whose shards are computed one by "
+                "one: BatchNorm already normalizes over a shard, on any number of workers",
+                hint="write sync_batchnorm: false, or reproducible: false",
+                path=path,
+                at_key=True,
+            )
+        if self.batch.micro_batch_size == "auto":
+            raise fault(
+                "sync_batchnorm cannot be used with batch.micro: auto: all workers need the same "
+                "number of passes, but their memory may differ",
+                hint="write batch: {micro: 32}, or sync_batchnorm: false",
+                path=path,
+                at_key=True,
             )
 
     def _check_metric(self, wanted: MetricConfig | None, path: tuple[str, ...]) -> None:

@@ -592,6 +592,7 @@ class Trainer:
             workload.model,
             behind,
             optimizer=workload.optimizer,
+            extras=workload.extras,
             # If every other rank is behind, the sender has the only copy of the newest state. If it
             # dies, the newest remaining state is that of a rank that is behind.
             keep=self._has_state and group.world_size == 1 + len(behind),

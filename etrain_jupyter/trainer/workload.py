@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +16,13 @@ from etrain_jupyter.trainer.batch_memory import to_device, uses_pinned_memory
 from etrain_jupyter.trainer.data import SampleSource, open_samples
 from etrain_jupyter.trainer.determinism import compute_deterministically
 from etrain_jupyter.trainer.objective.measures import Measures, Portion, share_of_loss
-from etrain_jupyter.trainer.objective.one_pass import LossOfOutput, Objective, OnePass, StepFunction
+from etrain_jupyter.trainer.objective.one_pass import (
+    LossOfOutput,
+    Objective,
+    OnePass,
+    StepFunction,
+    eval_mode,
+)
 from etrain_jupyter.trainer.objective.weight import Weight
 from etrain_jupyter.trainer.objective.whole_set import WholeSetMetric, is_torchmetric
 from etrain_jupyter.trainer.optimizers import build_optimizer
@@ -23,6 +30,9 @@ from etrain_jupyter.trainer.precision import Precision
 from etrain_jupyter.trainer.references import References, WorkloadError
 from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.state.capture import Stateful
+from etrain_jupyter.trainer.state.parts import AVERAGE
+from etrain_jupyter.trainer.state.weight_average import WeightAverage
+from etrain_jupyter.trainer.sync_batchnorm import SyncedNorms
 
 
 class Pass(NamedTuple):
@@ -57,6 +67,8 @@ class Workload:
     loss_source: str = "loss"
     """Origin of the loss, for messages."""
     precision: Precision = field(default_factory=Precision)
+    norms: SyncedNorms | None = None
+    """The model's BatchNorm layers; None without ``sync_batchnorm``."""
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     """Other stateful components, by name, that are saved and sent with the weights."""
 
@@ -103,6 +115,22 @@ class Workload:
             )
         shares = self.measures.shares(passed, portion) if is_measured else []
         return Pass(loss, shares, passed.output, passed.target)
+
+    @property
+    def average(self) -> WeightAverage | None:
+        """The average of the weights; None without ``ema``."""
+        found = self.extras.get(AVERAGE)
+        return found if isinstance(found, WeightAverage) else None
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Prepare the model for an evaluation: evaluation mode, averaged weights, no gradients."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(eval_mode(self.model))
+            stack.enter_context(torch.no_grad())
+            if self.average is not None:
+                stack.enter_context(self.average.applied())
+            yield
 
     def predict_batch(self, batch: Any) -> Any:
         """Return what ``eval.predict`` returns for a batch; the model is in evaluation mode."""
@@ -182,8 +210,16 @@ def build_workload(
         else None,
         loss_source="step" if config.step else "loss" if config.loss else "the model's loss",
         precision=precision,
-        extras=precision.extras,
+        norms=SyncedNorms(model) if config.sync_batchnorm else None,
+        extras={**precision.extras, **_build_average(config, model)},
     )
+
+
+def _build_average(config: TrainConfig, model: nn.Module) -> dict[str, Stateful]:
+    if config.ema is None:
+        return {}
+    ema = config.ema
+    return {AVERAGE: WeightAverage(model, decay=ema.decay, has_warmup=ema.warmup)}
 
 
 def _build_objective(config: TrainConfig, references: References) -> Objective:

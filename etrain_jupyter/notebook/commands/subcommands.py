@@ -433,6 +433,7 @@ def export(
     best: bool = False,
     step: Number = None,
     format: Annotated[str, Spelling(metavar="FORMAT")] = "safetensors",
+    raw: bool = False,
     overwrite: bool = False,
     job: str | None = None,
 ) -> str:
@@ -443,6 +444,7 @@ def export(
         best: The best weights instead of the newest.
         step: The weights of the checkpoint at step N.
         format: Safetensors (default: one file), or transformers (a folder for from_pretrained).
+        raw: With ema, the weights that are trained instead of their average.
         overwrite: Replace existing files.
 
     Example:
@@ -453,7 +455,11 @@ def export(
     which = "best" if best else "last" if step is None else step
     found = surface.find(job)
     written = found.export(
-        path, format=one_of("--format", format, FORMATS), which=which, overwrite=overwrite
+        path,
+        format=one_of("--format", format, FORMATS),
+        which=which,
+        weights="raw" if raw else "auto",
+        overwrite=overwrite,
     )
     return f"{describe_which(which)} weights of {found.id} are in {written}"
 

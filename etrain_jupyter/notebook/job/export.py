@@ -12,14 +12,22 @@ import os
 import secrets
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from etrain_jupyter.errors import CheckpointError, ConfigError
 from etrain_jupyter.notebook.job.job_record import RunRecord
-from etrain_jupyter.notebook.job.weights import MODEL_PART, Saved, differences, load_weights
+from etrain_jupyter.notebook.job.weights import (
+    MODEL_PART,
+    Saved,
+    differences,
+    load_weights,
+    uses_average,
+)
 from etrain_jupyter.storage.checkpoints.files import fsync_folder, link_if_absent, removed_at_end
 
 FORMATS = ("safetensors", "transformers")
@@ -47,6 +55,24 @@ def find_format(name: str, model: Any) -> str:
             hint="leave out model, or use format='transformers'",
         )
     return name
+
+
+@contextmanager
+def export_source(saved: Saved, weights: str) -> Iterator[Saved]:
+    """Yield the checkpoint to export: with averaged weights, if ``weights`` selects them.
+
+    Raises:
+        ConfigError, CheckpointError: As ``uses_average``.
+    """
+    if not uses_average(saved, weights):
+        yield saved
+        return
+    from etrain_jupyter.trainer.state.averaged_weights import write_averaged_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / MODEL_PART
+        write_averaged_file(saved.files, file)
+        yield replace(saved, files={**saved.files, MODEL_PART: file})
 
 
 def export_file(record: RunRecord, saved: Saved, path: Path, *, overwrite: bool) -> Path:
@@ -113,7 +139,7 @@ def config_text(record: RunRecord, saved: Saved, model: Any) -> bytes:
             f"model={type(model).__name__} is not a transformers model with a config",
             hint="pass a PreTrainedModel, or write format='safetensors'",
         )
-    if differs := differences(load_weights(saved), model.state_dict()):
+    if differs := differences(load_weights(saved, "raw"), model.state_dict()):
         raise CheckpointError(
             f"the checkpoint of {record.job_id} does not fit {type(model).__name__}: "
             f"{'; '.join(differs)}. Nothing was written."

@@ -489,26 +489,28 @@ class TrainingJob(JobRequests):
             return None
         return {"step": found[-1].step, "metric": found[-1].metric, "value": found[-1].value}
 
-    def state_dict(self, which: str | int = "last") -> dict[str, Any]:
+    def state_dict(self, which: str | int = "last", *, weights: str = "auto") -> dict[str, Any]:
         """Return saved weights, as tensors by name.
 
         Args:
             which: ``last`` for the newest valid checkpoint; ``best`` for the one with the best
                 evaluation, see ``checkpoint.best``; a number for the checkpoint at that step.
+            weights: With ``ema``: ``averaged`` for the averaged weights, which were evaluated, or
+                ``raw`` for those that are trained. ``auto`` is ``averaged`` if there are any.
 
         Raises:
-            CheckpointError: If the checkpoint does not exist.
-            ConfigError: If ``which`` is invalid.
+            CheckpointError: If the checkpoint does not exist, or has no averaged weights.
+            ConfigError: If ``which`` or ``weights`` is invalid.
         """
-        return load_weights(find_saved(self.record, which, self._best_evals()))
+        return load_weights(find_saved(self.record, which, self._best_evals()), weights)
 
-    def load_into(self, model: Model, which: str | int = "last") -> Model:
-        """Load saved weights into ``model`` and return it; ``which`` as in ``state_dict``.
+    def load_into(self, model: Model, which: str | int = "last", *, weights: str = "auto") -> Model:
+        """Load saved weights into ``model`` and return it; arguments as in ``state_dict``.
 
         Raises:
             CheckpointError: If the checkpoint does not exist, or does not fit the model.
         """
-        put_weights(self.state_dict(which), model, self.record)
+        put_weights(self.state_dict(which, weights=weights), model, self.record)
         return model
 
     def export(
@@ -517,6 +519,7 @@ class TrainingJob(JobRequests):
         *,
         format: str = "safetensors",
         which: str | int = "last",
+        weights: str = "auto",
         model: Any = None,
         overwrite: bool = False,
     ) -> Path:
@@ -526,6 +529,7 @@ class TrainingJob(JobRequests):
             path: A file; a folder with ``format="transformers"``. Missing parents are created.
             format: ``safetensors`` or ``transformers``.
             which: As in ``state_dict``.
+            weights: As in ``state_dict``.
             model: Only with ``transformers``: the model whose ``config`` is written. Required if
                 the job's own model has no config.
             overwrite: True to replace existing files.
@@ -537,13 +541,21 @@ class TrainingJob(JobRequests):
             CheckpointError: If the checkpoint does not exist, or the path is not writable.
             ConfigError: If the format or ``which`` is invalid, or if the path exists.
         """
-        from etrain_jupyter.notebook.job.export import export_file, export_folder, find_format
+        from etrain_jupyter.notebook.job.export import (
+            export_file,
+            export_folder,
+            export_source,
+            find_format,
+        )
 
         is_folder = find_format(format, model) == "transformers"
         saved = find_saved(self.record, which, self._best_evals())
-        if is_folder:
-            return export_folder(self.record, saved, Path(path), model=model, overwrite=overwrite)
-        return export_file(self.record, saved, Path(path), overwrite=overwrite)
+        with export_source(saved, weights) as source:
+            if is_folder:
+                return export_folder(
+                    self.record, source, Path(path), model=model, overwrite=overwrite
+                )
+            return export_file(self.record, source, Path(path), overwrite=overwrite)
 
     def checkpoints(self, verify: bool = False) -> list[dict[str, Any]]:
         """Return one record for each saved checkpoint, newest first.

@@ -25,6 +25,7 @@ MODEL_PART = "model.safetensors"
 STATE_PART = "state.json"
 NOTHING: dict[str, list[Any]] = {"best": []}
 NEVER_EVALUATED = "no evaluation ran before its newest checkpoint"
+WEIGHTS = ("auto", "averaged", "raw")
 MOST_NAMED = 5
 """Maximum number of tensor names in a message."""
 
@@ -78,12 +79,47 @@ def find_saved(record: RunRecord, which: Which, best_evals: Mapping[int, float])
     return Saved(step=newest.manifest.step, files=newest.files)
 
 
-def load_weights(saved: Saved) -> dict[str, Any]:
-    """Return the tensors of a checkpoint, by parameter name."""
+def load_weights(saved: Saved, weights: str = "auto") -> dict[str, Any]:
+    """Return the tensors of a checkpoint, by parameter name.
+
+    Args:
+        saved: The checkpoint.
+        weights: ``averaged``, ``raw``, or ``auto`` for averaged ones if the job has ``ema``.
+
+    Raises:
+        CheckpointError: If averaged weights are requested but missing, or do not fit.
+    """
     # Import here: this loads torch, which a kernel that only looks at jobs does not need.
     from etrain_jupyter.trainer.state.capture import load_model_state
 
-    return load_model_state(saved.files[MODEL_PART])
+    if not uses_average(saved, weights):
+        return load_model_state(saved.files[MODEL_PART])
+    from etrain_jupyter.trainer.state.averaged_weights import load_averaged_state
+
+    return load_averaged_state(saved.files)
+
+
+def uses_average(saved: Saved, weights: str) -> bool:
+    """Return True if ``weights`` selects the averaged weights of a checkpoint.
+
+    Raises:
+        ConfigError: If ``weights`` is invalid.
+        CheckpointError: If averaged weights are requested, but the checkpoint has none.
+    """
+    if weights not in WEIGHTS:
+        known = ", ".join(map(repr, WEIGHTS))
+        raise ConfigError(f"weights={weights!r} is not supported", hint=f"use one of {known}")
+    if weights == "raw":
+        return False
+    from etrain_jupyter.trainer.state.parts import has_average
+
+    found = has_average(saved.files)
+    if weights == "averaged" and not found:
+        raise CheckpointError(
+            f"the checkpoint at step {saved.step} has no averaged weights: the cell does not set "
+            "ema. Add for example ema: 0.999 and run it again, or use weights='raw'."
+        )
+    return found
 
 
 def list_saved(

@@ -20,6 +20,7 @@ from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
+from etrain_jupyter.trainer.sync_batchnorm import SyncedNorms
 
 # Disables DDP's own synchronization of buffers, because ``_start_moves`` averages them. torch 2.13
 # renamed the flag.
@@ -45,6 +46,7 @@ class AveragedGradients:
         compression: Compression of the gradients, see ``compression.compressed``.
         measures_noise: Set ``mean_of_squares`` in each full step.
         by_speed: Share the samples by the measured speeds of the ranks.
+        norms: The BatchNorm layers to synchronize; None without ``sync_batchnorm``.
     """
 
     num_slots = 1
@@ -64,9 +66,11 @@ class AveragedGradients:
         compression: str = "none",
         measures_noise: bool = False,
         by_speed: bool = False,
+        norms: SyncedNorms | None = None,
     ) -> None:
         self._group = group
         self._moving = moving
+        self._norms = norms
         self._global_batch_size = global_batch_size
         self._measures_noise = measures_noise and group.world_size > 1
         self._hook = CommHook(
@@ -92,27 +96,32 @@ class AveragedGradients:
         return self._plan_of(span).counts
 
     def parts(self, span: StepRange) -> list[PassSamples]:
-        """Return the micro-batches of this rank's share.
+        """Return the micro-batches of this rank's share, and those that it borrows.
 
         A rank without samples runs the first micro-batch of rank 0, because DDP needs a backward
-        pass on every rank; the gradients are zeroed, and the pass does not count.
+        pass on every rank. With synchronized BatchNorm, every rank runs as many passes as the rank
+        with the largest share. Borrowed passes do not count.
         """
         plan, rank = self._plan_of(span), self._group.rank
-        owner = rank if plan.counts[rank] else 0
-        start = plan.starts[owner]
-        share = range(start, start + plan.counts[owner])
+        own = self._parts_of(plan, rank)
+        # In even shares, rank 0.
+        most = self._parts_of(plan, plan.counts.index(max(plan.counts)))
+        return own + most[len(own) : len(most) if self._norms is not None else 1]
+
+    def _parts_of(self, plan: batch_plan.StepPlan, rank: int) -> list[PassSamples]:
+        start = plan.starts[rank]
+        share = range(start, start + plan.counts[rank])
         num_parts = plan.num_micro_steps
-        if self._balance is not None:
+        if self._balance is not None and self._norms is None:
             # A slow rank with a small share needs fewer passes than the others. Passes of a few
-            # samples would make it even slower.
+            # samples would make it even slower. (Synchronized BatchNorm needs the same number.)
             num_parts = batch_plan.count_passes(
                 len(share),
                 micro_batch_size=self._micro_batch_size,
                 min_share=self._min_share,
                 num_passes=self._num_passes,
             )
-        parts = split_share(share, num_parts, stream=owner)
-        return parts if owner == rank else parts[:1]
+        return split_share(share, num_parts, stream=rank)
 
     def _plan_of(self, span: StepRange) -> batch_plan.StepPlan:
         return batch_plan.plan_step(
@@ -135,21 +144,38 @@ class AveragedGradients:
         #     pass 1   forward   backward, without sums
         #     pass 2   forward   header starts   backward: DDP sums each bucket as it is ready
         #     then     wait for the buckets, then for the header, then for the running buffers
-        count = self._plan_of(step.span).counts[self._group.rank]
+        plan = self._plan_of(step.span)
+        count = plan.counts[self._group.rank]
         self._group.contributes = count > 0
-        slot = 0 if count else None
         self._agree_on_buckets()
         seed_all(step.job_seed, step=step.number, rank=self._group.rank)
         parts = self.parts(step.span)
-        for _ in parts[:-1]:
-            # DDP sums only in the last backward pass: one exchange per step.
-            with self._no_sync():
-                step.run_part(self._module, slot).backward()  # type: ignore[no-untyped-call]
-        loss = step.run_part(self._module, slot)
+        num_own = len(self._parts_of(plan, self._group.rank))
+        with contextlib.ExitStack() as stack:
+            if self._norms is not None:
+                stack.enter_context(self._norms.over(self._group, step.watch))
+            for number in range(len(parts) - 1):
+                # DDP sums only in the last backward pass: one exchange per step.
+                with self._no_sync():
+                    self._forward(step, number < num_own).backward()  # type: ignore[no-untyped-call]
+            loss = self._forward(step, len(parts) <= num_own)
+            self._complete(step, loss, count / step.span.samples)
+        if self._measures_noise:
+            self._measure_noise(step)
+
+    def _forward(self, step: Step, is_own: bool) -> torch.Tensor:
+        if self._norms is not None:
+            self._norms.counts = is_own
+        loss = step.run_part(self._module, 0 if is_own else None)
+        # A rank may add the gradients of a borrowed pass to those of its own passes.
+        return loss if is_own else loss * 0.0
+
+    def _complete(self, step: Step, loss: torch.Tensor, weight: float) -> None:
+        """Run the last backward pass, and wait for all sums."""
         # Start the header after the last forward pass, because it contains that pass's loss. Its
         # communication overlaps with the backward pass.
         step.start_header()
-        moves = self._start_moves(step.buffers_before, count / step.span.samples)
+        moves = self._start_moves(step.buffers_before, weight)
         loss.backward()  # type: ignore[no-untyped-call]
         # Wait for the gradients first: a failed sum must raise here, before anything uses the
         # header.
@@ -158,8 +184,6 @@ class AveragedGradients:
         if moves is not None:
             moves[1].wait()
             self._moving.move(step.buffers_before, moves[0])
-        if self._measures_noise:
-            self._measure_noise(step)
 
     def _measure_noise(self, step: Step) -> None:
         """Compute the squared norm of each rank's mean gradient, averaged over the ranks."""

@@ -43,7 +43,7 @@ class Stopwatch:
     def begin(self) -> None:
         """Begin a step."""
         self._began_at = self._summed_at = time.perf_counter()
-        self._data_s = self._optimizer_s = 0.0
+        self._data_s = self._optimizer_s = self._exchange_s = 0.0
         self._ready_at, self._ready, self._summed = 0.0, None, None
 
     @contextmanager
@@ -52,6 +52,13 @@ class Stopwatch:
         started = time.perf_counter()
         yield
         self._data_s += time.perf_counter() - started
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Measure an exchange within a pass, which waits for the other ranks."""
+        started = time.perf_counter()
+        yield
+        self._exchange_s += time.perf_counter() - started
 
     def bucket_is_ready(self) -> None:
         """Record that a bucket of gradients has been computed; only the last call matters."""
@@ -76,7 +83,7 @@ class Stopwatch:
 
     def times(self) -> StepTimes:
         """Return the parts of the current step."""
-        communication_s = self._communication_s()
+        communication_s = self._communication_s() + self._exchange_s
         # begin | fetch  forward  backward | exposed communication | summed | update
         #         data_s                     communication_s                  optimizer_s
         #

@@ -33,7 +33,6 @@ from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.gathering import gather_bytes, gather_json
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import MicroBatch
-from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.objective.whole_set import RunStates, compute_metrics
 from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.seeds import seed_all
@@ -143,7 +142,7 @@ class Evaluation:
         ]
         num_turns = max(sum(run.stop - run.first for run in runs) for runs in plan.todo)
         passes = self._passes(work, step)
-        with eval_mode(self._workload.model), torch.no_grad():
+        with self._workload.evaluating():
             if not self._turn(group, num_turns, passes, is_pending, at_batch):
                 # Any rank may be about to leave.
                 self._exchange(group, groups, max_bytes=SHARE_BYTES)

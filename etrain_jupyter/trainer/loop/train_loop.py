@@ -48,6 +48,8 @@ from etrain_jupyter.trainer.objective.measures import Means
 from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.scoring.score_process import Scorer
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
+from etrain_jupyter.trainer.state.packing import Tensors
+from etrain_jupyter.trainer.state.parts import AVERAGE
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.state.weight_fingerprint import WeightFingerprint
@@ -167,6 +169,9 @@ class TrainLoop:
             send=self._send,
             beat=self.places.beat,
         ).run()
+        if self.workload.average is not None:
+            self.workload.average.follow_buffers(self._effects.moving)
+        self._fingerprint = WeightFingerprint(self.workload.model, self._averages().values())
         self.evaluations.check_names()
 
     # --- one generation ---
@@ -206,6 +211,7 @@ class TrainLoop:
             compression=config.compression,
             measures_noise=self.update.rates.measures_noise,
             by_speed=config.batch.split == "auto",
+            norms=self.workload.norms,
         )
 
     def run(
@@ -514,7 +520,13 @@ class TrainLoop:
                 WeightsFingerprinted(generation=generation, step=step, rank=rank, digest=digest)
             )
 
-        self._digest.begin(self.workload.model, send)
+        self._digest.begin(self.workload.model, send, others=self._averages())
+
+    def _averages(self) -> Tensors:
+        average = self.workload.average
+        if average is None:
+            return {}
+        return {f"{AVERAGE}.{name}": tensor for name, tensor in average.tensors.items()}
 
     def _log_out_of_memory(self, group: RankGroup) -> None:
         text = out_of_memory_message(

@@ -50,6 +50,7 @@ class Update:
         #     weight, unscale  gradients become those of the mean loss
         #     clip             by the norm of these gradients
         #     optimizer        the only part that cannot be undone
+        #     average          of the updated weights
         model, optimizer = self._workload.model, self._workload.optimizer
         self._take_noise(step)
         self.rates.prepare(
@@ -69,6 +70,8 @@ class Update:
         # state and receives another rank's.
         self.is_torn = True
         is_updated = self._workload.precision.step(optimizer)
+        if is_updated and self._workload.average is not None:
+            self._workload.average.update()
         self.is_torn = False
         return is_updated
 

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
 
 from etrain_jupyter.config.schema import RESERVED_METRICS
@@ -56,20 +57,44 @@ class LossOfOutput:
         """Call the model with the parts of the batch that it accepts."""
         split = split_batch(batch, model.forward, has_loss=self._loss is not None)
         output = model(*split.args, **split.kwargs)
-        # If the notebook defines a loss, the model's own loss is ignored.
-        loss = self._loss
-        value = loss(output, split.target) if loss is not None else _loss_in(output, batch)
         # In a dict without a single target, metrics find theirs themselves.
         has_none = split.target is None and isinstance(batch, Mapping)
-        return Passed(value, output, batch if has_none else split.target)
+        target = batch if has_none else split.target
+        # If the notebook defines a loss, the model's own loss is ignored.
+        if self._loss is not None:
+            return Passed(self._loss(output, split.target), output, target)
+        if (terms := _loss_terms(output)) is not None:
+            return Passed(sum(terms.values()), output, target, terms)
+        return Passed(_loss_in(output, batch, is_training=model.training), output, target)
 
 
-def _loss_in(output: Any, batch: Any) -> Any:
+def _loss_terms(output: Any) -> Mapping[str, Any] | None:
+    """Return the losses of a model that returns only losses, by name; None for another model."""
+    # Detection models of torchvision return such a dict in training, and detections in evaluation.
+    if not isinstance(output, Mapping) or "loss" in output or not output:
+        return None
+    is_scalar = all(isinstance(term, torch.Tensor) and not term.ndim for term in output.values())
+    if not is_scalar or not all(term.is_floating_point() for term in output.values()):
+        return None
+    for name in output:
+        _check_name(name, "the model")
+    return output
+
+
+def _loss_in(output: Any, batch: Any, *, is_training: bool) -> Any:
     # Hugging Face models return an object with .loss, or a dict.
     is_dict = isinstance(output, Mapping)
     loss = output.get("loss") if is_dict else getattr(output, "loss", None)
     if loss is not None:
         return loss
+    kind = f"a {type(output).__name__}"
+    if not is_training and not is_dict:
+        raise WorkloadError(
+            f"key 'loss' is missing, and in evaluation mode the model returned {kind} without "
+            ".loss. If it returns its losses in training only, add for example 'eval: {loss: "
+            "false, predict: predict, score: score}'. Otherwise, add a line such as 'loss: "
+            "F.cross_entropy', or 'step: a function (model, batch)'."
+        )
     given = (
         f" It was called with a batch of the keys {', '.join(map(repr, batch))}: a Hugging Face "
         "model computes one from 'labels'."
@@ -78,10 +103,19 @@ def _loss_in(output: Any, batch: Any) -> Any:
     )
     place = "key 'loss'" if is_dict else ".loss"
     raise WorkloadError(
-        f"key 'loss' is missing, and the model's output, a {type(output).__name__}, has no "
+        f"key 'loss' is missing, and the model's output, {kind}, has no "
         f"{place}.{given} Add a line such as "
         "'loss: F.cross_entropy', or 'step: a function (model, batch)'."
     )
+
+
+def _check_name(name: Any, source: str) -> None:
+    if not isinstance(name, str) or not name.strip() or name in RESERVED_METRICS:
+        raise WorkloadError(
+            f"{source} returned a value named {name!r}, which is an invalid metric name: "
+            f"{', '.join(sorted(RESERVED_METRICS))} are columns of the history. "
+            f"Return it under another name, for example '{name}_metric'."
+        )
 
 
 class StepFunction:
@@ -103,12 +137,7 @@ class StepFunction:
                 "but without 'loss'. Return {\"loss\": loss, ...}, or the loss alone."
             )
         for name in values:
-            if not isinstance(name, str) or not name.strip() or name in RESERVED_METRICS:
-                raise WorkloadError(
-                    f"step returned a value named {name!r}, which is an invalid metric name: "
-                    f"{', '.join(sorted(RESERVED_METRICS))} are columns of the history. "
-                    f"Return it under another name, for example '{name}_metric'."
-                )
+            _check_name(name, "step")
         return Passed(returned["loss"], values=values)
 
 

@@ -36,7 +36,6 @@ from etrain_jupyter.trainer.data import evaluation_share
 from etrain_jupyter.trainer.group.gathering import gather_json, stream
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import MicroBatch
-from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.scoring.exhibits import Exhibit
 from etrain_jupyter.trainer.scoring.records import pack
@@ -305,7 +304,7 @@ class SetScores:
         todo = plan.todo[group.rank]
         packed = self._pack_parts([parts[part] for part in todo])
         pending, sending = torch.zeros(1), None
-        with eval_mode(self._state.workload.model), torch.no_grad():
+        with self._state.workload.evaluating():
             for turn in range(max(map(len, plan.todo))):
                 if sending is not None:
                     sending.wait()

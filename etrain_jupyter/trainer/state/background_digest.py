@@ -7,7 +7,8 @@ ranks do this at the end of each epoch and of the job, and the audit compares th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from etrain_jupyter.trainer.micro_batch import is_out_of_memory
 from etrain_jupyter.trainer.state.capture import digest_of_tensors, named_tensors
 from etrain_jupyter.trainer.state.packing import Tensors
 from etrain_jupyter.trainer.state.pieces import copy_in_pieces
+
+NO_TENSORS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 WAIT_S = 0.25
 """Interval at which a waiting main thread checks the progress of the hashing thread."""
@@ -36,20 +39,32 @@ class BackgroundDigest:
         self._num_pieces = 0
         """Number of pieces hashed so far; shows whether the thread is making progress."""
 
-    def begin(self, model: nn.Module, report: Callable[[str], None]) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        report: Callable[[str], None],
+        *,
+        others: Mapping[str, torch.Tensor] = NO_TENSORS,
+    ) -> None:
         """Hash the current weights in a background thread, which calls ``report`` with the digest.
 
         If there is no memory for a copy, the weights are hashed in the calling thread.
+
+        Args:
+            model: The model.
+            report: Called with the digest.
+            others: Other tensors to hash, for example averaged weights.
         """
         self.finish()
+        living = {**named_tensors(model), **others}
         try:
-            self._copies = self._copy(named_tensors(model))
+            self._copies = self._copy(living)
         except (MemoryError, RuntimeError) as exc:
             if not (isinstance(exc, MemoryError) or is_out_of_memory(exc)):
                 raise
             # The copy is incomplete and must not be reused.
             self._copies = {}
-            report(digest_of_tensors(named_tensors(model).items(), self._beat))
+            report(digest_of_tensors(living.items(), self._beat))
             return
         self._thread = threading.Thread(
             target=self._hash,

@@ -183,9 +183,14 @@ def living_tensors(model: nn.Module) -> Tensors:
     return living
 
 
-def own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the tensors of model and optimizer into which a new state can be written."""
+def own_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, extras: Extras = NO_EXTRAS
+) -> Tensors:
+    """Return the tensors of all components into which a new state can be written."""
     own: Tensors = {}
+    # A component may return copies. Writing into them does no harm: it loads them afterwards.
+    for name, part in extras.items():
+        pack(part.state_dict(), name=EXTRA + name, tensors=own)
     # An optimizer that overrides ``state_dict`` may return copies.
     if _has_standard_state(optimizer):
         _take_optimizer(optimizer, own)

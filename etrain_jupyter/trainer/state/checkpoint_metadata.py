@@ -20,6 +20,8 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.trainer.state.capture import put_state
 from etrain_jupyter.trainer.state.packing import StateError, Tensors
+from etrain_jupyter.trainer.state.parts import AVERAGE
+from etrain_jupyter.trainer.state.weight_average import WeightAverage
 from etrain_jupyter.trainer.workload import Workload
 
 Warn = Callable[[str], None]
@@ -98,6 +100,9 @@ def put_checkpoint(
             f"the checkpoint does not fit this model ({reason}). Nothing was trained, and all "
             "checkpoints are kept. Resume with the model that the checkpoint was written with"
         ) from exc
+    average = workload.extras.get(AVERAGE)
+    if isinstance(average, WeightAverage) and AVERAGE not in header["extras"]:
+        average.restart()  # from the restored weights, not from the initial ones
     asked = (metadata.get("config") or {}).get("optimizer")
     if not is_same_kind or config is None or asked is None:
         return

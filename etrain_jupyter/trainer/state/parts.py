@@ -28,6 +28,9 @@ MODEL_PART, OPTIMIZER_PART, EXTRA_PART, STATE_PART, CONFIG_PART = (
 NEEDED = (MODEL_PART, OPTIMIZER_PART, STATE_PART)
 """Parts that are required to resume training. Loading only the weights requires fewer parts."""
 
+AVERAGE = "ema"
+"""Name of the averaged weights in the state."""
+
 _SHARD = re.compile(r"optimizer-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -82,6 +85,16 @@ def check_parts(
                 f"{manifest.parts[name].key} is not a safetensors file, and is not opened in any "
                 "other format"
             ) from exc
+
+
+def has_average(files: dict[str, Path]) -> bool:
+    """Return True if a checkpoint contains averaged weights.
+
+    Raises:
+        CheckpointError: As ``header_of``.
+    """
+    extras = header_of(files).get("extras")
+    return EXTRA_PART in files and isinstance(extras, dict) and AVERAGE in extras
 
 
 def header_of(files: dict[str, Path]) -> dict[str, Any]:

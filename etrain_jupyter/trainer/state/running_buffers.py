@@ -7,7 +7,7 @@ buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
 import torch
@@ -20,6 +20,10 @@ class RunningBuffers:
         self._buffers = list(buffers)
         self.num_values = sum(b.numel() for b in self._buffers)
         """``B``; 0 if there are no running buffers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Iterate over the buffers themselves."""
+        return iter(self._buffers)
 
     def copy(self) -> list[torch.Tensor]:
         """Return copies of the values."""

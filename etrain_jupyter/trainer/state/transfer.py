@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,13 @@ from torch import nn
 
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import memory_of
-from etrain_jupyter.trainer.state.capture import BUFFER, living_tensors, own_tensors
+from etrain_jupyter.trainer.state.capture import (
+    BUFFER,
+    NO_EXTRAS,
+    Extras,
+    living_tensors,
+    own_tensors,
+)
 from etrain_jupyter.trainer.state.packing import StateError, Tensors
 from etrain_jupyter.trainer.state.transfer_plan import (
     Buffers,
@@ -109,6 +116,7 @@ def receive_state(
     behind: Sequence[int],
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    extras: Extras = NO_EXTRAS,
     keep: bool = False,
     on_overwrite: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], Tensors, Transferred]:
@@ -118,7 +126,8 @@ def receive_state(
         group: The process group of the generation.
         model: The model to receive into.
         behind: The ranks in the chain, in order.
-        optimizer: The optimizer of ``model``; its tensors are overwritten, too.
+        optimizer: The optimizer of ``model``; its tensors and those of ``extras`` are overwritten.
+        extras: The other stateful components.
         keep: Stage the state in host memory, so that this rank keeps its own state if the chain
             breaks. That state is one step behind, but may be the newest one left.
         on_overwrite: Called before any of this rank's own tensors changes: from then until
@@ -135,8 +144,7 @@ def receive_state(
     # in place        this rank's own tensors; new ones only     this rank has no state
     #                 where it has none
     # staged (keep)   host memory, if there is room              this rank keeps its old state
-    #
-    # In both cases the device never holds two states.
+    # In both cases, the device never holds two states.
     place = list(behind).index(group.rank)
     before = behind[place - 1] if place else 0
     after = behind[place + 1] if place + 1 < len(behind) else None
@@ -147,17 +155,16 @@ def receive_state(
         for n, d, shape, stride, same in received["layout"]
     ]
     host = frozenset(received["header"].get("host", ()))
-    num_bytes = sum(e.num_bytes for e in entries)
+    num_bytes = sum(entry.num_bytes for entry in entries)
     # If there is too little host memory, receive in place, which is better than not joining at all.
     is_staged = keep and num_bytes <= HOST_SHARE * memory_of(torch.device("cpu")).free
-    slots = _Slots(entries, model, optimizer, host, is_staged=is_staged)
+    slots = _Slots(entries, model, optimizer, extras, host, is_staged=is_staged)
     # From the first chunk on, this rank's tensors are a mix of two states.
     if not is_staged:
         on_overwrite()
     messages = plan_messages([e.num_bytes for e in entries])
-    group.start(
-        lambda: _relay(group, messages, slots.memory, before, after), is_counted=False
-    ).wait()
+    relay = partial(_relay, group, messages, slots.memory, before, after)
+    group.start(relay, is_counted=False).wait()
     if is_staged:
         on_overwrite()
     tensors = slots.finish()
@@ -229,6 +236,7 @@ class _Slots:
         entries: list[Entry],
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        extras: Extras,
         host: frozenset[str],
         *,
         is_staged: bool,
@@ -239,7 +247,8 @@ class _Slots:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._own = dict(self._living)
         if optimizer is not None:
-            self._own = self._writable(entries, own_tensors(model, optimizer), host, device)
+            own = own_tensors(model, optimizer, extras)
+            self._own = self._writable(entries, own, host, device)
         self._received: Tensors = {}
         self.memory: list[torch.Tensor | None] = []
         """Memory into which each tensor is received; None for tied weights, which are not sent."""

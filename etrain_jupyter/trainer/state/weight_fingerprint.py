@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -25,13 +26,17 @@ class _Piece(NamedTuple):
 
 
 class WeightFingerprint:
-    """Sum of the bit patterns of a rotating slice of a model's parameters."""
+    """Sum of the bit patterns of a rotating slice of a model's parameters.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        others: Other tensors that must be equal on all ranks, for example averaged weights.
+    """
+
+    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
         # All parameters form one sequence of numbers, which is cut into slices of equal length. A
         # slice may cover parts of several parameters. Step s covers slice s modulo the number of
         # slices, so a difference between ranks is detected within MAX_SLICES steps.
-        self._parameters = list(model.parameters())
+        self._parameters = [*model.parameters(), *others]
         sizes = [_flat(p).numel() for p in self._parameters]
         starts = list(accumulate(sizes, initial=0))
         num = max(1, min(MAX_SLICES, max(starts[-1] // MIN_SLICE, len(sizes) // MAX_PIECES)))

@@ -64,6 +64,8 @@ def test_harmless_changes_are_listed_without_a_reason(changes: dict[str, Any]) -
         ({"precision": "bf16"}, "precision: fp32 -> bf16"),
         ({"compression": "bf16"}, "compression: none -> bf16"),
         ({"clip_grad_norm": 1.0}, "clip_grad_norm: none -> 1.0"),
+        ({"ema": 0.9}, "ema.decay: none -> 0.9"),
+        ({"sync_batchnorm": True}, "sync_batchnorm: False -> True"),
         ({"schedule": {"decay": "cosine"}}, "schedule.decay: none -> cosine"),
         ({"reproducible": {"shards": 8}}, "reproducible.shards: none -> 8"),
         ({"checkpoint": {"to": "/elsewhere"}}, "checkpoint.to: none -> /elsewhere"),
@@ -83,7 +85,7 @@ def test_every_key_that_is_not_known_to_be_harmless_matters() -> None:
     harmless |= {"metrics", "compile", "epochs", "steps", "checkpoint", "batch", "data"}
     harmless |= {"backend"}
     known = {"model", "loss", "step", "weight", "optimizer", "schedule", "scaling", "precision"}
-    known |= {"compression", "clip_grad_norm", "reproducible", "seed"}
+    known |= {"compression", "clip_grad_norm", "reproducible", "seed", "ema", "sync_batchnorm"}
 
     assert set(TrainConfig.model_fields) == harmless | known, "decide what a new key means"
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -115,6 +116,23 @@ def test_no_more_workers_than_shards() -> None:
 )
 def test_other_forms_survive_json(keys: dict[str, object]) -> None:
     made = config(**keys)
+    assert TrainConfig.model_validate(made.model_dump(mode="json")) == made
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (False, None),
+        (0.99, {"decay": 0.99, "warmup": True}),
+        ({"decay": 0.9, "warmup": False}, {"decay": 0.9, "warmup": False}),
+        ({}, {"decay": 0.999, "warmup": True}),
+    ],
+)
+def test_ema_is_a_decay_or_a_group(value: Any, expected: Any) -> None:
+    made = config(ema=value)
+
+    assert made.model_dump(mode="json")["ema"] == expected
     assert TrainConfig.model_validate(made.model_dump(mode="json")) == made
 
 

@@ -393,6 +393,45 @@ because overflows of fp16 would remain in the residual of powersgd
       |              ^^^^^^^^
   write precision: bf16, or compression: fp16""",
     ),
+    "decay above 1": (
+        GOOD + "ema: 1.5\n",
+        """\
+etrain: line 5, column 6: ema must be a number between 0 and 1, not 1.5
+    5 | ema: 1.5
+      |      ^^^
+  write for example ema: 0.999""",
+    ),
+    "ema without a decay": (
+        GOOD + "ema: true\n",
+        """\
+etrain: line 5, column 6: ema must be a number between 0 and 1, not true
+    5 | ema: true
+      |      ^^^^
+  write for example ema: 0.999""",
+    ),
+    "decay above 1 in a group": (
+        GOOD + "ema: {decay: 2, warmup: false}\n",
+        """\
+etrain: line 5, column 14: ema.decay must be below 1, not 2
+    5 | ema: {decay: 2, warmup: false}
+      |              ^""",
+    ),
+    "sync_batchnorm with reproducible": (
+        GOOD + "reproducible: true\nsync_batchnorm: true\n",
+        """\
+etrain: line 6, column 1: sync_batchnorm cannot be used with reproducible, whose shards are computed one by one: BatchNorm already normalizes over a shard, on any number of workers
+    6 | sync_batchnorm: true
+      | ^^^^^^^^^^^^^^
+  write sync_batchnorm: false, or reproducible: false""",
+    ),
+    "sync_batchnorm with automatic passes": (
+        GOOD + "batch: {micro: auto}\nsync_batchnorm: true\n",
+        """\
+etrain: line 6, column 1: sync_batchnorm cannot be used with batch.micro: auto: all workers need the same number of passes, but their memory may differ
+    6 | sync_batchnorm: true
+      | ^^^^^^^^^^^^^^
+  write batch: {micro: 32}, or sync_batchnorm: false""",
+    ),
     "ramp in time": (
         GOOD + "batch: {per_worker: 8}\nscaling: {ramp: 5 min}\n",
         """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,31 @@ def test_slow_rank_gets_fewer_samples_and_the_weights_are_those_of_even_shares(r
     assert auto[0].digest == auto[1].digest
     for name, value in auto[0].model.items():
         torch.testing.assert_close(value, even[0].model[name], rtol=1e-4, atol=1e-5)
+
+
+def normed() -> dict[str, Any]:
+    def model() -> nn.Module:
+        norm = nn.BatchNorm1d(16)
+        return nn.Sequential(nn.Linear(4, 16, bias=False), norm, nn.Tanh(), nn.Linear(16, 3))
+
+    return {**names(), "model": model}
+
+
+@pytest.mark.parametrize("batch", [{}, {"micro": 4}])
+def test_synchronized_batchnorm_hides_no_slow_rank_and_does_not_depend_on_the_shares(ranks, batch):
+    history = [Generation(members=(0, 1))]
+    jobs = [job(history, **batch), job(history, split="auto", **batch)]
+    even, auto = (
+        ranks.train(replace(made, names=normed, config=made.config | {"sync_batchnorm": True}))
+        for made in jobs
+    )
+    first, second = map(int, shares_of(auto[0])[-1].split(", "))
+    assert first > 1.5 * second
+    assert auto[0].digest == auto[1].digest
+    # With several passes, the shares determine which samples are in a pass.
+    if not batch:
+        for name, value in auto[0].model.items():
+            torch.testing.assert_close(value, even[0].model[name], rtol=1e-4, atol=1e-5)
 
 
 def test_shares_follow_the_ranks_through_a_loss_and_a_join(ranks):

@@ -84,6 +84,53 @@ def commit(job: TrainingJob, step: int, *, judged: list[Any] | None = None) -> L
     return store
 
 
+def commit_average(job: TrainingJob, step: int) -> None:
+    """Save the model of a step with averages of twice its weights, in float64."""
+    store = LocalStore(job.record.folder)
+    folder = store.begin(step)
+    tensors = {name: value.clone() for name, value in model_of(step).state_dict().items()}
+    packed = {name: {"$tensor": f"extra.ema.average.{name}"} for name in tensors}
+    averages = {packed[name]["$tensor"]: 2 * value.double() for name, value in tensors.items()}
+    state = {"extras": {"ema": {"num_updates": 3, "average": packed}}}
+    contents = {
+        "model.safetensors": save(tensors, {"format": "pt"}),
+        "extra.safetensors": save(averages),
+        "state.json": json.dumps(state).encode(),
+    }
+    parts = {name: store.put_part(folder, name, data) for name, data in contents.items()}
+    facts: dict[str, Any] = {"job_id": job.id, "generation": 3, "config_digest": "", "created": 1.0}
+    assert store.commit(Manifest(step=step, parts=parts, **facts))
+
+
+def test_averaged_weights_are_loaded_and_exported_unless_raw_ones_are_asked_for(
+    job: TrainingJob, tmp_path: Path
+) -> None:
+    commit_average(job, 10)
+    raw = model_of(10).out.bias.detach()
+
+    averaged = load_file(job.export(tmp_path / "averaged.safetensors"))
+
+    assert averaged["out.bias"].dtype == torch.float32
+    assert torch.equal(averaged["out.bias"], 2 * raw)
+    assert torch.equal(averaged["out.weight"], averaged["embed.weight"])
+    assert torch.equal(job.load_into(Tied(), weights="averaged").out.bias, 2 * raw)
+    assert torch.equal(job.load_into(Tied(), weights="raw").out.bias, raw)
+    assert_weights(job.export(tmp_path / "raw.safetensors", weights="raw"), 10)
+    with safe_open(tmp_path / "averaged.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "job_id": "tied-1", "step": "10"}
+
+
+def test_averaged_weights_of_a_job_without_them_are_refused(job: TrainingJob) -> None:
+    commit(job, 10)
+
+    with pytest.raises(
+        CheckpointError, match="step 10 has no averaged weights: the cell does not set"
+    ):
+        job.state_dict(weights="averaged")
+    with pytest.raises(ConfigError, match="weights='mean' is not supported"):
+        job.state_dict(weights="mean")
+
+
 def assert_weights(path: Path, step: int) -> None:
     model = Tied()
     model.load_state_dict(load_file(path))

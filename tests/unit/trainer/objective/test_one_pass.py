@@ -57,6 +57,48 @@ def on(logits_of):
     return lambda output, target: accuracy(logits_of(output), target)
 
 
+class Detector(Plain):
+    """Returns losses in training and predictions in evaluation, as torchvision's detectors do."""
+
+    names = ("loss_class", "loss_box")
+
+    def forward(self, x, y=None):
+        logits = super().forward(x)
+        if not self.training:
+            return [{"label": row.argmax()} for row in logits]
+        return {name: F.cross_entropy(logits, y) for name in self.names}
+
+
+def test_dict_of_losses_is_summed_and_each_is_a_metric():
+    loop, sent = make_loop(
+        names=Names(model=Detector), steps=2, loss=None, metrics={}, data={"train": "d"}
+    )
+    assert run(loop) == "done"
+
+    plain = [r["loss"] for r in losses_of(data={"train": "d"}, metrics={})]
+    records = [m for m in sent if isinstance(m, dict)]
+    assert records[0]["loss"] == pytest.approx(2 * plain[0])
+    for record in records:
+        assert list(record["metrics"]) == ["loss_class", "loss_box"]
+        assert sum(record["metrics"].values()) == pytest.approx(record["loss"])
+
+
+def test_detections_without_a_score_are_refused_with_the_keys_to_add():
+    loop, _ = make_loop(names=Names(model=Detector), steps=1, loss=None, metrics={})
+    text = "in evaluation mode the model returned a list .*loss: false, predict: predict"
+    with pytest.raises(WorkloadError, match=text):
+        run(loop)
+
+
+class BadlyNamed(Detector):
+    names = ("lr", "loss_box")
+
+
+def test_losses_with_names_of_columns_are_refused():
+    with pytest.raises(WorkloadError, match="the model returned a value named 'lr'"):
+        make_loop(names=Names(model=BadlyNamed), loss=None, metrics={})
+
+
 def step_of(model, batch):
     """Use a part of the model, which a wrapper around it would not allow."""
     logits = model.layers(batch["x"])

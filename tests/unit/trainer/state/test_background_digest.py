@@ -57,6 +57,17 @@ def test_digest_is_of_the_moment_and_the_same_as_in_the_foreground(
     assert len(set(told)) == 3
 
 
+def test_other_tensors_change_the_digest(hashing: BackgroundDigest, told: list[str]) -> None:
+    model, average = Tied(), torch.zeros(3)
+    for change in (0, 0, 1):
+        average[1] += change
+        hashing.begin(model, told.append, others={"ema.into.bias": average})
+    hashing.finish()
+
+    assert told[0] == told[1] != told[2]
+    assert digest_of(model) not in told
+
+
 def test_copy_and_wait_send_heartbeats(
     hashing: BackgroundDigest,
     told: list[str],

@@ -22,6 +22,7 @@ from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import STATE_PART
 from etrain_jupyter.trainer.state.restoring import restore
+from etrain_jupyter.trainer.state.weight_average import WeightAverage
 from etrain_jupyter.wire.messages import CheckpointWritten
 
 KINDS = {"Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
@@ -103,6 +104,34 @@ def test_unchanged_job_restores_everything_without_a_warning(tmp_path: Path) -> 
     for state in (first, fresh):
         state.train()
     assert torch.equal(first.workload.model.weight, fresh.workload.model.weight)
+
+
+def test_average_that_was_added_starts_from_the_restored_weights(tmp_path: Path) -> None:
+    first, fresh = State(config_of()), State(config_of())
+    first.train()
+    average = WeightAverage(fresh.workload.model, decay=0.9, has_warmup=True)
+    fresh.workload.extras["ema"] = average
+
+    assert put(saved(tmp_path, first), fresh) == []
+
+    assert torch.equal(average.tensors["weight"], first.workload.model.weight)
+
+
+def test_average_continues_from_the_checkpoint(tmp_path: Path) -> None:
+    averages = []
+    states = [State(config_of()), State(config_of())]
+    for state in states:
+        averages.append(WeightAverage(state.workload.model, decay=0.9, has_warmup=True))
+        state.workload.extras["ema"] = averages[-1]
+    states[0].train()
+    averages[0].update()
+
+    assert put(saved(tmp_path, states[0]), states[1]) == []
+
+    for state, average in zip(states, averages, strict=True):
+        state.train()
+        average.update()
+    assert torch.equal(averages[0].tensors["weight"], averages[1].tensors["weight"])
 
 
 def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from etrain_jupyter.trainer.state.capture import digest_of, own_tensors, put_sta
 from etrain_jupyter.trainer.state.packing import StateError
 from etrain_jupyter.trainer.state.transfer import new_tensor, receive_state, send_state
 from etrain_jupyter.trainer.state.transfer_plan import CHUNK_BYTES, DIRECT_BYTES, plan_messages
+from etrain_jupyter.trainer.state.weight_average import WeightAverage
 from tests.unit.trainer.peers import linked_groups, on_each
 
 
@@ -102,6 +103,31 @@ def test_every_kind_of_tensor_arrives_bit_for_bit_at_each_rank_of_the_chain():
         assert all_bits(*state) == expected
         assert state[0].head.weight is state[0].embedding.weight
         assert state[1].param_groups[0]["lr"] == 0.002
+
+
+def test_averages_are_received_into_the_memory_of_the_new_rank():
+    states = [veteran(), build(2)]
+    averages = [WeightAverage(model, decay=0.9, has_warmup=True) for model, _ in states]
+    averages[0].update()
+    memory = {name: tensor.data_ptr() for name, tensor in averages[1].tensors.items()}
+
+    def part(group: RankGroup) -> None:
+        model, optimizer = states[group.rank]
+        extras = {"ema": averages[group.rank]}
+        if group.rank == 0:
+            send_state(group, *take_state(model, optimizer, extras), [1])
+            return
+        header, tensors, _ = receive_state(group, model, [1], optimizer=optimizer, extras=extras)
+        for name, place in memory.items():
+            if name != "head.weight":  # tied weights are sent once
+                assert tensors[f"extra.ema.average.{name}"].data_ptr() == place
+        put_state(model, optimizer, header, tensors, extras)
+
+    with linked_groups(2) as groups:
+        on_each(groups, part)
+    for name, value in averages[0].tensors.items():
+        assert torch.equal(averages[1].tensors[name], value)
+    assert averages[1].state_dict()["num_updates"] == 1
 
 
 def test_new_rank_continues_exactly_like_the_sender():

@@ -46,6 +46,15 @@ def test_one_changed_bit_is_detected_within_one_rotation(name, place):
     assert prints(model) != prints(other)
 
 
+def test_changed_average_is_detected_within_one_rotation():
+    model, average = build(), torch.randn(50)
+    made = [WeightFingerprint(model, [values]) for values in (average, average + 1)]
+
+    one, other = ([int(found.at(step)) for step in range(MAX_SLICES)] for found in made)
+
+    assert one != other
+
+
 def test_equal_weights_have_equal_fingerprints_below_the_modulus():
     assert prints(build()) == prints(build())
     assert all(0 <= p < MODULUS for p in prints(build()))
