@@ -152,7 +152,7 @@ def compare_searches(model: str, trials: int, moves: list[Move]) -> dict[str, An
     moves += moves_of(dict(enumerate(logs_of(asha)))) + moves_of(dict(enumerate(logs_of(fixed))))
     values = [study.view().best for study in (asha, full)]
     samples = [sum(trial.samples for trial in study.view().trials) for study in (asha, full)]
-    shares = [utilization_of(logs_of(study), NUM_WORKERS) for study in (asha, fixed)]
+    shares = [utilization_of(logs_of(study)) for study in (asha, fixed)]
     return {
         "ratio": samples[0] / samples[1],
         "samples": samples,
@@ -251,7 +251,7 @@ def measure_ray(model: str, tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
             last = (output.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
             return {"skipped": f"Ray Tune failed: {last}"}
         spans = [
-            (begin, end, end - begin)
+            (begin, end)
             for path in Path(folder).glob("steps-*.jsonl")
             for begin, end in map(json.loads, path.read_text().splitlines())
         ]

@@ -120,39 +120,34 @@ def _parts(trial: _Trial, use: _Use) -> dict[str, float]:
     }
 
 
-def utilization_of(logs: Iterable[Iterable[e.Event]], num_workers: int) -> tuple[float, float]:
+def utilization_of(logs: Iterable[Iterable[e.Event]]) -> tuple[float, float]:
     """Return the share of the workers' time that they spent in steps, and the duration.
 
-    Counted from the first step of the first trial to the last step of the last one.
+    Counted from the end of the study's first step to that of its last one.
 
     Args:
-        logs: Events of each trial.
-        num_workers: Workers of the pool.
+        logs: Events of each trial. The pool consists of the workers that any trial has used.
 
     Returns:
         The share, between 0 and 1, and the duration in seconds.
     """
-    spans = [
-        (event.time - step_s, event.time, step_s * event.world_size)
-        for log in logs
-        for event in log
-        if isinstance(event, e.StepCompleted)
-        for step_s in [event.data_s + event.compute_s + event.communication_s + event.optimizer_s]
-    ]
-    return share_of_spans(spans, num_workers)
+    found = [event for log in logs for event in log]
+    steps = [event.time for event in found if isinstance(event, e.StepCompleted)]
+    used_s = sum(event.elapsed_s for event in found if isinstance(event, e.RankTimed))
+    workers = {event.worker for event in found if isinstance(event, e.WorkerJoined)}
+    duration_s = max(steps) - min(steps)
+    return used_s / (len(workers) * duration_s), duration_s
 
 
-def share_of_spans(
-    spans: Sequence[tuple[float, float, float]], num_workers: int
-) -> tuple[float, float]:
+def share_of_spans(spans: Sequence[tuple[float, float]], num_workers: int) -> tuple[float, float]:
     """Return the used share of the workers' time, and the duration in seconds.
 
     Args:
-        spans: Begin, end, and worker seconds of each step.
+        spans: Begin and end of each step on one worker.
         num_workers: Workers of the pool.
 
-    >>> share_of_spans([(0.0, 1.0, 1.0), (1.0, 2.0, 2.0)], num_workers=2)
+    >>> share_of_spans([(0.0, 1.0), (1.0, 2.0), (1.0, 2.0)], num_workers=2)
     (0.75, 2.0)
     """
-    duration_s = max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans)
-    return sum(used for _, _, used in spans) / (num_workers * duration_s), duration_s
+    duration_s = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    return sum(end - begin for begin, end in spans) / (num_workers * duration_s), duration_s

@@ -25,12 +25,12 @@ def formed(at: float, generation: int, *workers: str) -> e.Event:
     )  # fmt: skip
 
 
-def stepped(at: float, generation: int, **more: Any) -> e.Event:
+def stepped(at: float, generation: int) -> e.Event:
     values: dict[str, Any] = {
         "step": 1, "epoch": 0, "first": 0, "samples": 1, "sample_checksum": 0, "loss": 1.0,
         "lr": 0.1, "world_size": 1, "samples_per_s": 1.0,
     }  # fmt: skip
-    return e.StepCompleted(job_id="t", time=at, generation=generation, **{**values, **more})
+    return e.StepCompleted(job_id="t", time=at, generation=generation, **values)
 
 
 def decided(at: float) -> e.Event:
@@ -69,12 +69,24 @@ def test_worker_that_no_trial_needs_any_more_has_not_moved() -> None:
     assert moves_of({0: pruned, 1: never_stepped}) == []
 
 
-def test_utilization_counts_every_rank_of_a_step_from_the_first_step_to_the_last() -> None:
-    parts = {"data_s": 0.25, "compute_s": 0.5, "communication_s": 0.125, "optimizer_s": 0.125}
-    one = [stepped(11.0, 1, **parts), stepped(14.0, 1, **parts, world_size=2)]
-    other = [joined(0.0, "w2"), stepped(12.0, 1, **parts)]
+def test_utilization_counts_every_rank_from_the_first_step_to_the_last() -> None:
+    def timed(at: float, rank: int, elapsed_s: float) -> e.Event:
+        return e.RankTimed(
+            job_id="t", time=at, worker=f"w{rank}", rank=rank, world_size=2, step=1, num_steps=1,
+            samples=1, elapsed_s=elapsed_s, data_s=0.0, compute_s=elapsed_s, communication_s=0.0,
+            optimizer_s=0.0,
+        )  # fmt: skip
 
-    share, duration_s = utilization_of([one, other], num_workers=2)
+    one = [
+        joined(0.0, "w1"),
+        stepped(11.0, 1),
+        stepped(14.0, 1),
+        timed(14.0, 0, 2.0),
+        timed(14.0, 1, 1.0),
+    ]
+    other = [joined(0.0, "w2"), stepped(12.0, 1), timed(20.0, 0, 1.5)]
 
-    assert duration_s == 4.0
-    assert share == pytest.approx((1.0 + 2.0 + 1.0) / (2 * 4.0))
+    share, duration_s = utilization_of([one, other])
+
+    assert duration_s == 3.0
+    assert share == pytest.approx((2.0 + 1.0 + 1.5) / (2 * 3.0))
