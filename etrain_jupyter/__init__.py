@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         distributed,
         jobs,
         plan,
+        search,
         studies,
     )
     from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -64,6 +65,7 @@ __all__ = [
     "load_ipython_extension",
     "open_task_workers",
     "plan",
+    "search",
     "studies",
     "unload_ipython_extension",
 ]
@@ -80,6 +82,7 @@ _HOMES = {
     "jobs": "etrain_jupyter.launch",
     "open_task_workers": "etrain_jupyter.pools.tasks",
     "plan": "etrain_jupyter.launch",
+    "search": "etrain_jupyter.launch",
     "studies": "etrain_jupyter.launch",
 } | {name: "etrain_jupyter.errors" for name in __all__ if name.endswith("Error")}
 

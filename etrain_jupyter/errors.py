@@ -204,7 +204,7 @@ class RunStoreError(EtrainError, RuntimeError):
 
 
 class FencedError(RunStoreError):
-    """Another process has taken over this job's log, so this process must stop writing to it."""
+    """Another process has taken over this job's log or this study, so this one must not write."""
 
 
 class CheckpointError(EtrainError, RuntimeError):

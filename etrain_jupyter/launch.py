@@ -9,7 +9,7 @@ from typing import Any
 
 from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping
-from etrain_jupyter.config.search_cell import parse_search_cell
+from etrain_jupyter.config.search_cell import ParsedSearch, parse_search_cell, parse_search_mapping
 from etrain_jupyter.log.loggers.registry import with_loggers
 from etrain_jupyter.log.tensorboard import require_tensorboard
 from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_end
@@ -23,12 +23,13 @@ from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.notebook.study.open_studies import attach_study, studies, submit_study
 from etrain_jupyter.notebook.study.plan import StudyPlan, size_of
 from etrain_jupyter.notebook.study.screen import show_study
+from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.pools.for_job import find_pool, with_shared_checkpoints
 
 __all__ = [
     "Plan", "StudyPlan", "attach", "attach_study", "compare", "diagnose", "distributed", "jobs",
-    "plan", "plan_cell", "plan_job", "plan_search", "profile", "resume", "show", "show_study",
-    "studies", "submit", "submit_study",
+    "plan", "plan_cell", "plan_job", "plan_search", "plan_study", "profile", "resume", "search",
+    "show", "show_study", "studies", "submit", "submit_study",
 ]  # fmt: skip
 
 
@@ -57,12 +58,17 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
 def plan_search(
     body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], line: str
 ) -> StudyPlan:
-    """Check the cell of a search, and capture what all of its trials need."""
+    """Check the cell of a search; see ``plan_cell``."""
     parsed = parse_search_cell(body, namespace=notebook, overrides=flags, first_line=line)
+    return plan_study(parsed, notebook, cell=body)
+
+
+def plan_study(parsed: ParsedSearch, notebook: Mapping[str, Any], *, cell: str = "") -> StudyPlan:
+    """Plan one example trial of a search, with everything that all of its trials need."""
     config = parsed.template.build(parsed.example)
     config = config.model_copy(update={"name": parsed.job.config.name})
     example = dataclasses.replace(parsed.job, config=config)
-    trial = plan_job(example, notebook, cell=body)
+    trial = plan_job(example, notebook, cell=cell)
     num_samples = size_of(parsed.job.config.data.train, parsed.job.namespace(notebook))
     return StudyPlan(parsed=parsed, trial=trial, num_samples=num_samples)
 
@@ -104,3 +110,16 @@ def distributed(body: Mapping[str, Any] | None = None, /, **keys: Any) -> Traini
     if has_front_end():  # a script has no cell to display the job in
         show(job)
     return job
+
+
+def search(body: Mapping[str, Any] | None = None, /, **keys: Any) -> Study:
+    """Submit a search from Python, with the keys of a ``%%etrain search`` cell.
+
+    Expressions with names of the space are texts: ``"Net(width=width)"``, ``"!py lr * 2"``.
+    """
+    caller = sys._getframe(1)  # a decorator around this function would hide the caller's names
+    names = {**caller.f_globals, **caller.f_locals}
+    study = submit_study(plan_study(parse_search_mapping({**(body or {}), **keys}, names), names))
+    if has_front_end():
+        show_study(study)
+    return study

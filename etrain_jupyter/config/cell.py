@@ -105,8 +105,15 @@ def parse_loaded(
     return _parse(_merged(data, overrides), source.without(overrides), live)
 
 
-def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> ParsedJob:
+def parse_mapping(
+    mapping: Mapping[str, Any], namespace: Mapping[str, Any], source: SourceMap = NOWHERE
+) -> ParsedJob:
     """Read a job from Python, where objects may be given directly instead of by name.
+
+    Args:
+        mapping: The keys of a cell.
+        namespace: The caller's names.
+        source: The expressions whose values are in ``mapping``, see ``read_mapping``.
 
     Raises:
         ConfigError: If the mapping is invalid; ``path`` is that of the first error.
@@ -114,7 +121,7 @@ def parse_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> P
     >>> parse_mapping({"model": "Net", "data": {"train": "d"}, "loss": "f"}, {}).config.epochs
     1.0
     """
-    return _parse(dict(mapping), NOWHERE, LiveObjects(namespace, frozenset({()})))
+    return _parse(dict(mapping), source, LiveObjects(namespace, frozenset({()})))
 
 
 def _parse(data: dict[str, Any], source: SourceMap, live: LiveObjects) -> ParsedJob:

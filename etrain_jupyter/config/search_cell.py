@@ -1,13 +1,14 @@
-"""Parse the body of ``%%etrain search``: an ordinary job, and the group ``search``."""
+"""Parse a search from a cell or from Python: an ordinary job, and the group ``search``."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from etrain_jupyter.config.cell import ParsedJob, parse_loaded, parse_section
+from etrain_jupyter.config.cell import ParsedJob, parse_loaded, parse_mapping, parse_section
+from etrain_jupyter.config.mapping_values import read_mapping
 from etrain_jupyter.config.references import check_references
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.config.search_schema import (
@@ -72,19 +73,54 @@ def parse_search_cell(
     Raises:
         CellError: If the cell is invalid. The message points at the error.
     """
+
+    def load(names: Mapping[str, Any], only: str) -> tuple[Any, SourceMap]:
+        return load_body(body, namespace=names, first_line=first_line, only=only)
+
+    def parse(data: Any, source: SourceMap, names: Mapping[str, Any]) -> ParsedJob:
+        return parse_loaded(data, source, namespace=names, overrides=overrides or {})
+
+    return _parse_search(namespace, load, parse)
+
+
+def parse_search_mapping(mapping: Mapping[str, Any], namespace: Mapping[str, Any]) -> ParsedSearch:
+    """Read a search from Python, with the keys of a cell.
+
+    Objects may be given directly. Values with names of the space are texts: an expression such as
+    ``"Net(width=width)"``, or ``"!py lr * 2"`` where the cell has ``!py``.
+
+    Raises:
+        ConfigError: If the mapping is invalid; ``path`` is that of the first error.
+    """
+
+    def load(names: Mapping[str, Any], only: str) -> tuple[Any, SourceMap]:
+        return read_mapping(mapping, namespace=names, only=only)
+
+    def parse(data: Any, source: SourceMap, names: Mapping[str, Any]) -> ParsedJob:
+        return parse_mapping(data, names, source)
+
+    return _parse_search(namespace, load, parse)
+
+
+def _parse_search(
+    namespace: Mapping[str, Any],
+    load: Callable[[Mapping[str, Any], str], tuple[Any, SourceMap]],
+    parse: Callable[[Any, SourceMap, Mapping[str, Any]], ParsedJob],
+) -> ParsedSearch:
+    """Parse a search; ``load`` returns one key or all, ``parse`` the job without ``search``."""
     # The names of the space must exist before the rest of the cell can be evaluated:
     #
     #   group search          -> space        -> example values
     #   notebook + example    -> whole cell   -> ordinary job, checked as such
     #   job + other values    -> checked key by key, where they are inserted
-    part, source = load_body(body, namespace=namespace, first_line=first_line, only=KEY)
+    part, source = load(namespace, KEY)
     search, space = _read_group(part, source)
     names = {**namespace, **{name: p.samples[0] for name, p in space.items()}}
-    data, source = load_body(body, namespace=names, first_line=first_line)
+    data, source = load(names, "")
     del data[KEY]
     if search.max is not None:
         data = _with_length(data, search, source)
-    job = parse_loaded(data, source, namespace=names, overrides=overrides or {})
+    job = parse(data, source, names)
     search = _complete(search, job.config, space, source)
     template = _make_template(job, namespace, tuple(space))
     check_references(job.config, job.namespace(names), source=source)

@@ -6,22 +6,29 @@
     ├── digits-1a2b3c4d/         the study
     │   ├── study.json           what was submitted, signed like a job.json
     │   ├── bundle               the notebook's objects, shared by all trials
-    │   └── optuna.journal       trials and evaluations; opens in optuna-dashboard
+    │   ├── optuna.journal       trials and evaluations; opens in optuna-dashboard
+    │   └── study.lease          locked by the scheduler that runs the study
     └── digits-1a2b3c4d-000/     a trial: an ordinary job
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.errors import EtrainError, FencedError
 
 if TYPE_CHECKING:
     import optuna
 
 STUDY_FILE = "study.json"
 JOURNAL_FILE = "optuna.journal"
+LEASE_FILE = "study.lease"
 
 STATUS = "status"
 """Attribute of the Optuna study: ``running``, ``finished``, ``stopped`` or ``failed``."""
@@ -39,6 +46,51 @@ JOB = "job"
 """Attribute of a trial: id of its job."""
 SAMPLES = "samples"
 """Attribute of an ended trial: samples that it was trained on."""
+
+
+class StudyLease:
+    """The right to run a study, held by one process at a time.
+
+    Two schedulers that resume the same study would run each trial twice::
+
+        scheduler 1   takes the lease ── runs the study ── ends, or is killed: the lease is free
+        scheduler 2                         FencedError                            takes the lease
+
+    Args:
+        folder: The study's folder.
+
+    Raises:
+        FencedError: If another process holds it.
+        OSError: If the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(folder / LEASE_FILE, flags, 0o600)
+        try:
+            # The kernel releases the lock when a process exits, even if it is killed.
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            # Any other error: the file system has no locks. The logs of the trials still fence a
+            # second scheduler where they can.
+            if exc.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(self._file)
+                raise FencedError(
+                    f"study {folder.name} is being run by another cluster "
+                    f"({holder or 'its scheduler is unknown'}). Nothing was started. Follow it "
+                    f"with %etrain study {folder.name}, or stop it there and resume it then"
+                ) from exc
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"scheduler process {os.getpid()} on {platform.node()}".encode(), 0)
+
+    def release(self) -> None:
+        """Let another process run the study. May be called twice."""
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, 0)
+            os.close(self._file)
+            self._file = -1
 
 
 def import_optuna() -> Any:

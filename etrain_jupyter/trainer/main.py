@@ -116,8 +116,10 @@ def run_spare(channel_fd: int, page_fd: int, forks_fd: int = -1) -> None:
     page, pulse = open_page(page_fd)
     channel = open_channel(channel_fd)
     from etrain_jupyter.trainer import spare
+    from etrain_jupyter.trainer.imports import import_packages
 
     importlib.import_module("etrain_jupyter.trainer.trainer")  # now, not in each trainer
+    import_packages()
     channel.send(SpareReady(pid=os.getpid()))
     is_launched = bool(select.select([channel], [], [], 0)[0])
     if forks_fd >= 0 and not is_launched:

@@ -38,6 +38,7 @@ from etrain_jupyter.trainer.group.process_group import (
     CommunicationError,
     RankGroup,
 )
+from etrain_jupyter.trainer.imports import ImportRecord
 from etrain_jupyter.trainer.loop.experiments import EXPERIMENT_FAILED
 from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY, TrainLoop
 from etrain_jupyter.trainer.micro_batch import (
@@ -63,6 +64,7 @@ from etrain_jupyter.wire.messages import (
     JoinGeneration,
     LaunchTrainer,
     LeaveGeneration,
+    PackagesImported,
     RequestCheckpoint,
     RequestExperiment,
     SaveState,
@@ -114,6 +116,7 @@ class Trainer:
     def __init__(
         self, channel: Channel, launch: LaunchTrainer, progress: ProgressPage | None = None
     ) -> None:
+        self._imports = ImportRecord()
         self._channel = channel
         self._page = progress
         self._launch = launch
@@ -284,6 +287,8 @@ class Trainer:
         self._faults.at("warm", rank=number, step=0)
         self._beat()
         self._send_hello(time.monotonic() - started)
+        if modules := self._imports.new_modules():
+            self._channel.send(PackagesImported(modules=modules))
 
     def _build(self) -> None:
         # Also called by ``_restore``, when training starts again from the initial weights.

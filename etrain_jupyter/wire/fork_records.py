@@ -20,6 +20,14 @@ NUM_SPARE_FDS = 5
 The environment variables of the new spare follow the record, as JSON."""
 
 
+SPARE_MODULES = "ETRAIN_SPARE_MODULES"
+"""Environment variable of a new spare: modules to import, separated by spaces."""
+
+MAX_MODULES_BYTES = 60_000
+"""Maximum size of that variable. Linux limits a variable to 128 KiB, and a fork request to about
+200 KiB."""
+
+
 class Kind(enum.IntEnum):
     """Kind of a record."""
 

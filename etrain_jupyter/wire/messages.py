@@ -338,6 +338,14 @@ class SpareReady(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackagesImported(Message):
+    """Modules of installed packages that a job has imported; the next spare imports them, too."""
+
+    modules: tuple[str, ...]
+    """Names in the order of the imports."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerHello(TrainerReport):
     """The trainer is warm: model and data are built, and one pass has succeeded."""
 
@@ -638,6 +646,7 @@ ToSupervisor = (
 
 FromTrainer = (
     SpareReady
+    | PackagesImported
     | TrainerHello
     | StoreEntry
     | GenerationJoined

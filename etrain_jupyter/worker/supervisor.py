@@ -23,6 +23,7 @@ from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, fold
 from etrain_jupyter.worker.forks import ForkServer
 from etrain_jupyter.worker.outbox import Outbox, TrainerStatus
 from etrain_jupyter.worker.preemption_watch import PreemptionWatch
+from etrain_jupyter.worker.spare_modules import SpareModules
 from etrain_jupyter.worker.trainer_process import TrainerProcess
 
 logger = logging.getLogger("etrain.supervisor")
@@ -31,6 +32,11 @@ SPARE_DELAY_S = 4.0
 """Delay in seconds before another spare is started: its imports must not compete with a job's first
 steps. Another spare is not needed if the spare forks the trainers, because it then remains
 available."""
+
+SUCCESSOR_POLL_S = 0.1
+SUCCESSOR_S = 60.0
+"""Timeout in seconds for a spare to import the modules of the previous jobs. The old spare remains
+in use until then."""
 
 RELEASE_TIMEOUT_S = 60.0
 """Heartbeat timeout in seconds for a released trainer, which may be writing a checkpoint."""
@@ -83,6 +89,10 @@ class Supervisor(WorkerPlugin):
         self._ending: set[TrainerProcess] = set()  # released or killed, still running
         self._spare: TrainerProcess | None = None
         self._retired: set[TrainerProcess] = set()  # former spares with forks that still run
+        self._successor: TrainerProcess | None = (
+            None  # imports modules, and then replaces the spare
+        )
+        self._spare_modules = SpareModules()
         self._incarnation = 0  # number of resets; fences reports from before the last reset
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio itself keeps only weak references
         self._closing = False
@@ -133,7 +143,7 @@ class Supervisor(WorkerPlugin):
         for task in self._tasks:
             task.cancel()
         await self._notices.stop()
-        spares = [*self._retired, *([self._spare] if self._spare else [])]
+        spares = [*self._retired, *filter(None, [self._spare, self._successor])]
         running = [*self._trainers.values(), *self._ending, *spares]
         for trainer in running:
             trainer.kill("its worker is closing")
@@ -228,6 +238,39 @@ class Supervisor(WorkerPlugin):
         if spare is not None:
             self._retired.add(spare)
             self._kill_retired()
+
+    async def _replace_spare(self) -> None:
+        """Start a spare that imports the modules of the previous jobs, and use it once it is ready.
+
+        If these modules prevent forks, because they have started threads for example, the old spare
+        remains.
+        """
+        # trainer        hello, PackagesImported
+        # old spare      forks trainers .................................. ends after its trainers
+        # successor                4 s later: imports torch, sklearn ... ready: forks trainers
+        self._successor = successor = self._new_trainer()
+        await asyncio.sleep(SPARE_DELAY_S)
+        try:
+            await successor.start()
+        except OSError as exc:
+            logger.warning("no spare could be started for the modules of the last job: %s", exc)
+            self._successor = None
+            return
+        deadline = time.monotonic() + SUCCESSOR_S
+        # ``_on_exit`` resets ``_successor`` if a module ends the process.
+        while self._successor is successor and self._is_awake and time.monotonic() < deadline:
+            if successor.can_fork:
+                self._successor = None
+                self._retire_spare()
+                self._spare = successor
+                return
+            await asyncio.sleep(SUCCESSOR_POLL_S)
+        if self._is_awake:
+            self._spare_modules.refuse_newest()
+        if self._successor is successor:
+            self._successor = None
+            self._ending.add(successor)
+            successor.kill("it cannot fork trainers with the modules of the last job")
 
     def _kill_retired(self) -> None:
         # A released trainer may still write a checkpoint, and a forked one dies with its spare.
@@ -368,6 +411,7 @@ class Supervisor(WorkerPlugin):
             on_exit=self._on_exit,
             may_read=self._may_read,
             server=self.fork_server,
+            modules=self._spare_modules.current,
         )
 
     # --- reports ---
@@ -399,6 +443,14 @@ class Supervisor(WorkerPlugin):
     def _on_message(self, trainer: TrainerProcess, message: Encoded) -> None:
         if message[KIND] == m.SpareReady.__name__:
             return  # its wire version was checked when it was read
+        if message[KIND] == m.PackagesImported.__name__:
+            imported = m.FROM_TRAINER.decode(message)
+            assert isinstance(imported, m.PackagesImported)
+            # A spare that cannot fork is used up by each trainer; the next one imports them.
+            can_fork = self._spare is not None and self._spare.can_fork
+            if self._successor is None and self._spare_modules.learn(imported.modules) and can_fork:
+                self._go(self._replace_spare())
+            return
         if trainer.name:
             if (status := self._statuses.get(trainer.name)) is not None:
                 status.note_report(message)
@@ -409,6 +461,8 @@ class Supervisor(WorkerPlugin):
     def _on_exit(self, trainer: TrainerProcess, cause: str) -> None:
         self._ending.discard(trainer)
         self._retired.discard(trainer)
+        if trainer is self._successor:
+            self._successor = None
         self._kill_retired()
         if trainer is self._spare:
             self._spare = None

@@ -20,6 +20,7 @@ from etrain_jupyter.log.events import STACKS_HEADER
 from etrain_jupyter.process.installed import read_installed
 from etrain_jupyter.wire.channel import FrameDecoder, frame
 from etrain_jupyter.wire.codec import Encoded, WireVersionError, encode
+from etrain_jupyter.wire.fork_records import SPARE_MODULES
 from etrain_jupyter.wire.messages import FROM_TRAINER, TextLogged
 from etrain_jupyter.wire.progress_page import ProgressPage, TrainerProgress
 from etrain_jupyter.worker.forks import ForkedProcess, Forks, ForkServer
@@ -56,6 +57,7 @@ class TrainerProcess:
         may_read: While this is cleared, the trainer's output is not read.
         server: Fork server from which to fork the process; if it is missing or fails, the process
             is spawned.
+        modules: Modules that a spare imports in addition to torch.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TrainerProcess:
         on_exit: OnExit,
         may_read: asyncio.Event | None = None,
         server: ForkServer | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
         self.name = ""
         """The trainer's name; empty while it is a spare."""
@@ -74,6 +77,7 @@ class TrainerProcess:
         # While it is cleared, the trainer blocks once the channel's buffer is full.
         self._may_read = may_read
         self._server = server
+        self._environment = {**os.environ, SPARE_MODULES: " ".join(modules)}
         self._is_started = asyncio.Event()  # also set if the start has failed
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._forks: Forks | None = None  # only of a process that may be a spare
@@ -164,7 +168,7 @@ class TrainerProcess:
     async def _fork_spare(self, server: ForkServer, fds: Sequence[int]) -> ForkedProcess:
         forks = Forks()
         try:
-            process = await server.fork_spare([*fds, forks.spare_fd], os.environ)
+            process = await server.fork_spare([*fds, forks.spare_fd], self._environment)
         except BaseException:
             forks.close()
             raise
@@ -186,7 +190,7 @@ class TrainerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
+                env={**self._environment, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
                 start_new_session=True,  # an interrupt of the notebook must not reach it
                 limit=1 << 20,  # bytes of a line
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from etrain_jupyter import launch
+from etrain_jupyter.errors import JobNotFoundError
 from etrain_jupyter.log.event_log import read_events
-from etrain_jupyter.log.events import JobResumed, JobSubmitted, SchedulerRestarted
+from etrain_jupyter.log.events import (
+    Event,
+    JobResumed,
+    JobSubmitted,
+    SchedulerRestarted,
+    WorkerLost,
+)
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.local.pool import LocalPool
@@ -71,6 +80,52 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.argmax(-1) == target).float()
 
+
+KERNEL = """
+import time
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import etrain_jupyter
+
+def make_set(size, seed):
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+def slow_loss(output, target):
+    time.sleep(0.03)
+    return F.cross_entropy(output, target)
+
+def accuracy(output, target):
+    return (output.argmax(-1) == target).float()
+
+def Net(width):
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 2)
+    )
+
+etrain_jupyter.search(
+    name="kernel",
+    model="Net(width)",
+    data={"train": make_set(640, 1), "eval": make_set(128, 2)},
+    loss=slow_loss,
+    metrics={"accuracy": accuracy},
+    optimizer={"name": "SGD", "lr": "!py lr"},
+    batch=64,
+    epochs=8,
+    workers={"min": 1, "max": 2},
+    search={
+        "space": {"width": {"choice": [8, 16]}, "lr": {"choice": [1e-5, 0.5]}},
+        "metric": "eval_accuracy",
+        "mode": "max",
+        "divisor": 2,
+        "method": "grid",
+        "pruner": "asha",
+        "concurrent": 2,
+    },
+)
+time.sleep(1000)
+"""
 
 NAMES: dict[str, Any] = {
     "Net": Net,
@@ -128,20 +183,63 @@ def test_killed_scheduler_in_mid_study_runs_no_trial_twice(runs: Path) -> None:
     os.kill(record.scheduler_pid, signal.SIGKILL)
 
     assert study.wait(timeout=PATIENCE_S) == "finished"
+    logs = assert_each_trial_ran_once(study, runs)
+    assert any(isinstance(event, SchedulerRestarted) for events in logs for event in events)
+
+
+def test_killed_half_of_the_workers_in_mid_study_ends_no_trial(runs: Path) -> None:
+    study = submit()
+    until(lambda: any(trial.curve for trial in study.view().trials), "an evaluation")
+    jobs = [study.job(trial.number) for trial in study.view().trials]
+    workers = until(lambda: [w for job in jobs for w in job.workers() if w["rank"] == 0], "a rank")
+
+    os.kill(workers[0]["pid"], signal.SIGKILL)
+
+    assert study.wait(timeout=PATIENCE_S) == "finished"
+    logs = assert_each_trial_ran_once(study, runs)
+    lost = [event for events in logs for event in events if isinstance(event, WorkerLost)]
+    assert [event.worker for event in lost] == [workers[0]["worker"]]
+
+
+def test_study_of_a_killed_kernel_continues_and_another_kernel_finds_it(runs: Path) -> None:
+    kernel = subprocess.Popen([sys.executable, "-c", KERNEL], stdin=subprocess.DEVNULL)
+    try:
+        study = until(find_study_of_kernel, "the study")
+        until(lambda: any(trial.curve for trial in study.view().trials), "an evaluation")
+        assert kernel.poll() is None
+    finally:
+        kernel.kill()
+        kernel.wait()
+
+    assert study.wait(timeout=PATIENCE_S) == "finished"
+    assert_each_trial_ran_once(study, runs)
+    assert launch.attach_study(study.id).best_params["lr"] == 0.5
+
+
+def find_study_of_kernel() -> Study | None:
+    try:
+        return launch.attach_study("kernel")
+    except JobNotFoundError:
+        return None
+
+
+def assert_each_trial_ran_once(study: Study, runs: Path) -> list[list[Event]]:
+    """Check that all four trials ended by themselves, in one attempt; return their logs."""
     trials = study.view().trials
     assert [trial.number for trial in trials] == [0, 1, 2, 3]
-    assert {trial.state for trial in trials} <= {"COMPLETE", "PRUNED"}
-    restarts = 0
+    assert len({tuple(sorted(trial.params.items())) for trial in trials}) == 4
+    logs = []
     for trial in trials:
+        # Interrupted is neither failed nor pruned: only a decision at a rung prunes.
+        assert trial.state == "COMPLETE" or trial.reason.startswith("pruned at rung"), trial
         events = read_events(study.job(trial.number).record.log_path)
-        # One submission each, and no attempt of it began again.
         assert sum(isinstance(event, JobSubmitted) for event in events) == 1
         assert not any(isinstance(event, JobResumed) for event in events)
-        restarts += any(isinstance(event, SchedulerRestarted) for event in events)
         assert_invariants(study.job(trial.number).events())
-    assert restarts > 0
+        logs.append(events)
     folders = [path.name for path in runs.glob(f"{study.id}-*")]
     assert sorted(folders) == [trial.job_id for trial in trials]
+    return logs
 
 
 def test_stopped_study_resumes_its_trials_from_their_checkpoints(runs: Path) -> None:

@@ -25,6 +25,9 @@ TAKEN_S = 60.0
 """A remote machine that still runs this many seconds after its deadline is terminated. Not earlier:
 EC2 waives the first hour only for machines that it reclaims, not for those that we terminate."""
 
+SOON_S = 2.0
+"""A stopped job frees its workers soon if its steps take less than this many seconds."""
+
 REVIEW_S = 2.0
 """Interval in seconds between two reviews of the jobs' sizes."""
 
@@ -61,12 +64,16 @@ class Sharing:
         jobs = {job.state.job_id: job for job in self._active()}
         ending = [job for job in jobs.values() if job.state.outcome]
         busy = {m.worker for job in ending for m in job.state.members.values()}
+        soon = {m.worker for job in ending if _ends_soon(job) for m in job.state.members.values()}
         claims = [self._claim_of(job) for job in jobs.values() if not job.state.outcome]
-        staying = [w for w in self._workers if not w.leaves_at and w.name not in busy]
-        free = [w.name for w in sorted(staying, key=lambda w: w.at_risk)]
-        claims = share_studies(claims, free, self._studies())
-        for job_id, workers in allocate(claims, free).items():
-            jobs[job_id].handle(s.WorkersAssigned(workers=workers))
+        staying = [w for w in self._workers if not w.leaves_at and w.name not in busy - soon]
+        # Workers that are free in a moment are shared too, but not used yet. Otherwise, a new job
+        # would take workers from the others, and give them back a moment later.
+        usable = [w.name for w in sorted(staying, key=lambda w: (w.name in soon, w.at_risk))]
+        claims = share_studies(claims, usable, self._studies())
+        for job_id, workers in allocate(claims, usable).items():
+            free = tuple(worker for worker in workers if worker not in soon)
+            jobs[job_id].handle(s.WorkersAssigned(workers=free))
         self._want_workers()
 
     def review_sizes(self) -> bool:
@@ -181,6 +188,12 @@ class Sharing:
             held=tuple(m.worker for m in sorted(state.members.values(), key=lambda m: m.order)),
             unfit=frozenset(unfit),
         )
+
+
+def _ends_soon(job: HostedJob) -> bool:
+    # False if its steps are long, or its last checkpoint is retried, which may take a minute.
+    saving = job.state.saving
+    return job.state.timings.step_s < SOON_S and not (saving.num_rounds or saving.failed)
 
 
 def _is_short(job: HostedJob) -> bool:

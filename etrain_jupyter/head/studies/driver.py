@@ -207,12 +207,28 @@ class StudyDriver:
         if self.verdict is not None:
             return
         concurrent = self.spec.config.concurrent or self._default_concurrency()
-        missing = num_to_start(states, num_trials=self.spec.num_trials, concurrent=concurrent)
+        missing = num_to_start(
+            states,
+            num_trials=self.spec.num_trials,
+            concurrent=concurrent,
+            num_leaving=self._num_leaving(),
+        )
         for _ in range(missing):
             await self._begin(await self._call(self._store.ask))
         for trial in self._running():
             if not trial.is_started and not trial.ended_as and time.monotonic() >= trial.retry_at:
                 await self._start(trial)
+
+    def _num_leaving(self) -> int:
+        # ::
+        #
+        #     pruned trial    decided ── last step ── checkpoint ── ended
+        #     its successor     values, folder, log ......... waits ── trainers start
+        #
+        # TPE learns from each trial's end, so its next values are chosen after that.
+        if self.spec.config.method == "tpe":
+            return 0
+        return sum(trial.is_prune_sent for trial in self._running())
 
     def _default_concurrency(self) -> int:
         workers = self.spec.template["data"].get("workers")
@@ -371,6 +387,12 @@ class StudyDriver:
         trial.latest = next((v for v in reversed(values) if is_usable(v)), None)
         self._news += [(trial, e) for e in news if e.samples not in stored.reported]
         is_pruned = bool(stored.reason)
+        if is_pruned:
+            # The previous scheduler may have died after the decision, before it stored the value.
+            for e in [e for e in news if e.samples not in stored.reported][:1]:
+                value = e.values.get(self.spec.config.metric)
+                if is_usable(value):
+                    await self._call(self._store.report, trial.number, e.samples, value)
         if is_active:
             if is_pruned:
                 self._prune(trial, stored.reason)

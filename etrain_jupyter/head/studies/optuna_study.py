@@ -6,6 +6,7 @@ one at a time.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -120,19 +121,27 @@ class OptunaStudy:
         frozen = self._frozen(number)
         if samples in frozen.intermediate_values:
             return ""
-        self._storage.set_trial_intermediate_value(frozen._trial_id, samples, value)
         rungs = self.rungs or ()
+        decision = _Decision(self._study)
+        is_pruned = False
         # Not after the last rung: there, Optuna would compare once more just before the end.
-        if not rungs or samples >= rungs[0] * self._config.divisor ** len(rungs):
-            return ""
-        pruner = make_pruner(self._optuna, rungs, self._config.divisor)
-        if not pruner.prune(self._study, self._frozen(number)):
-            return ""
-        reason = (
-            f"pruned at rung {rung_of(samples, rungs)} of {len(rungs)} with {value:.6g} after "
-            f"{samples:,} samples"
-        )
-        self._storage.set_trial_user_attr(frozen._trial_id, names.REASON, reason)
+        if rungs and samples < rungs[0] * self._config.divisor ** len(rungs):
+            reported = copy.copy(frozen)
+            reported.intermediate_values = {**frozen.intermediate_values, samples: value}
+            pruner = make_pruner(self._optuna, rungs, self._config.divisor)
+            is_pruned = pruner.prune(decision, reported)
+        reason = ""
+        if is_pruned:
+            reason = (
+                f"pruned at rung {rung_of(samples, rungs)} of {len(rungs)} with {value:.6g} after "
+                f"{samples:,} samples"
+            )
+            self._storage.set_trial_user_attr(frozen._trial_id, names.REASON, reason)
+        for key, reached in decision.attributes.items():
+            self._storage.set_trial_system_attr(frozen._trial_id, key, reached)
+        # Last: a restarted scheduler reports each evaluation whose value is missing again, so a
+        # decision is repeated, or completed, if the scheduler died before this line.
+        self._storage.set_trial_intermediate_value(frozen._trial_id, samples, value)
         return reason
 
     def tell(
@@ -165,6 +174,27 @@ class OptunaStudy:
 
     def _frozen(self, number: int) -> Any:
         return self._study.get_trials(deepcopy=False)[number]
+
+
+class _Decision:
+    """The study as Optuna's pruner sees it, without effect: the pruner's records are collected.
+
+    The pruner writes the rungs that a trial has reached before it decides. If the scheduler died
+    in between, the next one would not decide again, and the trial would reach its next rung.
+    """
+
+    def __init__(self, study: optuna.Study) -> None:
+        self.get_trials = study.get_trials
+        self.direction = study.direction
+        self.attributes: dict[str, float] = {}
+        """The trial's values at the rungs that it has reached, by Optuna's names."""
+
+    @property
+    def _storage(self) -> _Decision:
+        return self
+
+    def set_trial_system_attr(self, trial_id: int, key: str, value: float) -> None:
+        self.attributes[key] = value
 
 
 def make_pruner(optuna: Any, rungs: tuple[int, ...], divisor: int) -> Any:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgpack
 
-from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.errors import EtrainError, FencedError
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.studies.driver import StudyDriver, TrialHost
 from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.search.shares import StudyShare
-from etrain_jupyter.storage.study_folder import import_optuna
+from etrain_jupyter.storage.study_folder import StudyLease, import_optuna
 
 logger = logging.getLogger("etrain.coordinator")
 
@@ -38,6 +38,7 @@ class Studies:
         self._host = host
         self._folder = folder / FOLDER if folder is not None else None
         self._drivers: dict[str, StudyDriver] = {}
+        self._leases: dict[str, StudyLease] = {}
         self._recalled: list[StudySpec] = []
 
     @property
@@ -59,6 +60,13 @@ class Studies:
         """Continue the recalled studies, on the running event loop."""
         recalled, self._recalled = self._recalled, []
         for spec in recalled:
+            try:
+                self._leases[spec.study_id] = StudyLease(spec.folder)
+            except (FencedError, OSError) as exc:
+                # Another cluster has resumed it in the meantime.
+                logger.error("study %s is not continued here: %s", spec.study_id, exc)
+                self._remove_record(spec.study_id)
+                continue
             self._drive(spec)
 
     def submit(self, spec: StudySpec) -> None:
@@ -84,9 +92,21 @@ class Studies:
             )
         try:
             import_optuna()
+            lease = StudyLease(spec.folder)
         except EtrainError as exc:
             raise RequestError(str(exc)) from exc
-        self._record(spec)
+        except OSError as exc:
+            raise RequestError(
+                f"the scheduler cannot write the folder {spec.folder} ({exc.strerror}). Nothing "
+                "was submitted. Free space there, or set ETRAIN_RUNS to another folder and restart "
+                "the kernel"
+            ) from exc
+        try:
+            self._record(spec)
+        except BaseException:
+            lease.release()
+            raise
+        self._leases[spec.study_id] = lease
         self._drive(spec)
 
     def stop(self, study_id: str) -> str:
@@ -125,11 +145,16 @@ class Studies:
         self._drivers[spec.study_id] = StudyDriver(spec, self._host, on_end=self._forget)
 
     def _forget(self, driver: StudyDriver) -> None:
-        self._drivers.pop(driver.spec.study_id, None)
+        study_id = driver.spec.study_id
+        self._drivers.pop(study_id, None)
+        self._remove_record(study_id)
+        self._leases.pop(study_id).release()
+        self._host.after_change()
+
+    def _remove_record(self, study_id: str) -> None:
         if self._folder is not None:
             with contextlib.suppress(OSError):
-                (self._folder / driver.spec.study_id).unlink()
-        self._host.after_change()
+                (self._folder / study_id).unlink()
 
     def _record(self, spec: StudySpec) -> None:
         assert self._folder is not None

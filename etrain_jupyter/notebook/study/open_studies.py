@@ -13,7 +13,7 @@ from etrain_jupyter import __version__
 from etrain_jupyter.errors import PoolError, UntrustedJobError
 from etrain_jupyter.notebook.job.handover import SUBMIT_S
 from etrain_jupyter.notebook.job.job_record import RunRecord, safe_name
-from etrain_jupyter.notebook.job.link import JobLink, open_link
+from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError, open_link
 from etrain_jupyter.notebook.job.open_jobs import link_of, name_of_model
 from etrain_jupyter.notebook.job.run_store import RunStore, absolute_paths
 from etrain_jupyter.notebook.job.runs import open_runs
@@ -116,9 +116,16 @@ def _resume_study(study: Study, num_trials: int) -> JobLink:
         )
     address = get_pool(record.pool).up()
     config = record.config | {"num_trials": num_trials}
-    record = rewrite_record(replace(record, cluster=address.to_dict(), config=config))
-    study.record = record
-    return _submit(record, address)
+    resumed = rewrite_record(replace(record, cluster=address.to_dict(), config=config))
+    try:
+        link = _submit(resumed, address)
+    except PoolError as exc:
+        # Refused: another cluster may be running it. Without an answer, this one may be.
+        if not isinstance(exc, NoAnswerError):
+            rewrite_record(record)
+        raise
+    study.record = resumed
+    return link
 
 
 def attach_study(name_or_id: str | None = None, *, store: RunStore | None = None) -> Study:

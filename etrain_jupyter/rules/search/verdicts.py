@@ -72,11 +72,20 @@ def _exceeded(progress: StudyProgress, limits: StudyLimits) -> str:
     return ""
 
 
-def num_to_start(states: Sequence[TrialState], *, num_trials: int, concurrent: int) -> int:
+def num_to_start(
+    states: Sequence[TrialState], *, num_trials: int, concurrent: int, num_leaving: int = 0
+) -> int:
     """Return how many trials to start now.
+
+    Args:
+        states: States of the trials so far.
+        num_trials: Trials to run in total.
+        concurrent: Trials that may run at the same time.
+        num_leaving: Trials among the running ones that stop at their next step boundary. Their
+            successors start now, so that they are ready when the workers are free.
 
     >>> num_to_start(["COMPLETE", "RUNNING"], num_trials=8, concurrent=3)
     2
     """
-    running = sum(state == "RUNNING" for state in states)
+    running = sum(state == "RUNNING" for state in states) - num_leaving
     return max(0, min(concurrent - running, num_trials - len(states)))

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.config.search_cell import ParsedSearch, parse_search_cell
+from etrain_jupyter.config.search_cell import (
+    ParsedSearch,
+    parse_search_cell,
+    parse_search_mapping,
+)
 from etrain_jupyter.config.trial_values import ArithmeticOnlyError, compute, insert_values
 from etrain_jupyter.errors import ConfigError
 
@@ -156,3 +160,59 @@ def test_inserted_values_are_those_that_the_name_would_have(a: int, b: float, c:
     text = insert_values("dict(x=a, y=[b, -b], z=c + 'a', a=1)", values)
 
     assert eval(text) == {"x": a, "y": [b, -b], "z": c + "a", "a": 1}
+
+
+KEYS: dict[str, Any] = {
+    "model": "Net(width=width)",
+    "data": {"train": "train_set", "eval": "eval_set"},
+    "loss": "loss",
+    "metrics": {"accuracy": "accuracy"},
+    "optimizer": {"name": "Adam", "lr": "!py lr * factor"},
+    "epochs": 8,
+    "search": {
+        "space": {
+            "width": {"choice": [8, 16]},
+            "lr": {"low": 1e-4, "high": 1e-1, "log": True},
+        },
+        "metric": "eval_accuracy",
+        "mode": "max",
+    },
+}
+
+
+def test_mapping_from_python_is_the_same_search_as_the_cell() -> None:
+    cell, mapping = parse(), parse_search_mapping(KEYS, NOTEBOOK)
+
+    assert (mapping.search, mapping.space) == (cell.search, cell.space)
+    assert mapping.template == cell.template
+
+
+def test_objects_in_a_mapping_get_names() -> None:
+    data = {"train": ([1, 2], [3, 4]), "eval": ([5], [6])}
+
+    parsed = parse_search_mapping({**KEYS, "data": data, "loss": print}, NOTEBOOK)
+
+    config = parsed.template.build({"width": 8, "lr": 0.1})
+    assert parsed.job.namespace({})[config.data.train] is data["train"]
+    assert parsed.job.namespace({})[config.loss] is print
+
+
+@pytest.mark.parametrize(
+    ("changed", "path", "message"),
+    [
+        ({"optimizer": {"lr": "!py lr *"}}, ("optimizer", "lr"), "not a valid Python expression"),
+        ({"optimizer": {"lr": "!py rate"}}, ("optimizer", "lr"), "'rate' is not defined"),
+        ({"optimizer": {"lr": "!py 1 / 0"}}, ("optimizer", "lr"), "raised ZeroDivisionError"),
+        ({"model": "Net()"}, ("search", "space", "width"), "'width' is used nowhere in the cell"),
+        ({"epoch": 3}, ("epoch",), "unknown key 'epoch'"),
+        ({"search": 3}, ("search",), "search must be a group"),
+    ],
+)
+def test_errors_in_a_mapping_name_the_key(
+    changed: dict[str, Any], path: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_search_mapping({**KEYS, **changed}, NOTEBOOK)
+
+    assert message in str(caught.value)
+    assert caught.value.path == path

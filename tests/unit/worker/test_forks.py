@@ -39,6 +39,8 @@ def leave_traces_or_find_some(channel, page):
         "file": os.path.exists(f"/proc/self/fd/{FAR_FD}"),
     }.items() if is_found]
     print("found:", *found, flush=True)
+    names = os.environ.get("ETRAIN_SPARE_MODULES")
+    print("imported:", "colorsys" in sys.modules, names, flush=True)
     print("drawn:", numpy.random.random(), flush=True)
     sys.modules["notebook_module"] = types.ModuleType("notebook_module")
     os.environ["OF_THE_JOB"] = "1"
@@ -61,8 +63,8 @@ main.exit_after(lambda: main.run_spare(*map(int, sys.argv[1:])))
 class Watched(TrainerProcess):
     """A process of which the lines and the cause of the end are kept."""
 
-    def __init__(self) -> None:
-        super().__init__(on_message=self._keep, on_exit=self._note_exit)
+    def __init__(self, modules: tuple[str, ...] = ()) -> None:
+        super().__init__(on_message=self._keep, on_exit=self._note_exit, modules=modules)
         self.lines: list[str] = []
         self.cause = ""
 
@@ -96,29 +98,29 @@ def spare_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 async def forked_from(spare: TrainerProcess) -> Watched:
     trainer = Watched()
     await trainer.start(spare)
-    await until(lambda: len(trainer.lines) == 2)
+    await until(lambda: len(trainer.lines) == 3)
     return trainer
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are used on Linux only")
 async def test_forked_jobs_are_isolated_from_each_other_and_end_with_the_spare(spare_script):
-    spare = Watched()
+    spare = Watched(modules=("no_such_module", "pyarrow", "colorsys"))
     await spare.start()
     await until(lambda: spare.can_fork)
 
     first = await forked_from(spare)
-    assert first.lines[0] == "found:"
+    assert first.lines[:2] == ["found:", "imported: True None"]
     assert first.progress().alive_age_s < 60, "it pulses on its own page"
     assert os.getpgid(first.pid) == first.pid != spare.pid
     assert spare.has_forks
     first.send(encode(ShutDownTrainer(trainer="")))
     await until(lambda: first.cause)
     assert first.cause.endswith("exited with code 1")
-    assert (first.lines[2], first.lines[-1]) == ("ends", "SystemExit: an error of the job")
+    assert (first.lines[3], first.lines[-1]) == ("ends", "SystemExit: an error of the job")
 
     second = await forked_from(spare)
     assert second.lines[0] == "found:"
-    assert second.lines[1] != first.lines[1], "numpy's generator was seeded"
+    assert second.lines[2] != first.lines[2], "numpy's generator was seeded"
     second.send_signal(signal.SIGSTOP)
     await until(lambda: second.process_state() == "stopped")
     third = await forked_from(spare)

@@ -32,8 +32,15 @@ class FakeTrainer:
     made: list[FakeTrainer]
 
     def __init__(
-        self, *, on_message: Any, on_exit: Any, may_read: Any = None, server: Any = None
+        self,
+        *,
+        on_message: Any,
+        on_exit: Any,
+        may_read: Any = None,
+        server: Any = None,
+        modules: tuple[str, ...] = (),
     ) -> None:
+        self.modules = modules
         self.name, self.pid = "", 4000 + len(self.made)
         self.did: list[Any] = []
         self._on_message, self._on_exit, self.may_read = on_message, on_exit, may_read
@@ -383,6 +390,58 @@ async def test_spare_is_replaced_after_an_installation_and_outlives_the_trainers
     spare.has_forks = False
     first.kill("its job has ended")
     await rig.until(lambda: spare.did == ["killed: no job needs it"])
+
+
+async def test_spare_with_the_imports_of_the_last_job_replaces_the_spare_once_it_can_fork(
+    rig, monkeypatch
+):
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor_module, "SUCCESSOR_POLL_S", 0.0)
+    spare = await warm_spare(rig)
+    assert spare.modules == ()
+    first = await rig.start("job-1/w1/1")
+    spare.has_forks = True
+
+    first.report(m.PackagesImported(modules=("sklearn", "scipy")))
+    first.report(m.PackagesImported(modules=("sklearn",)))
+    await rig.until(lambda: rig.supervisor._successor is not None)
+    successor = rig.supervisor._successor
+    second = await rig.start("job-2/w1/1")
+    assert second.forked_from is spare, "no job waits for the successor"
+
+    successor.can_fork = True
+    await rig.until(lambda: rig.supervisor._spare is successor)
+    third = await rig.start("job-3/w1/1")
+    assert successor.modules == ("sklearn", "scipy")
+    assert third.forked_from is successor
+    assert spare.did == [], "its trainers would end with it"
+    assert rig.said(m.TrainerExited) == []
+
+    third.report(m.PackagesImported(modules=("scipy",)))
+    assert rig.supervisor._successor is None, "there is no new module"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_spare_remains_if_the_imports_of_the_last_job_prevent_forks(
+    rig, monkeypatch, ends: bool
+):
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor_module, "SUCCESSOR_POLL_S", 0.0)
+    monkeypatch.setattr(supervisor_module, "SUCCESSOR_S", 3600.0 if ends else 0.05)
+    spare = await warm_spare(rig)
+    trainer = await rig.start("job-1/w1/1")
+    trainer.report(m.PackagesImported(modules=("starts_threads",)))
+    await rig.until(lambda: rig.supervisor._successor is not None)
+    successor = rig.supervisor._successor
+    if ends:
+        successor.kill("a module ended the process")
+
+    await rig.until(lambda: successor._ended.is_set() and rig.supervisor._successor is None)
+    await rig.until(lambda: rig.supervisor._spare_modules.current == ())
+    trainer.report(m.PackagesImported(modules=("starts_threads",)))
+    assert rig.supervisor._successor is None
+    assert rig.supervisor._spare is spare
+    assert successor not in rig.supervisor._ending
 
 
 # --- a guest among others ---

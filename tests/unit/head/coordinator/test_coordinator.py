@@ -575,3 +575,41 @@ async def test_malformed_report_about_another_workers_trainer_does_not_end_it(ri
     rig.coordinator._receive(forged, "tls://w1")
     assert rig.job.state == before
     assert rig.orders("w2", m.TerminateTrainer) == []
+
+
+# --- sharing with a job that ends ---
+
+
+async def test_new_job_waits_for_the_workers_of_a_job_that_saves_and_takes_none_of_the_others(rig):
+    await rig.start("w1")
+    rig.hello("w2", "w3")
+    other = {"job_id": "k", "run_dir": str(rig.folder / "k")}
+    await rig.submit(**other, max_workers=2)
+    assert rig.coordinator._jobs["k"].state.assigned == ("w2", "w3")
+    rig.commit("w1", 1)
+    await rig.control("stop")  # it reports at its next step boundary, and then saves
+
+    await rig.submit(job_id="l", run_dir=str(rig.folder / "l"), max_workers=1)
+    assert rig.coordinator._jobs["k"].state.assigned == ("w2", "w3")
+    assert rig.coordinator._jobs["l"].state.assigned == ()
+
+    rig.report("w1", 1, "planned")
+    record = {"manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+    rig.tell("w1", m.CheckpointWritten, record={"step": 1, **record})
+    assert rig.job.state.is_ended
+    assert rig.coordinator._jobs["l"].state.assigned == ("w1",)
+
+
+async def test_new_job_takes_other_workers_if_the_last_checkpoint_fails(rig):
+    await rig.start("w1")
+    rig.hello("w2", "w3")
+    await rig.submit(job_id="k", run_dir=str(rig.folder / "k"), max_workers=2)
+    rig.commit("w1", 1)
+    await rig.control("stop")
+    rig.report("w1", 1, "planned")
+    rig.tell("w1", m.CheckpointNotWritten, step=1, error="no space")
+
+    await rig.submit(job_id="l", run_dir=str(rig.folder / "l"), max_workers=1)
+
+    assert rig.coordinator._jobs["k"].state.assigned == ("w2",)
+    assert rig.coordinator._jobs["l"].state.assigned == ("w3",)

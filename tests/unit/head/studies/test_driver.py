@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,30 @@ search:
 """
 NAMES = {"Net": lambda width, lr: None, "train_set": [0], "eval_set": [0], "loss": print}
 LENGTH = 100
+PLAN: dict[str, Any] = {
+    "num_train_samples": LENGTH,
+    "num_eval_samples": 1,
+    "global_batch_size": 10,
+    "steps_per_epoch": 10,
+    "total_steps": 160,
+    "total_samples": 16 * LENGTH,
+}
+
+
+def step_values(step: int) -> dict[str, Any]:
+    """Return the fields of the last step of an epoch."""
+    return {
+        "step": step, "epoch": step // 10 - 1, "first": 90, "samples": 10, "sample_checksum": 0,
+        "loss": 1.0, "lr": 0.1, "world_size": 1, "samples_per_s": 1.0,
+    }  # fmt: skip
+
+
+def eval_values(step: int, value: float) -> dict[str, Any]:
+    """Return the fields of the evaluation after it."""
+    return {
+        "step": step, "epoch": step // 10 - 1, "samples": 1, "loss": 1.0, "duration_s": 0.0,
+        "metrics": {"accuracy": value},
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -72,6 +97,7 @@ class Host:
         self.jobs: dict[str, Any] = {}
         self.stopped: list[str] = []
         self.curve = curve
+        self.num_before_stops = 0
         self.driver: StudyDriver | None = None
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -100,30 +126,25 @@ class Host:
             assert self.driver is not None
             self.driver.take_events(order.job_id, [event])
 
-        tell(
-            e.JobPlanned, num_train_samples=LENGTH, num_eval_samples=1, global_batch_size=10,
-            steps_per_epoch=10, total_steps=160, total_samples=16 * LENGTH,
-        )  # fmt: skip
+        tell(e.JobPlanned, **PLAN)
         status = "finished"
         for epoch in range(16):
             if self.curve is None:
                 tell(e.UserErrorRaised, error="ValueError: no", traceback="", workers=[])
                 status = "failed"
                 break
-            tell(
-                e.StepCompleted, step=10 * (epoch + 1), epoch=epoch, first=90, samples=10,
-                sample_checksum=0, loss=1.0, lr=0.1, world_size=1, samples_per_s=1.0,
-            )  # fmt: skip
+            step = 10 * (epoch + 1)
+            tell(e.StepCompleted, **step_values(step))
             value = self.curve(order.config["seed"], epoch)
-            tell(
-                e.EvalCompleted, step=10 * (epoch + 1), epoch=epoch, samples=1, loss=1.0,
-                duration_s=0.0, metrics={"accuracy": value},
-            )  # fmt: skip
+            tell(e.EvalCompleted, **eval_values(step, value))
             while self.driver is not None and self.driver._news:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.03)
             if order.job_id in self.stopped:
                 status = "stopped"
+                # Still saving its checkpoint, until the test has seen that many jobs.
+                while len(self.orders) < self.num_before_stops:
+                    await asyncio.sleep(0.005)
                 break
         job.state.is_ended = True
         tell(e.JobStatusChanged, status=status)
@@ -137,6 +158,13 @@ async def drive(spec: StudySpec, host: Host, *, until: Callable[[], bool] | None
         while not ended.is_set() and not (until and until()):
             await asyncio.sleep(0.005)
     return host.driver
+
+
+async def die(driver: StudyDriver) -> None:
+    """End the driver as the death of its process does; its jobs continue."""
+    driver.task.cancel()
+    await asyncio.gather(driver.task, return_exceptions=True)
+    driver._thread.shutdown(wait=True)
 
 
 def run(spec: StudySpec, host: Host) -> OptunaStudy:
@@ -184,8 +212,7 @@ def test_restarted_scheduler_runs_no_trial_twice_and_loses_none(tmp_path: Path) 
 
     async def two_lives() -> None:
         driver = await drive(spec, host, until=lambda: len(host.orders) == 3)
-        driver.task.cancel()  # the process dies; its jobs continue under the next scheduler
-        await asyncio.sleep(0)
+        await die(driver)
         await drive(spec, host)
 
     asyncio.run(two_lives())
@@ -253,3 +280,68 @@ def test_values_do_not_depend_on_restarts(tmp_path: Path) -> None:
     found = [OptunaStudy(spec_of(tmp_path / "thrice")).ask().values for _ in range(3)]
 
     assert found == expected
+
+
+def test_successor_of_a_pruned_trial_starts_while_that_trial_still_saves(tmp_path: Path) -> None:
+    host = Host(lambda width, epoch: float(-width), capacity=1)
+    host.num_before_stops = 4
+
+    trials = run(spec_of(tmp_path, num_trials=4), host).trials()
+
+    # Otherwise, the study would wait for ever: no pruned trial ends before the last one begins.
+    assert [t.state for t in trials].count("PRUNED") > 0
+    assert len(trials) == 4
+
+
+def test_scheduler_that_dies_at_any_write_of_a_decision_prunes_the_trial_at_the_same_rung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = ["set_trial_user_attr", "set_trial_system_attr", "set_trial_intermediate_value"]
+    for num_writes, name in enumerate(writes):
+        (tmp_path / name).mkdir()
+        spec = spec_of(tmp_path / name)
+        store = OptunaStudy(spec)
+        store.place_rungs(num_samples=1600, min_samples=100)
+        good, poor = store.ask().number, store.ask().number
+        assert store.report(good, 100, 0.9) == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(store._storage, name, _die)
+            with pytest.raises(SystemExit):
+                store.report(poor, 100, 0.1)
+
+        again = OptunaStudy(spec)
+        stored = again.trials()[poor]
+        assert bool(stored.reason) == (num_writes > 0)
+        assert again.report(poor, 100, 0.1) or stored.reason
+        assert again.trials()[poor].reason.startswith("pruned at rung 1 of 2 with 0.1")
+        assert again.trials()[poor].reported == {100: 0.1}
+        assert again.report(good, 400, 0.9) == ""
+
+
+def _die(*_: Any) -> None:
+    raise SystemExit
+
+
+def test_recovered_decision_stores_its_value_and_ends_the_trial(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, num_trials=1)
+    store = OptunaStudy(spec)
+    store.place_rungs(num_samples=1600, min_samples=100)
+    trial = store.ask()
+    store._storage.set_trial_user_attr(store._frozen(0)._trial_id, "reason", "pruned at rung 1")
+    order = spec.make_order(0, spec.build_config(trial.values), resumes=False)
+    with contextlib.closing(EventLog(order.log_path)) as log:
+        common = {"job_id": order.job_id, "time": 0.0, "generation": 1}
+        log.append(
+            [
+                e.JobPlanned(**common, **PLAN),
+                e.StepCompleted(**common, **step_values(10)),
+                e.EvalCompleted(**common, **eval_values(10, 0.3)),
+            ]
+        )
+
+    asyncio.run(drive(spec, host := Host(lambda width, epoch: 1.0)))
+
+    [found] = OptunaStudy(spec).trials()
+    assert (found.state, found.reason) == ("PRUNED", "pruned at rung 1")
+    assert found.reported == {LENGTH: 0.3}
+    assert host.orders == []

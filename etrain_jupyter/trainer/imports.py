@@ -1,0 +1,78 @@
+"""Imports of a job's code, which the worker's next spare repeats in advance.
+
+A trainer is forked from a spare that has imported torch. Everything else that the notebook's
+functions import, such as scikit-learn, costs each new trainer seconds. In a search, and whenever a
+notebook submits similar jobs, the modules are always the same::
+
+    trainer 1   forked ── imports sklearn ── hello ── PackagesImported
+    spare 2                                             imports torch, sklearn ── replaces spare 1
+    trainer 2                                                                       forked ── hello
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import site
+import sys
+import sysconfig
+
+from etrain_jupyter.wire.fork_records import SPARE_MODULES
+
+SET_BY_IMPORTS = ("CUBLAS_", "KMP_", "NCCL_", "TORCH_NCCL_")
+"""Prefixes of variables that packages, and this one, set without a request of the job."""
+
+
+WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Variables that keep packages from starting threads at their import, because a process with
+threads must not fork. Example: the allocator of pyarrow, which pandas and scikit-learn import."""
+
+
+class ImportRecord:
+    """The modules that were loaded, and the environment, when a trainer began."""
+
+    def __init__(self) -> None:
+        self._modules = frozenset(sys.modules)
+        self._environment = _environment()
+
+    def new_modules(self) -> tuple[str, ...]:
+        """Return the modules of installed packages that have been imported since then.
+
+        Empty if the job has changed the environment: many packages read it while they are imported,
+        so they have to be imported after the change.
+        """
+        if self._environment != _environment():
+            return ()
+        folders = _package_folders()
+        names = [name for name in list(sys.modules) if name not in self._modules]
+        return tuple(name for name in names if _is_installed(name, folders))
+
+
+def import_packages() -> None:
+    """Import the modules in ``SPARE_MODULES``; a module that fails is left to the job."""
+    names = os.environ.pop(SPARE_MODULES, "").split()  # the trainers do not need the variable
+    added = {k: v for k, v in WITHOUT_THREADS.items() if k not in os.environ}
+    os.environ.update(added)
+    for name in names:
+        with contextlib.suppress(Exception, SystemExit):
+            importlib.import_module(name)
+    for variable in added:
+        del os.environ[variable]
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(SET_BY_IMPORTS)}
+
+
+def _package_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    found = {paths["purelib"], paths["platlib"], site.getusersitepackages()}
+    return tuple(os.path.join(folder, "") for folder in found)
+
+
+def _is_installed(name: str, folders: tuple[str, ...]) -> bool:
+    # Modules of the notebook's folder may change between jobs. Modules without a file are created
+    # by others.
+    origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
+    return origin is not None and origin.startswith(folders)

@@ -1,0 +1,71 @@
+"""The studies of one scheduler next to those of another one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.head.studies.studies import Studies
+from etrain_jupyter.storage.study_folder import StudyLease
+from tests.unit.head.studies.test_driver import Host, private_state, spec_of
+
+__all__ = ["private_state"]
+
+pytestmark = pytest.mark.usefixtures("private_state")
+
+
+class EndingHost(Host):
+    """Starts no job: the study is stopped before that."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.is_ready = False
+
+
+def test_study_of_another_cluster_is_refused_until_that_one_has_ended(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+
+    async def submit_twice() -> str:
+        first, second = (Studies(EndingHost(), tmp_path / name) for name in ("a", "b"))
+        first.submit(spec)
+        with pytest.raises(RequestError) as caught:
+            second.submit(spec)
+        assert not second.is_active
+        assert not list((tmp_path / "b").glob("studies/*"))
+        assert first.is_active
+        first.stop(spec.study_id)
+        driver = first._drivers[spec.study_id]
+        driver._host.is_ready = True  # type: ignore[misc]
+        await driver.task
+        second.submit(spec)
+        second._drivers[spec.study_id].task.cancel()
+        await asyncio.gather(*(d.task for d in second._drivers.values()), return_exceptions=True)
+        return str(caught.value)
+
+    assert "is being run by another cluster" in asyncio.run(submit_twice())
+
+
+def test_restarted_scheduler_leaves_a_study_that_another_cluster_has_resumed(
+    tmp_path: Path,
+) -> None:
+    spec = spec_of(tmp_path)
+
+    async def restart() -> Studies:
+        dead = Studies(EndingHost(), tmp_path / "a")
+        dead._folder = tmp_path / "a" / "studies"
+        dead._record(spec)
+        successor = Studies(EndingHost(), tmp_path / "a")
+        successor.recall()
+        assert successor.is_active
+        successor.start()
+        return successor
+
+    lease = StudyLease(spec.folder)  # held by the other cluster
+    successor = asyncio.run(restart())
+    lease.release()
+
+    assert not successor.is_active
+    assert list((tmp_path / "a" / "studies").glob("*")) == []
