@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from etrain_jupyter.notebook.study.charts_html import (
+    image_of,
+    render_importance,
+    render_parallel,
+)
+from etrain_jupyter.notebook.study.importance import Importance
 from etrain_jupyter.notebook.study.view import StudyView, TrialRow
 from etrain_jupyter.untrusted import plain_line
 
@@ -52,14 +57,14 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def render_html(view: StudyView) -> str:
+def render_html(view: StudyView, importance: Importance) -> str:
     """Return a study as HTML that a sanitizer does not change."""
     parts = [f"<p><b>{escape(view.name)}</b> {escape(', '.join(_facts(view)))}</p>"]
     if view.rungs:
         rungs = ", ".join(f"{count:,}" for count in view.rungs)
         parts.append(f"<p>rungs at {rungs} of {view.num_samples:,} samples</p>")
     if view.trials:
-        parts.append(_table(view))
+        parts += [render_parallel(view), render_importance(importance), _table(view)]
     hidden = len(view.trials) - MAX_ROWS
     if hidden > 0:
         parts.append(f"<p>{hidden} more trials are in study.trials</p>")
@@ -128,7 +133,5 @@ def _curve(view: StudyView, trial: TrialRow) -> str:
         f'<polyline points="{line}" fill="none" stroke="{COLOURS.get(trial.state, "#808080")}" '
         'stroke-width="1.5"/></svg>'
     )
-    # Sanitizers of untrusted notebooks remove <svg>, but keep an image with a data URL.
-    data = base64.b64encode(svg.encode()).decode()
-    text = escape(f"{view.metric} from {points[0][1]:.4g} to {points[-1][1]:.4g}")
-    return f'<img alt="{text}" src="data:image/svg+xml;base64,{data}">'
+    text = f"{view.metric} from {points[0][1]:.4g} to {points[-1][1]:.4g}"
+    return image_of(svg, text, width=WIDTH)
