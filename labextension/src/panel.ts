@@ -156,7 +156,10 @@ export class JobsPanel extends Widget {
 
   private drawHead(): void {
     const { jobs, active, workers } = countsOf(this.session.merged.entries);
-    const summary = format.plural(jobs, 'job') + (jobs ? `, ${active || 'none'} active` : '');
+    const { length } = this.session.merged.studies;
+    const searches = length ? `${length} ${length === 1 ? 'study' : 'studies'}, ` : '';
+    const summary =
+      searches + format.plural(jobs, 'job') + (jobs ? `, ${active || 'none'} active` : '');
     setText(this.count, summary + (active ? `, ${format.plural(workers, 'worker')}` : ''));
     setText(this.announcement, summary); // the number of workers changes too often to be announced
     this.clear.hidden = !this.session.hasLost || !!this.opened;

@@ -10,6 +10,8 @@ export interface ITrial {
   state: string;
   /** The newest value of the metric; null if there is none. */
   value: number | null;
+  /** Its parameters, as text. */
+  params: string;
 }
 
 export interface IStudy {
@@ -39,7 +41,8 @@ const asTrial = (raw: Raw): ITrial => ({
   job_id: jobId(raw.job_id),
   number: finite(raw.number),
   state: line(raw.state),
-  value: finiteOrNull(raw.value)
+  value: finiteOrNull(raw.value),
+  params: line(raw.params)
 });
 
 /** Return the studies of a message by ID, without those that have no valid ID. */

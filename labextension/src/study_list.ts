@@ -111,7 +111,7 @@ export class StudyList<F> {
     const known = study.trials.map(trial => ({ trial, entry: entries.get(trial.job_id) }));
     study.trials.forEach(trial => entries.delete(trial.job_id));
     const unknown = [...entries.values()].map(entry => ({
-      trial: { job_id: entry.id, number: 0, state: '', value: null },
+      trial: { job_id: entry.id, number: 0, state: '', value: null, params: '' },
       entry
     }));
     return [...known, ...unknown];
@@ -148,8 +148,10 @@ export class StudyList<F> {
     const value = trial.value === null ? '' : format.brief(trial.value);
     const open = find(element, '.etrain-open');
     setText(open, `trial ${trial.number}`);
-    open.title = trial.job_id;
-    const about = [`trial ${trial.number}`, trial.state, value].filter(Boolean).join(', ');
+    open.title = trial.params || trial.job_id;
+    const about = [`trial ${trial.number}`, trial.state, value, trial.params]
+      .filter(Boolean)
+      .join(', ');
     open.setAttribute('aria-label', `${about}. Open`);
     setText(find(element, '.etrain-figure'), value);
     const pill = find(element, '.etrain-status');

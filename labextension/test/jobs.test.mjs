@@ -337,7 +337,9 @@ test('studies and trials without a valid ID are left out', () => {
   one.jobs.take({ rows: [], studies: [study('x y'), study('net', { trials, name: 3 }), 7] });
   const [entry, ...rest] = merge([one]).studies;
   assert.equal(rest.length, 0);
-  assert.deepEqual(entry.study.trials, [{ job_id: 'net-000', number: 0, state: '', value: null }]);
+  assert.deepEqual(entry.study.trials, [
+    { job_id: 'net-000', number: 0, state: '', value: null, params: '' }
+  ]);
 });
 
 test('a trial is a job with the ID of its study and a number', () => {

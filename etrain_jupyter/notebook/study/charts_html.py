@@ -73,7 +73,9 @@ def _parallel_svg(chart: ParallelChart) -> str:
     columns = [LEFT + step * i for i in range(len(chart.axes))]
     lines = "".join(_line(line, columns) for line in chart.lines)
     # The axes are drawn last, so that their labels are on top of the lines.
-    axes = "".join(map(_axis, chart.axes, columns))
+    axes = "".join(
+        _axis(axis, x, x == columns[0]) for axis, x in zip(chart.axes, columns, strict=True)
+    )
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     style = f'font-family="sans-serif" font-size="11" fill="{TEXT}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{lines}{axes}</svg>'
@@ -94,9 +96,8 @@ def _line(line: TrialLine, columns: list[float]) -> str:
     )
 
 
-def _axis(axis: ParallelAxis, x: float) -> str:
-    # The labels at the ends are above and below the axis, where no line is; those in between, of a
-    # choice, are to its right.
+def _axis(axis: ParallelAxis, x: float, is_first: bool) -> str:
+    # No line crosses the labels above and below the axis, and those to the left of the first one.
     parts = [
         f'<path d="M{x:.1f} {_y(1)}V{_y(0)}" stroke="{AXIS}"/>',
         _text(x, 12, axis.name, weight="bold"),
@@ -107,7 +108,8 @@ def _axis(axis: ParallelAxis, x: float) -> str:
         elif place == 0:
             parts.append(_text(x, HEIGHT - 5, label))
         else:
-            parts.append(_text(x + 5, _y(place) + 4, label, anchor="start"))
+            anchor, shift = ("end", -5) if is_first else ("start", 5)
+            parts.append(_text(x + shift, _y(place) + 4, label, anchor=anchor))
     return "".join(parts)
 
 

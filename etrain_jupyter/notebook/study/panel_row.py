@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from etrain_jupyter.notebook.study.report import sort_trials, word_of
+from etrain_jupyter.notebook.study.report import describe_params, sort_trials, word_of
 from etrain_jupyter.notebook.study.view import StudyView
 
 MAX_TRIALS = 100
@@ -25,6 +25,7 @@ def study_row(view: StudyView, *, created: float) -> dict[str, Any]:
             "number": trial.number,
             "state": word_of(view, trial.state),
             "value": _finite(trial.value),
+            "params": describe_params(trial),
         }
         for trial in sort_trials(view)
         if trial.job_id

@@ -37,7 +37,7 @@ def _facts(view: StudyView) -> list[str]:
     facts = [view.status + (f" ({view.reason})" if view.reason else "")]
     facts.append(f"{len(view.trials)} of {view.num_trials} trials: {', '.join(counts) or 'none'}")
     if view.best is not None:
-        facts.append(f"best {view.metric} {view.best.value:.6g} with {_params(view.best)}")
+        facts.append(f"best {view.metric} {view.best.value:.6g} with {describe_params(view.best)}")
     return facts
 
 
@@ -49,7 +49,8 @@ def word_of(view: StudyView, state: str) -> str:
     return STATES.get(state, state.lower())
 
 
-def _params(trial: TrialRow) -> str:
+def describe_params(trial: TrialRow) -> str:
+    """Return the values of a trial as text."""
     return ", ".join(f"{name}={_short(value)}" for name, value in trial.params.items())
 
 
@@ -100,7 +101,7 @@ def _row(view: StudyView, trial: TrialRow, names: Sequence[str]) -> str:
     cells = [
         str(trial.number),
         word_of(view, trial.state),
-        f"{value} (best)" if is_best else value,
+        f"{value}\N{NO-BREAK SPACE}(best)" if is_best else value,
         *(_short(trial.params.get(name, "")) for name in names),
         f"{trial.samples:,}",
     ]

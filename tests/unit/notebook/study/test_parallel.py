@@ -72,7 +72,7 @@ def test_line_of_a_trial_crosses_each_axis_at_its_value() -> None:
     assert [axis.name for axis in chart.axes] == ["width", "depth", "lr", "accuracy"]
     assert [line.points for line in chart.lines] == [(0.0, 1.0, 0.0, 0.0), (1.0, 0.0, 0.5, 1.0)]
     assert chart.axes[0].ticks == ((0.0, "8"), (0.5, "16"), (1.0, "32"))
-    assert chart.axes[2].ticks == ((0.0, "0.0001"), (1.0, "1"))
+    assert chart.axes[2].ticks == ((0.0, "0.0001"), (0.5, "0.01"), (1.0, "1"))
     assert chart.axes[3].ticks == ((0.0, "0.5"), (1.0, "0.9"))
 
 
@@ -248,6 +248,7 @@ def test_row_of_the_panel_has_the_best_trials_first() -> None:
         *("net-0a1b2c3d", 0.5),
         *(3, 5.0),
     )
+    assert row["trials"][0]["params"] == "width=16, depth=2, lr=0.01"
     assert [(t["number"], t["state"], t["value"]) for t in row["trials"]] == [
         (0, "complete", 0.5),
         (1, "running", None),
