@@ -64,7 +64,7 @@ export function asStudies(value: unknown): Map<string, IStudy> {
   return new Map(studies.filter(s => s.study_id).map(s => [s.study_id, s]));
 }
 
-/** What a kernel has reported: its studies, and those of its dead predecessors. */
+/** The studies that a kernel has reported, and those of its dead predecessors. */
 export interface IStudyReport {
   readonly studies: ReadonlyMap<string, IStudy>;
   readonly lostStudies: ReadonlyMap<string, IStudy>;

@@ -81,6 +81,8 @@ def lay_out_trials(view: StudyView) -> ParallelChart | None:
                 is_best=view.best is not None and trial.number == view.best.number,
             )
         )
+    if len(lines) < 2:
+        return None
     lines.sort(key=lambda line: (line.is_best, line.state != "PRUNED", line.quality))
     axes = [_axis_of(name, parameter) for name, parameter in view.space.items()]
     return ParallelChart(axes=(*axes, metric), lines=tuple(lines[-MAX_LINES:]))
@@ -101,11 +103,9 @@ def _scale_of(parameter: Parameter) -> Callable[[Any], float | None]:
 
 def _choice_scale(choice: list[Value]) -> Callable[[Any], float | None]:
     # The type is part of the key: True == 1, but a choice may contain both.
-    places = {
-        (type(value), value): place
-        for value, place in zip(choice, _spread(len(choice)), strict=True)
-    }
-    return lambda value: places.get((type(value), value))
+    keys = [(type(value), value) for value in choice]
+    places = _spread(len(choice))
+    return lambda value: places[keys.index(key)] if (key := (type(value), value)) in keys else None
 
 
 def _range_scale(parameter: Parameter) -> Callable[[Any], float | None]:

@@ -133,7 +133,13 @@ def test_chart_needs_two_trials_with_a_value(trials: tuple[TrialRow, ...]) -> No
 
 
 def test_trial_with_values_outside_of_the_space_has_no_line() -> None:
-    strange: list[dict[str, Any]] = [{"width": True}, {"lr": -1.0}, {"depth": "two"}, {"width": 64}]
+    strange: list[dict[str, Any]] = [
+        {"width": True},
+        {"width": 64},
+        {"width": [8]},
+        {"lr": -1.0},
+        {"depth": "two"},
+    ]
     trials = [trial(i, 0.5, **params) for i, params in enumerate(strange)]
 
     chart = lay_out_trials(view_of(*trials, trial(8, 0.6), trial(9, 0.7)))
@@ -188,7 +194,7 @@ def test_image_has_a_text_alternative_and_escaped_names() -> None:
     texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
     lines = svg.findall("{http://www.w3.org/2000/svg}polyline")
     assert "<i>" not in html
-    assert {"kind", "<b>", "a&amp;b".replace("&amp;", "&"), "<i>"} <= set(texts)
+    assert {"kind", "<b>", "a&b", "<i>"} <= set(texts)
     assert alt.startswith("Parallel coordinates of 2 trials over kind, &lt;i&gt;. Best trial 0: ")
     assert [line.get("stroke-opacity") for line in lines] == ["0.35", "0.9"]
     assert [line.get("stroke") for line in lines] == [colour_of(1.0), colour_of(0.0)]
