@@ -126,11 +126,8 @@ def _range_scale(parameter: Parameter) -> Callable[[Any], float | None]:
 def _axis_of(name: str, parameter: Parameter) -> ParallelAxis:
     if parameter.choice is None:
         low, high = parameter.bounds
-        values = [(0.0, low), (1.0, high)]
-        if parameter.log:
-            values.insert(1, (0.5, math.sqrt(low) * math.sqrt(high)))  # it shows the scale
-        ticks = [(place, f"{value:.4g}") for place, value in values]
-        return ParallelAxis(name=name, ticks=tuple(ticks))
+        title = f"{name} (log)" if parameter.log else name
+        return ParallelAxis(name=title, ticks=((0.0, f"{low:.4g}"), (1.0, f"{high:.4g}")))
     ticks = list(zip(_spread(len(parameter.choice)), map(_label, parameter.choice), strict=True))
     stride = math.ceil(len(ticks) / MAX_TICKS)
     return ParallelAxis(name=name, ticks=tuple(ticks[::stride]))

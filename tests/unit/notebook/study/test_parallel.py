@@ -69,10 +69,10 @@ def test_line_of_a_trial_crosses_each_axis_at_its_value() -> None:
     )
 
     assert chart is not None
-    assert [axis.name for axis in chart.axes] == ["width", "depth", "lr", "accuracy"]
+    assert [axis.name for axis in chart.axes] == ["width", "depth", "lr (log)", "accuracy"]
     assert [line.points for line in chart.lines] == [(0.0, 1.0, 0.0, 0.0), (1.0, 0.0, 0.5, 1.0)]
     assert chart.axes[0].ticks == ((0.0, "8"), (0.5, "16"), (1.0, "32"))
-    assert chart.axes[2].ticks == ((0.0, "0.0001"), (0.5, "0.01"), (1.0, "1"))
+    assert chart.axes[2].ticks == ((0.0, "0.0001"), (1.0, "1"))
     assert chart.axes[3].ticks == ((0.0, "0.5"), (1.0, "0.9"))
 
 
@@ -230,7 +230,9 @@ def test_figures_draw_every_line_and_every_bar() -> None:
     [lines] = plot_parallel(view).axes
     [bars] = plot_importance("net", {"lr": 0.75, "width": 0.25}).axes
 
-    assert [label.get_text() for label in lines.get_xticklabels()] == [*SPACE, "accuracy"]
+    assert [label.get_text() for label in lines.get_xticklabels()] == [
+        *("width", "depth", "lr (log)", "accuracy")
+    ]
     assert len(lines.lines) == 3 + 4
     assert [bar.get_width() for bar in bars.patches] == [0.75, 0.25]
 
