@@ -22,14 +22,14 @@ from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.notebook.study.open_studies import attach_study, studies, submit_study
 from etrain_jupyter.notebook.study.plan import StudyPlan, size_of
-from etrain_jupyter.notebook.study.screen import show_study
+from etrain_jupyter.notebook.study.screen import list_study, show_study
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.pools.for_job import find_pool, with_shared_checkpoints
 
 __all__ = [
     "Plan", "StudyPlan", "attach", "attach_study", "compare", "diagnose", "distributed", "jobs",
-    "plan", "plan_cell", "plan_job", "plan_search", "plan_study", "profile", "resume", "search",
-    "show", "show_study", "studies", "submit", "submit_study",
+    "list_study", "plan", "plan_cell", "plan_job", "plan_search", "plan_study", "profile", "resume",
+    "search", "show", "show_study", "studies", "submit", "submit_study",
 ]  # fmt: skip
 
 

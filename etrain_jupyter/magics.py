@@ -203,6 +203,8 @@ class EtrainMagics(Magics):
             self._names()[options.out] = study
         if not options.quiet:
             launch.show_study(study)
+        else:
+            launch.list_study(study)  # --quiet suppresses the output below the cell only
         if options.wait:
             study.wait()
             return str(study)

@@ -20,6 +20,8 @@ from etrain_jupyter.config.keys import (
     BOOLEANS,
     METRICS,
     OPTIMIZER,
+    SEARCH,
+    SPACE,
     KeyPath,
     field_at,
     group_at,
@@ -40,6 +42,7 @@ _KINDS = {
     float: "number",
     str: "text",
     dict: "group of names",
+    list: "list",
 }
 _BOUNDS = {"ge": "{} or more", "gt": "above {}", "lt": "below {}"}
 
@@ -88,6 +91,25 @@ class KeyHelp:
         if self.example:
             parts.append(f"```yaml\n{self.example}\n```")
         return "\n\n".join(parts)
+
+
+# Not fields of the schema: the group belongs to %%etrain search alone, and its space has any names.
+_SEARCH_GROUPS = {
+    SEARCH: KeyHelp(
+        path=SEARCH,
+        takes="group of keys",
+        is_required=True,
+        meaning="Space, metric and limits of a hyper-parameter search, in `%%etrain search` only.",
+        example="search: {space: {lr: {low: 1e-5, high: 1e-1, log: true}}, metric: loss}",
+    ),
+    SPACE: KeyHelp(
+        path=SPACE,
+        takes="group of names",
+        is_required=True,
+        meaning="Values to search. Each name can be used in every expression and `!py` value.",
+        example="space: {width: {choice: [64, 128]}, lr: {low: 1e-5, high: 1e-1, log: true}}",
+    ),
+}
 
 
 def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
@@ -142,6 +164,15 @@ def describe(path: KeyPath, *, optimizer: str = "AdamW") -> KeyHelp | None:
         whole = field_at(METRICS)
         meaning = _meaning(whole) if whole else ""
         return KeyHelp(path=path, takes="Python expression", meaning=meaning)
+    if path in _SEARCH_GROUPS:
+        return _SEARCH_GROUPS[path]
+    if path[:-1] == SPACE:
+        return KeyHelp(
+            path=path,
+            takes="choice, range of integers or range of numbers",
+            meaning="Name in expressions and `!py` values of the cell, with one value per trial.",
+            example=f"{path[-1]}: {{low: 1e-5, high: 1e-1, log: true}}",
+        )
     return _describe_field(path)
 
 

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from etrain_jupyter.config.cell import keys_of
 from etrain_jupyter.config.fields import Interval, Section, interval_words
 from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
+from etrain_jupyter.config.search_schema import Parameter, SearchConfig
 from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES, find_optimizer
 
 KeyPath = tuple[str, ...]
@@ -20,6 +21,9 @@ KeyPath = tuple[str, ...]
 
 OPTIMIZER: KeyPath = ("optimizer",)
 METRICS: KeyPath = ("metrics",)
+SEARCH: KeyPath = ("search",)
+"""The group that only ``%%etrain search`` has."""
+SPACE: KeyPath = ("search", "space")
 
 BOOLEANS = ("true", "false")
 COUNTED = ("steps", "epochs", "s", "min", "h")
@@ -34,6 +38,11 @@ _INTERVALS = ("1 epoch", "200 steps", "5 min")
 def group_at(path: KeyPath) -> type[Section] | None:
     """Return the group of keys at a path, or None if the path is not that of a group."""
     group: type[Section] | None = TrainConfig
+    if path[:2] == SPACE:
+        # Any name of the space is a parameter; the space itself has no fixed keys.
+        group, path = (Parameter if len(path) > 2 else None), path[3:]
+    elif path[:1] == SEARCH:
+        group, path = SearchConfig, path[1:]
     for key in path:
         if group is None:
             return None
@@ -43,7 +52,16 @@ def group_at(path: KeyPath) -> type[Section] | None:
 
 def opens_group(path: KeyPath) -> bool:
     """Return whether there is a group of keys at a path."""
-    return path == METRICS or group_at(path) is not None
+    return path in (METRICS, SPACE) or group_at(path) is not None
+
+
+def keys_in(path: KeyPath) -> list[str]:
+    """Return all keys of a group, in schema order; empty if the path is not that of a group."""
+    group = group_at(path)
+    if group is None:
+        return []
+    own = list(keys_of(group))
+    return [SPACE[-1], *own] if path == SEARCH else own
 
 
 def field_at(path: KeyPath) -> FieldInfo | None:
@@ -66,7 +84,7 @@ def keys_at(path: KeyPath, given: Mapping[str, str], *, top: Mapping[str, Any]) 
     group = group_at(path)
     if group is None:
         return []
-    known = list(keys_of(group))
+    known = keys_in(path)
     if group is OptimizerConfig:
         known = _optimizer_keys(known, given)
     free = [key for key in known if key not in given]

@@ -28,10 +28,20 @@ DEFAULT_TRIALS = 20
 class Parameter(Section):
     """Values that one name can have: a choice, a range of integers, or a range of numbers."""
 
-    choice: Annotated[list[Value] | None, Field(examples=[[64, 128, 256]])] = None
+    choice: Annotated[
+        list[Value] | None,
+        Field(examples=[[64, 128, 256]], json_schema_extra={"not_with": "int low high log"}),
+    ] = None
     """Values to choose from."""
     int_range: Annotated[
-        list[int] | None, Field(alias="int", min_length=2, max_length=2, examples=[[1, 8]])
+        list[int] | None,
+        Field(
+            alias="int",
+            min_length=2,
+            max_length=2,
+            examples=[[1, 8]],
+            json_schema_extra={"not_with": "low high"},
+        ),
     ] = None
     """Lowest and highest integer."""
     low: Annotated[float | None, Field(allow_inf_nan=False, examples=[1e-5])] = None
@@ -151,7 +161,7 @@ class SearchConfig(MetricConfig):
     """Trials that may run at the same time; by default as many as the pool has workers for."""
     sharing: Literal["fair", "promising"] = "fair"
     """Use of the workers left over: for all trials in turn (fair), or the best ones (promising)."""
-    budget: Budget = Budget()
+    budget: Annotated[Budget, Field(examples=[{"time": "2 h"}])] = Budget()
     """Limits of the whole study: {samples: 1000000, time: 2 h, usd: 5}."""
 
     @field_validator("method", mode="before")
@@ -179,16 +189,16 @@ class SearchConfig(MetricConfig):
             raise fault("{key} is empty", hint="write metric: accuracy")
         return name
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        if self.max is not None and self.max.unit == "s":
+    @field_validator("max")
+    @classmethod
+    def _check_max(cls, value: Interval | None) -> Interval | None:
+        if value is not None and value.unit == "s":
             raise fault(
-                "max must be a number of epochs or steps, so that every trial trains on the same "
+                "{key} must be a number of epochs or steps, so that every trial trains on the same "
                 "number of samples",
                 hint="write max: 20 epochs; budget: {time: ...} limits the whole study",
-                path=("max",),
             )
-        return self
+        return value
 
     @property
     def prunes(self) -> bool:

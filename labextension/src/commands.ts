@@ -6,6 +6,7 @@ import { addCell, LOAD, templateOf } from './cells';
 import { stopLoss } from './controls';
 import { whyNot } from './jobs';
 import { Entry, Follower, Session } from './session';
+import { isTrialOf } from './studies';
 
 const CATEGORY = 'etrain';
 const SHOWN_MS = 6000;
@@ -129,10 +130,11 @@ export function addCommands(
 
 /** Attach to a job that runs elsewhere, preferably from the kernel of the current notebook. */
 export async function attach(session: Session, jobId: string): Promise<void> {
-  const { entries, offers } = session.merged;
+  const { entries, offers, studies } = session.merged;
   const known =
     entries.find(entry => entry.id === jobId)?.offers ??
-    offers.find(offer => offer.other.job_id === jobId)?.offers;
+    offers.find(offer => offer.other.job_id === jobId)?.offers ??
+    studies.find(({ study }) => isTrialOf(study, jobId))?.followers;
   await reported(async () => {
     if (!known?.length) {
       throw new Error(

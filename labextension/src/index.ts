@@ -126,7 +126,9 @@ function openWithFirst(
 ): void {
   let isDone = false;
   const openOnce = () => {
-    if (!isDone && jobs.merged.entries.some(isActive)) {
+    const { entries, studies } = jobs.merged;
+    const isSearching = studies.some(entry => entry.study.status === 'running');
+    if (!isDone && (isSearching || entries.some(isActive))) {
       isDone = true;
       if (chosen.choices.openPanel && !widget.isVisible) {
         const focused = document.activeElement as HTMLElement | null;

@@ -2,6 +2,7 @@
 // Independent of the DOM and of JupyterLab. Messages of kernels are untrusted, as in protocol.ts.
 import { asSnapshot } from './protocol';
 import { ISnapshot } from './snapshot';
+import { asStudies, IStudy, IStudyEntry, mergeStudies } from './studies';
 import { finite, finiteOrNull, jobId, line, list, object, Raw, text } from './untrusted';
 
 export const ENDED = new Set(['finished', 'stopped', 'failed']);
@@ -83,8 +84,10 @@ export class KernelJobs {
   rows = new Map<string, IRow>();
   others: IOther[] = [];
   pools: IPool[] = [];
+  studies = new Map<string, IStudy>();
   /** Last known state of jobs whose kernel has died. */
   readonly lost = new Map<string, IRow>();
+  readonly lostStudies = new Map<string, IStudy>();
 
   /** Apply a message of side_panel.py. */
   take(content: unknown): void {
@@ -107,14 +110,26 @@ export class KernelJobs {
     if (Array.isArray(message.pools)) {
       this.pools = list(message.pools).map(asPool);
     }
+    if (Array.isArray(message.studies)) {
+      this.studies = asStudies(message.studies);
+      this.studies.forEach((_, id) => this.lostStudies.delete(id));
+    }
   }
 
   /** The kernel has died: keep its last report. */
   lose(): void {
     this.rows.forEach((row, id) => this.lost.set(id, row));
+    this.studies.forEach((study, id) => this.lostStudies.set(id, study));
     this.rows = new Map();
+    this.studies = new Map();
     this.others = [];
     this.pools = [];
+  }
+
+  /** Forget the reports of dead kernels. */
+  forget(): void {
+    this.lost.clear();
+    this.lostStudies.clear();
   }
 }
 
@@ -143,6 +158,8 @@ export interface IMerged<F> {
   entries: IEntry<F>[];
   /** Running jobs that no notebook is or was attached to. */
   offers: IOffer<F>[];
+  /** Newest study first. */
+  studies: IStudyEntry<F>[];
 }
 
 /**
@@ -179,7 +196,11 @@ export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> 
   }
   const newest = (a: IEntry<F>, b: IEntry<F>) =>
     submittedAt(b.row) - submittedAt(a.row) || (a.id < b.id ? -1 : 1);
-  return { entries: [...entries.values()].sort(newest), offers: [...offers.values()] };
+  return {
+    entries: [...entries.values()].sort(newest),
+    offers: [...offers.values()],
+    studies: mergeStudies(followers)
+  };
 }
 
 /** Whether the job is attached and has not ended. */

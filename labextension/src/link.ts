@@ -131,7 +131,7 @@ export class KernelLink implements IFollower {
 
   /** Forget the jobs of dead kernels. */
   forget(): void {
-    this.jobs.lost.clear();
+    this.jobs.forget();
     this.changes.emit();
   }
 

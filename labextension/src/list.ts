@@ -4,6 +4,8 @@ import * as format from './format';
 import { IEntry, IFollower, IMerged, IOffer, isActive, ENDED } from './jobs';
 import { checkpointTrouble } from './protocol';
 import { ISnapshot } from './snapshot';
+import { isTrialOf } from './studies';
+import { StudyList } from './study_list';
 
 const CURVE_WIDTH = 72;
 const CURVE_HEIGHT = 22;
@@ -19,8 +21,17 @@ export interface IListActions {
   select(jobId: string): void;
   show(jobId: string): void;
   attach(jobId: string): void;
+  /** Open the job of a trial; attach to it first if necessary. */
+  openTrial(jobId: string): void;
   /** Select a job for a comparison, or remove it from the selection. */
   choose(jobId: string, isChosen: boolean): void;
+}
+
+/** Facts about all rows, of the last drawing. */
+interface IContext {
+  selected: string;
+  now: number;
+  chosen: ReadonlySet<string>;
 }
 
 /** Workers as `4 of 8`; a dash for a job that has ended. */
@@ -36,51 +47,59 @@ export function statusOf(entry: IEntry<unknown>): string {
 
 export class List<F extends INamed> {
   readonly element = make('div', 'etrain-list');
+  private readonly studies: StudyList<F>;
   private readonly rows = make('ul', 'etrain-rows');
   private readonly offers = make('section', 'etrain-offers');
   private readonly offered = make('ul', 'etrain-rows');
   private readonly empty = make('div', 'etrain-empty');
+  private context: IContext = { selected: '', now: 0, chosen: new Set() };
 
   constructor(private readonly actions: IListActions) {
     this.rows.setAttribute('aria-label', 'jobs');
-    this.rows.onkeydown = event => this.onKey(event);
+    this.studies = new StudyList<F>({
+      openTrial: id => this.actions.openTrial(id),
+      row: id => this.row(id),
+      fillRow: (element, entry) => this.fillRow(element, entry, this.context)
+    });
+    this.element.onkeydown = event => this.onKey(event);
     const title = make('h3');
     title.textContent = 'Running elsewhere';
     title.title = 'Running jobs in the run store that no open notebook is attached to';
     this.offered.setAttribute('aria-label', 'jobs running elsewhere');
     this.offers.append(title, this.offered);
-    this.element.append(this.empty, this.rows, this.offers);
+    this.element.append(this.empty, this.studies.element, this.rows, this.offers);
   }
 
   /** `selected` is the job that the palette's commands apply to, `chosen` those to compare. */
   draw(
-    { entries, offers }: IMerged<F>,
+    { entries, offers, studies }: IMerged<F>,
     isUp: boolean,
     selected: string,
     now: number,
     chosen: ReadonlySet<string>
   ): void {
-    const isEmpty = !entries.length && !offers.length;
+    this.context = { selected, now, chosen };
+    const isTrial = (id: string) => studies.some(({ study }) => isTrialOf(study, id));
+    const jobs = entries.filter(entry => !isTrial(entry.id));
+    const others = offers.filter(offer => !isTrial(offer.other.job_id));
+    const isEmpty = !entries.length && !offers.length && !studies.length;
     this.empty.hidden = !isEmpty;
     if (isEmpty) {
       this.explain(isUp);
     }
-    this.rows.hidden = !entries.length;
+    this.studies.draw(studies, entries);
+    this.rows.hidden = !jobs.length;
     reconcile(
       this.rows,
-      entries,
+      jobs,
       e => e.id,
       e => this.row(e.id),
-      (element, e) => {
-        this.fillRow(element, e, now);
-        (find(element, '.etrain-choose') as HTMLInputElement).checked = chosen.has(e.id);
-        find(element, '.etrain-open').setAttribute('aria-current', String(e.id === selected));
-      }
+      (element, e) => this.fillRow(element, e, this.context)
     );
-    this.offers.hidden = !offers.length;
+    this.offers.hidden = !others.length;
     reconcile(
       this.offered,
-      offers,
+      others,
       o => o.other.job_id,
       o => this.offer(o.other.job_id),
       (element, o) => this.fillOffer(element, o)
@@ -89,7 +108,7 @@ export class List<F extends INamed> {
 
   /** Focus a job; without it, the first one. */
   focus(jobId = ''): void {
-    const all = [...this.rows.querySelectorAll<HTMLElement>('.etrain-open')];
+    const all = [...this.element.querySelectorAll<HTMLElement>('.etrain-open')];
     const chosen = all.find(open => open.closest('li')?.dataset.key === jobId);
     (chosen ?? all[0])?.focus();
   }
@@ -154,9 +173,11 @@ export class List<F extends INamed> {
     return row;
   }
 
-  private fillRow(row: HTMLElement, entry: IEntry<F>, now: number): void {
+  private fillRow(row: HTMLElement, entry: IEntry<F>, { selected, now, chosen }: IContext): void {
     const s = entry.row.snapshot;
     const part = (selector: string) => find(row, selector);
+    (part('.etrain-choose') as HTMLInputElement).checked = chosen.has(entry.id);
+    part('.etrain-open').setAttribute('aria-current', String(entry.id === selected));
     const status = statusOf(entry);
     row.dataset.status = entry.isGone ? 'gone' : s.status;
     setText(part('.etrain-open'), s.name || entry.id);
@@ -228,9 +249,9 @@ export class List<F extends INamed> {
     attach.setAttribute('aria-label', `Attach to ${other.name}`);
   }
 
-  /** Move between jobs with Up, Down, Home and End, in addition to Tab. */
+  /** Move between studies and jobs with Up, Down, Home and End, in addition to Tab. */
   private onKey(event: KeyboardEvent): void {
-    const all = [...this.rows.querySelectorAll<HTMLElement>('.etrain-open')];
+    const all = [...this.element.querySelectorAll<HTMLElement>('.etrain-open')];
     const at = all.indexOf(document.activeElement as HTMLElement);
     const places: Record<string, number> = {
       ArrowDown: at + 1,

@@ -42,6 +42,8 @@ export class JobsPanel extends Widget {
     this.back()
   );
   private opened = '';
+  /** A job to open as soon as a kernel reports it. */
+  private awaited = '';
   private mounted: { job: IMountedJob; link: KernelLink } | null = null;
   private drawnAt = 0;
   private timer = 0;
@@ -63,6 +65,7 @@ export class JobsPanel extends Widget {
       select: id => session.select(id),
       show: id => this.showInNotebook(id),
       attach: id => void actions.attach(id),
+      openTrial: id => void this.openTrial(id),
       choose: (id, isChosen) => this.choose(id, isChosen)
     });
     this.build();
@@ -81,11 +84,20 @@ export class JobsPanel extends Widget {
   open(jobId: string): void {
     if (this.session.find(jobId)) {
       this.leave();
+      this.awaited = '';
       this.opened = jobId;
       this.session.select(jobId);
       this.draw();
       this.backButton.focus();
     }
+  }
+
+  private async openTrial(jobId: string): Promise<void> {
+    if (!this.session.find(jobId)) {
+      this.awaited = jobId;
+      await this.actions.attach(jobId);
+    }
+    this.open(jobId);
   }
 
   protected onActivateRequest(): void {
@@ -123,6 +135,10 @@ export class JobsPanel extends Widget {
     }
     this.drawnAt = Date.now();
     const { merged } = this.session;
+    if (this.awaited && this.session.find(this.awaited)) {
+      this.open(this.awaited);
+      return; // it has drawn the job
+    }
     const entry = this.session.find(this.opened);
     if (this.opened && !entry) {
       this.back();
@@ -140,7 +156,10 @@ export class JobsPanel extends Widget {
 
   private drawHead(): void {
     const { jobs, active, workers } = countsOf(this.session.merged.entries);
-    const summary = format.plural(jobs, 'job') + (jobs ? `, ${active || 'none'} active` : '');
+    const { length } = this.session.merged.studies;
+    const searches = length ? `${length} ${length === 1 ? 'study' : 'studies'}, ` : '';
+    const summary =
+      searches + format.plural(jobs, 'job') + (jobs ? `, ${active || 'none'} active` : '');
     setText(this.count, summary + (active ? `, ${format.plural(workers, 'worker')}` : ''));
     setText(this.announcement, summary); // the number of workers changes too often to be announced
     this.clear.hidden = !this.session.hasLost || !!this.opened;

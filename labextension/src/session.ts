@@ -30,7 +30,7 @@ export const ISession = new Token<Session>(
 );
 
 export class Session {
-  merged: IMerged<Follower> = { entries: [], offers: [] };
+  merged: IMerged<Follower> = { entries: [], offers: [], studies: [] };
   idle: IPool[] = [];
   private followers: Follower[] = [];
   private chosen = '';
@@ -74,7 +74,8 @@ export class Session {
   }
 
   get hasLost(): boolean {
-    return this.merged.entries.some(entry => entry.isGone);
+    const { entries, studies } = this.merged;
+    return [...entries, ...studies].some(entry => entry.isGone);
   }
 
   scan(): void {

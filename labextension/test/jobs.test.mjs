@@ -5,6 +5,7 @@ import { load } from './helpers.mjs';
 
 const { bestFollower, countsOf, idlePools, KernelJobs, merge, showLine, targetOf, whyNot } =
   await load('jobs');
+const { isTrialOf } = await load('studies');
 const { JobData } = await load('job_data');
 const { curvePath, statusOf } = await load('list');
 
@@ -263,7 +264,7 @@ test('a job with an invalid ID is neither listed nor offered', () => {
     others: EVIL_IDS.map(id => ({ job_id: id, name: 'x' })),
     pools: []
   });
-  assert.deepEqual(merge([{ jobs }]), { entries: [], offers: [] });
+  assert.deepEqual(merge([{ jobs }]), { entries: [], offers: [], studies: [] });
 });
 
 test('a name is one line without control characters', () => {
@@ -289,4 +290,71 @@ test('a sparkline has its highest value at the top and gaps for null', () => {
   assert.equal(curvePath([1, null, 1, 1], 30, 12), 'M0.0 11.0M20.0 11.0L30.0 11.0');
   assert.equal(curvePath([], 10, 12), '');
   assert.equal(curvePath([null], 10, 12), '');
+});
+
+const study = (study_id, more = {}) => ({
+  study_id,
+  name: study_id,
+  status: 'running',
+  num_trials: 4,
+  num_begun: 1,
+  created: 1,
+  trials: [{ job_id: `${study_id}-000`, number: 0, state: 'running', value: 0.5 }],
+  ...more
+});
+
+test('studies stay until the next report, the newest one first, each once', () => {
+  const [a, b] = [follower('a'), follower('b')];
+  a.jobs.take({ rows: [], studies: [study('old'), study('new', { created: 2 })] });
+  b.jobs.take({ rows: [], studies: [study('old')] });
+  a.jobs.take({ rows: [row('x')] });
+  const { studies } = merge([a, b]);
+  assert.deepEqual(
+    studies.map(s => [s.study.study_id, s.followers.length, s.isGone]),
+    [
+      ['new', 1, false],
+      ['old', 2, false]
+    ]
+  );
+});
+
+test('a study of a dead kernel stays, without a notebook to attach from', () => {
+  const one = follower('one');
+  one.jobs.take({ rows: [], studies: [study('net')] });
+  one.jobs.lose();
+  const [entry] = merge([one]).studies;
+  assert.deepEqual([entry.isGone, entry.followers], [true, []]);
+  one.jobs.take({ rows: [], studies: [study('net')] });
+  assert.deepEqual([merge([one]).studies.length, one.jobs.lostStudies.size], [1, 0]);
+  one.jobs.lose();
+  one.jobs.forget();
+  assert.equal(merge([one]).studies.length, 0);
+});
+
+test('studies and trials without a valid ID are left out', () => {
+  const one = follower('one');
+  const trials = [{ job_id: 'net-000', value: 'NaN' }, { job_id: 'a b' }, null];
+  one.jobs.take({ rows: [], studies: [study('x y'), study('net', { trials, name: 3 }), 7] });
+  const [entry, ...rest] = merge([one]).studies;
+  assert.equal(rest.length, 0);
+  assert.deepEqual(entry.study.trials, [
+    { job_id: 'net-000', number: 0, state: '', value: null, params: '' }
+  ]);
+});
+
+test('a trial is a job with the ID of its study and a number', () => {
+  const { study: net } = merge([
+    {
+      jobs: {
+        rows: new Map(),
+        lost: new Map(),
+        others: [],
+        studies: new Map([['n', study('n')]]),
+        lostStudies: new Map()
+      }
+    }
+  ]).studies[0];
+  assert.ok(isTrialOf(net, 'n-012'));
+  assert.ok(!isTrialOf(net, 'n'));
+  assert.ok(!isTrialOf(net, 'nn-012'));
 });

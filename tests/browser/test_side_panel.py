@@ -84,6 +84,27 @@ link().panel.serve(
 )
 """
 
+STUDY = """
+def attach(job_id):
+    board = Dashboard(job_id=job_id, on_request=lambda request, args: "")
+    board.follow()
+    board.add_events(Script(60, time.time(), job_id, name=job_id).events())
+    return ""
+link().panel.serve(
+    look=lambda job_ids, is_asked: OtherJobs(), attach=attach, compare="".join, template=str
+)
+def report(status, *values):
+    trials = [
+        {"job_id": f"net-7f3a-{number:03d}", "number": number, "state": "running", "value": value}
+        for number, value in enumerate(values)
+    ]
+    link().panel.put_study("net-7f3a", {
+        "study_id": "net-7f3a", "name": "net", "status": status, "reason": "",
+        "metric": "accuracy", "best": max(values), "num_trials": 4, "num_begun": len(values),
+        "created": time.time(), "trials": trials,
+    })
+"""
+
 
 def show_panel(page: Page) -> Locator:
     """Open the side panel with its command."""
@@ -284,6 +305,47 @@ def test_palette_commands_apply_to_the_selected_job(
     assert shown == "[('digits', 'pause', {}), ('squad', 'stop', {'now': True})]"
     page.evaluate("() => window.jupyterapp.commands.execute('etrain:run-doctor')")
     expect(page.locator(".jp-Notebook")).to_contain_text("etrain-jupyter 0.1.0, Python")
+
+
+def test_study_expands_to_its_trials_and_a_trial_opens_its_job(
+    open_notebook: OpenNotebook, page: Page
+) -> None:
+    cells = ["report('running', 0.5, 0.25)", "report('finished', 0.75, 0.25, 0.5)"]
+    notebook = open_notebook("study.ipynb", SET_UP + STUDY, *cells)
+    notebook.run(0)
+    notebook.run(1)
+    panel = show_panel(page)
+    study = panel.locator(".etrain-study")
+    toggle = study.locator(".etrain-expand")
+    expect(toggle).to_have_attribute(
+        "aria-label", "study net, running, 2 of 4 trials, best accuracy 0.5"
+    )
+    expect(study.locator(".etrain-trial")).to_have_count(0)
+    toggle.focus()
+    page.keyboard.press("Enter")
+    expect(toggle).to_have_attribute("aria-expanded", "true")
+    expect(study.locator(".etrain-trial .etrain-open")).to_have_text(["trial 0", "trial 1"])
+
+    # It stays expanded when it changes.
+    notebook.run(2)
+    expect(study.locator(".etrain-trial")).to_have_count(3)
+    expect(study.locator(".etrain-status").first).to_have_text("finished")
+    shoot(page, "panel-study")
+
+    # A trial that this kernel is not attached to: its job opens, and has a row below the study.
+    study.get_by_role("button", name="trial 1, running, 0.25. Open").click()
+    job = panel.locator(".etrain-job")
+    expect(job).to_have_attribute("data-job-id", "net-7f3a-001", timeout=PATIENCE_MS)
+    panel.get_by_role("button", name="All jobs").click()
+    attached = study.locator(".etrain-row[data-key='net-7f3a-001']")
+    expect(attached.locator(".etrain-row-facts")).to_be_visible()
+    expect(study.locator(".etrain-trial")).to_have_count(2)
+    expect(panel.locator(".etrain-list > .etrain-rows > .etrain-row")).to_have_count(0)
+
+    notebook.restart_kernel()
+    expect(study.locator(".etrain-status").first).to_have_text("finished")
+    panel.get_by_role("button", name="Clear").click()
+    expect(study).to_have_count(0)
 
 
 @pytest.fixture

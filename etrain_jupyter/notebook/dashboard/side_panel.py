@@ -2,9 +2,10 @@
 
 The front end sends ``watch`` and repeats it every 20 s. As long as it does, it receives at most two
 messages per second: ``rows``, one for each attached job that has changed (for all jobs if
-``whole``); ``gone``, the IDs of jobs that are no longer attached; and less often ``others``,
-running jobs that this kernel can attach to, and ``pools``, the running clusters. Any other request
-contains the name of its view in ``view`` and receives one ``answer``, with that name in ``to``.
+``whole``); ``gone``, the IDs of jobs that are no longer attached; and less often ``studies``,
+searches that this kernel follows, ``others``, running jobs that this kernel can attach to, and
+``pools``, the running clusters. Any other request contains the name of its view in ``view`` and
+receives one ``answer``, with that name in ``to``.
 """
 
 # Two threads, to keep a slow scan from delaying the rows:
@@ -24,6 +25,8 @@ from typing import Any, Protocol
 ROWS_EVERY_S = 0.5
 POLL_EVERY_S = 20.0
 """Interval of scans for other jobs and for pools."""
+MAX_STUDIES = 16
+"""Maximum number of studies; the ones that changed last are sent."""
 WATCHED_S = 120.0
 """How long a ``watch`` is valid; a page in the background repeats it only once per minute."""
 
@@ -68,13 +71,14 @@ class SidePanel:
         self._lock = threading.Lock()
         self._is_due = threading.Event()
         self._jobs: dict[str, Listed] = {}
+        self._studies: dict[str, Mapping[str, Any]] = {}
         self._look: Look | None = None
         self._handlers: dict[str, Callable[[Mapping[str, Any]], str]] = {}
         self._others, self._sent_others = OtherJobs(), OtherJobs()
         # Version of the last row sent for each job. Two dashboards of the same job number their
         # versions independently, so the id of the object is part of the version.
         self._sent: dict[str, tuple[int, int]] = {}
-        self._is_whole_due = self._is_scan_requested = False
+        self._is_whole_due = self._is_scan_requested = self._has_new_studies = False
         self._watched_until = self._scanned_at = float("-inf")
         self._threads: dict[str, threading.Thread] = {}
         self.num_errors = 0
@@ -123,6 +127,16 @@ class SidePanel:
             # A job that was attached again has a new dashboard, and its old one closes later.
             if self._jobs.get(job_id) is job:
                 del self._jobs[job_id]
+        self._is_due.set()
+
+    def put_study(self, study_id: str, row: Mapping[str, Any]) -> None:
+        """List a study, replacing its previous row; see ``study.panel_row``. Never blocks."""
+        with self._lock:
+            self._studies.pop(study_id, None)
+            self._studies[study_id] = row
+            if len(self._studies) > MAX_STUDIES:
+                del self._studies[next(iter(self._studies))]
+            self._has_new_studies = True
         self._is_due.set()
 
     def wake(self) -> None:
@@ -203,7 +217,8 @@ class SidePanel:
         with self._lock:
             jobs, sent = dict(self._jobs), self._sent
             is_whole, self._is_whole_due = self._is_whole_due, False
-            others = self._others
+            has_new_studies, self._has_new_studies = self._has_new_studies, False
+            studies, others = list(self._studies.values()), self._others
         # Do this outside the lock, because building a row acquires its dashboard's lock.
         gone = sorted(sent.keys() - jobs.keys())
         # Read the version before the row. A row may then be newer than its version and be sent
@@ -211,11 +226,13 @@ class SidePanel:
         versions = {job_id: (id(job), job.version()) for job_id, job in jobs.items()}
         changed = [k for k in jobs if is_whole or versions[k] != sent.get(k)]
         has_new_others = others != self._sent_others
-        if is_whole or changed or gone or has_new_others:
+        if is_whole or changed or gone or has_new_others or has_new_studies:
             content = {"tell": "jobs", "whole": is_whole, "gone": gone}
             content["rows"] = [jobs[job_id].row() for job_id in changed]
             if is_whole or has_new_others:
                 content |= {"others": others.others, "pools": others.pools}
+            if is_whole or has_new_studies:
+                content["studies"] = studies
             self._post(content)
         with self._lock:
             self._sent, self._sent_others = versions, others

@@ -11,6 +11,8 @@ from etrain_jupyter.config.describe import describe
 from etrain_jupyter.config.keys import (
     METRICS,
     OPTIMIZER,
+    SEARCH,
+    SPACE,
     KeyPath,
     accepts,
     group_at,
@@ -20,6 +22,7 @@ from etrain_jupyter.config.keys import (
     words_of,
 )
 from etrain_jupyter.config.vocabulary import NAMED_LR
+from etrain_jupyter.notebook.commands.arguments import SEARCH_COMMAND
 from etrain_jupyter.notebook.editor.lines import complete_line, find_magic
 from etrain_jupyter.notebook.editor.names import fitting_attributes, is_module, kind_of, names_for
 from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
@@ -30,7 +33,10 @@ _NAME = re.compile(r"(?:[^\W\d]\w*)?")
 _ATTRIBUTE = re.compile(r"([^\W\d][\w.]*)\.\w*")
 _IMPORTED = re.compile(r"([^\W\d][\w.]*):(\w*)")
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([ \t]*)([A-Za-z]*)")
-_METRIC_OF = (("early_stopping", "metric"), ("checkpoint", "best", "metric"))
+_LAST_NAME = re.compile(r"(?<![\w.])(?:[^\W\d]\w*)?$")
+_PARAMETERS = ("{choice: [", "{int: [", "{low: ")
+"""Beginnings of the forms of a parameter in a search space."""
+_METRIC_OF = (("early_stopping", "metric"), ("checkpoint", "best", "metric"), ("search", "metric"))
 
 
 def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
@@ -55,8 +61,14 @@ def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
     # Before or inside an existing word, an insertion would leave the rest of the word behind.
     if place is None or place.rest.strip() or place.is_whole:
         return Offers(cursor)
+    is_search = magic.line.split()[:1] == [SEARCH_COMMAND]
+    if place.path[:1] == SEARCH and not is_search:
+        return Offers(cursor)
     if place.is_key:
-        return Offers(start + place.start, tuple(_keys(place, outline, facts)))
+        items = _keys(place, outline, facts)
+        if is_search and not place.path:
+            items += _search_key(place, outline)
+        return Offers(start + place.start, tuple(items))
     return _in_cell(_values(place, outline, facts), place, start)
 
 
@@ -87,6 +99,12 @@ def _free_keys(group: KeyPath, outline: Outline) -> list[str]:
     return keys_at(group, outline.given(group), top=top)
 
 
+def _search_key(place: CursorContext, outline: Outline) -> list[Completion]:
+    if SEARCH[0] in outline.given(()):
+        return []
+    return matching([SEARCH[0] + ("" if place.has_colon else ": ")], place.word, "key")
+
+
 def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
     # Any metric name is allowed, so offer each of the notebook's functions under its own name.
     given = outline.given(METRICS)
@@ -114,7 +132,7 @@ def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
     #   a reference, "nn.Li|"      attributes and keywords
     word, path = place.word, place.path
     if place.is_computed:
-        return facts.complete_python(word)
+        return _with_space(facts.complete_python(word), word, outline)
     if word.startswith("!"):
         return Offers(0, tuple(matching(["!py "], word, "value")))
     # The optimizer's name determines which options are valid keys.
@@ -129,6 +147,8 @@ def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
     if not is_reference(path):
         return offers
     found = _python(path, word, facts)
+    if not _NAME.fullmatch(word):
+        found = _with_space(found, word, outline)  # a name of the space alone is not a reference
     # Inside an expression (start > 0), literal values of the key are not possible.
     if found.start == 0:
         return Offers(0, (*offers.items, *found.items))
@@ -146,7 +166,9 @@ def _literals(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[
         names = NAMED_LR if path == OPTIMIZER else ()
         yield from matching([*words_of(path), *names], word, "value")
     # Where a group is expected, an empty value may also be the start of a group in braces.
-    if not word and group_at(path) is not None:
+    if not word and path[:-1] == SPACE:
+        yield from (Completion(form, "value") for form in _PARAMETERS)
+    elif not word and group_at(path) is not None:
         yield from (Completion(f"{{{key}: ", "key") for key in _free_keys(path, outline))
     if not word and path == METRICS:
         found = _metric_keys(place, outline, facts)
@@ -189,6 +211,20 @@ def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
     if owner is None:
         return offers
     return Offers(offers.start, tuple(fitting_attributes(path, owner, offers.items)))
+
+
+def _with_space(offers: Offers, word: str, outline: Outline) -> Offers:
+    """Add the names of the search space, which are names in every expression of the cell."""
+    begun = _LAST_NAME.search(word)
+    if begun is None:  # an attribute
+        return offers
+    names = [name for name in outline.given(SPACE) if name.startswith(begun[0])]
+    known = {offer.text for offer in offers.items}
+    items = [Completion(name, "name") for name in names if name not in known]
+    if not items:
+        return offers
+    same = offers.items if offers.start == begun.start() else ()
+    return Offers(begun.start(), (*items, *same))
 
 
 def _module(dotted: str, facts: Facts) -> ModuleType | None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from etrain_jupyter.config.cell import keys_of
 from etrain_jupyter.config.describe import KeyHelp, describe, describe_optimizer
-from etrain_jupyter.config.keys import OPTIMIZER, KeyPath, group_at, is_reference
+from etrain_jupyter.config.keys import OPTIMIZER, SEARCH, KeyPath, group_at, is_reference, keys_in
+from etrain_jupyter.config.search_vocabulary import KNOWN_SEARCH_KEYS
 from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.config.vocabulary import KNOWN_ELSEWHERE
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND
@@ -128,8 +128,9 @@ def _on_unknown(path: KeyPath) -> Hint | None:
     """Explain an unknown key: the equivalent of another system's key, or the nearest key."""
     # Ignore case and dashes, in which the keys of other systems differ.
     hint = KNOWN_ELSEWHERE.get(".".join((*path[:-1], path[-1].replace("-", "_").lower())), "")
-    group = group_at(path[:-1])
-    hint = hint or (did_you_mean(path[-1], keys_of(group)) if group is not None else "")
+    if path[:-1] == SEARCH:
+        hint = KNOWN_SEARCH_KEYS.get(path[-1].lower(), "")
+    hint = hint or did_you_mean(path[-1], keys_in(path[:-1]))
     if not hint:
         return None
     text = f"There is no key '{'.'.join(path)}': {hint}"
@@ -142,7 +143,7 @@ def _on_group(path: KeyPath) -> Hint | None:
     if group is None:
         return _of(describe(path))
     own = describe(path)
-    found = [describe((*path, key)) for key in keys_of(group)]
+    found = [describe((*path, key)) for key in keys_in(path)]
     keys = [key for key in found if key is not None and key.path != (*OPTIMIZER, "options")]
     title = f"Keys of {own.name}: {own.meaning}" if own else "Keys of the body"
     plain = "\n".join([title, "", *(f"{key.path[-1]}: {key.facts}" for key in keys)])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from etrain_jupyter.notebook.study.charts_html import (
+    image_of,
+    render_importance,
+    render_parallel,
+)
+from etrain_jupyter.notebook.study.importance import Importance
 from etrain_jupyter.notebook.study.view import StudyView, TrialRow
 from etrain_jupyter.untrusted import plain_line
 
@@ -32,7 +37,7 @@ def _facts(view: StudyView) -> list[str]:
     facts = [view.status + (f" ({view.reason})" if view.reason else "")]
     facts.append(f"{len(view.trials)} of {view.num_trials} trials: {', '.join(counts) or 'none'}")
     if view.best is not None:
-        facts.append(f"best {view.metric} {view.best.value:.6g} with {_params(view.best)}")
+        facts.append(f"best {view.metric} {view.best.value:.6g} with {describe_params(view.best)}")
     return facts
 
 
@@ -44,7 +49,8 @@ def word_of(view: StudyView, state: str) -> str:
     return STATES.get(state, state.lower())
 
 
-def _params(trial: TrialRow) -> str:
+def describe_params(trial: TrialRow) -> str:
+    """Return the values of a trial as text."""
     return ", ".join(f"{name}={_short(value)}" for name, value in trial.params.items())
 
 
@@ -52,14 +58,14 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def render_html(view: StudyView) -> str:
+def render_html(view: StudyView, importance: Importance) -> str:
     """Return a study as HTML that a sanitizer does not change."""
     parts = [f"<p><b>{escape(view.name)}</b> {escape(', '.join(_facts(view)))}</p>"]
     if view.rungs:
         rungs = ", ".join(f"{count:,}" for count in view.rungs)
         parts.append(f"<p>rungs at {rungs} of {view.num_samples:,} samples</p>")
     if view.trials:
-        parts.append(_table(view))
+        parts += [render_parallel(view), render_importance(importance), _table(view)]
     hidden = len(view.trials) - MAX_ROWS
     if hidden > 0:
         parts.append(f"<p>{hidden} more trials are in study.trials</p>")
@@ -95,7 +101,7 @@ def _row(view: StudyView, trial: TrialRow, names: Sequence[str]) -> str:
     cells = [
         str(trial.number),
         word_of(view, trial.state),
-        f"{value} (best)" if is_best else value,
+        f"{value}\N{NO-BREAK SPACE}(best)" if is_best else value,
         *(_short(trial.params.get(name, "")) for name in names),
         f"{trial.samples:,}",
     ]
@@ -128,7 +134,5 @@ def _curve(view: StudyView, trial: TrialRow) -> str:
         f'<polyline points="{line}" fill="none" stroke="{COLOURS.get(trial.state, "#808080")}" '
         'stroke-width="1.5"/></svg>'
     )
-    # Sanitizers of untrusted notebooks remove <svg>, but keep an image with a data URL.
-    data = base64.b64encode(svg.encode()).decode()
-    text = escape(f"{view.metric} from {points[0][1]:.4g} to {points[-1][1]:.4g}")
-    return f'<img alt="{text}" src="data:image/svg+xml;base64,{data}">'
+    text = f"{view.metric} from {points[0][1]:.4g} to {points[-1][1]:.4g}"
+    return image_of(svg, text, width=WIDTH)

@@ -1,4 +1,4 @@
-"""Display a study below its cell, and update the display while the study runs."""
+"""Display a study below its cell and in the side panel, and update both while it runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.notebook.dashboard import browser
+from etrain_jupyter.notebook.dashboard.link import link
+from etrain_jupyter.notebook.study.panel_row import study_row
 from etrain_jupyter.notebook.study.report import render_html, render_text
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.notebook.study.view import StudyView
@@ -16,13 +18,27 @@ UPDATE_S = 1.0
 
 
 def show_study(study: Study) -> None:
-    """Display a study; in a notebook, a thread updates the display until the study ends."""
-    view = study.view()
+    """Display a study below the cell, and list it in JupyterLab's side panel.
+
+    In a notebook, a thread updates both until the study ends.
+    """
     if not browser.has_front_end():
-        print(render_text(view))
+        print(render_text(study.view()))
         return
+    view = study.view()
     display_id = f"etrain-study-{secrets.token_hex(4)}"
-    browser.publish(_bundle(view), display_id, update=False)
+    browser.publish(_bundle(study, view), display_id, update=False)
+    _list(study, view, display_id)
+
+
+def list_study(study: Study) -> None:
+    """List a study in JupyterLab's side panel, without a display below the cell."""
+    if browser.has_front_end():
+        _list(study, study.view(), "")
+
+
+def _list(study: Study, view: StudyView, display_id: str) -> None:
+    link().panel.put_study(study.id, study_row(view, created=study.record.created))
     if view.status == "running":
         # A daemon: the study does not need the kernel, so the kernel need not wait for its end.
         threading.Thread(
@@ -36,12 +52,15 @@ def _follow(study: Study, shown: StudyView, display_id: str) -> None:
         pause.wait(UPDATE_S)
         try:
             view = study.view()
+            if view != shown:
+                link().panel.put_study(study.id, study_row(view, created=study.record.created))
+                if display_id:
+                    browser.publish(_bundle(study, view), display_id, update=True)
         except (EtrainError, OSError):
             continue  # the journal is being written, or the folder is briefly unreachable
-        if view != shown:
-            browser.publish(_bundle(view), display_id, update=True)
         shown = view
 
 
-def _bundle(view: StudyView) -> dict[str, str]:
-    return {"text/plain": render_text(view), "text/html": render_html(view)}
+def _bundle(study: Study, view: StudyView) -> dict[str, str]:
+    html = render_html(view, study.evaluate_importance())
+    return {"text/plain": render_text(view), "text/html": html}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.config.search_schema import Parameter
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, JobNotFoundError
 from etrain_jupyter.insight.table import data_frame
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
@@ -15,7 +17,17 @@ from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.notebook.job.open_jobs import hold
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.notebook.study.figure import plot_study
+from etrain_jupyter.notebook.study.figure import (
+    check_kind,
+    plot_curves,
+    plot_importance,
+    plot_parallel,
+)
+from etrain_jupyter.notebook.study.importance import (
+    Importance,
+    describe_missing,
+    evaluate_importance,
+)
 from etrain_jupyter.notebook.study.report import render_html, render_text
 from etrain_jupyter.notebook.study.view import StudyView, TrialRow
 from etrain_jupyter.storage import study_folder as names
@@ -103,9 +115,38 @@ class Study:
             mode=search["mode"],
             num_trials=attributes.get(names.NUM_TRIALS, 0),
             num_samples=attributes.get(names.NUM_SAMPLES, 0),
+            space=self._space,
             rungs=tuple(attributes.get(names.RUNGS, ())),
             trials=tuple(_rows_of(study.get_trials(deepcopy=False))),
         )
+
+    @cached_property
+    def _space(self) -> dict[str, Parameter]:
+        space = self.record.config["space"]
+        return {name: Parameter.model_validate(spec) for name, spec in space.items()}
+
+    def evaluate_importance(self) -> Importance:
+        """Return the importance of the parameters, or why it is unknown."""
+        return evaluate_importance(
+            self.optuna.get_trials(deepcopy=False),
+            mode=self.record.config["search"]["mode"],
+            rungs=self.optuna.user_attrs.get(names.RUNGS, ()),
+        )
+
+    @property
+    def importance(self) -> dict[str, float]:
+        """The share of each parameter in the differences between good and other trials.
+
+        The shares sum to 1, the most important parameter first. Optuna compares the complete
+        trials, or if these are fewer than 10, the values of all trials at the first rung.
+
+        Raises:
+            EtrainError: If it is unknown, for example because there are fewer than 10 trials.
+        """
+        importance = self.evaluate_importance()
+        if importance.reason:
+            raise EtrainError(describe_missing(importance, self.id))
+        return dict(importance.shares)
 
     def _is_gone(self) -> bool:
         return self._link is None or find_cluster(self.record.cluster, self.record.host).has_ended
@@ -239,19 +280,28 @@ class Study:
     def _ended_at(self) -> float:
         return float(self.optuna.user_attrs.get(names.ENDED_AT, 0.0))
 
-    def plot(self) -> Figure:
-        """Return a Matplotlib figure: the curve of each trial, and the best value so far.
+    def plot(self, kind: str = "curves") -> Figure:
+        """Return a Matplotlib figure.
+
+        Args:
+            kind: ``curves`` for the curve of each trial and the best value so far, ``parallel`` for
+                one line per trial over the parameters and the metric, ``importance`` for the
+                importance of the parameters.
 
         Raises:
-            ConfigError: If matplotlib is not installed.
+            ConfigError: If matplotlib is not installed, or the kind is unknown.
+            EtrainError: If there are too few trials for this figure.
         """
-        return plot_study(self.view())
+        check_kind(kind)
+        if kind == "importance":
+            return plot_importance(self.id, self.importance)
+        return (plot_parallel if kind == "parallel" else plot_curves)(self.view())
 
     def __repr__(self) -> str:
         return render_text(self.view())
 
     def _repr_html_(self) -> str:
-        return render_html(self.view())
+        return render_html(self.view(), self.evaluate_importance())
 
 
 def _rows_of(trials: list[Any]) -> Iterator[TrialRow]:

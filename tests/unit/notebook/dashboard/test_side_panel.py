@@ -107,6 +107,38 @@ def test_watch_receives_all_jobs_and_then_those_that_changed(panel: SidePanel, w
     assert third["rows"] == []
 
 
+def test_changed_studies_are_sent_and_a_watch_receives_all(panel: SidePanel, wire: Wire) -> None:
+    panel.receive({"ask": "watch"})
+    first = wire.wait_for(lambda m: m["whole"])
+    panel.put_study("s", {"study_id": "s", "num_begun": 1})
+    panel.put_study("t", {"study_id": "t"})
+    panel.put_study("s", {"study_id": "s", "num_begun": 2})
+
+    def has_both(message: dict[str, Any]) -> bool:
+        return [study["study_id"] for study in message.get("studies", ())] == ["t", "s"]
+
+    second = wire.wait_for(has_both)
+    wire.messages.clear()
+    panel.receive({"ask": "watch"})
+
+    assert first["studies"] == []
+    assert second["studies"][1]["num_begun"] == 2
+    assert not second["whole"]
+    assert has_both(wire.wait_for(lambda m: m["whole"]))
+
+
+def test_panel_lists_a_limited_number_of_studies(panel: SidePanel, wire: Wire) -> None:
+    for number in range(side_panel.MAX_STUDIES + 3):
+        panel.put_study(f"s{number}", {"study_id": f"s{number}"})
+
+    panel.receive({"ask": "watch"})
+
+    studies = wire.wait_for(lambda m: m["whole"])["studies"]
+    assert [study["study_id"] for study in studies] == [
+        f"s{number}" for number in range(3, side_panel.MAX_STUDIES + 3)
+    ]
+
+
 def test_second_watch_receives_everything_again(panel: SidePanel, wire: Wire) -> None:
     panel.add("a", Job("a"))
     panel.receive({"ask": "watch"})

@@ -153,8 +153,8 @@ def test_empty_body_offers_every_key(marked: str) -> None:
         ("{model: Net, da|", ["data: "]),
         ("{model: Net}\nda|", []),
         ("reproducible: {|", ["{shards: "]),
-        ("batch: {global: 8, |}", ["micro: ", "aggregation_frequency: "]),
-        ("batch: {per_worker: 8, |}", ["micro: ", "aggregation_frequency: "]),
+        ("batch: {global: 8, |}", ["micro: ", "aggregation_frequency: ", "split: "]),
+        ("batch: {per_worker: 8, |}", ["micro: ", "aggregation_frequency: ", "split: "]),
         ("epochs: 3\nste|", ["step: "]),
         ("steps: 3\nepo|", []),
         ("loss: f\nste|", ["steps: "]),
@@ -236,7 +236,10 @@ def test_keys(marked: str, expected: list[str] | None) -> None:
         ("metrics: {top5: f}\nearly_stopping: {metric: |}", ["loss", "top5"]),
         ("metrics:\n  top5: f\ncheckpoint:\n  best:\n    metric: t|", ["top5"]),
         ("pool: |", ["local", "moon"]),
-        ("batch: |", ["{global: ", "{micro: ", "{per_worker: ", "{aggregation_frequency: "]),
+        (
+            "batch: |",
+            ["{global: ", "{micro: ", "{per_worker: ", "{aggregation_frequency: ", "{split: "],
+        ),
         ("workers: |", ["{min: ", "{max: ", "{target: "]),
         ("metrics: |", ["{accuracy: accuracy"]),
         ("seed: |", []),
@@ -484,3 +487,64 @@ def test_every_key_is_offered_somewhere_and_described() -> None:
     for key in shown:
         assert describe((key,)) is not None
         assert f"{key}: " in TOP_KEYS
+
+
+# --- the group of a search ---
+
+SEARCH = "%%etrain search -o study\nmodel: Net(width)\nmetrics: {accuracy: accuracy}\n"
+SPACE = "search:\n  space:\n    width: {choice: [8, 16]}\n    lr: {low: 1e-4, high: 1.0}\n"
+
+
+@pytest.mark.parametrize(
+    ("marked", "expected"),
+    [
+        (f"{SEARCH}se|", ["seed: ", "search: "]),
+        (f"{SEARCH}search:\n  |\n", ["space: ", "metric: ", "mode: ", "trials: "]),
+        (f"{SEARCH}search: {{trials: 3, me|", ["metric: ", "method: "]),
+        (f"{SEARCH}search: {{metric: loss, space: {{}}, m|", ["mode: ", "method: ", "max: "]),
+        (f"{SEARCH}search:\n  method: |", ["asha", "tpe", "random", "grid"]),
+        (f"{SEARCH}search:\n  pruner: |", ["asha", "none"]),
+        (f"{SEARCH}search:\n  mode: m|", ["min", "max"]),
+        (f"{SEARCH}search:\n  metric: |", ["loss", "accuracy"]),
+        (f"{SEARCH}search:\n  sharing: p|", ["promising"]),
+        (f"{SEARCH}search:\n  max: 20 |", ["steps", "epochs"]),
+        (f"{SEARCH}search:\n  budget: {{|", ["{samples: ", "{time: ", "{usd: "]),
+        (f"{SEARCH}search:\n  budget: {{time: 2 |", ["s", "min", "h"]),
+        (f"{SEARCH}search:\n  space:\n    lr: |", ["{choice: [", "{int: [", "{low: "]),
+        (f"{SEARCH}search:\n  space:\n    lr: {{|", ["{choice: ", "{int: ", "{low: ", "{high: "]),
+        (f"{SEARCH}search:\n  space:\n    lr: {{low: 1e-4, |", ["high: ", "log: "]),
+        (f"{SEARCH}search:\n  space:\n    lr: {{int: [1, 8], |", ["log: "]),
+        (f"{SEARCH}search:\n  space:\n    lr: {{choice: [1, 8], |", []),
+        (f"{SEARCH}search:\n  space:\n    lr:\n      l|", ["low: ", "log: "]),
+        (f"{SEARCH}search:\n  space:\n    lr: {{low: 1e-4, log: t|", ["true"]),
+    ],
+)
+def test_keys_and_values_of_a_search(marked: str, expected: list[str]) -> None:
+    found = offered(marked)
+
+    assert found is not None
+    assert found[: len(expected)] == expected
+    assert expected or not found
+
+
+def test_group_of_a_search_belongs_to_the_cell_of_a_search() -> None:
+    body = "model: Net\nse|"
+    assert offered(f"%%etrain distributed\n{body}") == ["seed: "]
+    assert offered("%%etrain distributed\nsearch: {me|") == []
+    assert offered(f"{SEARCH}{SPACE}se|") == ["seed: "]
+
+
+@pytest.mark.parametrize(
+    ("marked", "expected"),
+    [
+        (f"%%etrain search\nmodel: Wide(w|\n{SPACE}", ["Wide(width"]),
+        (f"%%etrain search\noptimizer: {{lr: !py l|}}\n{SPACE}", ["lr"]),
+        (f"%%etrain search\noptimizer: {{lr: !py 2 * l|}}\n{SPACE}", ["lr"]),
+        (f"%%etrain search\noptimizer: {{lr: !py operator.l|}}\n{SPACE}", ["operator.le"]),
+    ],
+)
+def test_names_of_the_space_are_names_in_expressions(marked: str, expected: list[str]) -> None:
+    found = offered(marked)
+
+    assert found is not None
+    assert found[:1] == expected
