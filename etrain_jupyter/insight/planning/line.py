@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.insight.formatting import duration
+from etrain_jupyter.insight.measures import MAX_OUTSIDE
 from etrain_jupyter.insight.planning.advice import Goal, advise
 from etrain_jupyter.insight.planning.measured import MeasuredJob, read_measured
 from etrain_jupyter.insight.planning.offers import Market, market_of
@@ -115,6 +117,13 @@ def _guesses(
         scores = ", ".join(f"{one.machine} {one.score}" for one in market.offers if one.score)
         if scores:
             notes.append(f"Spot placement scores, 1 to 10, for the pool's maximum: {scores}.")
+    if measured.unexplained_share > MAX_OUTSIDE:
+        notes.append(
+            f"The steps take {duration(measured.step_hours)} of the "
+            f"{duration(measured.log_hours)} in the log, evaluations and checkpoints "
+            f"{duration(measured.outside_hours)}. The other {measured.unexplained_share:.0%} are "
+            "waiting and recovery, which the plan leaves out."
+        )
     if measured.outside_share == 0.0:
         notes.append("No evaluation or checkpoint was measured, so their time is not in the plan.")
     if measured.per_worker_batch and measured.noise is None:

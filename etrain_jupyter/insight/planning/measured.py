@@ -10,18 +10,22 @@ from typing import Any, Self
 import numpy as np
 
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.insight.measures import BUSY, Columns, divide, step_durations, to_floats
-from etrain_jupyter.insight.runs import Job
+from etrain_jupyter.insight.measures import (
+    BUSY,
+    Columns,
+    clock_hours,
+    divide,
+    step_durations,
+    to_floats,
+)
+from etrain_jupyter.insight.runs import Job, RunRecord
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     Event,
     GenerationFormed,
-    JobResumed,
-    JobSubmitted,
     RankTimed,
     WorkerJoined,
 )
-from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.pools.ec2.type_table import MACHINE_TYPES
 from etrain_jupyter.rules.policy.adascale import GradientNoise
 from etrain_jupyter.rules.policy.step_time import Exchange, StepPoint, exchange_of, passes_of
@@ -66,12 +70,24 @@ class MeasuredJob:
     max_workers: int = 1
     outside_share: float = 0.0
     """Time in evaluations and checkpoints, relative to the time in steps."""
+    log_hours: float = 0.0
+    """From the beginning of the first step in the log to the end of the last one."""
+    step_hours: float = 0.0
+    """The part of it in steps."""
+    outside_hours: float = 0.0
+    """The part of it in evaluations and checkpoints."""
     usd_per_h: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Price of a worker by machine type and lifecycle, as its pool reported it."""
     noise: GradientNoise | None = None
     """Gradient noise of one worker's samples; None if it was not measured."""
     losses_per_node_hour: float = math.nan
     """Preempted and lost workers per worker and hour; NaN if it ran for less than an hour."""
+
+    @property
+    def unexplained_share(self) -> float:
+        """Part of the time in the log in which the job neither trained, evaluated nor saved."""
+        spent = self.step_hours + self.outside_hours
+        return max(0.0, 1 - divide(spent, self.log_hours)) if self.log_hours > 0 else 0.0
 
     def batch_at(self, workers: int) -> float:
         """Return the samples per worker and step."""
@@ -146,6 +162,9 @@ def read_measured(job: Job) -> MeasuredJob:
         precision=str(config.get("precision") or "fp32"),
         max_workers=max(record.workers[1], max(map(int, columns["world_size"]))),
         outside_share=divide(record.outside_s, record.elapsed_s) if record.elapsed_s else 0.0,
+        log_hours=float(clock_hours(columns, record.gaps)[-1]),
+        step_hours=float(step_durations(columns).sum()) / 3600,
+        outside_hours=record.outside_s / 3600,
         usd_per_h={
             (one.machine, one.lifecycle): one.usd_per_h
             for one in record.joined.values()
@@ -156,12 +175,11 @@ def read_measured(job: Job) -> MeasuredJob:
     )
 
 
-class _PlanRecord(JobRecord):
+class _PlanRecord(RunRecord):
     """Record of a job with its machines, their generations, and its time outside of steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.config: Mapping[str, Any] = {}
         self.joined: dict[str, WorkerJoined] = {}
         self.formed: dict[int, tuple[str, ...]] = {}
         """Workers by generation."""
@@ -172,10 +190,6 @@ class _PlanRecord(JobRecord):
     def apply(self, event: Event) -> Self:
         """Add the next event of the log."""
         match event:
-            case JobSubmitted():
-                self.config = event.config
-            case JobResumed():
-                self.config = event.config or self.config
             case WorkerJoined():
                 self.joined[event.worker] = event
             case GenerationFormed():
