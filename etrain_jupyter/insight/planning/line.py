@@ -126,13 +126,13 @@ def _guesses(
         )
     if measured.outside_share == 0.0:
         notes.append("No evaluation or checkpoint was measured, so their time is not in the plan.")
-    if measured.per_worker_batch and measured.noise is None:
+    if measured.grows and measured.noise is None:
         notes.append(
             "The batch grows with the workers, and a larger batch may need more samples. The log "
             "has no gradient noise to compute them from (scaling.rule: adascale measures "
             "it), so time and cost are for the same number of samples."
         )
-    elif measured.per_worker_batch:
+    elif measured.grows:
         notes.append(
             "The batch grows with the workers. PROGRESS is how much a sample contributes in the "
             "larger batch, by the measured gradient noise; time and cost are for the same number "

@@ -23,12 +23,19 @@ from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     Event,
     GenerationFormed,
+    JobPlanned,
     RankTimed,
     WorkerJoined,
 )
 from etrain_jupyter.pools.ec2.type_table import MACHINE_TYPES
 from etrain_jupyter.rules.policy.adascale import GradientNoise
-from etrain_jupyter.rules.policy.step_time import Exchange, StepPoint, exchange_of, passes_of
+from etrain_jupyter.rules.policy.step_time import (
+    Exchange,
+    StepPoint,
+    exchange_of,
+    passes_of,
+    step_point,
+)
 
 WARM_UP_STEPS = 3
 """First steps of a generation, which are slower, and left out if enough others remain."""
@@ -59,11 +66,8 @@ class MeasuredJob:
     """Samples of the whole job."""
     samples_left: float
     """``total_samples`` again if the job has ended: the plan is then for another run of it."""
-    global_batch: int
-    """Samples per step; with ``per_worker_batch`` that of one worker."""
-    per_worker_batch: int = 0
-    """Samples per step and worker; 0 if the samples per step do not depend on the workers."""
-    num_parameters: int = 0
+    plan: JobPlanned
+    """Samples per step, and parameters of the network."""
     compression: str = "none"
     passes: int = 1
     precision: str = "fp32"
@@ -91,11 +95,12 @@ class MeasuredJob:
 
     def batch_at(self, workers: int) -> float:
         """Return the samples per worker and step."""
-        return self.per_worker_batch or self.global_batch / workers
+        return self.plan.batch_size_of(workers) / workers
 
-    def samples_per_step(self, workers: int) -> int:
-        """Return the samples per step."""
-        return self.per_worker_batch * workers or self.global_batch
+    @property
+    def grows(self) -> bool:
+        """True if the samples per step grow with the workers."""
+        return bool(self.plan.per_worker_batch_size)
 
     def statistical_efficiency(self, workers: int) -> float:
         """Return the progress of a sample, relative to a step of one worker; NaN if unknown.
@@ -103,7 +108,7 @@ class MeasuredJob:
         A step of ``W`` workers is worth ``gain`` steps of one worker (AdaScale), but has ``W``
         times the samples.
         """
-        if not self.per_worker_batch:
+        if not self.grows:
             return 1.0
         if self.noise is None:
             return math.nan
@@ -112,7 +117,7 @@ class MeasuredJob:
     def exchange(self, s_per_byte: float | None = None) -> Exchange:
         """Return the exchange of the gradients, over a network of known or unknown bandwidth."""
         return exchange_of(
-            num_parameters=self.num_parameters,
+            num_parameters=self.plan.num_parameters,
             compression=self.compression,
             passes=self.passes,
             s_per_byte=s_per_byte,
@@ -154,9 +159,7 @@ def read_measured(job: Job) -> MeasuredJob:
         total_samples=total,
         # A job that was stopped or has failed can be resumed.
         samples_left=total if job.status == "finished" or left == 0 else left,
-        global_batch=plan.global_batch_size,
-        per_worker_batch=plan.per_worker_batch_size,
-        num_parameters=plan.num_parameters,
+        plan=plan,
         compression=str(config.get("compression") or "none"),
         passes=passes_of(config),
         precision=str(config.get("precision") or "fp32"),
@@ -255,13 +258,11 @@ def _points_of(columns: Columns, ran: np.ndarray[Any, np.dtype[np.bool_]]) -> It
         if (chosen & is_warm).sum() >= MIN_STEPS:
             chosen &= is_warm
         phases = chosen & has_phases
-        low, median, high = np.quantile(durations[chosen], (0.25, 0.5, 0.75)).tolist()
-        yield StepPoint(
+        yield step_point(
             workers=int(world),
-            batch=size / world,
-            step_s=median,
-            spread=(high - low) / 2 / median,
-            exposed_s=float(np.median(exposed[phases])) if phases.sum() == chosen.sum() else None,
+            samples=int(size),
+            durations=durations[chosen].tolist(),
+            exposed=exposed[phases].tolist() if phases.sum() == chosen.sum() else (),
         )
 
 
