@@ -106,18 +106,29 @@ def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
     return SlowSGD(parameters, lr=0.01)
 
 
-class Frozen(nn.Module):
-    """20 million frozen weights, which a checkpoint copies, but no step exchanges or updates."""
+class SlowState(nn.Module):
+    """A small MLP with a state that takes 20 ms to read, as from another device.
+
+    A large state would not do: a checkpoint blocks training only for a copy in memory, which takes
+    less time than the exchange of as many gradients, and the next one waits for its write.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.frozen = nn.Parameter(torch.zeros(20_000, 1000), requires_grad=False)
         self.layers = small()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits of shape ``(B, 2)``."""
         logits: torch.Tensor = self.layers(x)
         return logits
+
+    def get_extra_state(self) -> int:
+        """Return a constant, after 20 ms."""
+        time.sleep(0.02)
+        return 0
+
+    def set_extra_state(self, state: int) -> None:
+        """Accept the constant."""
 
 
 def cnn() -> nn.Module:
@@ -242,7 +253,7 @@ JOBS: dict[str, SlowJob] = {
     "checkpoint every step": SlowJob(
         cause="checkpoint",
         peer=("CHECKPOINT", *RESIDUAL),
-        keys={"model": f"{MODULE}:Frozen", "checkpoint": {"every": "1 steps"}},
+        keys={"model": f"{MODULE}:SlowState", "checkpoint": {"every": "1 steps"}},
     ),
     "heavy evaluation": SlowJob(
         cause="evaluation",
