@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks import (
+    accounting,
     aggregation,
     bundle,
     checkpoint,
@@ -29,6 +30,7 @@ from benchmarks import (
     search,
     shards,
     shuffle,
+    sizing,
     spot,
     squad,
     starts,
@@ -56,8 +58,10 @@ BENCHMARKS: dict[str, ModuleType] = {
     "dashboard": dashboard,
     "spot": spot,
     "policies": policies,
+    "sizing": sizing,
     "plan": plan,
     "diagnose": diagnose,
+    "accounting": accounting,
     "search": search,
     "uneven": uneven,
     "strangers": strangers,

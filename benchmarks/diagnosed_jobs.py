@@ -88,19 +88,47 @@ def large() -> nn.Module:
     )
 
 
-class Rows(nn.Module):
-    """6 million parameters, of which a pass uses few; a dense optimizer updates all of them."""
+class SlowSGD(torch.optim.SGD):
+    """SGD whose update waits for 20 ms, as for a device with slow memory.
+
+    A dense optimizer of many parameters would not do: with torch's fused kernel, the exchange of
+    their gradients between two processes takes several times as long as their update.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights."""
+        time.sleep(0.02)
+        return super().step(closure)
+
+
+def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that waits in each update."""
+    return SlowSGD(parameters, lr=0.01)
+
+
+class SlowState(nn.Module):
+    """A small MLP with a state that takes 20 ms to read, as from another device.
+
+    A large state would not do: a checkpoint blocks training only for a copy in memory, which takes
+    less time than the exchange of as many gradients, and the next one waits for its write.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Embedding(94_000, 64)
-        self.head = nn.Linear(64, 2)
+        self.layers = small()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits of shape ``(B, 2)``."""
-        index_B = (x[:, 0].abs() * 10_000).long() % 94_000
-        logits: torch.Tensor = self.head(self.rows(index_B) + x)
+        logits: torch.Tensor = self.layers(x)
         return logits
+
+    def get_extra_state(self) -> int:
+        """Return a constant, after 20 ms."""
+        time.sleep(0.02)
+        return 0
+
+    def set_extra_state(self, state: int) -> None:
+        """Accept the constant."""
 
 
 def cnn() -> nn.Module:
@@ -219,19 +247,13 @@ JOBS: dict[str, SlowJob] = {
     "heavy metric": SlowJob(
         cause="metrics", peer=RESIDUAL, keys={"metrics": {"slow": f"{MODULE}:slow_metric"}}
     ),
-    "dense optimizer": SlowJob(
-        cause="optimizer",
-        peer=("OPTIMIZER",),
-        keys={
-            "model": f"{MODULE}:Rows",
-            "optimizer": {"name": "Adam", "lr": 0.001},
-            "batch": {"global": 16},
-        },
+    "slow optimizer": SlowJob(
+        cause="optimizer", peer=("OPTIMIZER",), keys={"optimizer": f"{MODULE}:slow_sgd"}
     ),
     "checkpoint every step": SlowJob(
         cause="checkpoint",
         peer=("CHECKPOINT", *RESIDUAL),
-        keys={"model": f"{MODULE}:large", "checkpoint": {"every": "1 steps"}},
+        keys={"model": f"{MODULE}:SlowState", "checkpoint": {"every": "1 steps"}},
     ),
     "heavy evaluation": SlowJob(
         cause="evaluation",

@@ -38,8 +38,12 @@ def main() -> None:
         drop_last=True,
     )
     model = DistributedDataParallel(build(body["model"])())
-    make = getattr(torch.optim, body["optimizer"]["name"])
-    optimizer = make(model.parameters(), lr=body["optimizer"]["lr"])
+    # A function of the module, or one of torch's optimizers.
+    named = body["optimizer"]
+    if isinstance(named, str):
+        optimizer = build(named)(model.parameters())
+    else:
+        optimizer = getattr(torch.optim, named["name"])(model.parameters(), lr=named["lr"])
     is_plain = body["loss"].startswith("torch")
     loss_of = torch.nn.functional.cross_entropy if is_plain else build(body["loss"])
     metrics = [build(name) for name in body.get("metrics", {}).values()]

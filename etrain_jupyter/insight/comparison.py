@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.insight.figures import plot_runs
 from etrain_jupyter.insight.formatting import duration
-from etrain_jupyter.insight.measures import divide
+from etrain_jupyter.insight.measures import MAX_OUTSIDE, divide
 from etrain_jupyter.insight.page import render_cell, render_page
 from etrain_jupyter.insight.runs import Axis, Job, Run, Task, check_axis, config_by_key, read_run
 from etrain_jupyter.insight.table import data_frame, render_differences, render_text
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-MAX_OUTSIDE = 0.1
-"""Share of a job's time outside its steps from which a note reports it."""
 HTML_SUFFIXES = (".html", ".htm")
 
 

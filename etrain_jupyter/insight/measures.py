@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +14,8 @@ Floats: TypeAlias = NDArray[np.float64]
 
 BUSY = ("compute_s", "communication_s", "optimizer_s")
 """Parts of a step other than loading."""
+MAX_OUTSIDE = 0.1
+"""Share of a job's time outside its steps from which a note reports it."""
 
 
 def to_floats(values: Sequence[Any] | NDArray[Any]) -> Floats:
@@ -30,6 +32,29 @@ def step_durations(columns: Columns) -> Floats:
     # A log may come from another user, so a rate may be zero or not finite.
     is_valid = np.isfinite(rate) & (rate > 0)
     return np.where(is_valid, samples / np.where(is_valid, rate, 1.0), 0.0)
+
+
+def clock_hours(columns: Columns, gaps: Iterable[tuple[float, float]]) -> Floats:
+    """Return the hours since the beginning of the first step, at the end of each step.
+
+    Args:
+        columns: One row per committed step.
+        gaps: Beginning of each resumed attempt, and the seconds since the end of the previous one,
+            which do not count.
+
+    Returns:
+        Shape ``(num_steps,)``.
+    """
+    end = to_floats(columns["time"])
+    if not len(end):
+        return end
+    began = end[0] - step_durations(columns)[0]
+    since: Floats = end - began
+    for resumed_at, gap_s in gaps:
+        if resumed_at > began:
+            since[end >= resumed_at] -= gap_s
+    since /= 3600
+    return since
 
 
 def busy_durations(columns: Columns) -> Floats:

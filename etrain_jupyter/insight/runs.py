@@ -18,6 +18,7 @@ from etrain_jupyter.insight.measures import (
     Columns,
     Floats,
     busy_durations,
+    clock_hours,
     divide,
     has_phases,
     mean_workers,
@@ -91,7 +92,7 @@ class Score:
     final: float
 
 
-class _RunRecord(JobRecord):
+class RunRecord(JobRecord):
     """Record of a job with its prices over time, its machines and the gaps between attempts."""
 
     def __init__(self) -> None:
@@ -198,16 +199,7 @@ class Run:
         The time between the end of an attempt and its resume does not count. Shape
         ``(num_steps,)``.
         """
-        end = to_floats(self.columns["time"])
-        if not len(end):
-            return end
-        began = end[0] - step_durations(self.columns)[0]
-        since: Floats = end - began
-        for resumed_at, gap_s in self.gaps:
-            if resumed_at > began:
-                since[end >= resumed_at] -= gap_s
-        since /= 3600
-        return since
+        return clock_hours(self.columns, self.gaps)
 
     @property
     def hours(self) -> float:
@@ -285,7 +277,7 @@ class Run:
 
 def read_run(job: Job) -> Run:
     """Fold the log of a job."""
-    record = _RunRecord().apply_all(job.events())
+    record = RunRecord().apply_all(job.events())
     config = record.config
     return Run(
         job_id=job.id,

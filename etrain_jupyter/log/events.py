@@ -345,6 +345,9 @@ class RankTimed(Event):
     metrics_s: float | None = None
     """Part of ``compute_s``: the functions in ``metrics``. None on a GPU, where the host does not
     wait for them, and in logs from older versions."""
+    core_wait_s: float | None = None
+    """Seconds between two reports in which the training thread was ready to run but had no core.
+    None if the system does not report them, and in logs from older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,31 @@ from etrain_jupyter.insight.diagnosis.step_parts import StepParts
 from etrain_jupyter.insight.measures import Columns, to_floats
 from etrain_jupyter.insight.runs import Job
 from etrain_jupyter.log.blocks import runs_of
-from etrain_jupyter.log.events import JobResumed, JobSubmitted, RankTimed, WorkerJoined
+from etrain_jupyter.log.events import (
+    CheckpointCommitted,
+    JobResumed,
+    JobSubmitted,
+    RankTimed,
+    WorkerJoined,
+)
 
 MIN_SMALL_STEPS = 3
 """Number of smaller steps from which their duration is known."""
 SMALL_BATCH = 0.75
 """Largest size of a smaller step relative to a full one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saves:
+    """Checkpoints that were written in the background of some steps."""
+
+    steps_between: float = math.nan
+    """Mean number of steps from one checkpoint to the next one; NaN with fewer than two."""
+    writing_s: float = 0.0
+    """Time per step in which a checkpoint was being written, in seconds."""
+    slowed_s: float = 0.0
+    """Time per step by which this slowed down training, in seconds; 0 also if it was not measured,
+    because nearly all steps ran during a write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +57,8 @@ class Measured:
     fixed_s: float | None
     """Part of the passes that does not depend on the number of samples; None if all steps had
     the same number of samples."""
+    saves: Saves = Saves()
+    """Checkpoints in these steps."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """JSON form of the job's TrainConfig."""
 
@@ -50,6 +71,7 @@ def read_measured(job: Job) -> Measured:
     """
     reports: dict[int, list[RankTimed]] = {}
     places: dict[str, str] = {}
+    written: list[CheckpointCommitted] = []
     config: Mapping[str, Any] = {}
     for event in runs_of(job.events()):
         match event:
@@ -62,15 +84,22 @@ def read_measured(job: Job) -> Measured:
             # A report without steps has only evaluations and checkpoints.
             case RankTimed(num_steps=steps) if steps > 0:
                 reports.setdefault(event.generation, []).append(event)
+            case CheckpointCommitted():
+                written.append(event)
     columns = job.history()
     if not reports:
         raise _no_times(job, num_steps=len(columns["step"]))
     generation = _choose_generation(reports)
     by_rank = _by_rank(reports[generation])
-    totals = {rank: _parts(mine, places) for rank, mine in by_rank.items()}
+    num_steps = min(sum(one.num_steps for one in mine) for mine in by_rank.values())
+    last_step = max(one.step for one in reports[generation])
+    saves = _saves_of(
+        [one for one in written if last_step - num_steps < one.step <= last_step], num_steps
+    )
+    totals = {rank: _parts(mine, places, saves) for rank, mine in by_rank.items()}
     rounds = [
         Round(
-            workers=tuple(_parts([one], places) for one in same),
+            workers=tuple(_parts([one], places, saves) for one in same),
             num_steps=min(one.num_steps for one in same),
         )
         for same in zip(*by_rank.values(), strict=False)
@@ -79,9 +108,10 @@ def read_measured(job: Job) -> Measured:
         workers=tuple(totals.values()),
         rounds=tuple(rounds),
         generation=generation,
-        num_steps=min(sum(one.num_steps for one in mine) for mine in by_rank.values()),
-        last_step=max(one.step for one in reports[generation]),
+        num_steps=num_steps,
+        last_step=last_step,
         fixed_s=fixed_time(columns, generation),
+        saves=saves,
         config=config,
     )
 
@@ -130,7 +160,18 @@ def _by_rank(reports: Sequence[RankTimed]) -> dict[int, list[RankTimed]]:
     return later if is_enough else by_rank
 
 
-def _parts(reports: Sequence[RankTimed], places: Mapping[str, str]) -> StepParts:
+def _saves_of(written: Sequence[CheckpointCommitted], num_steps: int) -> Saves:
+    if not written:
+        return Saves()
+    steps = sorted(one.step for one in written)
+    return Saves(
+        steps_between=(steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else math.nan,
+        writing_s=sum(_seconds(one.duration_s) for one in written) / num_steps,
+        slowed_s=sum(_seconds(one.slowed_s) for one in written) / num_steps,
+    )
+
+
+def _parts(reports: Sequence[RankTimed], places: Mapping[str, str], saves: Saves) -> StepParts:
     num_steps = sum(one.num_steps for one in reports)
 
     def mean(name: str) -> float:
@@ -158,6 +199,9 @@ def _parts(reports: Sequence[RankTimed], places: Mapping[str, str]) -> StepParts
         rest_s=max(0.0, mean("elapsed_s") - spent_s),
         evaluation_s=mean("evaluation_s"),
         checkpoint_s=mean("checkpoint_s"),
+        # Rank 0 measures it, and the other ranks wait for rank 0.
+        slowed_s=saves.slowed_s,
+        core_wait_s=mean_if_known("core_wait_s", math.inf),
     )
 
 

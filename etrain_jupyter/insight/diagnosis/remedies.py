@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -52,6 +53,8 @@ class Facts:
     fixed_s: float | None
     running_job: str
     """Id of the job if it can be changed while it runs; otherwise empty."""
+    steps_between_saves: float = math.nan
+    """Mean number of steps from one checkpoint to the next one; NaN if unknown."""
     tested_gain: float | None = None
     """Gain of the remedy in an experiment; None if none tried it."""
 
@@ -68,6 +71,7 @@ def remedy_of(
     workers: Sequence[StepParts],
     fixed_s: float | None,
     running_job: str = "",
+    steps_between_saves: float = math.nan,
     tested: Tested | None = None,
 ) -> Remedy | None:
     """Return the remedy for a cause; None if the configuration is of another version.
@@ -78,13 +82,17 @@ def remedy_of(
         workers: The mean parts of a step by worker.
         fixed_s: Part of the passes that does not depend on the number of samples, if measured.
         running_job: Id of the job if it is running.
+        steps_between_saves: Mean number of steps from one checkpoint to the next one, if known.
         tested: Result of an experiment on this cause, which replaces the times from the log.
     """
     try:
         parsed = TrainConfig.model_validate(config)
     except ValidationError:
         return None
-    facts = Facts(config=parsed, workers=workers, fixed_s=fixed_s, running_job=running_job)
+    facts = Facts(
+        config=parsed, workers=workers, fixed_s=fixed_s, running_job=running_job,
+        steps_between_saves=steps_between_saves,
+    )  # fmt: skip
     saved = saved_s(workers, fixed_s=fixed_s)[finding.cause]
     if tested is None or tested.outcome != "confirmed":
         return _remedy_of(finding, facts, saved)
@@ -276,6 +284,10 @@ def _evaluate_less_often(facts: Facts, saved: float) -> Remedy:
 
 def _save_less_often(facts: Facts, saved: float) -> Remedy:
     every = facts.config.checkpoint.every
+    if every and every.unit == "steps" and facts.steps_between_saves > every.value:
+        # A checkpoint that is due while another one is written waits for it, so the job saves less
+        # often than the cell says.
+        every = every.model_copy(update={"value": float(math.ceil(facts.steps_between_saves))})
     interval = _longer(every) if every else str(Interval(value=SAVE_EVERY_S, unit="s"))
     return Remedy(
         text=f"save a checkpoint every {interval} instead of every {every}"

@@ -17,8 +17,14 @@ from etrain_jupyter.insight.diagnosis.experiments import (
 )
 from etrain_jupyter.insight.diagnosis.measured import Measured, read_measured
 from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
-from etrain_jupyter.insight.diagnosis.rules import Finding, Verdict, judge
-from etrain_jupyter.insight.diagnosis.step_parts import Cause, StepParts
+from etrain_jupyter.insight.diagnosis.rules import (
+    NOTED_FROM,
+    Finding,
+    Verdict,
+    doubt_exchange,
+    judge,
+)
+from etrain_jupyter.insight.diagnosis.step_parts import Cause, StepParts, core_wait_of
 from etrain_jupyter.insight.formatting import MISSING, duration
 from etrain_jupyter.insight.runs import Job
 from etrain_jupyter.insight.table import align_columns, data_frame
@@ -206,6 +212,13 @@ class Diagnosis:
         if unknown:
             notes.append(f"Not measured: {'; '.join(unknown)}.")
         measured = self.measured
+        core_wait = core_wait_of(measured.workers)
+        if core_wait is not None and core_wait >= NOTED_FROM:
+            notes.append(
+                f"The workers waited for a core {core_wait:.0%} of the time in which they could "
+                "have computed, so all durations depend on what else runs on the machine, and a "
+                "predicted gain may be too high."
+            )
         num_workers = len(measured.workers)
         notes.append(
             f"From {measured.num_steps:,} steps up to step {measured.last_step:,}, with "
@@ -261,6 +274,8 @@ def diagnose_job(job: Job, *, is_running: bool = False, run: Run | None = None) 
             verdict = replace(verdict, main=_with_result(main, tested[-1]))
             break
         verdict = _judge(measured, [one.cause for one in tested if one.outcome == "refuted"])
+    if not (tested and tested[-1].outcome == "confirmed"):
+        verdict = doubt_exchange(verdict, measured.workers, writing_s=measured.saves.writing_s)
     remedy = None
     if verdict.main is not None:
         is_last = bool(tested) and tested[-1].cause == verdict.main.cause
@@ -270,6 +285,7 @@ def diagnose_job(job: Job, *, is_running: bool = False, run: Run | None = None) 
             workers=measured.workers,
             fixed_s=measured.fixed_s,
             running_job=job.id if is_running else "",
+            steps_between_saves=measured.saves.steps_between,
             tested=tested[-1] if is_last else None,
         )
     return Diagnosis(job.id, measured, verdict, remedy, tested)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from etrain_jupyter.insight.diagnosis.step_parts import (
     CAUSES,
     Cause,
     StepParts,
+    core_wait_of,
     shares_of,
     split_stragglers,
+    step_s,
 )
 
 Confidence = Literal["high", "medium", "low"]
@@ -27,6 +29,8 @@ MIN_STEPS = 24
 """Number of steps below which the confidence is low."""
 MIN_ROUNDS = 3
 """Number of reports per worker from which the interval of a share is known."""
+ALWAYS_WRITING = 0.8
+"""Part of the time from which checkpoints count as being written all the time."""
 SAME_CAUSE = 0.8
 """A straggler is the cause if without it, a step saves at least this part of what it would save
 without the part in which the straggler is slow."""
@@ -127,6 +131,47 @@ def judge(
         )
         main = None
     return Verdict(main=main, reason=reason, others=others, not_measured=tuple(not_measured))
+
+
+def doubt_exchange(
+    verdict: Verdict, workers: Sequence[StepParts], *, writing_s: float = 0.0
+) -> Verdict:
+    """Return the verdict after it was checked for reasons other than the exchange.
+
+    On a machine that is busy otherwise, the exchange takes longer, because both of its ends need a
+    core at the same time. It is then the largest part of a step although the network is fast:
+
+    ====================================  ==========================================================
+    the workers wait for a core           no verdict of communication; low confidence in any other
+    checkpoints are always being written  no verdict of communication, unless their cost is known
+    ====================================  ==========================================================
+
+    Args:
+        verdict: A verdict that no experiment has confirmed.
+        workers: The mean parts of a step by worker.
+        writing_s: Time per step in which a checkpoint was being written, in seconds.
+    """
+    main, core_wait = verdict.main, core_wait_of(workers) or 0.0
+    if main is None:
+        return verdict
+    is_starved = core_wait >= NAMED_FROM
+    if main.cause != "communication":
+        return replace(verdict, main=replace(main, confidence="low")) if is_starved else verdict
+    reason = ""
+    if is_starved:
+        reason = (
+            f"The exchange takes {main.share:.0%} of a step, but the workers waited for a core "
+            f"{core_wait:.0%} of the time in which they could have computed: other processes use "
+            "the machine, or it has fewer cores than workers. Diagnose the job again on an idle "
+            "machine or with fewer workers."
+        )
+    elif writing_s >= ALWAYS_WRITING * step_s(workers) and not any(o.slowed_s for o in workers):
+        reason = (
+            f"The exchange takes {main.share:.0%} of a step, but a checkpoint was being written "
+            "during nearly all steps, which slows the exchange down by an unknown time. Save less "
+            "often (checkpoint.every), and diagnose the job again."
+        )
+    return replace(verdict, main=None, reason=reason) if reason else verdict
 
 
 def _choose(shares: Mapping[Cause, float]) -> Cause | None:

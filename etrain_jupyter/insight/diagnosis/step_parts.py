@@ -46,6 +46,10 @@ class StepParts:
     """Evaluations between the steps."""
     checkpoint_s: float = 0.0
     """Time for which checkpoints block training between the steps."""
+    slowed_s: float = 0.0
+    """Part of the other times: slower steps while a checkpoint is written in the background."""
+    core_wait_s: float | None = None
+    """Part of the other times: waiting for a core; None if not measured."""
 
     @property
     def own_s(self) -> float:
@@ -62,6 +66,20 @@ class StepParts:
     def transfer_s(self) -> float | None:
         """Exposed transfer of the gradients; None if it was not measured apart from the wait."""
         return None if self.wait_s is None else self.communication_s - self.wait_s
+
+
+def core_wait_of(workers: Sequence[StepParts]) -> float | None:
+    """Return the part of the workers' own work in which they waited for a core, from 0 to 1.
+
+    None if it was not measured on all workers.
+    """
+    waits = [one.core_wait_s for one in workers]
+    known = [one for one in waits if one is not None]
+    # A worker that waits for samples needs no core.
+    work_s = sum(one.own_s - one.data_s for one in workers)
+    if len(known) < len(waits) or work_s <= 0:
+        return None
+    return min(1.0, sum(known) / work_s)
 
 
 def step_s(workers: Sequence[StepParts]) -> float:
@@ -117,7 +135,7 @@ def saved_s(workers: Sequence[StepParts], *, fixed_s: float | None = None) -> di
         "compute": passes_s,
         # One worker evaluates or saves longer than the others, which wait for it.
         "evaluation": max(one.evaluation_s for one in workers),
-        "checkpoint": max(one.checkpoint_s for one in workers),
+        "checkpoint": max(one.checkpoint_s + one.slowed_s for one in workers),
         "overhead": rest_s,
     }
     if fixed_s is not None and fixed_s > FIXED_SHARE * passes_s:

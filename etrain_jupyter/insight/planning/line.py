@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.insight.formatting import duration
+from etrain_jupyter.insight.measures import MAX_OUTSIDE
 from etrain_jupyter.insight.planning.advice import Goal, advise
 from etrain_jupyter.insight.planning.measured import MeasuredJob, read_measured
 from etrain_jupyter.insight.planning.offers import Market, market_of
@@ -115,15 +117,22 @@ def _guesses(
         scores = ", ".join(f"{one.machine} {one.score}" for one in market.offers if one.score)
         if scores:
             notes.append(f"Spot placement scores, 1 to 10, for the pool's maximum: {scores}.")
+    if measured.unexplained_share > MAX_OUTSIDE:
+        notes.append(
+            f"The steps take {duration(measured.step_hours)} of the "
+            f"{duration(measured.log_hours)} in the log, evaluations and checkpoints "
+            f"{duration(measured.outside_hours)}. The other {measured.unexplained_share:.0%} are "
+            "waiting and recovery, which the plan leaves out."
+        )
     if measured.outside_share == 0.0:
         notes.append("No evaluation or checkpoint was measured, so their time is not in the plan.")
-    if measured.per_worker_batch and measured.noise is None:
+    if measured.grows and measured.noise is None:
         notes.append(
             "The batch grows with the workers, and a larger batch may need more samples. The log "
             "has no gradient noise to compute them from (scaling.rule: adascale measures "
             "it), so time and cost are for the same number of samples."
         )
-    elif measured.per_worker_batch:
+    elif measured.grows:
         notes.append(
             "The batch grows with the workers. PROGRESS is how much a sample contributes in the "
             "larger batch, by the measured gradient noise; time and cost are for the same number "

@@ -10,21 +10,32 @@ from typing import Any, Self
 import numpy as np
 
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.insight.measures import BUSY, Columns, divide, step_durations, to_floats
-from etrain_jupyter.insight.runs import Job
+from etrain_jupyter.insight.measures import (
+    BUSY,
+    Columns,
+    clock_hours,
+    divide,
+    step_durations,
+    to_floats,
+)
+from etrain_jupyter.insight.runs import Job, RunRecord
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     Event,
     GenerationFormed,
-    JobResumed,
-    JobSubmitted,
+    JobPlanned,
     RankTimed,
     WorkerJoined,
 )
-from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.pools.ec2.type_table import MACHINE_TYPES
 from etrain_jupyter.rules.policy.adascale import GradientNoise
-from etrain_jupyter.rules.policy.step_time import Exchange, StepPoint, exchange_of, passes_of
+from etrain_jupyter.rules.policy.step_time import (
+    Exchange,
+    StepPoint,
+    exchange_of,
+    passes_of,
+    step_point,
+)
 
 WARM_UP_STEPS = 3
 """First steps of a generation, which are slower, and left out if enough others remain."""
@@ -55,17 +66,20 @@ class MeasuredJob:
     """Samples of the whole job."""
     samples_left: float
     """``total_samples`` again if the job has ended: the plan is then for another run of it."""
-    global_batch: int
-    """Samples per step; with ``per_worker_batch`` that of one worker."""
-    per_worker_batch: int = 0
-    """Samples per step and worker; 0 if the samples per step do not depend on the workers."""
-    num_parameters: int = 0
+    plan: JobPlanned
+    """Samples per step, and parameters of the network."""
     compression: str = "none"
     passes: int = 1
     precision: str = "fp32"
     max_workers: int = 1
     outside_share: float = 0.0
     """Time in evaluations and checkpoints, relative to the time in steps."""
+    log_hours: float = 0.0
+    """From the beginning of the first step in the log to the end of the last one."""
+    step_hours: float = 0.0
+    """The part of it in steps."""
+    outside_hours: float = 0.0
+    """The part of it in evaluations and checkpoints."""
     usd_per_h: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Price of a worker by machine type and lifecycle, as its pool reported it."""
     noise: GradientNoise | None = None
@@ -73,13 +87,20 @@ class MeasuredJob:
     losses_per_node_hour: float = math.nan
     """Preempted and lost workers per worker and hour; NaN if it ran for less than an hour."""
 
+    @property
+    def unexplained_share(self) -> float:
+        """Part of the time in the log in which the job neither trained, evaluated nor saved."""
+        spent = self.step_hours + self.outside_hours
+        return max(0.0, 1 - divide(spent, self.log_hours)) if self.log_hours > 0 else 0.0
+
     def batch_at(self, workers: int) -> float:
         """Return the samples per worker and step."""
-        return self.per_worker_batch or self.global_batch / workers
+        return self.plan.batch_size_of(workers) / workers
 
-    def samples_per_step(self, workers: int) -> int:
-        """Return the samples per step."""
-        return self.per_worker_batch * workers or self.global_batch
+    @property
+    def grows(self) -> bool:
+        """True if the samples per step grow with the workers."""
+        return bool(self.plan.per_worker_batch_size)
 
     def statistical_efficiency(self, workers: int) -> float:
         """Return the progress of a sample, relative to a step of one worker; NaN if unknown.
@@ -87,7 +108,7 @@ class MeasuredJob:
         A step of ``W`` workers is worth ``gain`` steps of one worker (AdaScale), but has ``W``
         times the samples.
         """
-        if not self.per_worker_batch:
+        if not self.grows:
             return 1.0
         if self.noise is None:
             return math.nan
@@ -96,7 +117,7 @@ class MeasuredJob:
     def exchange(self, s_per_byte: float | None = None) -> Exchange:
         """Return the exchange of the gradients, over a network of known or unknown bandwidth."""
         return exchange_of(
-            num_parameters=self.num_parameters,
+            num_parameters=self.plan.num_parameters,
             compression=self.compression,
             passes=self.passes,
             s_per_byte=s_per_byte,
@@ -138,14 +159,15 @@ def read_measured(job: Job) -> MeasuredJob:
         total_samples=total,
         # A job that was stopped or has failed can be resumed.
         samples_left=total if job.status == "finished" or left == 0 else left,
-        global_batch=plan.global_batch_size,
-        per_worker_batch=plan.per_worker_batch_size,
-        num_parameters=plan.num_parameters,
+        plan=plan,
         compression=str(config.get("compression") or "none"),
         passes=passes_of(config),
         precision=str(config.get("precision") or "fp32"),
         max_workers=max(record.workers[1], max(map(int, columns["world_size"]))),
         outside_share=divide(record.outside_s, record.elapsed_s) if record.elapsed_s else 0.0,
+        log_hours=float(clock_hours(columns, record.gaps)[-1]),
+        step_hours=float(step_durations(columns).sum()) / 3600,
+        outside_hours=record.outside_s / 3600,
         usd_per_h={
             (one.machine, one.lifecycle): one.usd_per_h
             for one in record.joined.values()
@@ -156,12 +178,11 @@ def read_measured(job: Job) -> MeasuredJob:
     )
 
 
-class _PlanRecord(JobRecord):
+class _PlanRecord(RunRecord):
     """Record of a job with its machines, their generations, and its time outside of steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.config: Mapping[str, Any] = {}
         self.joined: dict[str, WorkerJoined] = {}
         self.formed: dict[int, tuple[str, ...]] = {}
         """Workers by generation."""
@@ -172,10 +193,6 @@ class _PlanRecord(JobRecord):
     def apply(self, event: Event) -> Self:
         """Add the next event of the log."""
         match event:
-            case JobSubmitted():
-                self.config = event.config
-            case JobResumed():
-                self.config = event.config or self.config
             case WorkerJoined():
                 self.joined[event.worker] = event
             case GenerationFormed():
@@ -241,13 +258,11 @@ def _points_of(columns: Columns, ran: np.ndarray[Any, np.dtype[np.bool_]]) -> It
         if (chosen & is_warm).sum() >= MIN_STEPS:
             chosen &= is_warm
         phases = chosen & has_phases
-        low, median, high = np.quantile(durations[chosen], (0.25, 0.5, 0.75)).tolist()
-        yield StepPoint(
+        yield step_point(
             workers=int(world),
-            batch=size / world,
-            step_s=median,
-            spread=(high - low) / 2 / median,
-            exposed_s=float(np.median(exposed[phases])) if phases.sum() == chosen.sum() else None,
+            samples=int(size),
+            durations=durations[chosen].tolist(),
+            exposed=exposed[phases].tolist() if phases.sum() == chosen.sum() else (),
         )
 
 

@@ -238,7 +238,7 @@ def options_of(
     for estimate in estimates:
         for machines in counts_up_to(max_workers // estimate.offer.workers):
             workers = machines * estimate.offer.workers
-            if workers > measured.samples_per_step(workers):
+            if workers > measured.plan.batch_size_of(workers):
                 break  # a worker would have no sample
             found += _options_at(measured, estimate, machines, workers, head_usd)
     return mark_front(found)
@@ -258,9 +258,9 @@ def _options_at(
 ) -> list[Option]:
     offer = estimate.offer
     step_s, error = estimate.step_time(workers, measured.batch_at(workers))
-    samples = measured.samples_per_step(workers)
+    samples = measured.plan.batch_size_of(workers)
     rate = samples / step_s
-    alone = measured.samples_per_step(1) / estimate.step_time(1, measured.batch_at(1))[0]
+    alone = measured.plan.batch_size_of(1) / estimate.step_time(1, measured.batch_at(1))[0]
     train_h = measured.samples_left / rate / 3600 * (1 + measured.outside_share)
     lifecycles: list[tuple[Lifecycle, float]] = [
         ("on-demand", offer.on_demand_usd), ("spot", offer.spot_usd)

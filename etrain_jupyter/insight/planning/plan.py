@@ -202,7 +202,7 @@ class TrainingPlan:
         lifecycle = option.lifecycle.replace("-", " ")
         row = {**dataclasses.asdict(option), "mark": mark, "basis": basis, "lifecycle": lifecycle}
         # The same for all options if the batch does not depend on the workers.
-        return row if self.job.per_worker_batch else {**row, "statistical_efficiency": math.nan}
+        return row if self.job.grows else {**row, "statistical_efficiency": math.nan}
 
     def _trace_lines(self) -> list[list[str]]:
         heads = ["SIMULATED", "WORKERS", "POLICY", "COST", "TIME (MEDIAN)", "TIME (P95)", "LATE"]

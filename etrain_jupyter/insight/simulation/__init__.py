@@ -1,13 +1,19 @@
 """Simulate capacity policies in virtual time on recorded spot markets.
 
-``policies`` runs a job, ``fleet`` applies the pool's own rules to the ``market``, and
-``trace_files`` reads recorded markets.
+``policies`` runs a job, ``sizing`` one or several that choose their size, ``fleet`` applies the
+pool's own rules to the ``market``, and ``trace_files`` reads recorded markets.
 """
 
 from __future__ import annotations
 
 from etrain_jupyter.insight.simulation.job import SimulatedJob
-from etrain_jupyter.insight.simulation.policies import POLICIES, Simulation, simulate
+from etrain_jupyter.insight.simulation.policies import (
+    POLICIES,
+    Simulation,
+    simulate,
+    simulate_sizes,
+)
+from etrain_jupyter.insight.simulation.speeds import ring_rates
 from etrain_jupyter.insight.simulation.table import rows_of, table_of, to_dict
 from etrain_jupyter.insight.simulation.trace_files import read_trace
 
@@ -16,8 +22,10 @@ __all__ = [
     "SimulatedJob",
     "Simulation",
     "read_trace",
+    "ring_rates",
     "rows_of",
     "simulate",
+    "simulate_sizes",
     "table_of",
     "to_dict",
 ]

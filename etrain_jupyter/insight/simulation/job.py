@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -46,11 +46,13 @@ class SimulatedJob:
     """Interval between two decisions, in seconds."""
     shortage: float = 0.0
     """Probability that a request for on-demand machines is refused."""
+    own_rates: Rates = ()
+    """Throughput by number of workers, relative to one worker; empty for that of ``efficiency``."""
 
     @cached_property
     def rates(self) -> Rates:
         """Throughput by number of workers, relative to one worker."""
-        return self.rates_up_to(self.workers)
+        return self.own_rates or self.rates_up_to(self.workers)
 
     def rates_up_to(self, num_workers: int) -> Rates:
         """Return rates up to a larger number of workers."""
@@ -109,23 +111,37 @@ class Outcome:
     spot_hours: float
     on_demand_hours: float
     goodput: float
-    """Work per second until the end, as a share of all workers undisturbed."""
+    """Work per second until the end, as a share of all workers undisturbed; the sum of the jobs."""
     mean_workers: float
     num_changes: int
     """Number of changes of the set of workers."""
+    job_finishes_s: tuple[float, ...] = ()
+    """``finish_s`` of each job; ``finish_s`` is that of the last one."""
 
 
 class Progress:
-    """Progress of a run."""
+    """Progress of a run.
+
+    Args:
+        job: The job.
+
+    Attributes:
+        job: The job.
+        left: Work that is left, in seconds of one worker.
+        now: Time of the newest work, in seconds.
+        worker_s: Time of all workers, in seconds.
+        num_changes: Number of changes of the set of workers.
+        finish_s: Time of the end; infinite before it.
+    """
 
     def __init__(self, job: SimulatedJob) -> None:
-        self._job = job
+        self.job = job
         self.left = job.work
-        self._training: tuple[VirtualNode, ...] = ()
-        self._now = 0.0
-        self._worker_s = 0.0
-        self._num_changes = 0
+        self.now = 0.0
+        self.worker_s = 0.0
+        self.num_changes = 0
         self.finish_s = float("inf")
+        self._training: tuple[VirtualNode, ...] = ()
 
     def advance(
         self, now: float, training: tuple[VirtualNode, ...], *, stall_s: float | None = None
@@ -137,9 +153,9 @@ class Progress:
             training: The machines that train, in a fixed order.
             stall_s: Time without training in this tick; by default, a stall for a change.
         """
-        job = self._job
+        job = self.job
         has_changed = bool(self._training) and training != self._training
-        self._num_changes += has_changed
+        self.num_changes += has_changed
         self._training = training
         if stall_s is None:
             stall_s = job.stall_s if has_changed else 0.0
@@ -150,29 +166,44 @@ class Progress:
         is_done = rate > 0 and done >= self.left
         spent_s = stall_s + self.left / rate if is_done else tick_s
         self.left = 0.0 if is_done else self.left - done
-        self._worker_s += len(training) * spent_s
-        self._now = now + spent_s
+        self.worker_s += len(training) * spent_s
+        self.now = now + spent_s
         if is_done:
-            self.finish_s = self._now
+            self.finish_s = self.now
         return is_done
+
+    @property
+    def goodput_s(self) -> float:
+        """Work done, in seconds of all workers undisturbed."""
+        return (self.job.work - self.left) / self.job.rates[-1]
+
+    @property
+    def is_late(self) -> bool:
+        """True if the job did not meet its deadline."""
+        # A second of tolerance for rounding.
+        return self.finish_s > self.job.deadline_s + 1.0
 
     def outcome(self, market: VirtualMarket) -> Outcome:
         """Return the result, with the costs of all machines until the end of the job."""
-        job = self._job
-        bill = market.bill(job.prices(market.trace), self._now)
-        done = job.work - self.left
-        return Outcome(
-            finish_s=self.finish_s,
-            # A second of tolerance for rounding.
-            is_late=self.finish_s > job.deadline_s + 1.0,
-            cost_usd=bill.spot_usd + bill.on_demand_usd,
-            waived_usd=bill.waived_usd,
-            spot_hours=bill.spot_hours,
-            on_demand_hours=bill.on_demand_hours,
-            goodput=done / (job.rates[-1] * self._now) if self._now else 0.0,
-            mean_workers=self._worker_s / self._now if self._now else 0.0,
-            num_changes=self._num_changes,
-        )
+        return outcome_of(market, [self])
+
+
+def outcome_of(market: VirtualMarket, jobs: Sequence[Progress]) -> Outcome:
+    """Return the result of jobs on one pool, with the costs of all machines until the last ends."""
+    until = max(one.now for one in jobs)
+    bill = market.bill(jobs[0].job.prices(market.trace), until)
+    return Outcome(
+        finish_s=max(one.finish_s for one in jobs),
+        is_late=any(one.is_late for one in jobs),
+        cost_usd=bill.spot_usd + bill.on_demand_usd,
+        waived_usd=bill.waived_usd,
+        spot_hours=bill.spot_hours,
+        on_demand_hours=bill.on_demand_hours,
+        goodput=sum(one.goodput_s for one in jobs) / until if until else 0.0,
+        mean_workers=sum(one.worker_s for one in jobs) / until if until else 0.0,
+        num_changes=sum(one.num_changes for one in jobs),
+        job_finishes_s=tuple(one.finish_s for one in jobs),
+    )
 
 
 def usual_deadline_s(duration_s: float) -> float:

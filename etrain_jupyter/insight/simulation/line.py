@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.insight.simulation.job import SimulatedJob, usual_deadline_s
-from etrain_jupyter.insight.simulation.policies import POLICIES, Simulation, simulate
+from etrain_jupyter.insight.simulation.policies import (
+    POLICIES,
+    Simulation,
+    simulate,
+    simulate_sizes,
+)
+from etrain_jupyter.insight.simulation.sizing import SIZINGS, Sizing
+from etrain_jupyter.insight.simulation.speeds import ring_rates
 from etrain_jupyter.insight.simulation.table import table_of, write_json
 from etrain_jupyter.insight.simulation.trace import SpotTrace
 from etrain_jupyter.insight.simulation.trace_files import GAPS, Gaps, read_trace
@@ -32,7 +39,12 @@ class SimulateOptions:
     workers: int | None = None
     work_s: float = 8 * 3600.0
     deadline_s: float | None = None
-    policies: tuple[str, ...] = POLICIES
+    policies: tuple[str, ...] | None = None
+    """All by default; with ``sizings``, ``spot``."""
+    sizings: tuple[Sizing, ...] = ()
+    """Ways to size the job to compare; empty for one job on all workers."""
+    jobs: tuple[float, ...] = ()
+    """Scaling efficiencies of several jobs on one pool, in order of submission."""
     keep: float | None = None
     pool: str | None = None
     on_demand_usd: float | None = None
@@ -66,7 +78,9 @@ def run_simulation(options: SimulateOptions) -> tuple[Simulation, list[str]]:
     _check_range("--on-demand-usd", options.on_demand_usd, 1e-6, 1e6)
     _check_range("--spot-usd", options.spot_usd, 1e-6, 1e6)
     workers = options.workers or (spec.workers.max if spec else USUAL_WORKERS)
-    _check_range("--efficiency", options.efficiency, 1 / workers + 1e-9, 1.0)
+    for one in (options.efficiency, *options.jobs):
+        flag = "--jobs" if options.jobs else "--efficiency"
+        _check_range(flag, one, 1 / workers + 1e-9, 1.0)
     on_demand_usd, spot_usd, notes = _prices_of(options, spec, trace)
     finish_by = spec.capacity.finish_by if spec else None
     keep = options.keep if options.keep is not None else spec.capacity.keep if spec else 0.5
@@ -83,10 +97,25 @@ def run_simulation(options: SimulateOptions) -> tuple[Simulation, list[str]]:
         shortage=options.shortage,
     )
     rules = Rules.of(spec, "simulated") if spec else None
-    done = simulate(
+    if not options.sizings and not options.jobs:
+        done = simulate(
+            trace,
+            job,
+            policies=options.policies or POLICIES,
+            num_starts=options.starts,
+            seed=options.seed,
+            rules=rules,
+        )
+        return done, notes
+    jobs = [
+        replace(job, efficiency=one, own_rates=ring_rates(workers, one))
+        for one in options.jobs or (options.efficiency,)
+    ]
+    done = simulate_sizes(
         trace,
-        job,
-        policies=options.policies,
+        jobs,
+        policies=options.policies or ("spot",),
+        sizings=options.sizings or SIZINGS,
         num_starts=options.starts,
         seed=options.seed,
         rules=rules,
@@ -103,19 +132,55 @@ def simulate_text(options: SimulateOptions, *, json_path: str | None = None) -> 
     return table_of(done, notes)
 
 
-def policies_of(text: str | None) -> tuple[str, ...]:
-    """Return the policies in a comma-separated list; all for None.
+def policies_of(text: str | None) -> tuple[str, ...] | None:
+    """Return the policies in a comma-separated list; None for None.
 
     Raises:
         ConfigError: If one is unknown.
     """
-    names = tuple(word.strip() for word in (text or ",".join(POLICIES)).split(",") if word.strip())
+    names = _words_of(text)
     for name in names:
         if name not in POLICIES:
             raise ConfigError(
                 f"--policy {name}: unknown policy", hint=f"known policies: {', '.join(POLICIES)}"
             )
-    return names
+    return names or None
+
+
+def sizings_of(text: str | None) -> tuple[Sizing, ...]:
+    """Return the ways to size a job in a comma-separated list; ``all`` is all of them.
+
+    Raises:
+        ConfigError: If one is unknown.
+    """
+    known: dict[str, Sizing] = {name: name for name in SIZINGS}
+    names = SIZINGS if text == "all" else _words_of(text)
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--size {name}: unknown way to size a job. Nothing was simulated",
+                hint=f"known: {', '.join(SIZINGS)}, or all",
+            )
+    return tuple(known[name] for name in names)
+
+
+def efficiencies_of(text: str | None) -> tuple[float, ...]:
+    """Return the scaling efficiencies in a comma-separated list.
+
+    Raises:
+        ConfigError: If one is not a number.
+    """
+    try:
+        return tuple(float(word) for word in _words_of(text))
+    except ValueError:
+        raise ConfigError(
+            f"--jobs {text}: scaling efficiencies are needed, one per job. Nothing was simulated",
+            hint="--jobs 0.9,0.5",
+        ) from None
+
+
+def _words_of(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
 def gaps_of(text: str) -> Gaps:

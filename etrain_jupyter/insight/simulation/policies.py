@@ -20,6 +20,8 @@ from etrain_jupyter.insight.simulation.fleet import VirtualFleet
 from etrain_jupyter.insight.simulation.gang import run_gang
 from etrain_jupyter.insight.simulation.job import Outcome, Progress, SimulatedJob
 from etrain_jupyter.insight.simulation.market import VirtualMarket
+from etrain_jupyter.insight.simulation.sizing import SIZINGS, Sizing, run_sized
+from etrain_jupyter.insight.simulation.speeds import VirtualSpeeds
 from etrain_jupyter.insight.simulation.trace import SpotTrace
 from etrain_jupyter.pools.ec2.head.view import Rules
 from etrain_jupyter.rules.policy.deadline import DeadlineView, least_workers, on_demand_workers
@@ -39,6 +41,13 @@ class PolicyResult:
 
     policy: str
     outcomes: tuple[Outcome, ...]
+    sizing: Sizing | None = None
+    """Way to size the jobs; None for one job on all workers."""
+
+    @property
+    def label(self) -> str:
+        """Policy and sizing."""
+        return f"{self.policy} {self.sizing}" if self.sizing else self.policy
 
     def mean(self, value: Callable[[Outcome], float]) -> float:
         """Return the mean of a value over the runs."""
@@ -66,16 +75,29 @@ class Simulation:
 
     trace: SpotTrace
     job: SimulatedJob
+    """The job; with several jobs, the first of them."""
     results: tuple[PolicyResult, ...]
+    others: tuple[SimulatedJob, ...] = ()
+    """Further jobs on the same pool."""
+
+    @property
+    def jobs(self) -> tuple[SimulatedJob, ...]:
+        """All jobs, in order of submission."""
+        return self.job, *self.others
+
+    @property
+    def is_sized(self) -> bool:
+        """True if ways to size the jobs were compared."""
+        return any(one.sizing for one in self.results)
 
     @property
     def on_demand_usd(self) -> float:
-        """Cost of the job on demand, undisturbed: the reference of all cost shares."""
-        return self.job.workers * self.job.duration_s / 3600 * self.job.on_demand_usd
+        """Cost of all jobs on demand, undisturbed: the reference of all cost shares."""
+        return sum(one.workers * one.duration_s / 3600 * one.on_demand_usd for one in self.jobs)
 
-    def __getitem__(self, policy: str) -> PolicyResult:
-        """Return the result of a policy."""
-        return next(one for one in self.results if one.policy == policy)
+    def __getitem__(self, label: str) -> PolicyResult:
+        """Return a result by its policy and sizing."""
+        return next(one for one in self.results if one.label == label)
 
     @property
     def best(self) -> PolicyResult:
@@ -109,8 +131,7 @@ def simulate(
     check_deadline(job)
     base = replace(rules or Rules(cluster_id="simulated", max_workers=job.workers),
                    max_workers=job.workers)  # fmt: skip
-    starts = [random.Random(f"{seed} {n}").uniform(0, trace.length_s) for n in range(num_starts)]
-    windows = [trace.from_time(start, job.horizon_s) for start in starts]
+    windows = _windows(trace, job.horizon_s, num_starts, seed)
     return Simulation(
         trace=trace,
         job=job,
@@ -125,6 +146,77 @@ def simulate(
             for policy in policies
         ),
     )
+
+
+def simulate_sizes(
+    trace: SpotTrace,
+    jobs: Sequence[SimulatedJob],
+    *,
+    policies: Iterable[str] = ("spot",),
+    sizings: Iterable[Sizing] = SIZINGS,
+    num_starts: int = 50,
+    seed: int = 0,
+    rules: Rules | None = None,
+) -> Simulation:
+    """Run jobs together on one pool, with each way to size them, from the same random times.
+
+    Args:
+        trace: Recorded spot market.
+        jobs: The jobs, in order of submission; with the same prices, boot times and tick. Give them
+            ``ring_rates``: the rule that sizes them predicts such rates.
+        policies: Names of policies, none of which is a gang.
+        sizings: Ways to size the jobs.
+        num_starts: Number of runs per policy and sizing.
+        seed: As in ``simulate``.
+        rules: Rules of the pool, with at most as many workers as the largest job; by default those
+            of a pool without budget.
+
+    Raises:
+        ConfigError: If a policy is a gang, or has a deadline that cannot be met.
+    """
+    policies, sizings = tuple(policies), tuple(sizings)
+    for policy in policies:
+        if policy.endswith("-gang"):
+            raise ConfigError(
+                f"--policy {policy}: a gang always has all of its workers, so its size cannot be "
+                "chosen. Nothing was simulated",
+                hint="--policy spot, fallback or deadline",
+            )
+    most = max(one.workers for one in jobs)
+    base = replace(rules or Rules(cluster_id="simulated", max_workers=most), max_workers=most)
+    if any(_rules_of(policy, base).policy == "deadline" for policy in policies):
+        for job in jobs:
+            check_deadline(job)
+    horizon_s = max(one.horizon_s for one in jobs)
+    windows = _windows(trace, horizon_s, num_starts, seed)
+    speeds = [VirtualSpeeds(job) for job in jobs]
+
+    def run(policy: str, sizing: Sizing, window: SpotTrace, number: int) -> Outcome:
+        fleet = _fleet_of(policy, jobs[0], base, window, seed=f"{seed} {number}")
+        keep = _keep_of(policy, jobs[0], fleet.rules)
+        return run_sized(fleet, jobs, sizing, speeds=speeds, keep=keep)
+
+    return Simulation(
+        trace=trace,
+        job=jobs[0],
+        others=tuple(jobs[1:]),
+        results=tuple(
+            PolicyResult(
+                policy=policy,
+                sizing=sizing,
+                outcomes=tuple(
+                    run(policy, sizing, window, number) for number, window in enumerate(windows)
+                ),
+            )
+            for policy in policies
+            for sizing in sizings
+        ),
+    )
+
+
+def _windows(trace: SpotTrace, horizon_s: float, num_starts: int, seed: int) -> list[SpotTrace]:
+    starts = [random.Random(f"{seed} {n}").uniform(0, trace.length_s) for n in range(num_starts)]
+    return [trace.from_time(start, horizon_s) for start in starts]
 
 
 def check_deadline(job: SimulatedJob) -> None:
@@ -168,16 +260,36 @@ def run_policy(
         seed: Random seed of this run.
         skips: See ``VirtualFleet``.
     """
-    market = VirtualMarket(
-        window, rng=random.Random(seed), boot_s=job.boot_s, shortage=job.shortage
-    )
     if policy.endswith("-gang"):
+        market = _market_of(job, window, seed)
         return run_gang(market, job, is_uniform=policy == "uniform-gang")
-    own = _rules_of(policy, rules)
-    fleet = VirtualFleet(rules=own, market=market, prices=job.prices(window), skips=skips)
-    return _run_elastic(
-        fleet, job, KEEPS.get(policy, job.keep) if own.policy == "deadline" else None
+    fleet = _fleet_of(policy, job, rules, window, seed=seed, skips=skips)
+    return _run_elastic(fleet, job, _keep_of(policy, job, fleet.rules))
+
+
+def _market_of(job: SimulatedJob, window: SpotTrace, seed: str) -> VirtualMarket:
+    return VirtualMarket(window, rng=random.Random(seed), boot_s=job.boot_s, shortage=job.shortage)
+
+
+def _fleet_of(
+    policy: str,
+    job: SimulatedJob,
+    rules: Rules,
+    window: SpotTrace,
+    *,
+    seed: str,
+    skips: bool = True,
+) -> VirtualFleet:
+    return VirtualFleet(
+        rules=_rules_of(policy, rules),
+        market=_market_of(job, window, seed),
+        prices=job.prices(window),
+        skips=skips,
     )
+
+
+def _keep_of(policy: str, job: SimulatedJob, rules: Rules) -> float | None:
+    return KEEPS.get(policy, job.keep) if rules.policy == "deadline" else None
 
 
 def _rules_of(policy: str, rules: Rules) -> Rules:
@@ -215,6 +327,16 @@ def _run_elastic(fleet: VirtualFleet, job: SimulatedJob, keep: float | None) -> 
         if progress.advance(now, training):
             break
     return progress.outcome(market)
+
+
+def describe_sizings(names: Sequence[Sizing]) -> dict[str, str]:
+    """Return one line about each way to size a job."""
+    known: dict[Sizing, str] = {
+        "fixed": "workers: {min: N, max: N}: all workers, or it waits",
+        "greedy": "workers: {min: 1, max: N}: all workers that the pool has",
+        "goodput": "workers: {min: 1, max: N, target: goodput}: as many as are worth their cost",
+    }
+    return {name: known[name] for name in names}
 
 
 def describe_policies(names: Sequence[str], keep: float) -> dict[str, str]:

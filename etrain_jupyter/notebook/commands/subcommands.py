@@ -28,9 +28,11 @@ from etrain_jupyter.errors import (
 from etrain_jupyter.insight.planning.line import types_of
 from etrain_jupyter.insight.simulation.line import (
     SimulateOptions,
+    efficiencies_of,
     gaps_of,
     policies_of,
     simulate_text,
+    sizings_of,
 )
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.tensorboard import OPTIONS, convert, require_tensorboard
@@ -890,6 +892,8 @@ def simulate(
     work: Seconds = 28800.0,
     deadline: Seconds | None = None,
     policy: Annotated[str | None, Spelling(metavar="NAME")] = None,
+    size: Annotated[str | None, Spelling(metavar="NAME")] = None,
+    jobs: Annotated[str | None, Spelling(metavar="SHARES")] = None,
     keep: Share = None,
     pool: str | None = None,
     on_demand_usd: Usd = None,
@@ -911,7 +915,9 @@ def simulate(
         work: Time of the whole job on all workers, undisturbed (8h).
         deadline: Time until the job must have finished (the pool's finish_by, or the work and a
             quarter of it).
-        policy: One policy, or several with commas; by default all.
+        policy: One policy, or several with commas; by default all, with --size or --jobs spot.
+        size: Compare ways to size a job: fixed, greedy, goodput, several with commas, or all.
+        jobs: Scaling efficiencies of several jobs that share the pool, for example 0.9,0.5.
         keep: Part of the spare time that the policy deadline keeps for the end (0.5).
         pool: Pool in pools.yaml whose rules and prices apply.
         on_demand_usd: US dollars an hour for a machine on demand.
@@ -939,6 +945,8 @@ def simulate(
         work_s=work,
         deadline_s=deadline,
         policies=policies_of(policy),
+        sizings=sizings_of(size),
+        jobs=efficiencies_of(jobs),
         keep=keep,
         pool=pool,
         on_demand_usd=on_demand_usd,

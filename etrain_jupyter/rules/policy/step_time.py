@@ -68,6 +68,28 @@ class StepPoint:
     """Half the distance between the quartiles of the durations, relative to ``step_s``."""
 
 
+def step_point(
+    *, workers: int, samples: int, durations: Iterable[float], exposed: Iterable[float]
+) -> StepPoint:
+    """Return the point of measured steps with the same number of workers and samples.
+
+    Args:
+        workers: Number of workers.
+        samples: Samples per step, of all workers.
+        durations: Durations of the steps, in seconds; at least one.
+        exposed: ``exposed_s`` of the steps; empty if it is unknown.
+    """
+    low, median, high = np.quantile(np.asarray([*durations]), (0.25, 0.5, 0.75)).tolist()
+    known = [*exposed]
+    return StepPoint(
+        workers=workers,
+        batch=samples / workers,
+        step_s=median,
+        exposed_s=float(np.median(known)) if known else None,
+        spread=(high - low) / 2 / median,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where the workers run."""

@@ -5,7 +5,6 @@ It uses only events, so a coordinator that resumes a job or takes it over knows 
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from etrain_jupyter.rules.policy.step_time import (
     exchange_of,
     fit_step_times,
     passes_of,
+    step_point,
 )
 
 WARM_UP_STEPS = 3
@@ -103,13 +103,11 @@ class SpeedEvidence:
             if not enough or steps.total_s < most.get(workers, 0.0):
                 continue
             most[workers] = steps.total_s
-            low, median, high = statistics.quantiles(steps.durations, n=4)
-            found[workers] = StepPoint(
+            found[workers] = step_point(
                 workers=workers,
-                batch=samples / workers,
-                step_s=median,
-                exposed_s=statistics.median(steps.exposed),
-                spread=(high - low) / 2 / median,
+                samples=samples,
+                durations=steps.durations,
+                exposed=steps.exposed,
             )
         return found
 

@@ -77,6 +77,34 @@ def test_first_report_of_a_generation_is_left_out_if_the_others_are_enough() -> 
     assert measured.workers[0].total_s == pytest.approx(0.04)
 
 
+def test_checkpoints_of_the_steps_give_their_interval_and_their_slowdown() -> None:
+    job = job_with_times({"w0": {"compute_s": 0.01}}, num_reports=1, steps_per_report=100)
+    append(
+        job,
+        [
+            t.CheckpointCommitted(
+                job_id=job.id, time=step, step=step, manifest="", size_bytes=1, stall_s=0.001,
+                duration_s=0.2, slowed_s=0.05,
+            )
+            for step in (20, 40, 60, 80, 100, 120)
+        ],
+    )  # fmt: skip
+
+    measured = read_measured(job)
+
+    # The last one is after the measured steps.
+    assert measured.saves.steps_between == 20
+    assert measured.saves.writing_s == pytest.approx(5 * 0.2 / 100)
+    assert measured.workers[0].slowed_s == pytest.approx(5 * 0.05 / 100)
+
+
+def test_log_without_checkpoints_has_no_slowdown() -> None:
+    measured = read_measured(job_with_times(INPUT))
+
+    assert math.isnan(measured.saves.steps_between)
+    assert (measured.saves.writing_s, measured.workers[0].slowed_s) == (0.0, 0.0)
+
+
 def test_newest_generation_with_enough_steps_is_diagnosed() -> None:
     job = job_with_times(INPUT)
     append(
@@ -318,6 +346,22 @@ def test_pasted_line_is_a_valid_cell(
     assert found.gain is None or found.gain >= -1
 
 
+@pytest.mark.parametrize(
+    ("between", "line"), [(math.nan, "4 steps"), (1.0, "4 steps"), (6.5, "28 steps")]
+)
+def test_checkpoints_that_are_rarer_than_the_cell_says_are_saved_less_often_than_now(
+    between: float, line: str
+) -> None:
+    # A checkpoint that is due waits for the one that is being written.
+    found = remedy(
+        "checkpoint", [parts(checkpoint_s=0.01)], config={"checkpoint": {"every": "1 step"}},
+        steps_between_saves=between,
+    )  # fmt: skip
+
+    assert yaml.safe_load(found.line) == {"checkpoint": {"every": line}}
+    assert found.gain == pytest.approx(20 / (20 - 10 * 3 / 4) - 1)
+
+
 def test_configuration_of_another_version_has_no_remedy() -> None:
     job = job_with_times(INPUT, config={"nonsense": 1})
 
@@ -479,3 +523,27 @@ def test_diagnosis_from_the_log_remains_if_there_is_no_experiment() -> None:
 
     assert diagnosis.verdict.main == diagnose_job(job_with_times(INPUT)).verdict.main
     assert "No experiment on input-bound: job j is paused at step 9." in str(diagnosis)
+
+
+# --- workers without cores ------------------------------------------------------------------------
+
+
+def test_exchange_of_workers_that_wait_for_cores_has_no_verdict_but_a_note() -> None:
+    times = {"compute_s": 0.01, "communication_s": 0.02, "core_wait_s": 0.004}
+
+    diagnosis = diagnose_job(job_with_times({"w0": times, "w1": times}))
+
+    assert diagnosis.verdict.main is None
+    assert diagnosis.remedy is None
+    assert "no verdict" in str(diagnosis)
+    assert "The workers waited for a core 40% of the time" in str(diagnosis)
+
+
+def test_logs_without_the_wait_for_cores_name_the_exchange() -> None:
+    times = {"compute_s": 0.01, "communication_s": 0.02}
+
+    diagnosis = diagnose_job(job_with_times({"w0": times, "w1": times}))
+
+    assert diagnosis.verdict.main is not None
+    assert diagnosis.verdict.main.cause == "communication"
+    assert "waited for a core" not in str(diagnosis)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.insight.diagnosis.rules import Round, Verdict, judge
+from etrain_jupyter.insight.diagnosis.rules import Round, Verdict, doubt_exchange, judge
 from etrain_jupyter.insight.diagnosis.step_parts import (
     CAUSES,
     StepParts,
@@ -251,3 +251,89 @@ def test_without_the_straggler_a_step_takes_as_long_as_the_other_workers(
     after_s = step_s(workers) - saved_s(workers)["straggler"]
 
     assert after_s == pytest.approx(max(o.own_s for o in others) + transfer)
+
+
+# --- doubts ---------------------------------------------------------------------------------------
+
+STARVED = 0.006
+"""Seconds of 10 ms of passes in which a worker waited for a core."""
+
+
+def exchanging(core_wait_s: float | None, **seconds: float) -> list[StepParts]:
+    """Return workers with 10 ms of passes and 20 ms of transfer."""
+    return lockstep(*both(core_wait_s=core_wait_s, **seconds), transfer_s=0.02)
+
+
+@pytest.mark.parametrize("core_wait_s", [None, 0.0, 0.001])
+def test_exchange_of_workers_with_cores_is_communication(core_wait_s: float | None) -> None:
+    workers = exchanging(core_wait_s)
+
+    verdict = doubt_exchange(judge(workers, num_steps=100), workers)
+
+    assert verdict.main is not None
+    assert (verdict.main.cause, verdict.main.confidence) == ("communication", "medium")
+
+
+def test_exchange_of_workers_without_cores_has_no_verdict() -> None:
+    workers = exchanging(STARVED)
+
+    verdict = doubt_exchange(judge(workers, num_steps=100), workers)
+
+    assert verdict.main is None
+    assert verdict.reason.startswith(
+        "The exchange takes 67% of a step, but the workers waited for a core 60% of the time"
+    )
+
+
+def test_other_causes_on_workers_without_cores_keep_their_verdict_with_low_confidence() -> None:
+    workers = lockstep(*both(core_wait_s=STARVED, data_s=0.03))
+
+    verdict = doubt_exchange(judge(workers, num_steps=100), workers)
+
+    assert verdict.main is not None
+    assert (verdict.main.cause, verdict.main.confidence) == ("input", "low")
+
+
+def test_exchange_during_endless_checkpoints_has_no_verdict_until_their_cost_is_known() -> None:
+    unknown, known = exchanging(0.0), exchanging(0.0, slowed_s=0.004)
+
+    doubted = doubt_exchange(judge(unknown, num_steps=100), unknown, writing_s=0.03)
+    kept = doubt_exchange(judge(known, num_steps=100), known, writing_s=0.03)
+    rare = doubt_exchange(judge(unknown, num_steps=100), unknown, writing_s=0.01)
+
+    assert doubted.main is None
+    assert "a checkpoint was being written during nearly all steps" in doubted.reason
+    for one in (kept, rare):
+        assert one.main is not None
+        assert one.main.cause == "communication"
+
+
+def test_slower_steps_during_a_checkpoint_count_as_its_cost() -> None:
+    # The copy blocks for 2 ms of a step, and the write slows the exchange down by 9 ms.
+    workers = lockstep(*both(checkpoint_s=0.002, slowed_s=0.009), transfer_s=0.01)
+
+    main = judge(workers, num_steps=100).main
+
+    assert main is not None
+    assert (main.cause, main.share) == ("checkpoint", pytest.approx(0.5))
+
+
+def test_checkpoint_of_one_rank_makes_the_others_wait_and_is_not_communication() -> None:
+    # Rank 0 begins its step 20 ms later, so the other rank waits in the exchange.
+    late = parts("w0", checkpoint_s=0.02, communication_s=0.002, wait_s=0.0)
+    waiting = parts("w1", communication_s=0.022, wait_s=0.02)
+
+    main = judge([late, waiting], num_steps=100).main
+
+    assert main is not None
+    assert (main.cause, main.share) == ("checkpoint", pytest.approx(20 / 32))
+
+
+def test_slow_update_of_one_rank_is_not_communication() -> None:
+    late = parts("w0", optimizer_s=0.02, communication_s=0.002, wait_s=0.0)
+    waiting = parts("w1", communication_s=0.022, wait_s=0.02)
+
+    main = judge([late, waiting], num_steps=100).main
+
+    assert main is not None
+    assert main.cause in ("straggler", "optimizer")

@@ -75,7 +75,8 @@ def test_batch_grows_with_the_workers_only_if_it_is_set_per_worker() -> None:
 
 
 def test_no_worker_is_without_a_sample() -> None:
-    measured = replace(on_gpus(), global_batch=3)
+    measured = on_gpus()
+    measured = replace(measured, plan=replace(measured.plan, global_batch_size=3))
     estimates, _ = estimates_of(measured, Market(offers=(G5,)), cores=2)
 
     options = options_of(measured, estimates, max_workers=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import asdict
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 from etrain_jupyter.config.schema import ScalingConfig
 from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
-from etrain_jupyter.trainer.loop import rank_times
+from etrain_jupyter.trainer.loop import core_wait, rank_times
 from etrain_jupyter.trainer.loop.learning_rate import LearningRate
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.wire import messages
@@ -274,3 +275,21 @@ def test_report_sums_waits_and_metrics_and_has_none_if_one_step_did_not_measure_
         times.report()
     assert [m.record["wait_s"] for m in sent] == [0.75, 0.75]
     assert [m.record["metrics_s"] for m in sent] == [0.625, None]
+
+
+def test_report_has_the_wait_for_a_core_since_the_previous_report(monkeypatch, tmp_path):
+    thread = tmp_path / str(threading.get_native_id())
+    thread.mkdir()
+    monkeypatch.setattr(core_wait, "_TASKS", tmp_path)
+    sent: list[messages.RankTimesMeasured] = []
+    # Nanoseconds on a core, waiting for one, and the number of times on a core.
+    (thread / "schedstat").write_text("5000000000 1000000000 7\n")
+    times = RankTimes(sent.append)
+    for waited_ns in (1_500_000_000, 1_500_000_000, 3_500_000_000):
+        (thread / "schedstat").write_text(f"9000000000 {waited_ns} 9\n")
+        times.add_step(1, StepTimes(), samples=8, elapsed_s=2.0)
+        times.report()
+    (thread / "schedstat").unlink()
+    times.add_step(1, StepTimes(), samples=8, elapsed_s=2.0)
+    times.report()
+    assert [m.record["core_wait_s"] for m in sent] == [0.5, 0.0, 2.0, None]
