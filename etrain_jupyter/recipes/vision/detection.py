@@ -242,7 +242,9 @@ def _new_metric(*, class_metrics: bool) -> Any:
 
 def _best(found: Mapping[str, torch.Tensor], most: int) -> Target:
     order = found["scores"].argsort(descending=True, stable=True)[:most]
-    return {name: found[name][order].detach().cpu() for name in ("boxes", "labels", "scores")}
+    kept = {name: found[name][order].detach().cpu() for name in ("boxes", "labels", "scores")}
+    # pycocotools needs at least single precision, and the job may use bf16.
+    return {**kept, "boxes": kept["boxes"].float(), "scores": kept["scores"].float()}
 
 
 def _tensor(boxes: Any) -> torch.Tensor:
