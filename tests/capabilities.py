@@ -8,6 +8,7 @@ the group. ``.ci/run`` sets that variable to the capabilities that the machine s
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import shutil
@@ -77,6 +78,16 @@ def _why_no_modules(*names: str) -> str:
     return f"needs {', '.join(missing)}: pip install 'etrain-jupyter[test]'" if missing else ""
 
 
+def _why_no_torchvision() -> str:
+    # Not in the extra `test`: the build on PyPI does not fit a CPU build of torch, and then breaks
+    # the imports of transformers.
+    try:
+        importlib.import_module("torchvision.ops")
+    except (AttributeError, ImportError, RuntimeError):
+        return "torchvision for this build of torch: pip install 'etrain-jupyter[vision]'"
+    return ""
+
+
 CAPABILITIES: dict[str, Callable[[], str]] = {
     "browser": _why_no_browser,
     "compiler": _why_no_compiler,
@@ -85,6 +96,7 @@ CAPABILITIES: dict[str, Callable[[], str]] = {
     "moto": functools.partial(_why_no_modules, *CLOUD_LIBRARIES),
     "namespaces": _why_no_namespaces,
     "node": _why_no_node,
+    "torchvision": _why_no_torchvision,
 }
 """Capabilities that a run may require. Each function returns why one is missing, or ``""``."""
 

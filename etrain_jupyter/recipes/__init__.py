@@ -1,1 +1,1 @@
-"""Recipes that the tutorials and their readers share: question answering, pretraining."""
+"""Recipes that the tutorials and their readers share: question answering, pretraining, images."""

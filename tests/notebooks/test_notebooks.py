@@ -36,7 +36,8 @@ def warnings_in(executed: Path) -> list[str]:
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("path", TESTED)
 def test_notebook_runs_to_its_end_and_its_file_is_unchanged(path: Path, tmp_path: Path) -> None:
-    for capability in ("libraries", "moto", *(["encoder"] if path.name.startswith("05") else [])):
+    others = {"05": "encoder", "08": "torchvision"}
+    for capability in ("libraries", "moto", others.get(path.name[:2], "libraries")):
         skip_without(capability)
     before = path.read_bytes()
     run = [sys.executable, str(ROOT / "notebooks" / "run.py"), str(path), "--output", str(tmp_path)]

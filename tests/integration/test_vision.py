@@ -1,0 +1,120 @@
+"""Detect squares on several workers: augmentation, a lost worker, and exact scores."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from etrain_jupyter.log.events import EvalScored, WorkerLost
+from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import skip_without
+from tests.integration.conftest import until
+
+skip_without("torchvision")
+skip_without("libraries")
+
+from torchvision.models.detection import FCOS  # noqa: E402
+from torchvision.models.detection.anchor_utils import AnchorGenerator  # noqa: E402
+from torchvision.transforms import v2  # noqa: E402
+
+from etrain_jupyter.recipes import vision  # noqa: E402
+
+pytestmark = pytest.mark.timeout(400)
+
+CLASSES = ("background", "bright", "dark")
+LOSSES = ("bbox_regression", "bbox_ctrness", "classification")
+
+
+def sample_of(index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return an image of noise with a square; every eighth image is empty."""
+    generator = torch.Generator().manual_seed(index)
+    image = torch.randint(100, 140, (3, 32, 32), dtype=torch.uint8, generator=generator)
+    num = int(index % 8 != 0)
+    left, top = torch.randint(0, 20, (2,), generator=generator).tolist()
+    if num:
+        image[:, top : top + 12, left : left + 12] = 250 if index % 2 else 0
+    boxes = torch.tensor([[left, top, left + 12.0, top + 12]])[:num]
+    return image, {"boxes": boxes, "labels": torch.tensor([1 if index % 2 else 2])[:num]}
+
+
+def small_detector() -> nn.Module:
+    backbone = nn.Sequential(
+        nn.Conv2d(3, 16, 5, 2, 2), nn.ReLU(), nn.Conv2d(16, 32, 5, 2, 2), nn.ReLU()
+    )
+    backbone.out_channels = 32  # type: ignore[assignment]
+    model: nn.Module = FCOS(
+        backbone,
+        num_classes=3,
+        min_size=32,
+        max_size=32,
+        anchor_generator=AnchorGenerator(((8,),), ((1.0,),)),
+        detections_per_img=5,
+    )
+    return model
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    samples = [sample_of(index) for index in range(80)]
+    flip = v2.RandomHorizontalFlip()
+    return {
+        "model": small_detector,
+        "data": {
+            "train": samples[:64],
+            "eval": samples[64:],
+            "collate": vision.detection.Batches(3, train=flip),
+        },
+        "step": vision.detection.step,
+        "eval": {
+            "every": "40 steps",
+            "predict": vision.detection.predict,
+            "score": vision.detection.score,
+            "loss": False,
+        },
+        "optimizer": {"name": "AdamW", "lr": 3e-3},
+        "clip_grad_norm": 5.0,
+        "batch": {"global": 8},
+        "steps": 40,
+        "reproducible": {"shards": 4},
+        "workers": {"min": 1, "max": 2},
+        **changes,
+    }
+
+
+def scores_of(job: Any) -> list[dict[str, float]]:
+    return [event.scores for event in job.events() if isinstance(event, EvalScored)]
+
+
+def test_lost_worker_changes_neither_losses_nor_average_precision(submit: Any) -> None:
+    alone = submit(**body(workers={"min": 1, "max": 1}))
+    assert alone.wait(300) == "finished", alone
+    job = submit(**body())
+    until(lambda: job.status == "failed" or (job.step >= 4 and job.world_size == 2), "two ranks")
+    os.kill(job.workers()[1]["trainer_pid"], signal.SIGKILL)
+
+    assert job.wait(300) == "finished", job
+
+    assert_invariants(job.events())
+    assert [event for event in job.events() if isinstance(event, WorkerLost)] != []
+    history, expected = job.history(), alone.history()
+    assert all(history[name] == expected[name] for name in ("loss", *LOSSES))
+    assert history["loss"][-1] < history["loss"][0]
+    assert scores_of(job) == scores_of(alone)
+    assert scores_of(job)[0]["map_50"] > 0.1
+
+
+def test_invalid_box_fails_the_job_with_its_sample(submit: Any) -> None:
+    samples = [sample_of(index) for index in range(16)]
+    samples[11][1]["boxes"][0, 2] = 40
+    keys = body(data={"train": samples, "collate": vision.detection.Batches(3)})
+    del keys["eval"]
+
+    job = submit(**{**keys, "workers": {"min": 1, "max": 1}})
+
+    assert job.wait(300) == "failed"
+    with pytest.raises(Exception, match=r"sample 11 has the box .* not inside its image of width"):
+        job.raise_for_status()
