@@ -24,8 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # not needed.
 ENCODER := $(VENV)/.etrain-encoder
 
-# torchvision for notebook 08. The build on PyPI does not fit a CPU build of torch, so it is taken from the index that
-# torch came from.
+# torchvision for notebook 08. The build on PyPI does not fit a CPU build of torch, and would break transformers; then
+# the recipe's error shows the command that installs the right one.
 TORCHVISION := $(VENV)/.etrain-torchvision
 
 .DEFAULT_GOAL := help
@@ -51,9 +51,9 @@ $(ENCODER): $(INSTALLED)
 
 $(TORCHVISION): $(INSTALLED)
 	@$(BIN)/python -c 'import torchvision.ops' 2>/dev/null || $(BIN)/python -m pip install --quiet \
-	  --disable-pip-version-check --no-deps -c constraints.txt torchvision $$($(BIN)/python -c 'import torch; \
-	  build = torch.__version__.partition("+")[2]; \
-	  print("--index-url https://download.pytorch.org/whl/" + build if build else "")')
+	  --disable-pip-version-check --no-deps -c constraints.txt torchvision
+	@$(BIN)/python -c 'import etrain_jupyter.recipes.vision' || { \
+	  $(BIN)/python -m pip uninstall --quiet --yes torchvision; exit 1; }
 	@touch $@
 
 demo: $(INSTALLED) $(if $(filter 05%,$(NOTEBOOK)),$(ENCODER)) $(if $(filter 08%,$(NOTEBOOK)),$(TORCHVISION)) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
