@@ -63,7 +63,7 @@ def test_command_plans_a_job_from_its_own_steps(
     # AdaScale measured the gradient noise on two workers.
     assert by_workers[1].statistical_efficiency == 1.0
     assert 0.5 <= by_workers[2].statistical_efficiency < 1.0
-    assert plan.job.num_parameters == 256 * 512 + 512 + 512 * 2 + 2
+    assert plan.job.plan.num_parameters == 256 * 512 + 512 + 512 * 2 + 2
 
 
 def test_cell_is_profiled_on_one_and_two_workers_and_stopped(runs: Path) -> None:
