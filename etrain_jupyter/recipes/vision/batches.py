@@ -15,7 +15,7 @@ import torch
 
 from etrain_jupyter.data.batch_key import EVALUATION, BatchKey, batch_key
 from etrain_jupyter.errors import RecipeError
-from etrain_jupyter.recipes.vision.library import tv_tensors, v2
+from etrain_jupyter.recipes.vision.installed import tv_tensors, v2
 from etrain_jupyter.trainer.seeds import seed_of, seeded
 
 Transform = Callable[..., Any]

@@ -27,16 +27,6 @@ class Batches(batches.Batches[tuple[torch.Tensor, torch.Tensor]]):
         channels: Number of channels of each image.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        *,
-        train: Transform | None = None,
-        eval: Transform | None = None,
-        channels: int = 3,
-    ) -> None:
-        super().__init__(num_classes, train=train, eval=eval, channels=channels)
-
     def _check(self, target: Any, image: Any, where: str) -> int:
         is_tensor = isinstance(target, torch.Tensor) and target.ndim == 0
         try:

@@ -9,8 +9,8 @@ import torch
 
 from etrain_jupyter.errors import RecipeError
 from etrain_jupyter.recipes.vision import batches
-from etrain_jupyter.recipes.vision.batches import Sample, Transform, plain
-from etrain_jupyter.recipes.vision.library import tv_tensors, v2
+from etrain_jupyter.recipes.vision.batches import Sample, plain
+from etrain_jupyter.recipes.vision.installed import tv_tensors, v2
 
 Target = dict[str, torch.Tensor]
 """``boxes`` of shape ``(N, 4)`` (left, top, right, bottom, in pixels), ``labels`` of shape ``(N,)``
@@ -36,16 +36,6 @@ class Batches(batches.Batches[DetectionBatch]):
         eval: Transform for the samples of ``data.eval``.
         channels: Number of channels of each image.
     """
-
-    def __init__(
-        self,
-        num_classes: int,
-        *,
-        train: Transform | None = None,
-        eval: Transform | None = None,
-        channels: int = 3,
-    ) -> None:
-        super().__init__(num_classes, train=train, eval=eval, channels=channels)
 
     def _check(self, target: Any, image: Any, where: str) -> dict[str, Any]:
         if isinstance(target, Mapping) and list(target) == ["image_id"]:

@@ -22,7 +22,7 @@ from PIL import Image
 from etrain_jupyter.errors import RecipeError
 from etrain_jupyter.recipes.vision.batches import Sample, name_of
 from etrain_jupyter.recipes.vision.detection import check_boxes
-from etrain_jupyter.recipes.vision.library import tv_tensors, v2
+from etrain_jupyter.recipes.vision.installed import tv_tensors, v2
 
 Location = str | os.PathLike[str]
 _SIDES = ("xmin", "ymin", "xmax", "ymax")

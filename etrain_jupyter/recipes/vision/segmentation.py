@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from etrain_jupyter.errors import RecipeError
 from etrain_jupyter.recipes.vision import batches
-from etrain_jupyter.recipes.vision.batches import Sample, Transform, plain
-from etrain_jupyter.recipes.vision.library import tv_tensors, v2
+from etrain_jupyter.recipes.vision.batches import Sample, plain
+from etrain_jupyter.recipes.vision.installed import tv_tensors, v2
 
 IGNORED = 255
 """Class id of pixels that are neither trained nor scored."""
@@ -33,16 +33,6 @@ class Batches(batches.Batches[tuple[torch.Tensor, torch.Tensor]]):
         eval: Transform for the samples of ``data.eval``.
         channels: Number of channels of each image.
     """
-
-    def __init__(
-        self,
-        num_classes: int,
-        *,
-        train: Transform | None = None,
-        eval: Transform | None = None,
-        channels: int = 3,
-    ) -> None:
-        super().__init__(num_classes, train=train, eval=eval, channels=channels)
 
     def _check(self, target: Any, image: Any, where: str) -> Any:
         mask = target if isinstance(target, torch.Tensor) else v2.functional.pil_to_tensor(target)

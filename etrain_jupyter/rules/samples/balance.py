@@ -39,8 +39,7 @@ class SampleCost:
     """Time that one rank takes for a sample, without the time that it waits for the others."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        """Median of the last steps; 0 before the first measurement."""
+        self._seconds = 0.0
         self._measured: deque[float] = deque(maxlen=NUM_MEASURED)
         self._num_to_skip = NUM_SETTLING
 
@@ -50,11 +49,18 @@ class SampleCost:
             self._num_to_skip -= 1
         elif num_samples:
             self._measured.append(seconds / num_samples)
-            if len(self._measured) >= MIN_MEASURED:
-                self.seconds = median(self._measured)
+
+    @property
+    def seconds(self) -> float:
+        """Median of the last steps; 0 before the first measurement."""
+        # Computed here and not in ``add``, which every job calls in every step.
+        if len(self._measured) >= MIN_MEASURED:
+            self._seconds = median(self._measured)
+        return self._seconds
 
     def begin(self) -> None:
         """Begin to measure with another share; ``seconds`` stays until it is known better."""
+        self._seconds = self.seconds
         self._measured.clear()
         self._num_to_skip = NUM_SETTLING
 

@@ -104,6 +104,8 @@ class AveragedGradients:
         """
         plan, rank = self._plan_of(span), self._group.rank
         own = self._parts_of(plan, rank)
+        if own and self._norms is None:
+            return own
         # In even shares, rank 0.
         most = self._parts_of(plan, plan.counts.index(max(plan.counts)))
         return own + most[len(own) : len(most) if self._norms is not None else 1]

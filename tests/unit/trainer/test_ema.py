@@ -14,19 +14,12 @@ from etrain_jupyter.wire.messages import WeightsFingerprinted
 from tests.unit.trainer.loop.test_train_loop import PLAIN, make_loop, run
 from tests.unit.trainer.rank_processes import Generation, Job, RankProcesses
 from tests.unit.trainer.reproducible_jobs import keys, plain
+from tests.unit.trainer.test_sync_batchnorm import HISTORIES as CHANGES
 from tests.unit.trainer.test_sync_batchnorm import normed
 
 HISTORIES = {
-    "joins and leaves": [
-        Generation(members=(0, 1), until=2),
-        Generation(members=(1, 2, 0), until=3),
-        Generation(members=(2, 0)),
-    ],
-    "losses": [
-        Generation(members=(0, 1, 2), until=1, lost=1),
-        Generation(members=(0, 2), until=4, lost=0),
-        Generation(members=(2, 0, 1, 3)),
-    ],
+    "joins and leaves": CHANGES["joins and leaves"],
+    "losses": CHANGES["losses"],
     "lost in an evaluation": [
         Generation(members=(0, 1), until=4, lost=1, lost_at="eval"),
         Generation(members=(1, 0)),
