@@ -14,7 +14,7 @@ TYPED := etrain_jupyter benchmarks notebooks
 
 # Run three test files in parallel: most tests spend more time waiting than computing. pytest-xdist
 # would start with the files that have the most tests; tests/conftest.py starts with the longest ones.
-ALL_TESTS = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+ALL_TESTS = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 10
 
 # Images of build machines often set this. Each of the hundreds of processes of a test run would compile the package
 # again, and pytest would rewrite every test file in each of its processes.

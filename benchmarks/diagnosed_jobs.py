@@ -1,7 +1,9 @@
 """Jobs that are slow for a known cause, for etrain-jupyter and for a plain torch script.
 
 Waiting replaces work that would otherwise need a disk, a device or a core of its own: on a machine
-with few cores, a remedy that uses more of them would otherwise show no gain.
+with few cores, a remedy that uses more of them would otherwise show no gain. For the same reason, a
+step without its cause takes at least 20 ms in most jobs: in steps of 4 ms, the time until a process
+gets a core would decide.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,9 +43,9 @@ class Features(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class SlowFeatures(Features):
-    """Fetching a sample takes 2 ms."""
+    """Fetching a sample takes 4 ms."""
 
-    wait_s = 0.002
+    wait_s = 0.004
 
 
 class FewFeatures(Features):
@@ -54,20 +56,12 @@ class FewFeatures(Features):
 
 
 class SlowOnOneWorker(Features):
-    """Fetching a sample takes 3 ms on one worker only."""
+    """Fetching a sample takes 6 ms on one worker only."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if is_slow_process():
-            time.sleep(0.003)
+            time.sleep(0.006)
         return super().__getitem__(index)
-
-
-class Images(Features):
-    """Images of 28 x 28 pixels."""
-
-    def __init__(self) -> None:
-        super().__init__(2048)
-        self.x = torch.randn(2048, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 
 
 def small() -> nn.Module:
@@ -89,7 +83,7 @@ def large() -> nn.Module:
 
 
 class SlowSGD(torch.optim.SGD):
-    """SGD whose update waits for 20 ms, as for a device with slow memory.
+    """SGD whose update waits for 40 ms, as for a device with slow memory.
 
     A dense optimizer of many parameters would not do: with torch's fused kernel, the exchange of
     their gradients between two processes takes several times as long as their update.
@@ -97,7 +91,7 @@ class SlowSGD(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights."""
-        time.sleep(0.02)
+        time.sleep(0.04)
         return super().step(closure)
 
 
@@ -107,7 +101,7 @@ def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class SlowState(nn.Module):
-    """A small MLP with a state that takes 20 ms to read, as from another device.
+    """A small MLP with a state that takes 40 ms to read, as from another device.
 
     A large state would not do: a checkpoint blocks training only for a copy in memory, which takes
     less time than the exchange of as many gradients, and the next one waits for its write.
@@ -123,21 +117,12 @@ class SlowState(nn.Module):
         return logits
 
     def get_extra_state(self) -> int:
-        """Return a constant, after 20 ms."""
-        time.sleep(0.02)
+        """Return a constant, after 40 ms."""
+        time.sleep(0.04)
         return 0
 
     def set_extra_state(self, state: int) -> None:
         """Accept the constant."""
-
-
-def cnn() -> nn.Module:
-    """Return a CNN whose step is computation."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(32 * 49, 2),
-    )  # fmt: skip
 
 
 def is_slow_process() -> bool:
@@ -155,16 +140,29 @@ def is_slow_process() -> bool:
 _is_slow: bool | None = None
 
 
-def slow_on_one_worker(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Wait for 2 ms per sample on one worker only."""
-    if output.requires_grad and is_slow_process():
-        time.sleep(0.002 * len(target))
+def on_a_fast_device(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Wait as for a device that needs 20 ms for any number of samples."""
+    if output.requires_grad:
+        time.sleep(0.02)
     return F.cross_entropy(output, target)
+
+
+def slow_on_one_worker(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Wait as for a device that needs 20 ms, and on one worker 6 ms more per sample."""
+    if output.requires_grad and is_slow_process():
+        time.sleep(0.006 * len(target))
+    return on_a_fast_device(output, target)
 
 
 def on_a_device(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Wait as for a device that needs 1 ms per sample."""
     time.sleep(0.001 * len(target))
+    return F.cross_entropy(output, target)
+
+
+def on_a_slow_device(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Wait as for a device that needs 5 ms per sample."""
+    time.sleep(0.005 * len(target))
     return F.cross_entropy(output, target)
 
 
@@ -175,8 +173,8 @@ def in_a_device(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def slow_metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the accuracy, after a computation that takes 20 ms."""
-    time.sleep(0.02)
+    """Return the accuracy, after a computation that takes 40 ms."""
+    time.sleep(0.04)
     return (output.argmax(dim=1) == target).float()
 
 
@@ -192,14 +190,14 @@ class SlowJob:
     workers: int = 2
     rate: str = ""
     """Rate of the link, in the units of ``tc``; empty for no limit."""
-    peer_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the plain script; see ``peers/traceml_train.py``."""
 
+
+CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
 
 BODY: dict[str, Any] = {
     "model": f"{MODULE}:small",
     "data": {"train": f"{MODULE}:Features"},
-    "loss": "torch.nn.functional:cross_entropy",
+    "loss": f"{MODULE}:on_a_fast_device",
     "optimizer": {"name": "SGD", "lr": 0.01},
     "batch": {"global": 32},
     "checkpoint": {"every": "1000000 steps"},
@@ -231,7 +229,7 @@ JOBS: dict[str, SlowJob] = {
         cause="communication",
         peer=("COMM", "NETWORK"),
         rate="500mbit",
-        keys={"model": f"{MODULE}:large"},
+        keys={"model": f"{MODULE}:large", "loss": CROSS_ENTROPY},
     ),
     "slower link": SlowJob(
         cause="communication",
@@ -242,7 +240,7 @@ JOBS: dict[str, SlowJob] = {
     "tiny batches": SlowJob(
         cause="overhead",
         peer=RESIDUAL,
-        keys={"model": f"{MODULE}:deep", "batch": {"global": 4}},
+        keys={"model": f"{MODULE}:deep", "loss": CROSS_ENTROPY, "batch": {"global": 4}},
     ),
     "heavy metric": SlowJob(
         cause="metrics", peer=RESIDUAL, keys={"metrics": {"slow": f"{MODULE}:slow_metric"}}
@@ -265,7 +263,7 @@ JOBS: dict[str, SlowJob] = {
         },
     ),
     "computation": SlowJob(
-        cause="compute", peer=("COMPUTE",), keys={"loss": f"{MODULE}:on_a_device"}
+        cause="compute", peer=("COMPUTE",), keys={"loss": f"{MODULE}:on_a_slow_device"}
     ),
 }
 

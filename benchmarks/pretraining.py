@@ -1,4 +1,4 @@
-"""Pretraining of a small ALBERT, and what it contributes to fine-tuning.
+"""Pretraining of a small BERT, and what it contributes to fine-tuning.
 
 One job on two workers pretrains for a given time with masked words and sentence order, from shards.
 Its export is then fine-tuned on questions with several seeds, next to the same model with random
@@ -28,7 +28,7 @@ BATCH, MAX_LENGTH = 32, 128
 """Segments per step, and their maximum number of tokens: up to 4,096 tokens."""
 MAX_CHARACTERS = 700
 """Longest context of a question."""
-VOCABULARY = 8000
+VOCABULARY = 4000
 PROBE_STEPS = 12
 """Steps that measure the rate."""
 NUM_POINTS = 10
@@ -41,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, help="time of the pretraining (default 30, quick 3)"
     )
-    parser.add_argument("--text", type=Path, required=True, help="text file, one document per line")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="text files; documents are separated by blank lines or, in files without, by lines",
+    )
     parser.add_argument(
         "--pretrained", type=Path, help="export of an earlier run, which is only fine-tuned"
     )
@@ -72,7 +78,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             curve = curve_of(job.history())
             for row in curve:
                 print(f"pretraining: {row}", flush=True)
-            kept = options.keep or Path(folder) / "albert"
+            kept = options.keep or Path(folder) / "bert"
             checkpoint = str(job.export(kept, format="transformers"))
         starts: dict[str, Callable[[], Any]] = {
             KINDS[0]: lambda: load_encoder(checkpoint),
@@ -109,11 +115,11 @@ def always_answered(questions: Sequence[squad.Question]) -> list[squad.Question]
     return [replace(question, may_be_unanswerable=False) for question in questions]
 
 
-def prepare_corpus(text: Path, folder: Path) -> tuple[Any, Shards]:
-    """Train a vocabulary on the text, and write it as shards."""
+def prepare_corpus(texts: Sequence[Path], folder: Path) -> tuple[Any, Shards]:
+    """Train a vocabulary on the texts, and write them as shards."""
     from transformers import BertTokenizer
 
-    documents = list(lm.read_documents(text, one_per_line=True))
+    documents = [document for text in texts for document in documents_of(text)]
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
     tokenizer = BertTokenizer(vocab={piece: number for number, piece in enumerate(special)})
     tokenizer = tokenizer.train_new_from_iterator(  # type: ignore[no-untyped-call]
@@ -127,17 +133,22 @@ def prepare_corpus(text: Path, folder: Path) -> tuple[Any, Shards]:
     return tokenizer, corpus
 
 
-def config_of(num_tokens: int) -> Any:
-    """Return the configuration of an ALBERT with 2.5 million parameters or fewer."""
-    from transformers import AlbertConfig
+def documents_of(text: Path) -> list[list[str]]:
+    """Return the sentences of each document of a file."""
+    has_blank_lines = "\n\n" in text.read_text(encoding="utf-8")
+    return list(lm.read_documents(text, one_per_line=not has_blank_lines))
 
-    return AlbertConfig(
+
+def config_of(num_tokens: int) -> Any:
+    """Return the configuration of a BERT with 1.2 million parameters or fewer."""
+    from transformers import BertConfig
+
+    return BertConfig(
         vocab_size=num_tokens,
-        embedding_size=128,
-        hidden_size=256,
+        hidden_size=128,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=1024,
+        num_attention_heads=2,
+        intermediate_size=512,
         max_position_embeddings=MAX_LENGTH,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
@@ -156,24 +167,26 @@ def pretrain(config: Any, tokenizer: Any, corpus: Shards, minutes: float) -> Tra
 
 
 def submit_pretraining(config: Any, tokenizer: Any, corpus: Shards, num_steps: int) -> TrainingJob:
-    """Start a job with LAMB, bf16 and four passes per step."""
-    from transformers import AlbertForPreTraining
+    """Start a job with AdamW and bf16."""
+    from transformers import BertForPreTraining
+
+    masking = lm.Masking(tokenizer, max_length=MAX_LENGTH, order_label="next_sentence_label")
 
     return ours.submit(
-        "albert",
+        "bert",
         name="bench-pretraining",
         num_steps=num_steps,
         world_size=WORLD_SIZE,
         workers={"min": WORLD_SIZE, "max": WORLD_SIZE},
-        model=lambda: AlbertForPreTraining(config),
-        data={"train": corpus, "collate": lm.Masking(tokenizer, max_length=MAX_LENGTH)},
+        model=lambda: BertForPreTraining(config),
+        data={"train": corpus, "collate": masking},
         loss=None,
         step=lm.step,
         weight=lm.num_masked,
-        optimizer={"name": "LAMB", "lr": 1e-2, "weight_decay": 0.01, "no_decay": "auto"},
+        optimizer={"name": "AdamW", "lr": 2e-3, "weight_decay": 0.01, "no_decay": "auto"},
         schedule={"warmup": f"{max(1, num_steps // 10)} steps", "decay": "linear"},
         clip_grad_norm=1.0,
-        batch={"global": BATCH, "aggregation_frequency": 4},
+        batch={"global": BATCH},
         precision="bf16",
     )
 
@@ -209,7 +222,7 @@ def tune(
 ) -> dict[str, float]:
     """Fine-tune; return the scores of the last evaluation."""
     job = ours.submit(
-        "albert",
+        "bert",
         name="bench-tuning",
         num_steps=num_steps,
         world_size=WORLD_SIZE,

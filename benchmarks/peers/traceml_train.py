@@ -15,7 +15,7 @@ import traceml_ai as traceml
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.diagnosed_jobs import BODY, JOBS, build
+from benchmarks.diagnosed_jobs import BODY, CROSS_ENTROPY, JOBS, build
 
 SECONDS = 12.0
 """Duration of the training."""
@@ -44,7 +44,7 @@ def main() -> None:
         optimizer = build(named)(model.parameters())
     else:
         optimizer = getattr(torch.optim, named["name"])(model.parameters(), lr=named["lr"])
-    is_plain = body["loss"].startswith("torch")
+    is_plain = body["loss"] == CROSS_ENTROPY
     loss_of = torch.nn.functional.cross_entropy if is_plain else build(body["loss"])
     metrics = [build(name) for name in body.get("metrics", {}).values()]
     evaluated = list(DataLoader(build(data["eval"])(), local_batch)) if "eval" in data else []

@@ -22,7 +22,7 @@ NUM_STEPS = EPOCHS * STEPS_PER_EPOCH
 NUM_SCHEDULES = int(os.environ.get("ETRAIN_CHAOS_SCHEDULES", "0"))
 """Total number of schedules, half of them reproducible; ``make endurance`` runs 500."""
 BLOCK = 25
-NUM_DEFAULT, NUM_REPRODUCIBLE = 8, 6
+NUM_DEFAULT, NUM_REPRODUCIBLE = 6, 4
 """Schedules of each kind in the ordinary suite; each takes a few seconds."""
 
 REPRODUCIBLE = {"reproducible": {"shards": 4}}
