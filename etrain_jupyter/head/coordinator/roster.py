@@ -48,6 +48,7 @@ class WorkerRoster:
     def __init__(self, *, silence_s: float, tick_s: float) -> None:
         self._heartbeats = HeartbeatMonitor(limit_s=silence_s, tick_s=tick_s)
         self._by_name: dict[str, WorkerFacts] = {}
+        self._by_address: dict[str, WorkerFacts] = {}  # the same workers: each message looks here
         self._evicted: dict[str, int] = {}  # fenced incarnation, by address
 
     def __iter__(self) -> Iterator[WorkerFacts]:
@@ -70,13 +71,17 @@ class WorkerRoster:
         if facts.incarnation <= self._evicted.get(facts.address, -1):
             return False
         self._evicted.pop(facts.address, None)
+        previous = self._by_name.get(facts.name)
+        if previous is not None:
+            self._by_address.pop(previous.address, None)
         self._by_name[facts.name] = facts
+        self._by_address[facts.address] = facts
         self._heartbeats.hear(facts.name, now)
         return True
 
     def hear(self, address: str, now: float) -> WorkerFacts | None:
         """Record a message, and return its worker; None if the address is fenced or unknown."""
-        facts = next((w for w in self._by_name.values() if w.address == address), None)
+        facts = self._by_address.get(address)
         if facts is not None:
             self._heartbeats.hear(facts.name, now)
         return facts
@@ -88,7 +93,7 @@ class WorkerRoster:
     def remove(self, address: str) -> WorkerFacts | None:
         """Remove a worker whose connection is closed; return it unless it was fenced."""
         self._evicted.pop(address, None)
-        facts = next((w for w in self._by_name.values() if w.address == address), None)
+        facts = self._by_address.pop(address, None)
         if facts is not None:
             del self._by_name[facts.name]
             self._heartbeats.forget(facts.name)
@@ -106,6 +111,7 @@ class WorkerRoster:
         evicted = []
         for name, silence_s in self._heartbeats.silent(now).items():
             facts = self._by_name.pop(name)
+            self._by_address.pop(facts.address, None)
             self._heartbeats.forget(name)
             self._evicted[facts.address] = facts.incarnation
             evicted.append((facts, silence_s))

@@ -85,6 +85,8 @@ def handle(
             take_trainer_lost(turn, stimulus)
         case s.ProgressSeen():
             take_progress(turn, stimulus)
+            # Most stimuli are these, one per second and worker, and only ticks read what they say.
+            return turn.state, turn.commands
         case s.UserErrorSeen():
             _take_user_error(turn, stimulus)
         case s.StepsCommitted():

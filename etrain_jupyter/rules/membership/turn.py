@@ -195,11 +195,13 @@ class Turn:
 
 def start_missing(turn: Turn) -> None:
     """Start a trainer on every assigned worker that has none and whose back-off is over."""
+    served = {member.worker for member in turn.state.members.values()}
     for worker in turn.state.assigned:
         health = turn.state.faults.health.get(worker)
         is_waiting = health is not None and health.retry_at > turn.now
-        if turn.state.of_worker(worker) is not None or is_waiting:
+        if worker in served or is_waiting:
             continue
+        served.add(worker)
         # The number is never reused, so late reports cannot be attributed to a successor.
         number = turn.state.num_started + 1
         trainer = f"{turn.state.job_id}/{worker}/{number}"
