@@ -175,8 +175,8 @@ class RunStoreContract:
         def take() -> None:
             try:
                 place.take(made, 3)
-            except EtrainError:
-                outcomes.append("refused")
+            except EtrainError as exc:
+                outcomes.append(str(exc))
             else:
                 outcomes.append("succeeded")
 
@@ -185,7 +185,8 @@ class RunStoreContract:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(outcomes) == ["refused", "refused", "refused", "succeeded"]
+        assert len(outcomes) == len(threads), outcomes
+        assert outcomes.count("succeeded") == 1, outcomes
 
 
 def create(store: RunStore, job_id: str = "digits-1", *, created: float = 1.0) -> RunRecord:
