@@ -8,6 +8,7 @@ from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.failed_forms import MAX_FAILED_FORMS
+from etrain_jupyter.rules.membership.formation import ADMISSION_GRACE_S
 from etrain_jupyter.rules.membership.stalls import KILL_PATIENCE_S
 from tests.unit.rules.story import Story
 
@@ -326,3 +327,14 @@ def test_rank_that_freezes_while_it_saves_the_last_checkpoint_is_replaced_by_ano
     story.lose("w1")
     [again] = story.found(c.SaveCheckpoint)
     assert again.trainer == story.trainer("w2")
+
+
+def test_progress_is_only_recorded_and_acted_upon_in_the_next_tick():
+    # With hundreds of workers, beats are most of the stimuli.
+    story = Story().send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1")
+    story.now += ADMISSION_GRACE_S  # the wait for w2
+
+    story.see("w1", 0, generation=0, **ALIVE)
+    assert story.last == []
+    story.send(s.Tick())
+    assert story.found(c.FormGeneration)
