@@ -140,7 +140,7 @@ def documents_of(text: Path) -> list[list[str]]:
 
 
 def config_of(num_tokens: int) -> Any:
-    """Return the configuration of a BERT with 1.2 million parameters or fewer."""
+    """Return the configuration of a BERT with 1.4 million parameters or fewer."""
     from transformers import BertConfig
 
     return BertConfig(
