@@ -85,8 +85,6 @@ def handle(
             take_trainer_lost(turn, stimulus)
         case s.ProgressSeen():
             take_progress(turn, stimulus)
-            # Most stimuli are these, one per second and worker, and only ticks read what they say.
-            return turn.state, turn.commands
         case s.UserErrorSeen():
             _take_user_error(turn, stimulus)
         case s.StepsCommitted():
@@ -107,8 +105,8 @@ def handle(
             _take_tick(turn, stimulus)
         case _:
             assert_never(stimulus)
-    # No rule waits for a particular stimulus: after each one, everything that is due is done.
-    if not turn.state.is_ended:
+    # After each stimulus but the most frequent one, which only ticks read, do all that is due.
+    if not (turn.state.is_ended or isinstance(stimulus, s.ProgressSeen)):
         advance(turn)
     return turn.state, turn.commands
 
