@@ -17,7 +17,7 @@ from tests.unit.trainer.rank_processes import Generation, Job, Outcome, rank_pro
 NUM_SAMPLES, BATCH = 274, 24
 """The last step of an epoch has 10 samples."""
 SAMPLE_S = 2e-3
-SLOWNESS = 4
+SLOWNESS = 8
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,7 @@ def test_slow_rank_gets_fewer_samples_and_the_weights_are_those_of_even_shares(r
     assert shares_of(even[0]) == []
     first, second = map(int, shares_of(auto[0])[0].split(", "))
     assert first + second == BATCH
-    # By how much depends on the load of the machine: the delay of rank 1 is not its only work.
-    assert first > second
+    assert first > 1.5 * second
     assert steps_of(auto[0]) == steps_of(even[0])
     assert auto[0].digest == auto[1].digest
     for name, value in auto[0].model.items():
@@ -104,8 +103,7 @@ def test_synchronized_batchnorm_hides_no_slow_rank_and_does_not_depend_on_the_sh
         for made in jobs
     )
     first, second = map(int, shares_of(auto[0])[0].split(", "))
-    # If the time in collectives counted, both ranks would take equally long, and keep even shares.
-    assert first > second
+    assert first > 1.5 * second
     assert auto[0].digest == auto[1].digest
     # With several passes, the shares determine which samples are in a pass.
     if not batch:
