@@ -252,8 +252,9 @@ def live(
     victim = cloud.instances("running")[0].instance_id
     seen.steps_hanging = hang(cloud, job, victim, until)
     cloud.set_faults(ApiFault(service="", code="ExpiredToken", match=first_key))
+    # The thread that renews the lease may warn before the one that lists the machines.
     seen.expired = until(
-        lambda: next((line for line in lines() if "credentials" in line), ""), "expired"
+        lambda: next((line for line in lines() if "EC2 cannot be reached" in line), ""), "expired"
     )
     first = job.step
     until(lambda: job.step > first + 10, "more steps")
