@@ -50,6 +50,9 @@ def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) 
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = COLLECTIVE_TIMEOUT
+    # ``abort`` cannot reach a communicator inside a blocking initialization. If a peer dies during
+    # it, the thread, its sockets and its GPU memory would be lost.
+    options.config.blocking = False
     prefixed = c10d.PrefixStore(NCCL, store)
     backend: Any = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
     keep(backend)

@@ -44,17 +44,18 @@ class RunningBuffers:
         """Return ``weight`` times the changes since ``before``: float64, CPU, shape ``(B,)``."""
         # Always in float64, so that integer buffers (num_batches_tracked) can be averaged.
         moves = [
-            ((now.double() - old.double()) * weight).reshape(-1).cpu()
+            ((now.double() - old.double()) * weight).reshape(-1)
             for now, old in zip(self._buffers, before, strict=True)
         ]
-        return torch.cat(moves)
+        # One copy from the device for all buffers, because each copy waits for the device.
+        return torch.cat(moves).cpu()
 
     @torch.no_grad()
     def move(self, before: Sequence[torch.Tensor], moves_B: torch.Tensor) -> None:
         """Set the values to ``before`` plus the averaged changes ``moves_B``, shape ``(B,)``."""
         sizes = [b.numel() for b in before]
-        moves = torch.split(moves_B, sizes)
+        moves = torch.split(moves_B.to(before[0].device), sizes)
         for now, old, move in zip(self._buffers, before, moves, strict=True):
-            value = old.double() + move.view_as(old).to(old.device)
+            value = old.double() + move.view_as(old)
             # A counter changes by the mean of the ranks' increments, which need not be an integer.
             now.copy_(value if now.is_floating_point() else value.round())

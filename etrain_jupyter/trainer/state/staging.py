@@ -19,6 +19,7 @@ import torch
 from etrain_jupyter.trainer.compiled import heartbeats
 from etrain_jupyter.trainer.state.packing import StateError, Tensors
 from etrain_jupyter.trainer.state.pieces import copy_in_pieces
+from etrain_jupyter.trainer.state.pinned import pin
 
 _ALIGNMENT = 8
 """Alignment of the first tensor. Larger element types come first, so that all are aligned."""
@@ -52,8 +53,10 @@ class StagedFile:
         self._is_pinned = any(value.is_cuda for value in tensors.values())
         header, starts = _layout(self._form, metadata)
         size = len(header) + sum(_num_bytes(*form) for form in self._form.values())
+        self._buffer = torch.empty(size, dtype=torch.uint8)
         # Pinned, so that device copies are asynchronous while this thread issues the next copy.
-        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+        if self._is_pinned:
+            pin(self._buffer, owner=self)
         self._buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._views = {
             name: self._view(len(header) + start, *self._form[name])

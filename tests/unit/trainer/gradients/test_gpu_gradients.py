@@ -213,3 +213,5 @@ def test_worker_with_a_gpu_takes_the_one_that_it_sees(monkeypatch):
     # Review G3: the watchdog ended the process before it could report a CUDA error.
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
     assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "1"
+    # With NVLink SHARP, an aborted communicator does not free everything.
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
