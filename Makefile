@@ -29,7 +29,7 @@ ENCODER := $(VENV)/.etrain-encoder
 TORCHVISION := $(VENV)/.etrain-torchvision
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test endurance lint docs snapshot screenshots bench peers constraints clean
+.PHONY: help install demo lab test endurance gpu lint docs snapshot screenshots bench peers constraints clean
 
 help: ## List all targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -70,6 +70,9 @@ endurance: $(INSTALLED) $(ENCODER) ## Run the long tests: 500 fault schedules, 1
 	  $(BIN)/python -m pytest -p no:rerunfailures tests -m slow $(ARGS)
 	ETRAIN_SPAWN=1 $(BIN)/python -m pytest -p no:rerunfailures tests/chaos/test_faults.py tests/chaos/test_endings.py $(ARGS)
 	$(BIN)/python -m pytest --hypothesis-profile=random tests/unit tests/contract $(ARGS)
+
+gpu: $(INSTALLED) ## Run everything that needs a GPU, and write .demo/gpu/report.md (without a GPU: ARGS=--stand-in)
+	$(BIN)/python -m benchmarks.gpu_report --output .demo/gpu $(ARGS)
 
 lint: $(INSTALLED) ## Check style, types and import rules; with Node.js, also run ESLint and Prettier
 	$(BIN)/ruff check .

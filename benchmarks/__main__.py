@@ -18,8 +18,10 @@ from benchmarks import (
     dashboard,
     diagnose,
     forming,
+    gpu,
     log,
     ours,
+    paired,
     plan,
     policies,
     pretraining,
@@ -42,12 +44,14 @@ from benchmarks import (
 
 BENCHMARKS: dict[str, ModuleType] = {
     "steady": steady,
+    "paired": paired,
     "aggregation": aggregation,
     "recovery": recovery,
     "forming": forming,
     "starts": starts,
     "churn": churn,
     "reproducible": reproducible,
+    "gpu": gpu,
     "log": log,
     "checkpoint": checkpoint,
     "bundle": bundle,
@@ -70,9 +74,9 @@ BENCHMARKS: dict[str, ModuleType] = {
     "pretraining": pretraining,
 }
 
-APART = frozenset({"strangers", "code", "squad", "pretraining"})
+APART = frozenset({"strangers", "code", "gpu", "squad", "pretraining"})
 """Excluded from ``all``: ``strangers`` attacks every listener on the machine, ``code`` measures no
-time, and ``squad`` and ``pretraining`` need data sets.
+time, ``gpu`` belongs to ``make gpu``, and ``squad`` and ``pretraining`` need data sets.
 """
 
 

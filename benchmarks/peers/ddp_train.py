@@ -4,7 +4,7 @@ The script is written for speed: every rank has the whole data set as tensors an
 of each batch by indices, without a data loader, logging or checkpoints. ``--loader`` reads the
 samples through ``DataLoader`` and ``DistributedSampler`` instead, as most scripts do.
 ``--aggregation 4`` splits each share into four passes and runs all except the last under
-``no_sync``.
+``no_sync``. ``--gated`` lets the benchmark ``paired`` start and stop the ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from benchmarks.gate import gated_loss
 from benchmarks.workloads import (
     GLOBAL_BATCH_SIZE,
     LEARNING_RATE,
@@ -42,22 +44,38 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--loader", action="store_true")
     parser.add_argument("--aggregation", type=int, default=1, help="passes per step")
+    parser.add_argument("--gated", action="store_true", help="wait in the loss for the benchmark")
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    device = choose_device()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)
-    images, labels = make_images()
+    images, labels = (values.to(device) for values in make_images())
     batches = loader_batches(images, labels) if options.loader else index_batches(images, labels)
-    times = train(options.workload, batches, options.steps, options.aggregation)
+    loss = gated_loss if options.gated else cross_entropy
+    times = train(options.workload, batches, options.steps, options.aggregation, loss)
     if dist.get_rank() == 0:
         options.json.write_text(json.dumps({"times": times}), encoding="utf-8")
     dist.destroy_process_group()
 
 
+def choose_device() -> torch.device:
+    """Return this rank's own GPU, or the CPU if there are fewer GPUs than ranks."""
+    if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
 def train(
-    workload: str, batches: Iterator[Batch], num_steps: int, num_passes: int = 1
+    workload: str,
+    batches: Iterator[Batch],
+    num_steps: int,
+    num_passes: int = 1,
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy,
 ) -> list[float]:
     """Run ``num_steps`` updates and return their completion times."""
-    model = DistributedDataParallel(MODELS[workload]())
+    model = DistributedDataParallel(MODELS[workload]().to(choose_device()))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     times = []
     for _ in range(num_steps):
@@ -66,7 +84,7 @@ def train(
         for number, (some, wanted) in enumerate(parts, 1):
             is_last = number == len(parts)
             with contextlib.nullcontext() if is_last else model.no_sync():
-                loss = cross_entropy(model(some), wanted) * (len(wanted) / len(target))
+                loss = loss_of(model(some), wanted) * (len(wanted) / len(target))
                 loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()

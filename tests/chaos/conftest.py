@@ -21,8 +21,11 @@ from tests.chaos.spot import Spot, open_cloud, open_spot
 from tests.chaos.trainers import Served, Spawned, Trainers
 
 MEMORY = Path("/dev/shm")
-LOCAL_WORKER = {**dict.fromkeys(THREADS, "1"), "CUDA_VISIBLE_DEVICES": ""}
-"""Environment that a local pool sets for a worker without a GPU."""
+LOCAL_WORKER = {
+    **dict.fromkeys(THREADS, "1"),
+    "CUDA_VISIBLE_DEVICES": os.environ.get("ETRAIN_CHAOS_GPU", ""),
+}
+"""Environment that a local pool sets for a worker: without a GPU, or with ``ETRAIN_CHAOS_GPU``."""
 
 MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
