@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ def pin(buffer: torch.Tensor, *, owner: object) -> bool:
     """
     if buffer.numel() == 0:
         return False
-    cuda, start = torch.cuda.cudart(), buffer.data_ptr()
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    start = buffer.data_ptr()
     error = cuda.cudaHostRegister(start, buffer.nbytes, 0)
     if int(error) != 0:
         logger.warning(
