@@ -107,15 +107,14 @@ def run_traceml(name: str, python: str) -> dict[str, Any]:
 
 def run(command: list[str], environment: dict[str, str]) -> str:
     """Run a command, and return its output; at the time limit, let it shut its cluster down."""
-    process = subprocess.Popen(
-        command, env=environment, text=True, cwd=ours.ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        return process.communicate(timeout=TIMEOUT_S)[0]
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        return f"timeout after {TIMEOUT_S:g} s\n{process.communicate()[0]}"
+    with ours.child(
+        command, env=environment, cwd=ours.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            return process.communicate(timeout=TIMEOUT_S)[0]
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return f"timeout after {TIMEOUT_S:g} s\n{process.communicate()[0]}"
 
 
 def error_of(found: dict[str, Any]) -> float | None:
