@@ -61,6 +61,8 @@ class Measured:
     """Checkpoints in these steps."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """JSON form of the job's TrainConfig."""
+    share_cores: bool = False
+    """True if all workers are CPU slots of the machine with the scheduler."""
 
 
 def read_measured(job: Job) -> Measured:
@@ -71,6 +73,7 @@ def read_measured(job: Job) -> Measured:
     """
     reports: dict[int, list[RankTimed]] = {}
     places: dict[str, str] = {}
+    on_this_machine: dict[str, bool] = {}
     written: list[CheckpointCommitted] = []
     config: Mapping[str, Any] = {}
     for event in runs_of(job.events()):
@@ -81,6 +84,7 @@ def read_measured(job: Job) -> Measured:
                 config = event.config or config
             case WorkerJoined():
                 places[event.worker] = _place_of(event)
+                on_this_machine[event.worker] = _is_local_slot(event)
             # A report without steps has only evaluations and checkpoints.
             case RankTimed(num_steps=steps) if steps > 0:
                 reports.setdefault(event.generation, []).append(event)
@@ -113,6 +117,7 @@ def read_measured(job: Job) -> Measured:
         fixed_s=fixed_time(columns, generation),
         saves=saves,
         config=config,
+        share_cores=all(on_this_machine.get(one.worker, False) for one in totals.values()),
     )
 
 
@@ -129,10 +134,17 @@ def _no_times(job: Job, *, num_steps: int) -> ConfigError:
     )
 
 
-def _place_of(event: WorkerJoined) -> str:
+def _host_of(event: WorkerJoined) -> str:
     # tls://10.0.3.7:40231 -> 10.0.3.7
-    host = event.address.rpartition("://")[2].rpartition(":")[0]
-    machine = event.machine
+    return event.address.rpartition("://")[2].rpartition(":")[0]
+
+
+def _is_local_slot(event: WorkerJoined) -> bool:
+    return event.device == "cpu" and not event.machine and _host_of(event).startswith("127.")
+
+
+def _place_of(event: WorkerJoined) -> str:
+    host, machine = _host_of(event), event.machine
     return f"{host} ({machine})" if host and machine else host or machine
 
 
@@ -202,6 +214,7 @@ def _parts(reports: Sequence[RankTimed], places: Mapping[str, str], saves: Saves
         # Rank 0 measures it, and the other ranks wait for rank 0.
         slowed_s=saves.slowed_s,
         core_wait_s=mean_if_known("core_wait_s", math.inf),
+        cpu_s=mean_if_known("cpu_s", math.inf),
     )
 
 

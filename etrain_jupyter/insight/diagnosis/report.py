@@ -243,13 +243,16 @@ class Diagnosis:
         return lines
 
 
-def diagnose_job(job: Job, *, is_running: bool = False, run: Run | None = None) -> Diagnosis:
+def diagnose_job(
+    job: Job, *, is_running: bool = False, run: Run | None = None, cores: float = math.inf
+) -> Diagnosis:
     """Find the cause that slows a job down, from the times in its log and from experiments.
 
     Args:
         job: The job, running or ended.
         is_running: True to suggest commands for the running job where they help.
         run: Runs experiments on the job's workers; None for none.
+        cores: Cores of this machine, which limit a prediction for workers that share them.
 
     Raises:
         ConfigError: If the job has no steps, or no worker has reported its times yet.
@@ -287,6 +290,7 @@ def diagnose_job(job: Job, *, is_running: bool = False, run: Run | None = None) 
             running_job=job.id if is_running else "",
             steps_between_saves=measured.saves.steps_between,
             tested=tested[-1] if is_last else None,
+            cores=cores if measured.share_cores else math.inf,
         )
     return Diagnosis(job.id, measured, verdict, remedy, tested)
 
