@@ -37,14 +37,14 @@ MODELS = {
     "cnn": "benchmarks.workloads:build_cnn",
 }
 BATCHES = {"linear": 4, "small MLP": 64, "cnn": 128}
-STEPS = {"linear": 40, "small MLP": 20, "cnn": 6}
-"""Counted steps of a block: 0.1 to 0.3 s, which is shorter than most changes of the load."""
-NUM_PAIRS = {"linear": 500, "small MLP": 500, "cnn": 150}
+STEPS = {"linear": 21, "small MLP": 15, "cnn": 5}
+"""Counted steps of a block: 0.1 to 0.2 s, which is shorter than most changes of the load."""
+NUM_PAIRS = {"linear": 800, "small MLP": 700, "cnn": 200}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
-    parser.add_argument("--pairs", type=int, help="pairs of blocks (default 150 to 500; quick: 20)")
+    parser.add_argument("--pairs", type=int, help="pairs of blocks (default 200 to 800; quick: 20)")
     parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
 
 
