@@ -153,7 +153,7 @@ def table_of(result: dict[str, Any]) -> str:
     rows = [row_of(name, found) for name, found in result["jobs"].items()]
     total = (
         f"{result['num_right']} of {result['num_jobs']} causes right; predicted throughput within "
-        f"{BAR:.0%} in {result['num_within_bar']} of {result['num_predicted']}; causes that TraceML "
-        f"names: {result['num_right_traceml']}"
+        f"{BAR:.0%} in {result['num_within_bar']} of {result['num_predicted']}; causes that "
+        f"TraceML names: {result['num_right_traceml']}"
     )
     return f"{report.table(head, rows)}\n\n{total}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -13,12 +13,10 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.diagnosis.rules import MIN_STEPS, Round
 from etrain_jupyter.insight.diagnosis.step_parts import StepParts
 from etrain_jupyter.insight.measures import Columns, to_floats
-from etrain_jupyter.insight.runs import Job
-from etrain_jupyter.log.blocks import runs_of
+from etrain_jupyter.insight.runs import Job, RunRecord
 from etrain_jupyter.log.events import (
     CheckpointCommitted,
-    JobResumed,
-    JobSubmitted,
+    Event,
     RankTimed,
     WorkerJoined,
 )
@@ -71,25 +69,9 @@ def read_measured(job: Job) -> Measured:
     Raises:
         ConfigError: If the job has no steps, or no worker has reported its times yet.
     """
-    reports: dict[int, list[RankTimed]] = {}
-    places: dict[str, str] = {}
-    on_this_machine: dict[str, bool] = {}
-    written: list[CheckpointCommitted] = []
-    config: Mapping[str, Any] = {}
-    for event in runs_of(job.events()):
-        match event:
-            case JobSubmitted():
-                config = event.config
-            case JobResumed():
-                config = event.config or config
-            case WorkerJoined():
-                places[event.worker] = _place_of(event)
-                on_this_machine[event.worker] = _is_local_slot(event)
-            # A report without steps has only evaluations and checkpoints.
-            case RankTimed(num_steps=steps) if steps > 0:
-                reports.setdefault(event.generation, []).append(event)
-            case CheckpointCommitted():
-                written.append(event)
+    record = _TimesRecord().apply_all(job.events())
+    reports, joined = record.reports, record.joined
+    places = {worker: _place_of(event) for worker, event in joined.items()}
     columns = job.history()
     if not reports:
         raise _no_times(job, num_steps=len(columns["step"]))
@@ -98,7 +80,7 @@ def read_measured(job: Job) -> Measured:
     num_steps = min(sum(one.num_steps for one in mine) for mine in by_rank.values())
     last_step = max(one.step for one in reports[generation])
     saves = _saves_of(
-        [one for one in written if last_step - num_steps < one.step <= last_step], num_steps
+        [one for one in record.written if last_step - num_steps < one.step <= last_step], num_steps
     )
     totals = {rank: _parts(mine, places, saves) for rank, mine in by_rank.items()}
     rounds = [
@@ -116,9 +98,34 @@ def read_measured(job: Job) -> Measured:
         last_step=last_step,
         fixed_s=fixed_time(columns, generation),
         saves=saves,
-        config=config,
-        share_cores=all(on_this_machine.get(one.worker, False) for one in totals.values()),
+        config=record.config,
+        share_cores=all(
+            one.worker in joined and _is_local_slot(joined[one.worker]) for one in totals.values()
+        ),
     )
+
+
+class _TimesRecord(RunRecord):
+    """Record of a job with the reports of its workers and its checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: dict[int, list[RankTimed]] = {}
+        """Reports by generation."""
+        self.joined: dict[str, WorkerJoined] = {}
+        self.written: list[CheckpointCommitted] = []
+
+    def apply(self, event: Event) -> Self:
+        """Add the next event of the log."""
+        match event:
+            case WorkerJoined():
+                self.joined[event.worker] = event
+            # A report without steps has only evaluations and checkpoints.
+            case RankTimed(num_steps=steps) if steps > 0:
+                self.reports.setdefault(event.generation, []).append(event)
+            case CheckpointCommitted():
+                self.written.append(event)
+        return super().apply(event)
 
 
 def _no_times(job: Job, *, num_steps: int) -> ConfigError:

@@ -19,7 +19,7 @@ from etrain_jupyter.insight.planning.measured import MeasuredJob
 from etrain_jupyter.insight.planning.on_trace import TracedOption
 from etrain_jupyter.insight.planning.options import Option
 from etrain_jupyter.insight.svg import COLORS, line_chart
-from etrain_jupyter.insight.table import Column, align_columns, data_frame
+from etrain_jupyter.insight.table import Column, align_columns, data_frame, render_html
 from etrain_jupyter.untrusted import plain_line, plain_text
 
 if TYPE_CHECKING:
@@ -263,9 +263,5 @@ def _is_known(value: Any) -> bool:
 
 
 def _html_table(lines: Sequence[Sequence[str]]) -> str:
-    heads, *rows = lines
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    heads, *rows = ([*map(escape, line)] for line in lines)
+    return render_html(heads, rows)
