@@ -20,6 +20,7 @@ from etrain_jupyter.log.events import (
     RankTimed,
     WorkerJoined,
 )
+from etrain_jupyter.rules.policy.step_time import exchange_of
 
 MIN_SMALL_STEPS = 3
 """Number of smaller steps from which their duration is known."""
@@ -61,6 +62,8 @@ class Measured:
     """JSON form of the job's TrainConfig."""
     share_cores: bool = False
     """True if all workers are CPU slots of the machine with the scheduler."""
+    gradient_bytes: float | None = None
+    """Bytes of one worker's gradients as they are sent; None if the log has no size."""
 
 
 def read_measured(job: Job) -> Measured:
@@ -102,6 +105,7 @@ def read_measured(job: Job) -> Measured:
         share_cores=all(
             one.worker in joined and _is_local_slot(joined[one.worker]) for one in totals.values()
         ),
+        gradient_bytes=_gradient_bytes(record),
     )
 
 
@@ -126,6 +130,16 @@ class _TimesRecord(RunRecord):
             case CheckpointCommitted():
                 self.written.append(event)
         return super().apply(event)
+
+
+def _gradient_bytes(record: RunRecord) -> float | None:
+    if record.plan is None or not record.plan.num_parameters:
+        return None
+    compression = str(record.config.get("compression") or "none")
+    exchange = exchange_of(
+        num_parameters=record.plan.num_parameters, compression=compression, passes=1
+    )
+    return exchange.num_bytes
 
 
 def _no_times(job: Job, *, num_steps: int) -> ConfigError:

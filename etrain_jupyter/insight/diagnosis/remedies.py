@@ -27,6 +27,8 @@ FACTOR = 4
 """Factor for batches, passes and intervals."""
 MAX_LOADERS = 16
 """Maximum number of data-loading processes per worker in a remedy."""
+SLOW_LINK_S_PER_BYTE = 8 / 1e9
+"""A link of 1 Gbit/s. The part of an exchange that even this link does not explain is latency."""
 SAVE_EVERY_S = 1800.0
 """Interval of checkpoints in a remedy if the cell has none."""
 
@@ -59,6 +61,8 @@ class Facts:
     """Gain of the remedy in an experiment; None if none tried it."""
     cores: float = math.inf
     """Cores that all workers share, also additional ones; infinite if each has its own."""
+    gradient_bytes: float | None = None
+    """Bytes of one worker's gradients as they are sent; None if unknown."""
 
     @property
     def step_s(self) -> float:
@@ -76,6 +80,7 @@ def remedy_of(
     steps_between_saves: float = math.nan,
     tested: Tested | None = None,
     cores: float = math.inf,
+    gradient_bytes: float | None = None,
 ) -> Remedy | None:
     """Return the remedy for a cause; None if the configuration is of another version.
 
@@ -88,6 +93,7 @@ def remedy_of(
         steps_between_saves: Mean number of steps from one checkpoint to the next one, if known.
         tested: Result of an experiment on this cause, which replaces the times from the log.
         cores: Cores that all workers share, also additional ones; infinite if each has its own.
+        gradient_bytes: Bytes of one worker's gradients as they are sent, if known.
     """
     try:
         parsed = TrainConfig.model_validate(config)
@@ -95,7 +101,7 @@ def remedy_of(
         return None
     facts = Facts(
         config=parsed, workers=workers, fixed_s=fixed_s, running_job=running_job,
-        steps_between_saves=steps_between_saves, cores=cores,
+        steps_between_saves=steps_between_saves, cores=cores, gradient_bytes=gradient_bytes,
     )  # fmt: skip
     saved = saved_s(workers, fixed_s=fixed_s)[finding.cause]
     if tested is None or tested.outcome != "confirmed":
@@ -312,15 +318,14 @@ def _add_workers(facts: Facts) -> Remedy:
     gain, more_s = None, 0.0
     # With one worker, the transfer between two is unknown.
     if now > 1 and transfer is not None:
-        # A ring transfers 2 (W - 1) / W times the gradients.
-        ratio = ((2 * now - 1) / (2 * now)) / ((now - 1) / now)
         slowest = max(facts.workers, key=lambda one: one.own_s)
         per_sample_s = slowest.data_s + slowest.passes_s + (slowest.metrics_s or 0.0)
         # With ``batch.global``, a worker has half of the samples; with ``per_worker``, a step has
         # twice as many.
         is_global = facts.config.batch.per_worker_batch_size is None
         sample_share, work = (0.5, 1) if is_global else (1.0, 2)
-        after_s = facts.step_s - (1 - sample_share) * per_sample_s + transfer * (ratio - 1)
+        after_s = facts.step_s - (1 - sample_share) * per_sample_s
+        after_s += _ring_s(transfer, facts.gradient_bytes, now=now, then=2 * now) - transfer
         more_s = _core_sharing_s(facts, sample_share=sample_share, alone_s=after_s)
         gain = _gain(work * facts.step_s, after_s + more_s)
     shared = f"the {facts.cores:.0f} cores of this machine"
@@ -338,6 +343,20 @@ def _add_workers(facts: Facts) -> Remedy:
         line=line,
         gain=gain,
     )
+
+
+def _ring_s(transfer_s: float, gradient_bytes: float | None, *, now: int, then: int) -> float:
+    """Return the time of the exchange between another number of workers, in seconds.
+
+    A ring of ``W`` workers sends ``2 (W - 1) / W`` times the gradients, in ``2 (W - 1)`` rounds.
+    Small gradients take as long as the rounds, so their exchange grows faster.
+    """
+    volume_s = transfer_s
+    if gradient_bytes is not None:
+        slowest_s = 2 * (now - 1) / now * gradient_bytes * SLOW_LINK_S_PER_BYTE
+        volume_s = min(transfer_s, slowest_s)
+    latency_s = transfer_s - volume_s
+    return (volume_s * now / then + latency_s) * (then - 1) / (now - 1)
 
 
 def _core_sharing_s(facts: Facts, *, sample_share: float, alone_s: float) -> float:

@@ -282,6 +282,7 @@ def diagnose_job(
             steps_between_saves=measured.saves.steps_between,
             tested=tested[-1] if is_last else None,
             cores=cores if measured.share_cores else math.inf,
+            gradient_bytes=measured.gradient_bytes,
         )
     return Diagnosis(job.id, measured, verdict, remedy, tested)
 

@@ -297,6 +297,24 @@ def test_gain_of_a_second_worker_is_not_predicted_but_that_of_the_fourth_is() ->
     assert two.gain == pytest.approx(12 / (12 - 5 + 2 * (1.5 - 1)) - 1)
 
 
+@pytest.mark.parametrize(
+    ("gradient_bytes", "transfer_ms"),
+    [
+        (1e9, 2 * 1.5),  # the volume: 3/4 instead of 1/2 of the gradients, twice
+        (0.0, 2 * 3),  # the latency of 6 rounds instead of 2
+        (125_000, 1 * 1.5 + 1 * 3),  # 1 ms over a link of 1 Gbit/s
+    ],
+)
+def test_exchange_of_small_gradients_grows_with_the_rounds(
+    gradient_bytes: float, transfer_ms: float
+) -> None:
+    workers = lockstep(parts("w0"), parts("w1"), transfer_s=0.002)
+
+    found = remedy("compute", workers, gradient_bytes=gradient_bytes)
+
+    assert found.gain == pytest.approx(12 / (12 - 5 + transfer_ms - 2) - 1)
+
+
 def test_more_workers_than_cores_take_turns_in_the_part_that_needs_a_core() -> None:
     # A device computes for 80 ms; 6 ms of each step need a core, 2 ms of these in the exchange.
     seconds = {"passes_s": 0.080, "rest_s": 0.004, "cpu_s": 0.006}
