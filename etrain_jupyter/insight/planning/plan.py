@@ -218,7 +218,8 @@ class TrainingPlan:
     def _legend(self) -> list[str]:
         hidden = len(self.options) - len(self._shown())
         more = [f"{hidden} more options are in plan.to_frame()"] if hidden else []
-        return ["> recommended", "* no option is both faster and cheaper", *more]
+        cheaper = "cheaper" if self._has_prices else "of fewer worker hours"
+        return ["> recommended", f"* no option is both faster and {cheaper}", *more]
 
     def _row(self, option: Option) -> dict[str, Any]:
         mark = ">" if option == self.recommended else "*" if option.is_on_front else ""

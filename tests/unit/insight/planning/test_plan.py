@@ -74,6 +74,7 @@ def test_plan_of_a_local_job_has_worker_hours_instead_of_dollars() -> None:
     assert math.isnan(plan.recommended.usd)
     assert "COST" not in str(plan)
     assert "no price is known" in str(plan)
+    assert "* no option is both faster and of fewer worker hours" in str(plan)
     assert plan._repr_html_().count("<tr>") == len(plan.options) + 1
 
 
