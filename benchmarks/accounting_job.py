@@ -7,16 +7,19 @@ same blocks::
     block                 | 0, counted  | 1              | 2      | 3     | 4     | 5
 
 The first steps of a block are not counted. The order within a pair of blocks alternates, so that a
-slow drift of the machine does not favor one side.
+slow drift of the machine does not favor one side. A block counts with the median of its steps,
+which does not depend on the few steps in which another thread or program ran.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,11 @@ def is_on(block: int) -> bool:
     return (block + 1) // 2 % 2 == 0
 
 
+def build_linear() -> nn.Module:
+    """Return a linear model, whose step is mostly the loop around it."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))
+
+
 def build_small() -> nn.Module:
     """Return an MLP whose step takes about 5 ms, the smallest that is worth several workers."""
     return nn.Sequential(
@@ -69,7 +77,8 @@ class Blocks:
 
     def __init__(self) -> None:
         self._step = -SETTLE_STEPS
-        self._began = (0.0, 0.0)
+        self._times: list[tuple[float, float]] = []
+        """Wall and processor time at the borders of the block's counted steps."""
         self._measured: list[dict[str, Any]] = []
 
     def next_step(self) -> None:
@@ -79,17 +88,15 @@ class Blocks:
         block, within = divmod(step, counted + SKIPPED_STEPS)
         if step < 0 or block > 2 * num_pairs:
             return
-        now = (time.perf_counter(), time.process_time())
         if within == 0:
+            self._times.append((time.perf_counter(), time.process_time()))
             if block:
-                wall_s, cpu_s = (b - a for a, b in zip(self._began, now, strict=True))
-                self._measured.append(
-                    {
-                        "is_on": is_on(block - 1),
-                        "wall_s": wall_s / counted,
-                        "cpu_s": cpu_s / counted,
-                    }
+                wall_s, cpu_s = (
+                    statistics.median(map(sub, own[1:], own))
+                    for own in zip(*self._times, strict=True)
                 )
+                self._measured.append({"is_on": is_on(block - 1), "wall_s": wall_s, "cpu_s": cpu_s})
+            self._times = []
             if block == 2 * num_pairs:
                 switch(is_on=True)
                 path = Path(os.environ[FOLDER]) / f"{os.getpid()}.json"
@@ -97,8 +104,8 @@ class Blocks:
                 path.with_suffix(".part").rename(path)
                 return
             switch(is_on=is_on(block))
-        if within == SKIPPED_STEPS:
-            self._began = now
+        if within >= SKIPPED_STEPS:
+            self._times.append((time.perf_counter(), time.process_time()))
 
 
 def switch(*, is_on: bool) -> None:

@@ -29,14 +29,16 @@ TIMEOUT_S = 240.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
     parser.add_argument("--traceml", metavar="PYTHON", help="Python with torch and traceml-ai")
+    parser.add_argument("--peer-only", action="store_true", help="run only TraceML")
     parser.add_argument("--only", action="append", help="run only this job; repeatable")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run every job in a process of its own."""
-    jobs = {}
+    jobs: dict[str, dict[str, Any]] = {}
     for name in options.only or JOBS:
-        jobs[name] = run_ours(name, window_s=3.0 if options.quick else 4.0, rounds=2)
+        window_s = 3.0 if options.quick else 4.0
+        jobs[name] = {} if options.peer_only else run_ours(name, window_s=window_s, rounds=2)
         if options.traceml:
             jobs[name]["traceml"] = run_traceml(name, options.traceml)
         print(row_of(name, jobs[name]), flush=True)
@@ -107,15 +109,14 @@ def run_traceml(name: str, python: str) -> dict[str, Any]:
 
 def run(command: list[str], environment: dict[str, str]) -> str:
     """Run a command, and return its output; at the time limit, let it shut its cluster down."""
-    process = subprocess.Popen(
-        command, env=environment, text=True, cwd=ours.ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        return process.communicate(timeout=TIMEOUT_S)[0]
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        return f"timeout after {TIMEOUT_S:g} s\n{process.communicate()[0]}"
+    with ours.child(
+        command, env=environment, cwd=ours.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            return process.communicate(timeout=TIMEOUT_S)[0]
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return f"timeout after {TIMEOUT_S:g} s\n{process.communicate()[0]}"
 
 
 def error_of(found: dict[str, Any]) -> float | None:
@@ -129,6 +130,9 @@ def row_of(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of one job."""
     if "error" in found:
         return (name, JOBS[name].cause, "failed", "", "", "", "", "")
+    peer = found.get("traceml", {}).get("verdict", "not run")
+    if "verdict" not in found:
+        return (name, JOBS[name].cause, "not run", "", "", "", "", peer)
     error = error_of(found)
     outcome = ", ".join(one[1] for one in found["tested"]) or "none"
     return (
@@ -139,7 +143,7 @@ def row_of(name: str, found: dict[str, Any]) -> tuple[str, ...]:
         "" if found["gain"] is None else f"{found['gain']:+.0%}",
         "" if error is None else f"{found['real_gain']:+.0%}",
         "" if error is None else f"{error:+.0%}",
-        found.get("traceml", {}).get("verdict", "not run"),
+        peer,
     )
 
 
@@ -149,6 +153,7 @@ def table_of(result: dict[str, Any]) -> str:
     rows = [row_of(name, found) for name, found in result["jobs"].items()]
     total = (
         f"{result['num_right']} of {result['num_jobs']} causes right; predicted throughput within "
-        f"{BAR:.0%} in {result['num_within_bar']} of {result['num_predicted']}"
+        f"{BAR:.0%} in {result['num_within_bar']} of {result['num_predicted']}; causes that "
+        f"TraceML names: {result['num_right_traceml']}"
     )
     return f"{report.table(head, rows)}\n\n{total}"

@@ -7,10 +7,11 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +50,46 @@ def cluster() -> Iterator[None]:
     try:
         yield
     finally:
-        clusters.down()
+        with signals_ignored():
+            clusters.down()
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM inside, so that a second signal does not interrupt the cleanup.
+
+    ``timeout`` and a terminal signal a benchmark and its processes, and the benchmark then
+    terminates these processes, too.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in handlers:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that has a cluster of its own.
+
+    If the block ends before the process, for example because of a signal, the process is
+    terminated, and shuts its cluster down before the block is left.
+
+    Args:
+        command: The command and its arguments.
+        options: Further arguments of ``subprocess.Popen``.
+    """
+    with subprocess.Popen(command, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with signals_ignored():
+                    process.communicate()
 
 
 def submit(

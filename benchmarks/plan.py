@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -127,7 +126,8 @@ def enter_namespace(rate: str) -> None:
     script = f'ip link set lo up && {limit} && exec "$@"'
     again = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
     command = ["unshare", "--net", "sh", "-c", script, "sh", *again]
-    raise SystemExit(subprocess.call(command, env={**os.environ, LINK_VARIABLE: rate}))
+    with ours.child(command, env={**os.environ, LINK_VARIABLE: rate}) as process:
+        raise SystemExit(process.wait())
 
 
 def measure_model(name: str, max_workers: int, placement: Placement) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from etrain_jupyter.insight.curves import (
 from etrain_jupyter.insight.runs import Axis, Run
 from etrain_jupyter.insight.scaling import scaling_points
 from etrain_jupyter.insight.svg import color_of, line_chart
-from etrain_jupyter.insight.table import columns_of, short_value
+from etrain_jupyter.insight.table import columns_of, render_html, short_value
 from etrain_jupyter.untrusted import plain_line
 
 Rows = Sequence[Mapping[str, Any]]
@@ -115,26 +115,15 @@ def image(svg: str) -> str:
 
 def _table(rows: Rows) -> str:
     columns = columns_of(rows)
-    heads = "".join(
-        f"<th{_tooltip(column.about)}>{escape(plain_line(column.heading))}</th>"
-        for column in columns
-    )
+    heads = [escape(plain_line(column.heading)) for column in columns]
     lines = []
     for index, row in enumerate(rows):
         job, *cells = (escape(column.cell(row)) for column in columns)
         # The dot is the legend of the charts. Without styles, it is a colored character.
         dot = f'<span style="color:{color_of(index)}">●</span> '
-        others = "".join(f"<td>{cell}</td>" for cell in cells)
-        lines.append(f'<tr><th scope="row">{dot}{job}</th>{others}</tr>')
-    body = "".join(lines)
-    return (
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
-        "</div>"
-    )
-
-
-def _tooltip(about: str) -> str:
-    return f' title="{escape(about, quote=True)}"' if about else ""
+        lines.append([f"{dot}{job}", *cells])
+    table = render_html(heads, lines, tooltips=[column.about for column in columns])
+    return f'<div class="scroll">{table}</div>'
 
 
 def _notes(notes: Sequence[str]) -> str:
@@ -147,17 +136,12 @@ def _differences(
 ) -> str:
     if not differences:
         return ""
-    heads = "".join(f"<th>{escape(label)}</th>" for label in labels)
-    lines = "".join(
-        f'<tr><th scope="row">{escape(plain_line(key))}</th>'
-        + "".join(f"<td>{escape(short_value(value))}</td>" for value in values)
-        + "</tr>"
+    lines = [
+        [escape(plain_line(key)), *(escape(short_value(value)) for value in values)]
         for key, values in differences.items()
-    )
-    return (
-        f'<{heading}>Differences between the cells</{heading}><div class="scroll"><table><thead>'
-        f"<tr><th>key</th>{heads}</tr></thead><tbody>{lines}</tbody></table></div>"
-    )
+    ]
+    table = render_html(["key", *map(escape, labels)], lines)
+    return f'<{heading}>Differences between the cells</{heading}><div class="scroll">{table}</div>'
 
 
 def _charts(labels: Sequence[str], runs: Sequence[Run], over: Axis, most: int) -> Iterator[str]:

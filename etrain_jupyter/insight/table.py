@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.errors import ConfigError
@@ -170,6 +171,28 @@ def render_differences(labels: Sequence[str], differences: Mapping[str, Sequence
 def short_value(value: str) -> str:
     """Return a value of a configuration on one line of limited length."""
     return plain_line(value, MAX_TEXT) or MISSING
+
+
+def render_html(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, tooltips: Sequence[str] = ()
+) -> str:
+    """Return an HTML table whose first column has the headings of the rows.
+
+    Args:
+        heads: HTML of the headings of the columns.
+        rows: HTML of the cells, by row.
+        tooltips: Explanations of the headings, as text; none if empty.
+    """
+    shown = tooltips or [""] * len(heads)
+    head = "".join(
+        f'<th title="{escape(about, quote=True)}">{text}</th>' if about else f"<th>{text}</th>"
+        for text, about in zip(heads, shown, strict=True)
+    )
+    body = "".join(
+        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
+        for first, *others in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def align_columns(lines: Sequence[Sequence[str]]) -> str:

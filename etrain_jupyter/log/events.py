@@ -348,6 +348,9 @@ class RankTimed(Event):
     core_wait_s: float | None = None
     """Seconds between two reports in which the training thread was ready to run but had no core.
     None if the system does not report them, and in logs from older versions."""
+    cpu_s: float | None = None
+    """Processor seconds between two reports of all threads of the trainer, without the processes
+    that load data and without trial steps. None in logs from older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -573,7 +573,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         """Return the facts about a worker's machine, as fields of ``WorkerJoined``."""
         facts = self._workers.get(worker)
         node: dict[str, Any] = next((n for n in self._nodes.nodes() if n["worker"] == worker), {})
-        machine: dict[str, Any] = {"device": facts.device} if facts else {}
+        machine: dict[str, Any] = (
+            {"device": facts.device, "address": facts.address} if facts else {}
+        )
         if node.get("zone"):
             machine |= {
                 "machine": node["type"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -13,15 +13,14 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.diagnosis.rules import MIN_STEPS, Round
 from etrain_jupyter.insight.diagnosis.step_parts import StepParts
 from etrain_jupyter.insight.measures import Columns, to_floats
-from etrain_jupyter.insight.runs import Job
-from etrain_jupyter.log.blocks import runs_of
+from etrain_jupyter.insight.runs import Job, RunRecord
 from etrain_jupyter.log.events import (
     CheckpointCommitted,
-    JobResumed,
-    JobSubmitted,
+    Event,
     RankTimed,
     WorkerJoined,
 )
+from etrain_jupyter.rules.policy.step_time import exchange_of
 
 MIN_SMALL_STEPS = 3
 """Number of smaller steps from which their duration is known."""
@@ -61,6 +60,10 @@ class Measured:
     """Checkpoints in these steps."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """JSON form of the job's TrainConfig."""
+    share_cores: bool = False
+    """True if all workers are CPU slots of the machine with the scheduler."""
+    gradient_bytes: float | None = None
+    """Bytes of one worker's gradients as they are sent; None if the log has no size."""
 
 
 def read_measured(job: Job) -> Measured:
@@ -69,23 +72,9 @@ def read_measured(job: Job) -> Measured:
     Raises:
         ConfigError: If the job has no steps, or no worker has reported its times yet.
     """
-    reports: dict[int, list[RankTimed]] = {}
-    places: dict[str, str] = {}
-    written: list[CheckpointCommitted] = []
-    config: Mapping[str, Any] = {}
-    for event in runs_of(job.events()):
-        match event:
-            case JobSubmitted():
-                config = event.config
-            case JobResumed():
-                config = event.config or config
-            case WorkerJoined():
-                places[event.worker] = _place_of(event)
-            # A report without steps has only evaluations and checkpoints.
-            case RankTimed(num_steps=steps) if steps > 0:
-                reports.setdefault(event.generation, []).append(event)
-            case CheckpointCommitted():
-                written.append(event)
+    record = _TimesRecord().apply_all(job.events())
+    reports, joined = record.reports, record.joined
+    places = {worker: _place_of(event) for worker, event in joined.items()}
     columns = job.history()
     if not reports:
         raise _no_times(job, num_steps=len(columns["step"]))
@@ -94,7 +83,7 @@ def read_measured(job: Job) -> Measured:
     num_steps = min(sum(one.num_steps for one in mine) for mine in by_rank.values())
     last_step = max(one.step for one in reports[generation])
     saves = _saves_of(
-        [one for one in written if last_step - num_steps < one.step <= last_step], num_steps
+        [one for one in record.written if last_step - num_steps < one.step <= last_step], num_steps
     )
     totals = {rank: _parts(mine, places, saves) for rank, mine in by_rank.items()}
     rounds = [
@@ -112,8 +101,45 @@ def read_measured(job: Job) -> Measured:
         last_step=last_step,
         fixed_s=fixed_time(columns, generation),
         saves=saves,
-        config=config,
+        config=record.config,
+        share_cores=all(
+            one.worker in joined and _is_local_slot(joined[one.worker]) for one in totals.values()
+        ),
+        gradient_bytes=_gradient_bytes(record),
     )
+
+
+class _TimesRecord(RunRecord):
+    """Record of a job with the reports of its workers and its checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: dict[int, list[RankTimed]] = {}
+        """Reports by generation."""
+        self.joined: dict[str, WorkerJoined] = {}
+        self.written: list[CheckpointCommitted] = []
+
+    def apply(self, event: Event) -> Self:
+        """Add the next event of the log."""
+        match event:
+            case WorkerJoined():
+                self.joined[event.worker] = event
+            # A report without steps has only evaluations and checkpoints.
+            case RankTimed(num_steps=steps) if steps > 0:
+                self.reports.setdefault(event.generation, []).append(event)
+            case CheckpointCommitted():
+                self.written.append(event)
+        return super().apply(event)
+
+
+def _gradient_bytes(record: RunRecord) -> float | None:
+    if record.plan is None or not record.plan.num_parameters:
+        return None
+    compression = str(record.config.get("compression") or "none")
+    exchange = exchange_of(
+        num_parameters=record.plan.num_parameters, compression=compression, passes=1
+    )
+    return exchange.num_bytes
 
 
 def _no_times(job: Job, *, num_steps: int) -> ConfigError:
@@ -129,10 +155,17 @@ def _no_times(job: Job, *, num_steps: int) -> ConfigError:
     )
 
 
-def _place_of(event: WorkerJoined) -> str:
+def _host_of(event: WorkerJoined) -> str:
     # tls://10.0.3.7:40231 -> 10.0.3.7
-    host = event.address.rpartition("://")[2].rpartition(":")[0]
-    machine = event.machine
+    return event.address.rpartition("://")[2].rpartition(":")[0]
+
+
+def _is_local_slot(event: WorkerJoined) -> bool:
+    return event.device == "cpu" and not event.machine and _host_of(event).startswith("127.")
+
+
+def _place_of(event: WorkerJoined) -> str:
+    host, machine = _host_of(event), event.machine
     return f"{host} ({machine})" if host and machine else host or machine
 
 
@@ -202,6 +235,7 @@ def _parts(reports: Sequence[RankTimed], places: Mapping[str, str], saves: Saves
         # Rank 0 measures it, and the other ranks wait for rank 0.
         slowed_s=saves.slowed_s,
         core_wait_s=mean_if_known("core_wait_s", math.inf),
+        cpu_s=mean_if_known("cpu_s", math.inf),
     )
 
 

@@ -27,6 +27,8 @@ FACTOR = 4
 """Factor for batches, passes and intervals."""
 MAX_LOADERS = 16
 """Maximum number of data-loading processes per worker in a remedy."""
+SLOW_LINK_S_PER_BYTE = 8 / 1e9
+"""A link of 1 Gbit/s. The part of an exchange that even this link does not explain is latency."""
 SAVE_EVERY_S = 1800.0
 """Interval of checkpoints in a remedy if the cell has none."""
 
@@ -57,6 +59,10 @@ class Facts:
     """Mean number of steps from one checkpoint to the next one; NaN if unknown."""
     tested_gain: float | None = None
     """Gain of the remedy in an experiment; None if none tried it."""
+    cores: float = math.inf
+    """Cores that all workers share, also additional ones; infinite if each has its own."""
+    gradient_bytes: float | None = None
+    """Bytes of one worker's gradients as they are sent; None if unknown."""
 
     @property
     def step_s(self) -> float:
@@ -73,6 +79,8 @@ def remedy_of(
     running_job: str = "",
     steps_between_saves: float = math.nan,
     tested: Tested | None = None,
+    cores: float = math.inf,
+    gradient_bytes: float | None = None,
 ) -> Remedy | None:
     """Return the remedy for a cause; None if the configuration is of another version.
 
@@ -84,6 +92,8 @@ def remedy_of(
         running_job: Id of the job if it is running.
         steps_between_saves: Mean number of steps from one checkpoint to the next one, if known.
         tested: Result of an experiment on this cause, which replaces the times from the log.
+        cores: Cores that all workers share, also additional ones; infinite if each has its own.
+        gradient_bytes: Bytes of one worker's gradients as they are sent, if known.
     """
     try:
         parsed = TrainConfig.model_validate(config)
@@ -91,7 +101,7 @@ def remedy_of(
         return None
     facts = Facts(
         config=parsed, workers=workers, fixed_s=fixed_s, running_job=running_job,
-        steps_between_saves=steps_between_saves,
+        steps_between_saves=steps_between_saves, cores=cores, gradient_bytes=gradient_bytes,
     )  # fmt: skip
     saved = saved_s(workers, fixed_s=fixed_s)[finding.cause]
     if tested is None or tested.outcome != "confirmed":
@@ -305,30 +315,75 @@ def _add_workers(facts: Facts) -> Remedy:
     if facts.running_job:
         line = f"%etrain scale {2 * now} --job {facts.running_job}"
     transfer = transfer_s(facts.workers)
-    gain = None
+    gain, more_s = None, 0.0
     # With one worker, the transfer between two is unknown.
     if now > 1 and transfer is not None:
-        # A ring transfers 2 (W - 1) / W times the gradients.
-        ratio = ((2 * now - 1) / (2 * now)) / ((now - 1) / now)
         slowest = max(facts.workers, key=lambda one: one.own_s)
         per_sample_s = slowest.data_s + slowest.passes_s + (slowest.metrics_s or 0.0)
-        if facts.config.batch.per_worker_batch_size is None:
-            after_s = facts.step_s - per_sample_s / 2 + transfer * (ratio - 1)
-            gain = _gain(facts.step_s, after_s)
-        else:
-            gain = _gain(2 * facts.step_s, facts.step_s + transfer * (ratio - 1))
+        # With ``batch.global``, a worker has half of the samples; with ``per_worker``, a step has
+        # twice as many.
+        is_global = facts.config.batch.per_worker_batch_size is None
+        sample_share, work = (0.5, 1) if is_global else (1.0, 2)
+        after_s = facts.step_s - (1 - sample_share) * per_sample_s
+        after_s += _ring_s(transfer, facts.gradient_bytes, now=now, then=2 * now) - transfer
+        more_s = _core_sharing_s(facts, sample_share=sample_share, alone_s=after_s)
+        gain = _gain(work * facts.step_s, after_s + more_s)
+    shared = f"the {facts.cores:.0f} cores of this machine"
     if gain is not None and gain <= 0:
+        why = f"share {shared}" if more_s > 0 else "spend more time in the exchange than they save"
         return Remedy(
-            text=f"keep {now} workers: {2 * now} would spend more time in the exchange than they "
-            "save; on a GPU, precision: bf16 and compile: true shorten the passes",
+            text=f"keep {now} workers: {2 * now} would {why}; on a GPU, precision: bf16 and "
+            "compile: true shorten the passes",
             gain=gain,
         )
+    where = f"on {shared}" if more_s > 0 else "if they have cores or GPUs of their own"
     return Remedy(
-        text=f"train on {2 * now} workers instead of {now}, if they have cores or GPUs of their "
-        "own; on a GPU, precision: bf16 and compile: true also shorten the passes",
+        text=f"train on {2 * now} workers instead of {now}, {where}; on a GPU, precision: bf16 and "
+        "compile: true also shorten the passes",
         line=line,
         gain=gain,
     )
+
+
+def _ring_s(transfer_s: float, gradient_bytes: float | None, *, now: int, then: int) -> float:
+    """Return the time of the exchange between another number of workers, in seconds.
+
+    A ring of ``W`` workers sends ``2 (W - 1) / W`` times the gradients, in ``2 (W - 1)`` rounds.
+    Small gradients take as long as the rounds, so their exchange grows faster.
+    """
+    volume_s = transfer_s
+    if gradient_bytes is not None:
+        slowest_s = 2 * (now - 1) / now * gradient_bytes * SLOW_LINK_S_PER_BYTE
+        volume_s = min(transfer_s, slowest_s)
+    latency_s = transfer_s - volume_s
+    return (volume_s * now / then + latency_s) * (then - 1) / (now - 1)
+
+
+def _core_sharing_s(facts: Facts, *, sample_share: float, alone_s: float) -> float:
+    """Return by how much a step takes longer because twice as many workers share the cores.
+
+    The workers run in lockstep, so all of them need their cores at the same time. With ``u``
+    processor seconds of each of ``W`` workers on ``N`` cores, this part of a step takes
+    ``max(the time of one worker alone, W u / N)``.
+
+    Args:
+        facts: The facts about the job.
+        sample_share: Samples of a worker, relative to now.
+        alone_s: Time of a step if each worker has its own cores.
+    """
+    cpu = [one.cpu_s for one in facts.workers]
+    known = [one for one in cpu if one is not None]
+    if math.isinf(facts.cores) or len(known) < len(cpu):
+        return 0.0
+    # The loop, the exchange and the update need their core; what remains is for samples.
+    fixed = fmean(one.rest_s + one.optimizer_s for one in facts.workers)
+    fixed += transfer_s(facts.workers) or 0.0
+    mean = fmean(known)
+    needed = min(mean, fixed) + max(0.0, mean - fixed) * sample_share
+    # With several threads, a worker takes less time than processor time.
+    alone = min(needed, alone_s)
+    now, then = (count * needed / facts.cores for count in (len(cpu), 2 * len(cpu)))
+    return max(alone, then) - max(alone, now)
 
 
 def _group(group: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from etrain_jupyter.insight.diagnosis.rules import (
 from etrain_jupyter.insight.diagnosis.step_parts import Cause, StepParts, core_wait_of
 from etrain_jupyter.insight.formatting import MISSING, duration
 from etrain_jupyter.insight.runs import Job
-from etrain_jupyter.insight.table import align_columns, data_frame
+from etrain_jupyter.insight.table import align_columns, data_frame, render_html
 from etrain_jupyter.untrusted import plain_line, plain_text
 
 if TYPE_CHECKING:
@@ -142,18 +142,9 @@ class Diagnosis:
         if self.remedy and self.remedy.line:
             body += f"<pre>{_html(self.remedy.line)}</pre>"
         heads, *rows = self._table()
-        table = "".join(f"<th>{_html(text)}</th>" for text in heads)
-        cells = "".join(
-            f'<tr><th scope="row">{_html(name)}</th>'
-            + "".join(f"<td>{_html(cell)}</td>" for cell in row)
-            + "</tr>"
-            for name, *row in rows
-        )
+        table = render_html([*map(_html, heads)], [[*map(_html, row)] for row in rows])
         notes = "".join(f"<li>{_html(note)}</li>" for note in self._notes())
-        return (
-            f"<div><h4>{_html(head)}</h4>{body}<table><thead><tr>{table}</tr></thead>"
-            f"<tbody>{cells}</tbody></table><ul>{notes}</ul></div>"
-        )
+        return f"<div><h4>{_html(head)}</h4>{body}{table}<ul>{notes}</ul></div>"
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -243,13 +234,16 @@ class Diagnosis:
         return lines
 
 
-def diagnose_job(job: Job, *, is_running: bool = False, run: Run | None = None) -> Diagnosis:
+def diagnose_job(
+    job: Job, *, is_running: bool = False, run: Run | None = None, cores: float = math.inf
+) -> Diagnosis:
     """Find the cause that slows a job down, from the times in its log and from experiments.
 
     Args:
         job: The job, running or ended.
         is_running: True to suggest commands for the running job where they help.
         run: Runs experiments on the job's workers; None for none.
+        cores: Cores of this machine, which limit a prediction for workers that share them.
 
     Raises:
         ConfigError: If the job has no steps, or no worker has reported its times yet.
@@ -287,6 +281,8 @@ def diagnose_job(job: Job, *, is_running: bool = False, run: Run | None = None) 
             running_job=job.id if is_running else "",
             steps_between_saves=measured.saves.steps_between,
             tested=tested[-1] if is_last else None,
+            cores=cores if measured.share_cores else math.inf,
+            gradient_bytes=measured.gradient_bytes,
         )
     return Diagnosis(job.id, measured, verdict, remedy, tested)
 

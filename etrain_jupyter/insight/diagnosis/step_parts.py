@@ -50,6 +50,8 @@ class StepParts:
     """Part of the other times: slower steps while a checkpoint is written in the background."""
     core_wait_s: float | None = None
     """Part of the other times: waiting for a core; None if not measured."""
+    cpu_s: float | None = None
+    """Part of the other times: on a core, counted once for each thread; None if not measured."""
 
     @property
     def own_s(self) -> float:

@@ -85,11 +85,10 @@ def _is_affordable(option: Option, goal: Goal) -> bool:
 def _balance_of(best: Option, among: Sequence[Option]) -> str:
     fastest = min(among, key=lambda one: one.hours)
     cheapest = min(among, key=lambda one: one.cost)
-    what = "the smallest product of time and cost"
-    if math.isnan(best.usd):
-        what = "the smallest product of time and worker hours"
+    is_priced = not math.isnan(best.usd)
     if best == fastest == cheapest:
-        return "the fastest and the cheapest"
+        return f"the fastest and the {'cheapest' if is_priced else 'fewest worker hours'}"
+    what = f"the smallest product of time and {'cost' if is_priced else 'worker hours'}"
     others = []
     if best != fastest:
         others.append(

@@ -18,8 +18,8 @@ from etrain_jupyter.insight.planning.advice import Advice, Goal
 from etrain_jupyter.insight.planning.measured import MeasuredJob
 from etrain_jupyter.insight.planning.on_trace import TracedOption
 from etrain_jupyter.insight.planning.options import Option
-from etrain_jupyter.insight.svg import COLORS, line_chart
-from etrain_jupyter.insight.table import Column, align_columns, data_frame
+from etrain_jupyter.insight.svg import COLORS, color_of, line_chart
+from etrain_jupyter.insight.table import Column, align_columns, data_frame, render_html
 from etrain_jupyter.untrusted import plain_line, plain_text
 
 if TYPE_CHECKING:
@@ -141,7 +141,22 @@ class TrainingPlan:
         notes = "".join(f"<li>{escape(plain_line(note, 2000))}</li>" for note in self.notes)
         chart = image(self._svg())
         traced = _html_table(self._trace_lines()) if self.traced else ""
-        return f"<div>{head}{_html_table(self._lines())}{traced}{chart}<ul>{notes}</ul></div>"
+        legend = "; ".join([*self._legend(), "the dots have the colors of the chart"])
+        table = self._html_options()
+        return f"<div>{head}{table}<p>{escape(legend)}</p>{traced}{chart}<ul>{notes}</ul></div>"
+
+    def _html_options(self) -> str:
+        heads, *lines = ([*map(escape, line)] for line in self._lines())
+        indices = {label: index for index, label in enumerate(self._groups())}
+        # The dot is the legend of the chart. Without styles, it is a colored character.
+        dots = [
+            f'<span style="color:{color_of(indices[_label_of(option)])}">●</span>'
+            if _label_of(option) in indices
+            else ""
+            for option in self._shown()
+        ]
+        rows = [[f"{dot} {mark}", *row] for dot, (mark, *row) in zip(dots, lines, strict=True)]
+        return render_html(heads, rows)
 
     # --- text ---
 
@@ -191,10 +206,20 @@ class TrainingPlan:
         ]  # fmt: skip
 
     def _table(self) -> str:
+        recommended, front, *hidden = self._legend()
+        return "\n".join(
+            [
+                align_columns(self._lines()),
+                f"{recommended}   {front}",
+                *(f"{one}." for one in hidden),
+            ]
+        )
+
+    def _legend(self) -> list[str]:
         hidden = len(self.options) - len(self._shown())
-        more = f"\n{hidden} more options are in plan.to_frame()." if hidden else ""
-        marks = "> recommended   * no option is both faster and cheaper"
-        return f"{align_columns(self._lines())}\n{marks}{more}"
+        more = [f"{hidden} more options are in plan.to_frame()"] if hidden else []
+        cheaper = "cheaper" if self._has_prices else "of fewer worker hours"
+        return ["> recommended", f"* no option is both faster and {cheaper}", *more]
 
     def _row(self, option: Option) -> dict[str, Any]:
         mark = ">" if option == self.recommended else "*" if option.is_on_front else ""
@@ -225,13 +250,16 @@ class TrainingPlan:
             return option.hours, option.usd
         return float(option.workers), option.samples_per_s
 
-    def _curves(self) -> Iterator[Curve]:
+    def _groups(self) -> dict[str, list[Option]]:
+        """Return the options of each curve, by its label."""
         groups: dict[str, list[Option]] = {}
         for one in self.options:
             if not (self._has_prices and math.isnan(one.usd)):
-                name = f"{one.machine} {one.lifecycle.replace('-', ' ')}".strip()
-                groups.setdefault(name, []).append(one)
-        for index, (label, members) in enumerate(groups.items()):
+                groups.setdefault(_label_of(one), []).append(one)
+        return groups
+
+    def _curves(self) -> Iterator[Curve]:
+        for index, (label, members) in enumerate(self._groups().items()):
             yield _curve(index, label, [self._point(one) for one in members])
 
     def _front(self) -> Iterator[Curve]:
@@ -258,14 +286,14 @@ def _curve(index: int, label: str, points: Sequence[tuple[float, float]]) -> Cur
     return Curve(index=index, label=label, x=x, y=y)
 
 
+def _label_of(option: Option) -> str:
+    return f"{option.machine} {option.lifecycle.replace('-', ' ')}".strip()
+
+
 def _is_known(value: Any) -> bool:
     return value != "" and not (isinstance(value, float) and math.isnan(value))
 
 
 def _html_table(lines: Sequence[Sequence[str]]) -> str:
-    heads, *rows = lines
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    heads, *rows = ([*map(escape, line)] for line in lines)
+    return render_html(heads, rows)

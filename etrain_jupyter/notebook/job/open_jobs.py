@@ -219,7 +219,10 @@ def diagnose(
         )
 
     diagnosis = diagnose_job(
-        found, is_running=is_running, run=run if experiments and is_running else None
+        found,
+        is_running=is_running,
+        run=run if experiments and is_running else None,
+        cores=num_usable_cores(),
     )
     if experiments and found.status in ("paused", "waiting"):
         diagnosis.notes.append(

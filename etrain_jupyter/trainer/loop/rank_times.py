@@ -38,6 +38,8 @@ class RankTimes:
         """Duration of the last step in seconds, without checkpoints and evaluations."""
         self._interval_s = FIRST_REPORT_S
         self._core_wait = CoreWait()
+        self._cpu_began_s = 0.0
+        """Processor time of this process at the last report, plus that of trial steps since."""
         self._clear()
 
     def _clear(self) -> None:
@@ -48,6 +50,7 @@ class RankTimes:
         self._spent["wait_s"] = 0.0
         self._metrics_s: float | None = 0.0
         self._core_wait.take()
+        self._cpu_began_s = time.process_time()
 
     def begin(self, group: RankGroup) -> None:
         """Begin a generation."""
@@ -105,9 +108,14 @@ class RankTimes:
         self._spent["evaluation_s"] += seconds
         self._stall_s = 0.0
 
-    def skip_experiment(self) -> None:
-        """Leave an experiment out: the loop restarts its clock after it."""
+    def skip_experiment(self, cpu_s: float) -> None:
+        """Leave an experiment out: the loop restarts its clock after it.
+
+        Args:
+            cpu_s: Processor time of the experiment.
+        """
         self._stall_s = 0.0
+        self._cpu_began_s += cpu_s
 
     def add_checkpoint(self, seconds: float) -> None:
         """Add the time for which a checkpoint stalled training."""
@@ -142,6 +150,7 @@ class RankTimes:
                 **{name: round(seconds, 6) for name, seconds in self._spent.items()},
                 "metrics_s": None if self._metrics_s is None else round(self._metrics_s, 6),
                 "core_wait_s": None if core_wait_s is None else round(core_wait_s, 6),
+                "cpu_s": round(time.process_time() - self._cpu_began_s, 6),
                 **self._more(),
             }
             self._send(RankTimesMeasured(generation=self._generation, record=record))

@@ -336,6 +336,7 @@ class TrainLoop:
     def _experiment(
         self, step: Step, gradients: Gradients, batches: Iterator[Delivered]
     ) -> Iterator[Delivered]:
+        began_s = time.process_time()
         rest = self.experiments.after_step(
             step,
             gradients,
@@ -347,7 +348,7 @@ class TrainLoop:
             return batches
         # The trial steps are not part of the next step.
         self._committed_at = time.perf_counter()
-        self._times.skip_experiment()
+        self._times.skip_experiment(time.process_time() - began_s)
         return rest
 
     def _leave(self, end: GenerationEnd) -> GenerationEnd:

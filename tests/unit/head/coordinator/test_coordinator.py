@@ -79,6 +79,7 @@ async def test_joined_workers_are_logged_with_their_machine_and_price(rig):
 
     joined = [e for e in (await rig.fetch()).events if e["event"] == "WorkerJoined"]
     facts = [(e["machine"], e["zone"], e["lifecycle"], e["usd_per_h"]) for e in joined]
+    assert [e["address"] for e in joined] == ["tls://w1", "tls://w2"]
     known = ("g5.xlarge", "us-east-1a", "spot", 0.25)
     assert facts == [known, ("", "", "", None)]
     records = (await rig.coordinator._list_workers(q.ListWorkers(job_id="j"))).workers

@@ -298,6 +298,77 @@ def test_gain_of_a_second_worker_is_not_predicted_but_that_of_the_fourth_is() ->
 
 
 @pytest.mark.parametrize(
+    ("gradient_bytes", "transfer_ms"),
+    [
+        (1e9, 2 * 1.5),  # the volume: 3/4 instead of 1/2 of the gradients, twice
+        (0.0, 2 * 3),  # the latency of 6 rounds instead of 2
+        (125_000, 1 * 1.5 + 1 * 3),  # 1 ms over a link of 1 Gbit/s
+    ],
+)
+def test_exchange_of_small_gradients_grows_with_the_rounds(
+    gradient_bytes: float, transfer_ms: float
+) -> None:
+    workers = lockstep(parts("w0"), parts("w1"), transfer_s=0.002)
+
+    found = remedy("compute", workers, gradient_bytes=gradient_bytes)
+
+    assert found.gain == pytest.approx(12 / (12 - 5 + transfer_ms - 2) - 1)
+
+
+def test_more_workers_than_cores_take_turns_in_the_part_that_needs_a_core() -> None:
+    # A device computes for 80 ms; 6 ms of each step need a core, 2 ms of these in the exchange.
+    seconds = {"passes_s": 0.080, "rest_s": 0.004, "cpu_s": 0.006}
+    workers = lockstep(parts("w0", **seconds), parts("w1", **seconds), transfer_s=0.002)
+
+    unlimited = remedy("compute", workers)
+    two_cores, four_cores = (remedy("compute", workers, cores=cores) for cores in (2, 4))
+
+    assert unlimited.gain == pytest.approx(86 / (86 - 40 + 2 * 0.5) - 1)
+    assert two_cores.gain == pytest.approx(86 / (86 - 40 + 2 * 0.5 + 6) - 1)
+    assert "on 4 workers instead of 2, on the 2 cores of this machine" in two_cores.text
+    assert four_cores == unlimited
+
+
+@pytest.mark.parametrize("batch", [{"global": 64}, {"per_worker": 32}])
+def test_more_workers_are_not_suggested_if_the_cores_are_busy(batch: dict[str, int]) -> None:
+    seconds = {"passes_s": 0.080, "rest_s": 0.004, "cpu_s": 0.086}
+    workers = lockstep(parts("w0", **seconds), parts("w1", **seconds), transfer_s=0.002)
+
+    found = remedy("compute", workers, cores=2, config={"batch": batch})
+
+    assert found.text.startswith("keep 2 workers: 4 would share the 2 cores of this machine")
+    assert found.line == ""
+
+
+def test_threads_of_a_worker_count_as_cores_that_it_needs() -> None:
+    # 160 ms on two cores in 80 ms.
+    seconds = {"passes_s": 0.080, "cpu_s": 0.160}
+    workers = lockstep(parts("w0", **seconds), parts("w1", **seconds))
+
+    assert remedy("compute", workers, cores=8).gain == pytest.approx(1.0)
+    assert remedy("compute", workers, cores=4).gain == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("joined_with", "share"),
+    [
+        ({}, True),
+        ({"device": "cuda:0"}, False),
+        ({"machine": "c7i.large"}, False),
+        ({"address": "tls://10.0.0.7:40000"}, False),
+    ],
+)
+def test_workers_share_cores_in_the_slots_of_this_machine(
+    joined_with: dict[str, str], share: bool
+) -> None:
+    job = job_with_times({"w0": {"compute_s": 0.01}})
+    slot = {"address": "tls://127.0.0.1:40000", "device": "cpu", "machine": "", **joined_with}
+    append(job, [t.WorkerJoined(job_id=job.id, time=job.log[0].time, worker="w0", **slot)])
+
+    assert read_measured(job).share_cores == share
+
+
+@pytest.mark.parametrize(
     ("cause", "config", "line"),
     [
         ("metrics", {}, "metrics: {}"),

@@ -112,9 +112,13 @@ def test_without_a_goal_the_alternatives_are_named() -> None:
         "the smallest product of time and cost; 8 workers on g5.xlarge spot would be 6.0 min "
         "faster for $20.00, and 1 worker on g5.xlarge spot would cost $4.00 and take 8.0 h"
     )
-    assert (
-        advise(mark_front([option(1, 8.0, 4.0)]), Goal()).reason == "the fastest and the cheapest"
-    )
+
+
+@pytest.mark.parametrize(("usd", "what"), [(4.0, "cheapest"), (math.nan, "fewest worker hours")])
+def test_best_in_both_is_cheapest_only_if_it_has_a_price(usd: float, what: str) -> None:
+    advice = advise(mark_front([option(1, 8.0, usd)]), Goal())
+
+    assert advice.reason == f"the fastest and the {what}"
 
 
 amounts = st.floats(0.1, 1e3)

@@ -74,6 +74,7 @@ def test_plan_of_a_local_job_has_worker_hours_instead_of_dollars() -> None:
     assert math.isnan(plan.recommended.usd)
     assert "COST" not in str(plan)
     assert "no price is known" in str(plan)
+    assert "* no option is both faster and of fewer worker hours" in str(plan)
     assert plan._repr_html_().count("<tr>") == len(plan.options) + 1
 
 
@@ -136,6 +137,20 @@ def test_html_has_the_table_and_the_chart_as_an_image_and_escapes_names() -> Non
     assert "<b>" not in html
     assert "&lt;b&gt;cpu" in html
     assert html.count('<img alt="chart" src="data:image/svg+xml;base64,') == 1
+
+
+def test_html_explains_the_marks_and_the_colors_of_the_chart() -> None:
+    plan = plan_of(on_gpus(), deadline_h=5.0, types=("g5.xlarge", "g6.xlarge"))
+
+    html = plan._repr_html_()
+
+    row = r'color:(#\w+)">●</span> (\S*)</th><td>([^<]+)</td><td>\d+</td><td>([^<]+)<'
+    rows = re.findall(row, html)
+    colors = {(machine, paid): color for color, _, machine, paid in rows}
+    assert len(set(colors.values())) == len(colors) == 4
+    assert [mark for _, mark, *_ in rows].count("&gt;") == 1
+    assert "&gt; recommended; * no option is both faster and cheaper; 1" in html
+    assert "more options are in plan.to_frame(); the dots have the colors of the chart<" in html
 
 
 def test_frame_has_all_options() -> None:
