@@ -93,7 +93,7 @@ def _to_notify(
 ) -> tuple[str, ...]:
     connected = [slot for slot in expiring if slot.is_connected]
     num_ready = sum(slot.is_connected for slot in lasting)
-    # As many as the others can do without, and those whose time is up: SLURM's own signal may be
+    # As many as the others can replace, and those whose time is up: SLURM's own signal may be
     # configured away.
     num_spare = num_ready + len(connected) - target
     return tuple(

@@ -135,7 +135,7 @@ class SlurmPool(DetachedPool):
         Jobs are found by their names, so those of a cluster whose head was lost are cancelled too.
 
         Returns:
-            Processes, jobs and files that remain; empty on success, and if there was no cluster.
+            Processes, jobs and files that remain; empty after success or if no cluster was running.
 
         Raises:
             PoolError: If SLURM does not respond.
