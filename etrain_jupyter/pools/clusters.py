@@ -33,7 +33,7 @@ def describe_pools() -> str:
     """Return the pools and their running clusters, for ``%etrain pools``."""
     pools = {"local": "processes on this machine"}
     for entry in read_catalog().values():
-        pools[entry.name] = f"{entry.kind}{_location_of(entry)} ({entry.file})"
+        pools[entry.name] = f"{entry.kind}{location_of(entry)} ({entry.file})"
     clusters: dict[str, list[str]] = {}
     for cluster in cluster_dirs():
         record = cluster.record()
@@ -80,7 +80,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     return f"{state}; {len(nodes)} machines for ${rate:.3g} per hour, ${spent:.3g} spent"
 
 
-def _location_of(entry: PoolEntry) -> str:
+def location_of(entry: PoolEntry) -> str:
     """Return the address, region or partition in a pool's entry, without validating the entry."""
     place = next(filter(None, map(entry.values.get, ("address", "region", "queue"))), None)
     return f", {place}" if isinstance(place, str) else ""

@@ -71,8 +71,8 @@ def test_workers_leave_at_a_step_boundary_and_are_replaced(slurm: FakeSlurm) -> 
     await_steps(job, world_size=2)
     first, second = (one["id"] for one in slurm.running())
 
-    # A preemption with a grace period: SIGUSR1.
-    slurm.preempt(first, grace_s=60.0)
+    # A preemption that is announced by SIGUSR1.
+    slurm.preempt(first, grace_s=60.0, sends_signal=True)
     await_replacement(job, 3)
 
     # Near its time limit, a worker leaves once its replacement has started, without a signal.
@@ -80,9 +80,9 @@ def test_workers_leave_at_a_step_boundary_and_are_replaced(slurm: FakeSlurm) -> 
     await_replacement(job, 4)
     until(lambda: second not in {one["id"] for one in slurm.running()}, "the end of its job")
 
-    # scancel, and a preemption without a grace period: SIGTERM.
+    # scancel, and by default a preemption: SIGTERM, to all processes of the job.
     third, _ = (one["id"] for one in slurm.running())
-    slurm.cancel(third)
+    slurm.preempt(third, grace_s=0.0)
     await_replacement(job, 5)
 
     events = job.events()

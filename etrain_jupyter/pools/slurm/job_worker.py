@@ -5,11 +5,14 @@ The job script replaces its shell by this process, which therefore gets SLURM's 
 =========  ===================================  ==================================================
 signal     sent by SLURM                        reaction
 =========  ===================================  ==================================================
-SIGUSR1    ``notice`` before the time limit,    interruption notice: the training job continues
-           or before a preemption               without this worker from the next step boundary
+SIGUSR1    ``notice`` before the time limit;    interruption notice: the training job continues
+           before a preemption, if SLURM is     without this worker from the next step boundary
+           configured with send_user_signal
 SIGTERM    ``kill_wait`` before SIGKILL: time   the same; the worker shuts down once it has no
            limit, preemption, scancel           trainers
 =========  ===================================  ==================================================
+
+SLURM sends SIGTERM to the trainers, too, which therefore ignore it.
 
 dask-jobqueue writes the command line, so the options of ``dask worker`` are accepted, too.
 """
@@ -77,6 +80,7 @@ def main() -> None:
     _limit_threads(arguments.device)
     scratch = (arguments.local_directory or site.scratch) / f"{site.path.name}-{arguments.name}"
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ["ETRAIN_SIGTERM"] = "ignore"  # read by the trainers
     _hold_stdin_open()
     run_worker(
         arguments,

@@ -74,10 +74,7 @@ class SlurmPool(DetachedPool):
             PoolError: If dask-jobqueue or SLURM's commands are missing, or nodes cannot reach this
                 machine.
         """
-        # Do not import it here: that would replace the kernel's handler of SIGINT.
-        if importlib.util.find_spec("dask_jobqueue") is None:
-            raise PoolError(MISSING.format(why=f"pool {self.name!r} needs it"))
-        commands.check_commands()
+        self.check_machine()
         return self._change(
             ClusterSettings(
                 idle_s=self.spec.lifetime.idle,
@@ -89,6 +86,17 @@ class SlurmPool(DetachedPool):
                 spec=json.loads(self.spec.to_json()),
             )
         )
+
+    def check_machine(self) -> None:
+        """Check that this machine can submit jobs, without a request to SLURM.
+
+        Raises:
+            PoolError: If dask-jobqueue or one of SLURM's commands is missing.
+        """
+        # Do not import it here: that would replace the kernel's handler of SIGINT.
+        if importlib.util.find_spec("dask_jobqueue") is None:
+            raise PoolError(MISSING.format(why=f"pool {self.name!r} needs it"))
+        commands.check_commands()
 
     def prepare_start(self, root: Path) -> ClusterDir | None:
         """Return the folder of a cluster whose head has died, to take it over with its jobs.

@@ -103,7 +103,7 @@ class Controller:
             | ({"SLURM_CPUS_PER_TASK": options.cpus_per_task} if options.cpus_per_task else {}),
             partition=partition,
             limit_s=options.time,
-            signal=options.signal,
+            warning=options.signal,
             output=output,
             error=options.error or output,
             requeues=options.requeue,
@@ -170,8 +170,8 @@ class Controller:
         )
 
     def _preempt(self, request: dict[str, Any]) -> str:
-        id, grace_s = request["arguments"]
-        self._jobs[id].preempt(float(grace_s))
+        id, grace_s, sends_signal = request["arguments"]
+        self._jobs[id].preempt(float(grace_s), sends_signal=sends_signal == "True")
         return ""
 
     def _set_time_left(self, request: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ class Job:
     environment: Mapping[str, str]
     partition: str
     limit_s: float
-    signal: str | None
+    warning: str | None
     """As in ``--signal``."""
     output: str
     error: str
@@ -47,7 +47,9 @@ class Job:
     node: str = ""
     started_at: float = 0.0
     ends_at: float = float("inf")
-    """Time of SIGTERM, on the monotonic clock."""
+    """Its time limit, on the monotonic clock."""
+    preempted_at: float = float("inf")
+    """End of the grace period of a preemption. squeue does not show it."""
     kills_at: float = float("inf")
     """Time of SIGKILL; infinite before SIGTERM."""
     is_signalled: bool = False
@@ -60,7 +62,8 @@ class Job:
         """Start the script on a node."""
         self.state, self.node, self.reason = "R", node, "None"
         self.started_at, self.is_signalled, self.end = time.monotonic(), False, ""
-        self.ends_at, self.kills_at = self.started_at + self.limit_s, float("inf")
+        self.ends_at = self.started_at + self.limit_s
+        self.preempted_at = self.kills_at = float("inf")
         fd, path = tempfile.mkstemp(prefix=f"job{self.id}-", dir=self.controller)
         with os.fdopen(fd, "w") as file:
             file.write(self.script)
@@ -96,20 +99,30 @@ class Job:
             self.kill()
             self._finish()
             return
-        wish = parse_signal(self.signal)
+        wish = parse_signal(self.warning)
         if wish and not self.is_signalled and now >= self.ends_at - wish[1]:
             self.is_signalled = True
             self.send(wish[0])
-        if now >= self.ends_at and self.kills_at == float("inf"):
+        if now >= min(self.ends_at, self.preempted_at) and self.kills_at == float("inf"):
             self.end = self.end or "TIME LIMIT"
             self.terminate(kill_wait_s)
         if now >= self.kills_at:
             self.kill()
 
-    def preempt(self, grace_s: float) -> None:
-        """Shorten the job's time to ``grace_s`` seconds, as SLURM does to preempt it."""
+    def preempt(self, grace_s: float, *, sends_signal: bool) -> None:
+        """End the job after ``grace_s`` seconds.
+
+        Args:
+            grace_s: GraceTime of the partition.
+            sends_signal: Send the signal of ``--signal`` now (send_user_signal). By default, SLURM
+                sends nothing to the batch shell before SIGTERM.
+        """
         self.end = "PREEMPTION"
-        self.ends_at = min(self.ends_at, time.monotonic() + grace_s)
+        self.preempted_at = time.monotonic() + grace_s
+        wish = parse_signal(self.warning)
+        if wish and sends_signal and not self.is_signalled:
+            self.is_signalled = True
+            self.send(wish[0])
 
     def send(self, name: str) -> None:
         """Send a signal to the batch shell only."""
@@ -129,14 +142,18 @@ class Job:
             line = f"slurmstepd: error: *** JOB {self.id} ON {self.node} CANCELLED AT {at}{why} ***"
             err.write(f"{line}\n".encode())
         self.kills_at = time.monotonic() + kill_wait_s
-        self.send("CONT")
-        self.send("TERM")
+        self._send_to_all(signal.SIGCONT)
+        self._send_to_all(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill all processes of the job, including those in other sessions."""
+        """Kill all processes of the job."""
+        self._send_to_all(signal.SIGKILL)
+
+    def _send_to_all(self, number: signal.Signals) -> None:
+        # Including processes in other sessions: SLURM tracks them by a cgroup or by their parents.
         for process in processes_of(self.controller, self.id):
             with contextlib.suppress(psutil.Error):
-                process.kill()
+                process.send_signal(number)
 
     def _finish(self) -> None:
         assert self.process is not None

@@ -85,9 +85,16 @@ class FakeSlurm(Closing):
         """Return the running jobs, oldest first."""
         return [job for job in self.jobs() if job["state"] == "R"]
 
-    def preempt(self, job_id: str, *, grace_s: float) -> None:
-        """Preempt a job: it gets the signal of ``--signal`` now, and ends after ``grace_s``."""
-        self._ask("preempt", job_id, str(grace_s))
+    def preempt(self, job_id: str, *, grace_s: float, sends_signal: bool = False) -> None:
+        """Preempt a job: it gets SIGTERM after ``grace_s`` seconds, and SIGKILL after KillWait.
+
+        Args:
+            job_id: The job.
+            grace_s: GraceTime of its partition.
+            sends_signal: True for a SLURM with ``PreemptParameters=send_user_signal``, which sends
+                the signal of ``--signal`` at the beginning.
+        """
+        self._ask("preempt", job_id, str(grace_s), str(sends_signal))
 
     def set_time_left(self, job_id: str, left_s: float) -> None:
         """Change a running job's time limit, as ``scontrol update`` can."""
