@@ -75,7 +75,7 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     # Local workers have no costs, so their line stays short.
     if not costs:
         return state
-    rate = sum(node.get("price_usd_per_h", 0.0) for node in nodes)
+    rate = sum(node.get("price_usd_per_h") or 0.0 for node in nodes)
     spent = sum(cost["spent_usd"] for cost in costs)
     return f"{state}; {len(nodes)} machines for ${rate:.3g} per hour, ${spent:.3g} spent"
 

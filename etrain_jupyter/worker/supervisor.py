@@ -113,8 +113,10 @@ class Supervisor(WorkerPlugin):
         return bool(self._trainers or self._ending)
 
     def note_interruption(self, left_s: float) -> None:
-        """Report that this machine will be reclaimed in ``left_s`` seconds."""
-        self._notices.take(left_s)
+        """Report that this machine will be reclaimed in ``left_s`` seconds, if a job uses it."""
+        # Trainers that have been released are about to exit anyway.
+        if self._trainers:
+            self._notices.take(left_s)
 
     async def setup(self, worker: Worker) -> None:
         """Send the coordinator a hello and all unacknowledged reports, and warm up a spare."""

@@ -21,6 +21,8 @@ TIMEOUT_S = 60.0
 """Timeout of a command, in seconds; SLURM's own is 10 s."""
 PENDING = frozenset({"PD", "CF", "RQ", "RH", "RD", "RF", "SE"})
 RUNNING = frozenset({"R", "S", "ST", "SO", "SI"})
+ENDING = frozenset({"CG"})
+"""Its processes have got SIGTERM, and some may still run."""
 LISTED = "%i|%j|%t|%L|%M|%N|%r"
 """Id, name, state, time left, time used, nodes and reason of a job."""
 TRANSIENT = re.compile(
@@ -45,7 +47,7 @@ class SlurmError(PoolError):
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedJob:
-    """A job that squeue lists as pending or running."""
+    """A job that squeue lists as pending, running or ending."""
 
     job_id: str
     name: str
@@ -59,6 +61,8 @@ class QueuedJob:
     """The node that it runs on; empty while it is pending."""
     reason: str
     """SLURM's reason why it is pending."""
+    is_ending: bool = False
+    """SLURM is ending it. Its worker may still use the time until SIGKILL."""
 
     @property
     def worker(self) -> str:
@@ -86,7 +90,9 @@ def check_commands() -> None:
 
 
 def list_jobs(prefix: str) -> list[QueuedJob]:
-    """Return this user's pending and running jobs whose names begin with ``prefix``, oldest first.
+    """Return this user's jobs whose names begin with ``prefix`` and that have not ended.
+
+    They are sorted by their ids, oldest first.
 
     Raises:
         SlurmError: If squeue fails.
@@ -95,7 +101,7 @@ def list_jobs(prefix: str) -> list[QueuedJob]:
     jobs = []
     for line in text.splitlines():
         job_id, name, state, left, used, node, reason = (line.strip().split("|", 6) + [""] * 6)[:7]
-        if name.startswith(prefix) and state in PENDING | RUNNING:
+        if name.startswith(prefix) and state in PENDING | RUNNING | ENDING:
             jobs.append(
                 QueuedJob(
                     job_id=job_id,
@@ -105,6 +111,7 @@ def list_jobs(prefix: str) -> list[QueuedJob]:
                     used_s=0.0 if state in PENDING else seconds_of(used),
                     node=node,
                     reason=reason,
+                    is_ending=state in ENDING,
                 )
             )
     return sorted(jobs, key=lambda job: (len(job.job_id), job.job_id))
@@ -160,9 +167,13 @@ def cancel(job_ids: Iterable[str], *, signal: str = "") -> None:
 
 
 def cancel_all(prefix: str, *, timeout_s: float) -> list[QueuedJob]:
-    """Cancel all jobs with a prefix and wait; return those still listed after ``timeout_s``."""
+    """Cancel all jobs with a prefix and wait until SLURM ends them.
+
+    Returns:
+        Those that are still pending or running after ``timeout_s``.
+    """
     deadline = time.monotonic() + timeout_s
-    while left := list_jobs(prefix):
+    while left := [job for job in list_jobs(prefix) if not job.is_ending]:
         cancel(job.job_id for job in left)
         if time.monotonic() >= deadline:
             break

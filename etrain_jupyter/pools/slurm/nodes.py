@@ -43,6 +43,9 @@ HEALTHY_S = 30.0
 """A job that ran for at least this many seconds is replaced without a back-off."""
 CLOSE_S = 5.0
 """Timeout for cancelled jobs to leave the queue when the cluster shuts down."""
+UNLISTED_S = 15.0
+"""Seconds after its submission during which a job may be missing in squeue's list, which some sites
+cache."""
 CANCELLED = "CANCELLED AT"
 """SLURM writes this into the output of a job that it ends itself, for example by preemption."""
 
@@ -72,6 +75,7 @@ class SlurmNodes:
         self._wanted = 0
         self._held = max(self._spec.workers.min, self._records.num_held())
         self._jobs: dict[str, QueuedJob] = {}  # by worker, as last listed
+        self._unlisted: dict[str, float] = {}  # when jobs were submitted that were never listed
         self._connected: set[str] = set()  # workers of listed jobs that have connected
         self._releasing: dict[str, float] = {}  # by worker: time (epoch) of its forced end
         self._cancelled: set[str] = set()
@@ -159,7 +163,7 @@ class SlurmNodes:
                 "type": self._type(),
                 "zone": job.node,
                 "lifecycle": LIFECYCLE,
-                "price_usd_per_h": (self._spec.price or 0.0) if job.is_running else 0.0,
+                "price_usd_per_h": self._spec.price if job.is_running else None,
             }
             for worker, job in self._jobs.items()
         ]
@@ -195,6 +199,9 @@ class SlurmNodes:
         return "running" if self._facts.is_connected(worker) else "starting"
 
     def _is_leaving(self, worker: str) -> bool:
+        return self._is_dismissed(worker) or self._jobs[worker].is_ending
+
+    def _is_dismissed(self, worker: str) -> bool:
         return worker in self._releasing or worker in self._cancelled or worker in self._killing
 
     def _type(self) -> str:
@@ -263,6 +270,11 @@ class SlurmNodes:
     def _take(self, jobs: Sequence[QueuedJob]) -> None:
         """Compare a listing with the previous one."""
         previous, self._jobs = self._jobs, {job.worker: job for job in jobs}
+        for worker, submitted_at in list(self._unlisted.items()):
+            if worker in self._jobs or time.monotonic() - submitted_at > UNLISTED_S:
+                del self._unlisted[worker]
+            else:
+                self._jobs[worker] = previous[worker]
         self.reap()
         self._accounts.record(jobs)
         for worker in previous.keys() - self._jobs.keys():
@@ -270,14 +282,14 @@ class SlurmNodes:
 
     def _forget(self, job: QueuedJob) -> None:
         """Handle a job that has left the queue."""
-        worker, was_leaving = job.worker, self._is_leaving(job.worker)
+        worker, was_dismissed = job.worker, self._is_dismissed(job.worker)
         has_connected = worker in self._connected
         for names in (self._cancelled, self._killing, self._noticed, self._connected):
             names.discard(worker)
         self._releasing.pop(worker, None)
         logger.info("job %s of worker %s has ended", job.job_id, worker)
         self._facts.on_gone(worker, f"SLURM job {job.job_id} has ended")
-        if was_leaving:
+        if was_dismissed:
             return
         tail = self._site.log_tail(job.name, self._log_folder())
         if has_connected or CANCELLED in tail:
@@ -347,6 +359,7 @@ class SlurmNodes:
                 )
             return
         logger.info("submitted job %s for worker %s", job_id, worker)
+        self._unlisted[worker] = time.monotonic()
         self._jobs[worker] = QueuedJob(
             job_id=job_id,
             name=commands.job_name_of(self._facts.cluster.cluster_id, worker),

@@ -110,9 +110,9 @@ class SlurmPool(DetachedPool):
                 continue  # belongs to another pool, or to another machine that shares the folder
             # Called under the start lock, after `_find` found no running head, so any record is
             # that of a dead head. Without a record, its start or shutdown is incomplete.
-            if record is not None and commands.list_jobs(
-                commands.job_name_of(cluster.cluster_id, "")
-            ):
+            prefix = commands.job_name_of(cluster.cluster_id, "")
+            jobs = commands.list_jobs(prefix) if record is not None else []
+            if not all(job.is_ending for job in jobs):
                 return cluster
             self.of_cluster(cluster).down()
         return None

@@ -198,6 +198,29 @@ async def test_next_scheduler_adopts_the_jobs_and_does_not_reuse_names(
     await second.nodes.close(grace_s=1.0)
 
 
+async def test_job_that_is_not_listed_yet_is_not_submitted_again(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = await started(tmp_path)
+    num_lists = 0
+
+    def cached(prefix: str) -> list[QueuedJob]:
+        nonlocal num_lists
+        num_lists += 1
+        return []
+
+    monkeypatch.setattr(commands, "list_jobs", cached)
+    head.nodes.want(1, reason="test")
+    await head.until(lambda: queue.jobs)
+    before = num_lists
+    await head.until(lambda: num_lists > before + 3)
+
+    assert [node["worker"] for node in head.nodes.nodes()] == ["w1"]
+    assert len(queue.scripts) == 1
+    assert head.gone == []
+    await head.nodes.close(grace_s=1.0)
+
+
 async def test_released_worker_is_cancelled_once_it_is_idle(queue: Queue, tmp_path: Path) -> None:
     head = await started(tmp_path)
     head.nodes.want(1, reason="test")
@@ -243,6 +266,26 @@ async def test_worker_near_its_time_limit_is_notified_when_its_replacement_is_re
     await head.until(lambda: head.notices)
 
     assert set(head.notices) == {"w1"}
+    await head.nodes.close(grace_s=1.0)
+
+
+async def test_worker_of_an_ending_job_is_replaced_and_keeps_its_time_until_sigkill(
+    queue: Queue, tmp_path: Path
+) -> None:
+    head = await started(tmp_path)
+    head.nodes.want(1, reason="test")
+    await head.until(lambda: queue.jobs)
+    head.connected.add("w1")
+    # SIGTERM by SLURM: the worker trains to the end of its step.
+    queue.jobs["w1"] = dataclasses.replace(queue.jobs["w1"], is_running=False, is_ending=True)
+
+    await head.until(lambda: "w2" in queue.jobs)
+
+    assert head.gone == []
+    assert head.nodes.nodes()[0]["state"] == "draining"
+    del queue.jobs["w1"]
+    await head.until(lambda: head.gone)
+    assert head.gone == ["w1"]
     await head.nodes.close(grace_s=1.0)
 
 
