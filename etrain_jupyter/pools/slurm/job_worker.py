@@ -7,7 +7,7 @@ signal     sent by SLURM                        reaction
 =========  ===================================  ==================================================
 SIGUSR1    ``notice`` before the time limit;    interruption notice: the training job continues
            before a preemption, if SLURM is     without this worker from the next step boundary
-           configured with send_user_signal
+           configured to send it then
 SIGTERM    ``kill_wait`` before SIGKILL: time   the same; the worker shuts down once it has no
            limit, preemption, scancel           trainers
 =========  ===================================  ==================================================

@@ -114,7 +114,7 @@ class Job:
 
         Args:
             grace_s: GraceTime of the partition.
-            sends_signal: Send the signal of ``--signal`` now (send_user_signal). By default, SLURM
+            sends_signal: Send the signal of ``--signal`` now (preempt_send_user_signal). By default, SLURM
                 sends nothing to the batch shell before SIGTERM.
         """
         self.end = "PREEMPTION"

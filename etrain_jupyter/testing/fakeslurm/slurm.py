@@ -91,8 +91,8 @@ class FakeSlurm(Closing):
         Args:
             job_id: The job.
             grace_s: GraceTime of its partition.
-            sends_signal: True for a SLURM with ``PreemptParameters=send_user_signal``, which sends
-                the signal of ``--signal`` at the beginning.
+            sends_signal: True for a SLURM with ``SlurmctldParameters=preempt_send_user_signal``,
+                which sends the signal of ``--signal`` at the beginning.
         """
         self._ask("preempt", job_id, str(grace_s), str(sends_signal))
 
