@@ -114,8 +114,8 @@ class Job:
 
         Args:
             grace_s: GraceTime of the partition.
-            sends_signal: Send the signal of ``--signal`` now (preempt_send_user_signal). By default, SLURM
-                sends nothing to the batch shell before SIGTERM.
+            sends_signal: Send the signal of ``--signal`` now (preempt_send_user_signal). By
+                default, SLURM sends nothing to the batch shell before SIGTERM.
         """
         self.end = "PREEMPTION"
         self.preempted_at = time.monotonic() + grace_s
