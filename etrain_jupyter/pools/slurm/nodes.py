@@ -80,6 +80,7 @@ class SlurmNodes:
         self._releasing: dict[str, float] = {}  # by worker: time (epoch) of its forced end
         self._cancelled: set[str] = set()
         self._killing: set[str] = set()
+        self._killed: set[str] = set()
         self._noticed: set[str] = set()
         self._surplus_since: float | None = None
         self._num_failures = 0  # consecutive jobs whose workers never connected
@@ -93,15 +94,27 @@ class SlurmNodes:
         """Write the workers' files, adopt the jobs in the queue, and start the task.
 
         Raises:
-            PoolError: If the folder cannot be used, or SLURM does not respond.
+            PoolError: If the folder or the settings cannot be used, or SLURM does not respond.
         """
         self._scheduler = scheduler_address
         await asyncio.to_thread(self._site.prepare, self._facts.cluster.tls)
+        self._script("w0")  # reports settings that dask-jobqueue refuses
         self._site.publish(scheduler_address, num_lives=self._facts.incarnation)
-        self._take(await asyncio.to_thread(commands.list_jobs, self._prefix))
+        self._take(await self._first_list())
         # These workers may be training: keep them until the restored jobs have requested workers.
         self._wanted = len(self._jobs)
         self._task = asyncio.create_task(self._run())
+
+    async def _first_list(self) -> list[QueuedJob]:
+        while True:
+            try:
+                return await asyncio.to_thread(commands.list_jobs, self._prefix)
+            except SlurmError as exc:
+                # A later scheduler must not give up while its workers train: they wait for it.
+                if self._facts.incarnation == 1:
+                    raise
+                logger.warning("the jobs of %s are not known yet: %s", self._prefix, exc)
+                await asyncio.sleep(self._spec.tick)
 
     # --- desired state ---
 
@@ -284,18 +297,20 @@ class SlurmNodes:
         """Handle a job that has left the queue."""
         worker, was_dismissed = job.worker, self._is_dismissed(job.worker)
         has_connected = worker in self._connected
-        for names in (self._cancelled, self._killing, self._noticed, self._connected):
+        for names in (self._cancelled, self._killing, self._killed, self._noticed, self._connected):
             names.discard(worker)
         self._releasing.pop(worker, None)
         logger.info("job %s of worker %s has ended", job.job_id, worker)
         self._facts.on_gone(worker, f"SLURM job {job.job_id} has ended")
         if was_dismissed:
             return
-        tail = self._site.log_tail(job.name, self._log_folder())
-        if has_connected or CANCELLED in tail:
-            # SLURM ends jobs at their time limit and by preemption, and users cancel them.
-            if job.used_s < HEALTHY_S and has_connected:
+        if has_connected:
+            if job.used_s < HEALTHY_S:
                 self._back_off(1)
+            return
+        tail = self._site.log_tail(job.name, self._log_folder())
+        # SLURM ends jobs at their time limit and by preemption, and users cancel them.
+        if CANCELLED in tail:
             return
         self._num_failures += 1
         self._back_off(self._num_failures)
@@ -311,6 +326,7 @@ class SlurmNodes:
 
     def _back_off(self, num_failures: int) -> None:
         delay_s = min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(num_failures - 1, 10))
+        # At most ten ticks, so that a test with short ticks is short.
         self._retry_at = time.monotonic() + min(delay_s, 10 * self._spec.tick)
 
     def _due(self) -> list[str]:
@@ -326,28 +342,26 @@ class SlurmNodes:
         return self._facts.is_connected(worker) and self._facts.is_busy(worker)
 
     async def _cancel(self, workers: Sequence[str]) -> None:
-        killed = [worker for worker in self._killing if worker not in self._cancelled]
-        for names, signal in ((killed, "KILL"), (workers, "")):
+        killing = self._killing - self._killed
+        for names, signal, done in (
+            (killing, "KILL", self._killed),
+            (workers, "", self._cancelled),
+        ):
             known = [worker for worker in dict.fromkeys(names) if worker in self._jobs]
             if known:
                 logger.info("cancelling the jobs of %s %s", known, signal)
-                self._cancelled.update(known)
                 ids = [self._jobs[worker].job_id for worker in known]
                 await asyncio.to_thread(commands.cancel, ids, signal=signal)
+                # Not earlier: if the command fails, the next tick repeats it.
+                done.update(known)
 
     async def _submit(self) -> None:
         """Submit one job. If SLURM refuses it, submit no more, or none for some time."""
         worker = self._next_name()
         try:
-            script = job_script(
-                self._spec,
-                worker=worker,
-                job_name=commands.job_name_of(self._facts.cluster.cluster_id, worker),
-                scheduler=self._scheduler,
-                supervisor=self._facts.settings.supervisor,
-                site=self._site.path,
+            job_id = await asyncio.to_thread(
+                commands.submit, self._script(worker), folder=self._site.path
             )
-            job_id = await asyncio.to_thread(commands.submit, script, folder=self._site.path)
         except SlurmError as exc:
             if exc.is_transient:
                 self._back_off(1)
@@ -368,6 +382,16 @@ class SlurmNodes:
             used_s=0.0,
             node="",
             reason="submitted",
+        )
+
+    def _script(self, worker: str) -> str:
+        return job_script(
+            self._spec,
+            worker=worker,
+            job_name=commands.job_name_of(self._facts.cluster.cluster_id, worker),
+            scheduler=self._scheduler,
+            supervisor=self._facts.settings.supervisor,
+            site=self._site.path,
         )
 
     def _next_name(self) -> str:

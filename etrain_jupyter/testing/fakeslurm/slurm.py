@@ -21,7 +21,7 @@ from etrain_jupyter.testing.fakeslurm.jobs import processes_of
 from etrain_jupyter.testing.serving import Closing
 
 COMMANDS = ("sbatch", "squeue", "scancel")
-START_S = 30.0
+START_S = 120.0
 
 
 class FakeSlurm(Closing):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from etrain_jupyter.errors import PoolError
 from etrain_jupyter.head.node_source import HeadFacts
 from etrain_jupyter.pools.slurm import commands
 from etrain_jupyter.pools.slurm.commands import QueuedJob, SlurmError
@@ -94,6 +95,10 @@ class Head:
             on_halt=self.halts.append,
         )
         self.nodes = SlurmNodes(self.facts)
+
+    def is_listed(self, worker: str) -> bool:
+        """Return whether the queue was listed since the worker's job was submitted."""
+        return any(node["worker"] == worker and node["zone"] for node in self.nodes.nodes())
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(60):
@@ -289,11 +294,58 @@ async def test_worker_of_an_ending_job_is_replaced_and_keeps_its_time_until_sigk
     await head.nodes.close(grace_s=1.0)
 
 
+async def test_failed_command_is_repeated_and_reported(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = await started(tmp_path)
+    head.nodes.want(1, reason="test")
+    await head.until(lambda: queue.jobs)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise SlurmError("scancel: Unable to contact slurm controller", is_transient=True)
+
+    monkeypatch.setattr(commands, "cancel", fail)
+    head.nodes.release("w1", drain_s=0.0)
+    await head.until(lambda: head.warnings)
+    monkeypatch.setattr(commands, "cancel", queue.cancel)
+    await head.until(lambda: queue.cancelled)
+
+    assert "SLURM does not respond: scancel: Unable to contact" in head.warnings[0]
+    assert queue.cancelled == [("1", "")]
+    await head.nodes.close(grace_s=1.0)
+
+
+async def test_settings_that_dask_jobqueue_refuses_fail_the_start(tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match="cores: 8 and memory: 32 GiB"):
+        await started(tmp_path, cores=None, memory=None)
+
+
+async def test_later_scheduler_waits_for_slurm(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[SlurmError] = [SlurmError("squeue: timed out", is_transient=True)] * 2
+
+    def list_jobs(prefix: str) -> list[QueuedJob]:
+        if answers:
+            raise answers.pop()
+        return queue.list_jobs(prefix)
+
+    monkeypatch.setattr(commands, "list_jobs", list_jobs)
+    with pytest.raises(SlurmError, match="timed out"):
+        await started(tmp_path)
+    head = Head(tmp_path)
+    head.nodes._facts = dataclasses.replace(head.facts, incarnation=2)
+    await head.nodes.start("tls://10.0.0.1:1")
+
+    assert answers == []
+    await head.nodes.close(grace_s=1.0)
+
+
 async def test_jobs_that_never_connect_end_the_submissions(queue: Queue, tmp_path: Path) -> None:
     head = await started(tmp_path)
     head.nodes.want(1, reason="test")
     for number in (1, 2, 3):
-        await head.until(lambda name=f"w{number}": name in queue.jobs)
+        await head.until(lambda name=f"w{number}": head.is_listed(name))
         logs = tmp_path / "shared" / "slurm-a-1" / "logs"
         (logs / f"slurm-a-1.w{number}-{number}.err").write_text("python: not found\n")
         del queue.jobs[f"w{number}"]
@@ -310,7 +362,7 @@ async def test_jobs_that_never_connect_end_the_submissions(queue: Queue, tmp_pat
 async def test_job_that_slurm_ended_is_no_failed_start(queue: Queue, tmp_path: Path) -> None:
     head = await started(tmp_path, lifetime={"max_start_failures": 1})
     head.nodes.want(1, reason="test")
-    await head.until(lambda: queue.jobs)
+    await head.until(lambda: head.is_listed("w1"))
     logs = tmp_path / "shared" / "slurm-a-1" / "logs"
     text = (
         "slurmstepd: error: *** JOB 1 ON node1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION"
