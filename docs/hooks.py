@@ -13,7 +13,8 @@ from typing import Any
 from etrain_jupyter.config import describe as cell
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND, distributed_parser
 from etrain_jupyter.notebook.commands.subcommands import MEMBERS, SUBCOMMANDS
-from etrain_jupyter.pools.ec2.client import describe as ec2_pool
+from etrain_jupyter.pools.ec2.client import describe as pool_keys
+from etrain_jupyter.pools.slurm.spec import SlurmSpec
 
 PLACEHOLDER = re.compile(r"^\{\{ (\w+) \}\}$", flags=re.MULTILINE)
 
@@ -31,7 +32,8 @@ def command_help() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "cell_keys": cell.keys_as_table,
     "command_help": command_help,
-    "ec2_pool_keys": ec2_pool.keys_as_table,
+    "ec2_pool_keys": pool_keys.keys_as_table,
+    "slurm_pool_keys": lambda: pool_keys.keys_as_table(SlurmSpec),
 }
 
 

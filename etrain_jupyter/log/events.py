@@ -207,7 +207,7 @@ class WorkerJoined(Event):
     """Type of its machine, for example ``g5.xlarge``; empty if the pool has no types."""
     zone: str = ""
     lifecycle: str = ""
-    """``spot`` or ``on-demand``; empty if the pool has no prices."""
+    """``spot``, ``on-demand`` or ``slurm``; empty if the pool has no machines of its own."""
     usd_per_h: float | None = None
     """The worker's share of the machine's hourly price when it joined; None if unknown."""
 

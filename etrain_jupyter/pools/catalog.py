@@ -6,6 +6,11 @@
       kind: aws-spot
       region: us-east-1
       bucket: my-bucket
+    hpc:
+      kind: slurm
+      queue: gpu
+      cores: 8
+      memory: 32 GiB
     lab:
       kind: address
       address: tls://10.0.3.7:8786
@@ -169,7 +174,7 @@ def _entry(name: str, value: Any, source: SourceMap, file: Path) -> PoolEntry:
     # used, so an error in one entry does not disable the other pools.
     if "kind" not in value:
         message = f"pool '{name}' has no kind"
-        raise _at_place(source, (), message, "add 'kind: aws-spot' or 'kind: address'", file)
+        raise _at_place(source, (), message, "add kind: aws-spot, slurm or address", file)
     values = {key: inner for key, inner in value.items() if key != "kind"}
     return PoolEntry(name=name, kind=str(value["kind"]), values=values, file=file, source=source)
 

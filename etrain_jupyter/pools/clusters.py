@@ -33,7 +33,7 @@ def describe_pools() -> str:
     """Return the pools and their running clusters, for ``%etrain pools``."""
     pools = {"local": "processes on this machine"}
     for entry in read_catalog().values():
-        pools[entry.name] = f"{entry.kind}{_location_of(entry)} ({entry.file})"
+        pools[entry.name] = f"{entry.kind}{location_of(entry)} ({entry.file})"
     clusters: dict[str, list[str]] = {}
     for cluster in cluster_dirs():
         record = cluster.record()
@@ -41,8 +41,9 @@ def describe_pools() -> str:
             continue  # the cluster is starting or shutting down
         if record.is_alive:
             state = f"at {record.address}: {_state_of(cluster, record)}"
-        elif record.is_here and cluster.cluster_id.startswith("aws-"):
-            # Unlike local workers, EC2 machines outlive the keeper and keep costing money.
+        elif record.is_here and not cluster.cluster_id.startswith("local-"):
+            # Unlike local workers, machines and SLURM jobs outlive the keeper and keep costing
+            # money.
             state = (
                 "scheduler has died. The pool's next job takes over its machines; `%etrain down` "
                 "terminates them"
@@ -74,14 +75,14 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     # Local workers have no costs, so their line stays short.
     if not costs:
         return state
-    rate = sum(node.get("price_usd_per_h", 0.0) for node in nodes)
+    rate = sum(node.get("price_usd_per_h") or 0.0 for node in nodes)
     spent = sum(cost["spent_usd"] for cost in costs)
-    return f"{state}; {len(nodes)} EC2 machines for ${rate:.3g} per hour, ${spent:.3g} spent"
+    return f"{state}; {len(nodes)} machines for ${rate:.3g} per hour, ${spent:.3g} spent"
 
 
-def _location_of(entry: PoolEntry) -> str:
-    """Return the address or region in a pool's entry, without validating the entry."""
-    place = entry.values.get("address") or entry.values.get("region")
+def location_of(entry: PoolEntry) -> str:
+    """Return the address, region or partition in a pool's entry, without validating the entry."""
+    place = next(filter(None, map(entry.values.get, ("address", "region", "queue"))), None)
     return f", {place}" if isinstance(place, str) else ""
 
 
@@ -151,6 +152,10 @@ def _uninstall_from(address: SchedulerAddress, *, timeout_s: float) -> Leftovers
 def _pool_of(cluster: ClusterDir) -> Pool:
     if cluster.cluster_id.startswith("local-"):
         return LocalPool(cluster_id=cluster.cluster_id)
+    if cluster.cluster_id.startswith("slurm-"):
+        from etrain_jupyter.pools.slurm.pool import SlurmPool
+
+        return SlurmPool.of_cluster(cluster)
     from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 
     return AwsSpotPool.of_cluster(cluster)

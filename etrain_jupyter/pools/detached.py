@@ -99,7 +99,7 @@ class DetachedPool:
                 type=record["type"],
                 zone=record.get("zone", ""),
                 lifecycle=record.get("lifecycle", "local"),
-                price_usd_per_h=record.get("price_usd_per_h", 0.0),
+                price_usd_per_h=record.get("price_usd_per_h") or 0.0,
                 pid=record["pid"],
                 device=record["device"],
             )

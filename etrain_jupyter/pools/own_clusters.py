@@ -29,7 +29,7 @@ NOTES = "schedulers"
 """Folder with the addresses of existing schedulers to which this user submitted a job."""
 MAX_NOTES = 500
 _MAX_BYTES = 100_000
-_CLUSTER_ID = re.compile(r"(local|aws)-[A-Za-z0-9_-]{1,80}")
+_CLUSTER_ID = re.compile(r"(local|aws|slurm)-[A-Za-z0-9_-]{1,80}")
 
 
 def state_roots() -> list[Path]:

@@ -17,6 +17,7 @@ KINDS: Mapping[str, str] = {
     "local": "etrain_jupyter.pools.local.pool:LocalPool",
     "address": "etrain_jupyter.pools.external.pool:AddressPool",
     "aws-spot": "etrain_jupyter.pools.ec2.client.kinds:AwsSpotKinds",
+    "slurm": "etrain_jupyter.pools.slurm.pool:SlurmPool",
 }
 """The class of each kind, imported on first use."""
 

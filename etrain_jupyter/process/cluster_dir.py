@@ -4,8 +4,8 @@
 
     $ETRAIN_STATE, or $XDG_RUNTIME_DIR/etrain, or ~/.local/state/etrain       0700
     ├── start-4f0c21.lock        held while a cluster of this Python environment starts or stops
-    └── local-4f0c21-9ab2c3/     0700; removed by the keeper at shutdown; aws-... for the head of a
-        │                        cluster on EC2
+    └── local-4f0c21-9ab2c3/     0700; removed by the keeper at shutdown; aws-... or slurm-...
+        │                        for the head of a cluster of such a pool
         ├── settings.json        the cluster's settings
         ├── cluster.json         written last, when the scheduler listens; removed first
         ├── slots.json           worker slots, as detected by the first scheduler
@@ -47,7 +47,7 @@ error."""
 START_FAILED = 3
 """Exit code of a head that never started serving."""
 
-KINDS = ("local", "aws")
+KINDS = ("local", "aws", "slurm")
 """Id prefixes of clusters whose head runs on this machine."""
 
 

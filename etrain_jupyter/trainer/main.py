@@ -88,6 +88,11 @@ def main() -> None:
         die_with_parent(int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0")))
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles interrupts
+    if os.environ.get("ETRAIN_SIGTERM") == "ignore":
+        # A batch system sends SIGTERM to all processes of a job, some time before SIGKILL. The
+        # worker handles it: this trainer leaves at the next step boundary. Ignored rather than
+        # handled, so that the signal does not interrupt system calls of gloo or NCCL.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print_any_text()
     if is_server:
         exit_after(lambda: run_server(int(sys.argv[2])))

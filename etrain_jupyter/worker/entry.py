@@ -32,6 +32,7 @@ def run_worker(
     scratch: Path,
     host: str = "127.0.0.1",
     fork_server: int = -1,
+    kill_wait_s: float = 0.0,
     on_serving: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a worker until it shuts down; logging must already be set up.
@@ -45,6 +46,7 @@ def run_worker(
         scratch: Folder for Dask.
         host: This machine's address to listen on.
         fork_server: Descriptor of the connection to this machine's fork server; -1 if it has none.
+        kill_wait_s: Seconds between SIGTERM and SIGKILL; 0.0 to shut down on SIGTERM immediately.
         on_serving: Called after each connection to a scheduler.
     """
     options = WorkerOptions(
@@ -57,5 +59,6 @@ def run_worker(
         tls=tls,
         scratch=scratch,
         fork_server=fork_server,
+        kill_wait_s=kill_wait_s,
     )
     run_process(lambda: WorkerLifecycle(options, finder, on_serving=on_serving), scratch=scratch)

@@ -53,6 +53,9 @@ dismissed this worker. A dying scheduler closes its connections just before its 
 POLL_EVERY_S = 0.05
 """Seconds between attempts to look up the next scheduler."""
 
+KILL_MARGIN_S = 2.0
+"""Seconds before SIGKILL in which a worker shuts down by itself."""
+
 DISMISSALS = frozenset({"scheduler-remove-worker", "scheduler-close-worker"})
 """Dask's reasons for closing a worker on request, as opposed to a lost connection."""
 
@@ -110,6 +113,9 @@ class WorkerOptions:
     """Dask's local directory."""
     fork_server: int = -1
     """Descriptor of the connection to this machine's fork server; -1 if it has none."""
+    kill_wait_s: float = 0.0
+    """Seconds between SIGTERM and SIGKILL from a batch system, which are an interruption notice;
+    0.0 to shut down on SIGTERM immediately."""
 
 
 class WorkerLifecycle:
@@ -138,10 +144,11 @@ class WorkerLifecycle:
         self._address = options.scheduler
         self._num_lives = options.num_lives  # incarnation of the scheduler, counted from 1
         self._stop = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None  # set by the first SIGTERM
 
     async def run(self) -> None:
         """Serve until shutdown is requested or no next scheduler is found in time."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_sigterm)
         # scheduler 1      serves ......... dies
         # this process     worker A ......... closed | look up, reconnect | worker B ....
         # supervisor       the same throughout: A's ``teardown`` keeps the trainers
@@ -160,6 +167,30 @@ class WorkerLifecycle:
             await worker.finished()
             await self._supervisor.teardown(worker)
         await worker.close(timeout=CLOSE_S, executor_wait=False, reason="shutdown requested")
+
+    def _on_sigterm(self) -> None:
+        #     kill_wait_s    cluster        trainers    reaction
+        #     0.0            any            any         shut down
+        #     above          has ended      any         shut down
+        #     above          is up          none        shut down
+        #     above          is up          some        report a notice; shut down when they have
+        #                                               left, at the second SIGTERM, or in time
+        wait_s = self._options.kill_wait_s
+        if wait_s <= 0 or self._draining is not None or self._finder.look() is None:
+            self._stop.set()
+            return
+        if not self._supervisor.has_trainers:
+            self._stop.set()
+            return
+        logger.warning("SIGTERM: this process will be killed in %g s", wait_s)
+        self._supervisor.note_interruption(wait_s)
+        self._draining = asyncio.create_task(self._stop_when_drained(wait_s))
+
+    async def _stop_when_drained(self, wait_s: float) -> None:
+        deadline = time.monotonic() + wait_s - min(KILL_MARGIN_S, wait_s / 2)
+        while self._supervisor.has_trainers and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_EVERY_S)
+        self._stop.set()
 
     async def _connect_first(self) -> Any | None:
         """Connect to the running scheduler. A remote one may be restarting, so retry."""

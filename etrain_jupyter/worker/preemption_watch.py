@@ -69,10 +69,14 @@ class PreemptionWatch:
         for notice in self._known.values():
             self._report(notice)
 
+    def take(self, left_s: float) -> None:
+        """Report that this machine will be reclaimed in ``left_s`` seconds."""
+        self._take(Notice(kind=INTERRUPTION, deadline=time.time() + left_s))
+
     def _on_signal(self) -> None:
         notice_s = seconds_from_environment("ETRAIN_NOTICE_S", SIGNALLED_S)
         logger.warning("SIGUSR1: this machine will be reclaimed in %g s", notice_s)
-        self._take(Notice(kind=INTERRUPTION, deadline=time.time() + notice_s))
+        self.take(notice_s)
 
     def _on_watch(self, notice: Notice) -> None:
         # The watch's thread may still be waiting for a response after stop().

@@ -107,6 +107,17 @@ class Supervisor(WorkerPlugin):
         self._may_read = asyncio.Event()
         self._may_read.set()
 
+    @property
+    def has_trainers(self) -> bool:
+        """True while a trainer of a job runs; the spare does not count."""
+        return bool(self._trainers or self._ending)
+
+    def note_interruption(self, left_s: float) -> None:
+        """Report that this machine will be reclaimed in ``left_s`` seconds, if a job uses it."""
+        # Trainers that have been released are about to exit anyway.
+        if self._trainers:
+            self._notices.take(left_s)
+
     async def setup(self, worker: Worker) -> None:
         """Send the coordinator a hello and all unacknowledged reports, and warm up a spare."""
         self._worker = worker

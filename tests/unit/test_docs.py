@@ -109,6 +109,7 @@ def load_hooks() -> ModuleType:
     [
         ("cell-keys.md", "| `batch.per_worker` |"),
         ("ec2-pool-keys.md", "| `lifetime.lease_ttl` | 5 min |"),
+        ("slurm-pool-keys.md", "| `lifetime.away` | 5 min |"),
         ("commands.md", "usage: %etrain resume"),
     ],
 )

@@ -14,7 +14,7 @@ class NodeCost:
     workers: tuple[str, ...]
     """Its current and former workers."""
     lifecycle: str
-    """``spot`` or ``on-demand``."""
+    """``spot``, ``on-demand`` or ``slurm``."""
     spent_usd: float
     """May decrease: EC2 waives the first hour of a spot machine that it interrupts."""
     on_demand_usd: float

@@ -24,7 +24,7 @@ from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.notebook.job.link import open_link
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
-from etrain_jupyter.pools.clusters import AWS, aws_specs
+from etrain_jupyter.pools.clusters import AWS, aws_specs, location_of
 from etrain_jupyter.pools.registry import make_pool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.process.gpus import finish_gpu_query, start_gpu_query, torch_has_cuda
@@ -190,6 +190,8 @@ def _check_run_store(store: RunStore) -> Finding:
 
 
 def _check_pools() -> list[Finding]:
+    from etrain_jupyter.pools.slurm.pool import SlurmPool
+
     try:
         entries = list(read_catalog().values())
     except ConfigError as exc:
@@ -201,12 +203,13 @@ def _check_pools() -> list[Finding]:
     specs: dict[str | None, AwsSpotSpec] = {}
     for entry in entries:
         try:
-            make_pool(entry)
+            pool = make_pool(entry)
+            if isinstance(pool, SlurmPool):
+                pool.check_machine()
         except EtrainError as exc:
             findings.append(_fault_of(exc))
             continue
-        where = entry.values.get("address") or entry.values.get("region") or ""
-        what = f"pool {entry.name}: {entry.kind}, {where} ({entry.file})"
+        what = f"pool {entry.name}: {entry.kind}{location_of(entry)} ({entry.file})"
         findings.append(Finding(state="ok", what=what))
         if entry.kind == AWS:
             spec = _spec_of(entry)

@@ -1,4 +1,4 @@
-"""Field types of the pool ``aws-spot``: durations, amounts and lists of names."""
+"""Field types of pools with machines: durations, amounts and lists of names."""
 
 from __future__ import annotations
 

@@ -96,6 +96,7 @@ class SlowCoordinator(Coordinator):
 
 class Supervisor(WorkerPlugin):
     name = "etrain-supervisor"
+    has_trainers = False
 
     def __init__(self, *, device: str) -> None:
         self.device = device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,3 +187,47 @@ def test_node_worker_finds_the_scheduler_in_the_file_of_its_agent(tmp_path):
     assert (found.address, found.num_lives, found.is_serving) == ("tls://10.0.0.4:8786", 3, True)
     words = [str(tmp_path), "--name", "i-1", "--device", "cpu", "--supervisor", "a:B"]
     assert parse_arguments([*words, "--host", "10.0.0.9", "--away-s", "9"]).away_s == 9.0
+
+
+class Batch(Life):
+    """A worker of a batch job, which gets SIGTERM as soon as it is connected."""
+
+    def __init__(self, finder: Finder, *, has_trainers: bool, kill_wait_s: float = 1000.0) -> None:
+        super().__init__(finder)
+        self._options = replace(self._options, kill_wait_s=kill_wait_s)
+        self._supervisor.has_trainers = has_trainers
+        self._supervisor.note_interruption = self._note
+        self.noticed: list[float] = []
+
+    def _note(self, left_s: float) -> None:
+        self.noticed.append(left_s)
+        asyncio.get_running_loop().call_later(0.01, self._leave)
+
+    def _leave(self) -> None:
+        self._supervisor.has_trainers = False
+
+
+async def test_sigterm_of_a_batch_system_is_a_notice_and_the_worker_exits_once_it_is_idle():
+    life = Batch(Finder(Record(), is_remote=True), has_trainers=True)
+    await life.run()
+    assert life.noticed == [1000.0]
+    assert life._supervisor.has_trainers is False
+
+
+async def test_worker_whose_trainers_do_not_leave_exits_before_sigkill():
+    life = Batch(Finder(Record(), is_remote=True), has_trainers=True, kill_wait_s=0.05)
+    life._leave = lambda: None  # type: ignore[method-assign]
+    await life.run()
+    assert (life.noticed, life._supervisor.has_trainers) == ([0.05], True)
+
+
+@pytest.mark.parametrize(
+    ("record", "has_trainers", "kill_wait_s"),
+    [(Record(), False, 30.0), (None, True, 30.0), (Record(), True, 0.0)],
+    ids=["idle", "the cluster has ended", "not a batch job"],
+)
+async def test_other_workers_exit_at_sigterm(record, has_trainers, kill_wait_s):
+    finder = Finder(record, is_remote=True)
+    life = Batch(finder, has_trainers=has_trainers, kill_wait_s=kill_wait_s)
+    await life.run()
+    assert life.noticed == []

@@ -498,6 +498,24 @@ async def test_notice_is_reported_immediately_and_again_to_the_next_coordinator(
     supervisor.outlives_scheduler = False
 
 
+async def test_interruption_by_a_batch_system_is_reported_while_a_job_uses_the_worker(rig):
+    supervisor = rig.supervisor
+    supervisor.note_interruption(30.0)
+    assert (supervisor.has_trainers, rig.said(m.MachineNotice)) == (False, [])
+
+    trainer = await rig.start("j/w1/1")
+    assert supervisor.has_trainers
+    supervisor.note_interruption(30.0)
+    [notice] = rig.said(m.MachineNotice)
+    assert (notice.notice, round(notice.left_s)) == ("interruption", 30)
+
+    # A released trainer is about to exit.
+    rig.order(m.ShutDownTrainer(trainer=trainer.name))
+    supervisor.note_interruption(10.0)
+    assert supervisor.has_trainers
+    assert len(rig.said(m.MachineNotice)) == 1
+
+
 # --- silent endings (review R2) ---
 
 

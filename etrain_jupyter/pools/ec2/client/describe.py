@@ -1,4 +1,4 @@
-"""The keys of a pool of kind ``aws-spot`` as a table, for ``docs/reference/ec2-pool-keys.md``."""
+"""The keys of a kind of pool as a table, for ``docs/reference/ec2-pool-keys.md`` and others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
-def keys_as_table() -> str:
-    """Return every key with its default and its meaning, in Markdown."""
+def keys_as_table(spec: type[Section] = AwsSpotSpec) -> str:
+    """Return every key of a pool with its default and its meaning, in Markdown."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for name, field in _keys_of(AwsSpotSpec):
+    for name, field in _keys_of(spec):
         meaning = " ".join((field.description or "").replace("``", "`").split())
         rows.append(f"| `{name}` | {_default_of(field)} | {meaning} |")
     return "\n".join(rows)
@@ -39,7 +39,7 @@ def _default_of(field: FieldInfo) -> str:
         return "required"
     value = field.get_default(call_default_factory=True)
     # Only durations have a serializer, see `spec_fields`.
-    if any(isinstance(item, PlainSerializer) for item in field.metadata):
+    if value is not None and any(isinstance(item, PlainSerializer) for item in field.metadata):
         return _time(value)
     return _plain(value)
 

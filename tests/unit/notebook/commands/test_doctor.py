@@ -121,6 +121,22 @@ def test_ec2_pool_without_credentials_or_boto3_is_found_without_a_request(
     assert of_pools(store)[1].remedy == "pip install 'etrain-jupyter[aws]'"
 
 
+def test_slurm_pool_needs_the_commands_of_slurm(
+    pools: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pools.write_text("hpc: {kind: slurm, queue: gpu}\n")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [wrong] = of_pools(store)
+    assert wrong.state == "wrong"
+    assert wrong.what.startswith("sbatch and squeue and scancel not found in PATH")
+
+    for name in ("sbatch", "squeue", "scancel"):
+        (tmp_path / name).touch(mode=0o755)
+    [found] = of_pools(store)
+    assert (found.state, found.what) == ("ok", f"pool hpc: slurm, gpu ({pools})")
+
+
 def test_ec2_is_queried_only_on_request_and_expired_resources_are_wrong(
     pools: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
