@@ -40,6 +40,7 @@ from benchmarks import (
     strangers,
     stream,
     uneven,
+    vision,
 )
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -72,11 +73,12 @@ BENCHMARKS: dict[str, ModuleType] = {
     "code": code_table,
     "squad": squad,
     "pretraining": pretraining,
+    "vision": vision,
 }
 
-APART = frozenset({"strangers", "code", "gpu", "squad", "pretraining"})
+APART = frozenset({"strangers", "code", "gpu", "squad", "pretraining", "vision"})
 """Excluded from ``all``: ``strangers`` attacks every listener on the machine, ``code`` measures no
-time, ``gpu`` belongs to ``make gpu``, and ``squad`` and ``pretraining`` need data sets.
+time, ``gpu`` belongs to ``make gpu``, and ``squad``, ``pretraining`` and ``vision`` need data sets.
 """
 
 

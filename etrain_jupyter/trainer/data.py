@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -344,8 +345,26 @@ class _Fetcher:
     def _samples_at(self, indices: list[int]) -> list[Any]:
         # The same protocol as torch's own fetcher: one call for the whole batch.
         if hasattr(self._data, "__getitems__"):
-            return list(self._data.__getitems__(indices))
-        return [self._data[i] for i in indices]
+            with _naming(f"samples {reprlib.repr(indices)}"):
+                return list(self._data.__getitems__(indices))
+        return [self._sample_at(index) for index in indices]
+
+    def _sample_at(self, index: int) -> Any:
+        with _naming(f"sample {index}"):
+            return self._data[index]
+
+
+@contextlib.contextmanager
+def _naming(samples: str) -> Iterator[None]:
+    # A data set's own error often names neither: for a truncated JPEG, PIL raises "image file is
+    # truncated".
+    try:
+        yield
+    except FileNotFoundError:
+        raise  # names the file
+    except Exception as exc:
+        exc.add_note(f"while reading {samples} from the data set")
+        raise
 
 
 _MISSING_FILE_HINT = (

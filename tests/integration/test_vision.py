@@ -1,23 +1,27 @@
-"""Detect squares on several workers: augmentation, a lost worker, and exact scores."""
+"""Train on images with several workers: augmentation, lost workers, and exact scores."""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.log.events import EvalScored, WorkerLost
+from etrain_jupyter.log.events import EvalScored, WeightsHashed, WorkerLost
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.capabilities import skip_without
+from tests.capabilities import long, skip_without
 from tests.integration.conftest import until
 
 skip_without("torchvision")
 skip_without("libraries")
 
+from torchvision.models import shufflenet_v2_x0_5  # noqa: E402
 from torchvision.models.detection import FCOS  # noqa: E402
 from torchvision.models.detection.anchor_utils import AnchorGenerator  # noqa: E402
 from torchvision.transforms import v2  # noqa: E402
@@ -118,3 +122,89 @@ def test_invalid_box_fails_the_job_with_its_sample(submit: Any) -> None:
     assert job.wait(300) == "failed"
     with pytest.raises(Exception, match=r"sample 11 has the box .* not inside its image of width"):
         job.raise_for_status()
+
+
+NUM_KILLS = 4
+SLOW = Path(tempfile.mkdtemp()) / "slow"
+"""While this file exists, steps are slow, so that all workers are killed before the job ends."""
+
+
+def photo_of(index: int) -> tuple[torch.Tensor, int]:
+    """Return an image of noise, which is bright at one of its four sides."""
+    generator = torch.Generator().manual_seed(index)
+    image = torch.randint(0, 120, (3, 32, 32), dtype=torch.uint8, generator=generator)
+    image.rot90(index % 4, (1, 2))[:, :8] += 100
+    return image, index % 4
+
+
+def synchronized_net() -> nn.Module:
+    """Return torchvision's smallest ShuffleNet with layers of the class ``SyncBatchNorm``."""
+    return nn.SyncBatchNorm.convert_sync_batchnorm(shufflenet_v2_x0_5(num_classes=4))
+
+
+def photo_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if SLOW.exists():
+        time.sleep(0.1)
+    return nn.functional.cross_entropy(output, target)
+
+
+def classify(submit: Any, num_workers: int) -> Any:
+    samples = [photo_of(index) for index in range(100)]
+    crop = v2.Compose([v2.RandomCrop(32, padding=4), v2.ColorJitter(brightness=0.3)])
+    return submit(
+        model=synchronized_net,
+        data={
+            "train": samples[:76],
+            "eval": samples[76:],
+            "collate": vision.classification.Batches(4, train=crop),
+        },
+        loss=photo_loss,
+        eval={
+            "every": "20 steps",
+            "predict": vision.classification.predict,
+            "score": vision.classification.score,
+        },
+        optimizer={"name": "SGD", "lr": 0.05, "momentum": 0.9},
+        batch={"global": 16},
+        ema=0.95,
+        steps=160,
+        reproducible={"shards": 4},
+        workers={"min": 1, "max": num_workers},
+    )
+
+
+@long
+def test_four_kills_change_no_bit_of_weights_averages_and_scores(submit: Any) -> None:
+    alone = classify(submit, 1)
+    assert alone.wait(300) == "finished", alone
+    SLOW.touch()
+    job = classify(submit, 3)
+    for number in range(NUM_KILLS):
+        until(lambda: job.world_size >= 2, "two ranks")
+        goal = job.step + 5
+        until(lambda goal=goal: job.step >= goal, "five more steps")
+        ranked = [worker for worker in job.workers() if worker["rank"] is not None]
+        os.kill(ranked[number % len(ranked)]["trainer_pid"], signal.SIGKILL)
+        until(lambda number=number: len(lost_in(job)) > number, "the loss")
+    SLOW.unlink()
+    assert job.wait(300) == "finished", job
+
+    assert_invariants(job.events())
+    assert len(lost_in(job)) == NUM_KILLS
+    for weights in ("raw", "averaged"):
+        one, other = (found.state_dict(weights=weights) for found in (alone, job))
+        assert all(torch.equal(other[name], value) for name, value in one.items())
+    assert digest_of(job) == digest_of(alone)
+    assert job.history()["loss"] == alone.history()["loss"]
+    assert scores_of(job) == scores_of(alone)
+    assert scores_of(job)[-1]["accuracy"] > 0.7
+
+
+def lost_in(job: Any) -> list[WorkerLost]:
+    return [event for event in job.events() if isinstance(event, WorkerLost)]
+
+
+def digest_of(job: Any) -> str:
+    """Return the digest of the final weights and averages."""
+    hashed: list[WeightsHashed] = [e for e in job.events() if isinstance(e, WeightsHashed)]
+    return hashed[-1].digest

@@ -197,7 +197,13 @@ def read_coco(images: Location, annotations: Location, *, repair: bool = False) 
         categories = sorted(content["categories"], key=lambda category: category["id"])
         label_of = {category["id"]: place for place, category in enumerate(categories, 1)}
         found: dict[Any, list[Mapping[str, Any]]] = {image["id"]: [] for image in content["images"]}
-        for annotation in content["annotations"]:
+        for number, annotation in enumerate(content["annotations"]):
+            for key, known in (("image_id", found), ("category_id", label_of)):
+                if annotation[key] not in known:
+                    raise RecipeError(
+                        f"annotation {number} of {path} has the {key} {annotation[key]!r}, which "
+                        "the file does not define. Fix the annotation, or leave it out."
+                    )
             found[annotation["image_id"]].append(annotation)
         rows = []
         for index, image in enumerate(content["images"]):

@@ -35,7 +35,7 @@ class Batches(batches.Batches[tuple[torch.Tensor, torch.Tensor]]):
     """
 
     def _check(self, target: Any, image: Any, where: str) -> Any:
-        mask = target if isinstance(target, torch.Tensor) else v2.functional.pil_to_tensor(target)
+        mask = _tensor(target, where)
         if mask.ndim == 3 and mask.shape[0] == 1:
             mask = mask[0]
         if mask.shape != image.shape[1:]:
@@ -47,6 +47,7 @@ class Batches(batches.Batches[tuple[torch.Tensor, torch.Tensor]]):
             raise RecipeError(
                 f"the mask of {where} has the dtype {mask.dtype}. Return class ids as integers."
             )
+        mask = mask.long()  # torch cannot compare integers of 16 bits without sign
         is_valid = ((mask >= 0) & (mask < self.num_classes)) | (mask == IGNORED)
         if not is_valid.all():
             raise RecipeError(
@@ -54,7 +55,7 @@ class Batches(batches.Batches[tuple[torch.Tensor, torch.Tensor]]):
                 f"{self.num_classes} allows 0 to {self.num_classes - 1}, and {IGNORED} to ignore a "
                 "pixel. Fix the mask, or set num_classes."
             )
-        return tv_tensors.Mask(plain(mask).long())
+        return tv_tensors.Mask(plain(mask))
 
     def _finish(self, target: Any, image: Any, where: str, is_training: bool) -> torch.Tensor:
         if target.shape != image.shape[1:]:
@@ -67,6 +68,17 @@ class Batches(batches.Batches[tuple[torch.Tensor, torch.Tensor]]):
 
     def _join(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
         return self._stack(samples), torch.stack([sample.target for sample in samples])
+
+
+def _tensor(mask: Any, where: str) -> torch.Tensor:
+    if isinstance(mask, torch.Tensor):
+        return mask
+    if not hasattr(mask, "getbands"):
+        raise RecipeError(
+            f"the mask of {where} is a {type(mask).__name__}. Return a PIL image, or a tensor of "
+            "class ids of shape (height, width)."
+        )
+    return v2.functional.pil_to_tensor(mask)  # type: ignore[no-any-return]
 
 
 def step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -274,6 +274,14 @@ INVALID: dict[str, tuple[Any, Any, Any, str]] = {
         torch.zeros(SIZE),
         r"dtype torch\.float32",
     ),
+    "mask of 16 bits": (
+        *(segmentation.Batches(2), image_of(0), torch.full(SIZE, 300, dtype=torch.uint16)),
+        r"has the class id 300, but num_classes=2",
+    ),
+    "mask array": (
+        *(segmentation.Batches(2), image_of(0), mask_of(0).numpy()),
+        r"is a ndarray\. Return a PIL image, or a tensor of class ids",
+    ),
     "mask id": (
         *(segmentation.Batches(2), image_of(0), torch.full(SIZE, 7)),
         r"has the class id 7, but num_classes=2 allows 0 to 1, and 255",

@@ -156,12 +156,14 @@ def test_coco_annotations_are_read(tmp_path: Path) -> None:
 
 def test_other_json_is_no_coco_file(tmp_path: Path) -> None:
     path = tmp_path / "boxes.json"
-    content = coco()
-    content["annotations"][1]["category_id"] = 5
+    category, image = coco(), coco()
+    category["annotations"][1]["category_id"] = 5
+    image["annotations"][1]["image_id"] = 9
     for text, message in (
         ("{}", "not a COCO file of boxes: KeyError: 'categories'"),
         ("[", "JSONDecodeError"),
-        (json.dumps(content), "KeyError: 5"),
+        (json.dumps(category), r"annotation 1 of .*boxes\.json has the category_id 5, which the"),
+        (json.dumps(image), r"annotation 1 of .*boxes\.json has the image_id 9, which the file"),
     ):
         path.write_text(text)
         with pytest.raises(RecipeError, match=message):

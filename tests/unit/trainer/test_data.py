@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 
 import numpy as np
 import pytest
@@ -74,6 +75,25 @@ def test_samples_that_cannot_be_collated_are_named():
     with pytest.raises(RuntimeError) as caught:
         rows(ragged, [1, 2])
     assert caught.value.__notes__ == ["while collating samples [1, 2] into a batch"]
+
+
+class Truncated(Squares):
+    def __getitem__(self, index):
+        if index == 3:
+            raise OSError("image file is truncated")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_sample_that_cannot_be_read_is_named(num_workers):
+    source = open_samples(Truncated(), name="data.train", collate=None, num_workers=num_workers)
+    try:
+        with pytest.raises(OSError, match="image file is truncated") as caught:
+            list(source.batches([Share([2, 3])]))
+    finally:
+        source.close()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "while reading sample 3 from the data set" in shown
 
 
 def test_items_come_in_the_same_order_from_loader_processes():
