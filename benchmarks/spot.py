@@ -29,6 +29,7 @@ from benchmarks.spot_cloud import (
     ZONES,
     run_day,
 )
+from benchmarks.spot_losses import CAUSES, SLOW_STEPS
 from benchmarks.spot_simulated import simulate_day, trace_of
 from benchmarks.spot_trace import HOUR_S, Change, make_day
 
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=4, help="maximum number of workers (default 4)"
     )
+    parser.add_argument("--arm", choices=ARMS, help="only this policy (default: both)")
     parser.add_argument("--hours", type=float, help="length of the day (default 24; quick: 6)")
     parser.add_argument(
         "--minutes", type=float, help="real time to play it (default 6; quick: 1.5)"
@@ -55,12 +57,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     hours = options.hours or (6.0 if options.quick else 24.0)
     day_s = 60 * (options.minutes or (1.5 if options.quick else 6.0))
     scale = hours * HOUR_S / day_s
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    arms = [options.arm] if options.arm else sorted(ARMS)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS if name in arms}
     for number in range(options.rounds):
         day = make_day(
             seed=options.seed + number, zones=ZONES, num_nodes=options.workers, hours=hours
         )
-        for name in sorted(ARMS, reverse=number % 2 == 0):
+        for name in sorted(arms, reverse=number % 2 == 0):
             with tempfile.TemporaryDirectory(prefix="etrain-bench-") as folder:
                 found = run_day(
                     day,
@@ -112,7 +115,9 @@ def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def table_of(result: dict[str, Any]) -> str:
     """Format the figures as a Markdown table."""
     columns = (
-        ("goodput", "goodput", "{:.2f}"),
+        ("goodput", "goodput", "{:.3f}"),
+        ("goodput that the capacity allowed", "allowed_goodput", "{:.3f}"),
+        ("goodput / allowed", "goodput_by_allowed", "{:.3f}"),
         ("steps", "useful_steps", "{:.0f}"),
         ("committed / executed steps", "committed_by_executed", "{:.4f}"),
         ("steps wasted", "wasted_steps", "{:.0f}"),
@@ -141,7 +146,25 @@ def table_of(result: dict[str, Any]) -> str:
         f"second; at most {result['workers']} workers."
     )
     table = report.table(("", *result["policies"]), rows)
-    return f"{about}\n\n{table}\n\n{simulation_of(result)}"
+    parts = [about, table, losses_of(result)]
+    if "replaced" in result["policies"]:
+        parts.append(simulation_of(result))
+    return "\n\n".join(parts)
+
+
+def losses_of(result: dict[str, Any]) -> str:
+    """Format the losses by cause, as shares of the allowed goodput."""
+    policies = result["policies"].values()
+    rows = []
+    for cause, about in (*CAUSES.items(), (SLOW_STEPS, "steps that took longer than undisturbed")):
+        shares = [
+            statistics.median(
+                one["lost_by_cause"][cause] / one["allowed_goodput"] for one in rounds
+            )
+            for rounds in (policy["rounds"] for policy in policies)
+        ]
+        rows.append((about, *(f"{share:.1%}" for share in shares)))
+    return report.table(("lost, of the allowed goodput", *result["policies"]), rows)
 
 
 def simulation_of(result: dict[str, Any]) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
+from benchmarks.spot_losses import Moment, split_losses
 from benchmarks.spot_trace import Change
 from etrain_jupyter.insight.simulation.fleet import VirtualFleet
 from etrain_jupyter.insight.simulation.job import Progress, SimulatedJob
@@ -25,6 +27,8 @@ PRELUDE_S = 120.0
 """Time before the day, in which the first machines boot."""
 TICK_S = 1.0
 LINGER_S = 5.0
+STALL_S = 0.2
+"""Time without steps in a change of the workers, in seconds."""
 
 
 def trace_of(
@@ -106,22 +110,30 @@ def simulate_day(
     end_s = PRELUDE_S + day_s
     job = SimulatedJob(
         workers=num_nodes, duration_s=10 * end_s, deadline_s=end_s, spot_usd=0.0, tick_s=TICK_S,
-        on_demand_usd=on_demand_usd, boot_s=(min(boots_s), max(boots_s)), stall_s=0.2,
+        on_demand_usd=on_demand_usd, boot_s=(min(boots_s), max(boots_s)), stall_s=STALL_S,
     )  # fmt: skip
-    found = [_run(job, trace, day_s, scale, seed) for seed in range(NUM_RUNS)]
+    found = [_run(job, trace, day_s, scale, seed, boots_s) for seed in range(NUM_RUNS)]
     return {name: statistics.mean(one[name] for one in found) for name in found[0]}
 
 
 def _run(
-    job: SimulatedJob, trace: SpotTrace, day_s: float, scale: float, seed: int
+    job: SimulatedJob,
+    trace: SpotTrace,
+    day_s: float,
+    scale: float,
+    seed: int,
+    boots_s: Sequence[float],
 ) -> dict[str, float]:
     end_s, num_nodes = PRELUDE_S + day_s, job.workers
-    market = VirtualMarket(trace, rng=random.Random(seed), boot_s=job.boot_s)
+    market = VirtualMarket(
+        trace, rng=random.Random(seed), boot_s=job.boot_s, boots_s=tuple(boots_s)
+    )
     rules = Rules(cluster_id="simulated", max_workers=num_nodes, is_single_zone=False,
                   linger_s=LINGER_S, boot_s=7200.0)  # fmt: skip
     prices = job.prices(trace)
     fleet = VirtualFleet(rules=rules, market=market, prices=prices)
     progress, before, worker_s = Progress(job), job.work, 0.0
+    moments: list[Moment] = []
     for number in range(int(end_s / TICK_S)):
         now = number * TICK_S
         market.advance(now)
@@ -129,7 +141,9 @@ def _run(
             before = progress.left
         fleet.tick(now, wanted=num_nodes, on_demand=None)
         training = fleet.groups(now).training[:num_nodes]
-        worker_s += len(training) * TICK_S if now >= PRELUDE_S else 0.0
+        if now >= PRELUDE_S:
+            worker_s += len(training) * TICK_S
+            moments.append(_moment_of(fleet, trace, now, num_nodes))
         progress.advance(now, training)
     usd = 0.0
     for node in (*market.ended, *market.nodes.values()):
@@ -139,9 +153,30 @@ def _run(
         if ended > began and not is_free:
             hourly = prices.rate("machine", node.zone, node.lifecycle, (began + ended) / 2) or 0.0
             usd += hourly * (ended - began) * scale / 3600
+    losses = split_losses(
+        moments, rates=job.rates, goodput=(before - progress.left) / (job.rates[-1] * day_s)
+    )
     return {
-        "goodput": (before - progress.left) / (job.rates[-1] * day_s),
+        "goodput": losses.goodput,
+        "allowed_goodput": losses.allowed,
+        "goodput_by_allowed": losses.by_allowed,
+        **{f"lost_{cause}": share for cause, share in losses.by_cause.items()},
         "mean_world_size": worker_s / day_s,
         "day_spent_usd": usd,
         "num_launched": float(market.num_launched),
     }
+
+
+def _moment_of(fleet: VirtualFleet, trace: SpotTrace, now: float, num_nodes: int) -> Moment:
+    """Return what the machines do in the tick that begins now."""
+    groups, state = fleet.groups(now), fleet.state
+    allowed = sum(slot.since_s <= now < slot.until_s for slot in trace.slots)
+    num_booting = sum(node.ready_at > now for node in fleet.market.nodes.values())
+    closed = {key[1] for key, one in state.back_offs.items() if now < one.until}
+    return Moment(
+        seconds=TICK_S,
+        allowed=min(num_nodes, allowed),
+        training=min(num_nodes, len(groups.training)),
+        waiting=Counter(draining=len(groups.noticed) - groups.num_leaving, boot=num_booting),
+        otherwise="back_off" if closed else "request",
+    )

@@ -126,14 +126,16 @@ def test_tokens_differ_between_requests_and_between_heads() -> None:
 
 def test_pool_without_capacity_is_retried_with_back_off() -> None:
     state, waits, now = FleetState(), [], T
-    for _ in range(7):
+    for _ in range(20):
         first = look(state, now=now, offers=OFFERS[:1])
         state = after(first, refused(only(first)), now)
         until = state.back_offs["g5.xlarge", A, "spot"].until
         assert look(state, now=until - 1, offers=OFFERS[:1]).launches == ()
         waits.append(until - now)
         now = until
-    assert waits == [15, 30, 60, 120, 240, 300, 300]
+    expected = [5 * 1.25**number for number in range(11)] + [60] * 9
+    assert all(0.8 * e <= wait <= e + 1e-6 for wait, e in zip(waits, expected, strict=True))
+    assert len({wait / e for wait, e in zip(waits, expected, strict=True)}) > 10  # jitter
 
     first = look(state, now=now, offers=OFFERS[:1])
     assert after(first, granted(only(first), "i-1"), now).back_offs == {}
@@ -212,8 +214,8 @@ def in_shortage(rules: Rules) -> Decision:
     first = look(rules=rules, machines=one)
     state = after(first, refused(only(first)))
     state = look(state, rules=rules, machines=one, now=T + 5).state
-    first = look(state, rules=rules, machines=one, now=T + 40)
-    state = after(first, refused(only(first)), T + 40)
+    first = look(state, rules=rules, machines=one, now=T + 63)
+    state = after(first, refused(only(first)), T + 63)
     return look(state, rules=rules, machines=one, now=T + 65)
 
 
@@ -302,11 +304,11 @@ def test_missing_capacity_is_reported_at_once_with_the_attempt_and_the_next_one(
     rules = dataclasses.replace(RULES, on_shortage="shrink", on_demand_after_s=90.0)
     state = after(first, refused(only(first)))
     state = after(second := look(state, wanted=4, rules=rules), refused(only(second)))
-    (warning,) = look(state, wanted=4, rules=rules, now=T + 5).warnings
+    (warning,) = look(state, wanted=4, rules=rules, now=T + 2).warnings
 
-    assert "EC2 has no capacity for 4 workers for 5 s" in warning.text
+    assert "EC2 has no capacity for 4 workers for 2 s" in warning.text
     assert "(g5.xlarge, g6.xlarge in us-east-1a, us-east-1b)" in warning.text
-    assert "The next attempt is in 10 s" in warning.text
+    assert "The next attempt is in 2 s" in warning.text
     assert "capacity.on_demand.max to pay the full price after 90 s" in warning.text
 
 
