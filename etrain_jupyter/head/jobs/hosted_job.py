@@ -42,6 +42,7 @@ from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 from etrain_jupyter.rules.policy.checkpoint_interval import describe_choice
 from etrain_jupyter.rules.policy.goodput import Limit, Size, choose_size, describe_size, is_material
+from etrain_jupyter.rules.policy.type_rates import rates_by_type
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 from etrain_jupyter.rules.replay.speed_evidence import SizingView, SpeedEvidence
 from etrain_jupyter.wire import messages as m
@@ -613,6 +614,7 @@ class HostedJob:
             min_workers=state.min_workers,
             max_workers=self.wanted_workers,
             is_paused=state.status == "paused",
+            type_rates=rates_by_type(record.work) if self.order.splits_by_speed else {},
         )
 
     def members(self) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from etrain_jupyter.pools.ec2.ledger import LEAST_S
 from etrain_jupyter.pools.ec2.placement import (
     Offer,
     best_size,
+    best_value,
     best_zone,
     usable,
     within_budget,
@@ -97,7 +98,10 @@ def _plan(
 ) -> LaunchPlan:
     lifecycle = option.lifecycle
     most = _room_of(rules, view, count, option, ceiling)
+    present = {m.type for m in view.machines} | {ack.type for ack in state.acks}
+    candidates, most_nodes = best_value(candidates, lifecycle, view.type_rates, present, most)
     same, num_nodes = best_size(candidates, lifecycle, option.num_workers, most)
+    num_nodes = num_nodes if most_nodes is None else min(num_nodes, most_nodes)
     room = _room_usd(rules, view, count)
     fit, num_fit = within_budget(same, lifecycle, num_nodes, room, disk_usd=rules.disk_usd)
     # If machines are left, training continues. Otherwise, at most the head costs money, and the

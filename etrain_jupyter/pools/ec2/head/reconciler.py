@@ -268,6 +268,7 @@ class Reconciler:
             offers=self._context.offers(self._spec, book, self._scores, now),
             spent_usd=self._accounts.spent_usd(now),
             rate_usd=self._accounts.rate_usd(now),
+            type_rates=next((job.type_rates for job in desired.jobs if job.type_rates), {}),
         )
 
     # --- acting ---

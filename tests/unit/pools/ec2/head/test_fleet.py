@@ -460,3 +460,47 @@ def test_offers_without_a_price_are_not_bought_under_a_budget(lifecycle: str) ->
 
     assert look(rules=dataclasses.replace(rules, max_total=5.0), offers=unknown).launches == ()
     assert bool(look(rules=rules, offers=unknown).launches) == (lifecycle == "on-demand")
+
+
+# --- types of unequal speed ---
+
+
+MIXED = (
+    Offer(type="g5.xlarge", zone=A, spot_usd=0.40),
+    Offer(type="g6.xlarge", zone=A, spot_usd=0.38),
+    Offer(type="g4dn.xlarge", zone=A, spot_usd=0.20),
+    Offer(type="g5.12xlarge", zone=A, spot_usd=1.0, workers=8),
+)
+
+
+def test_without_measurements_all_types_are_requested() -> None:
+    assert {type for type, _ in only(look(offers=MIXED[:3])).overrides} == {
+        "g5.xlarge", "g6.xlarge", "g4dn.xlarge",
+    }  # fmt: skip
+
+
+def test_type_that_was_never_measured_is_tried_with_one_machine() -> None:
+    rates = {"g6.xlarge": 10.0}
+    request = only(look(offers=MIXED, machines=(machine(1),), wanted=4, type_rates=rates))
+    assert (request.overrides, request.num_nodes) == ((("g4dn.xlarge", A),), 1)
+
+    # It is present now: the next type is tried, and no machine of eight workers exceeds the limit.
+    here = (machine(1), machine(2, type="g4dn.xlarge"))
+    request = only(look(offers=MIXED, machines=here, wanted=4, type_rates=rates))
+    assert (request.overrides, request.num_nodes) == ((("g5.xlarge", A),), 1)
+
+
+def test_types_with_the_lowest_cost_per_sample_are_launched() -> None:
+    # A thousand samples cost 0.0111, 0.0106 and 0.0139 USD: g4dn is cheap, but too slow.
+    rates = {"g5.xlarge": 10.0, "g6.xlarge": 10.0, "g4dn.xlarge": 4.0}
+    request = only(look(offers=MIXED[:3], machines=(machine(1),), wanted=4, type_rates=rates))
+    assert request.num_nodes == 3
+    assert {type for type, _ in request.overrides} == {"g5.xlarge", "g6.xlarge"}
+
+
+def test_types_without_capacity_give_way_to_more_expensive_ones() -> None:
+    rates = {"g5.xlarge": 10.0, "g6.xlarge": 10.0, "g4dn.xlarge": 4.0}
+    facts: dict[str, Any] = {"offers": MIXED[:3], "machines": (machine(1),), "type_rates": rates}
+    first = look(wanted=4, **facts)
+    state = after(first, refused(only(first)))
+    assert only(look(state, wanted=4, **facts)).overrides == (("g4dn.xlarge", A),)
