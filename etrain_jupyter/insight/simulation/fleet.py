@@ -100,6 +100,8 @@ class VirtualFleet:
     market: VirtualMarket
     prices: PriceBook
     skips: bool = True
+    spares: int = 0
+    """Number of spare workers, as in ``capacity.spares``."""
     state: FleetState = field(default_factory=FleetState)
 
     def __post_init__(self) -> None:
@@ -184,6 +186,7 @@ class VirtualFleet:
             spent_usd=bill.spot_usd + bill.on_demand_usd if bill else 0.0,
             rate_usd=sum(self.prices.rate(TYPE, r.zone, r.lifecycle, now) or 0.0 for r in rows),
             on_demand=on_demand,
+            spares=self.spares,
         )
 
     def _launch(self, request: Request, now: float) -> None:

@@ -98,6 +98,12 @@ class View:
     spent_usd: float = 0.0
     rate_usd: float = 0.0
     """Cost of the whole cluster, in US dollars an hour."""
+    spares: int = 0
+    """Number of workers to keep in addition to ``wanted``, within ``max_workers``."""
+    gradient_bytes: float = 0.0
+    """Bytes of the gradients of the job with the most traffic; 0 if unknown."""
+    steps_per_s: float = 0.0
+    """Steps per second of that job."""
     type_rates: Mapping[str, float] = field(default_factory=dict)
     """Measured samples per second of one worker, by machine type, of a job whose workers may have
     unequal speeds; empty for all other jobs."""

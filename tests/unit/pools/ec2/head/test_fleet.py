@@ -208,15 +208,15 @@ def test_new_machines_stay_in_the_zone_of_the_workers() -> None:
     assert request.overrides == (("g5.xlarge", B),)
 
 
-def in_shortage(rules: Rules) -> Decision:
+def in_shortage(rules: Rules, **facts: Any) -> Decision:
     """One worker in zone a, one missing; zone a has no more for over a minute."""
     one = (machine(1),)
-    first = look(rules=rules, machines=one)
+    first = look(rules=rules, machines=one, **facts)
     state = after(first, refused(only(first)))
-    state = look(state, rules=rules, machines=one, now=T + 5).state
-    first = look(state, rules=rules, machines=one, now=T + 63)
+    state = look(state, rules=rules, machines=one, **facts, now=T + 5).state
+    first = look(state, rules=rules, machines=one, **facts, now=T + 63)
     state = after(first, refused(only(first)), T + 63)
-    return look(state, rules=rules, machines=one, now=T + 65)
+    return look(state, rules=rules, machines=one, **facts, now=T + 65)
 
 
 def test_shortage_shrinks_moves_or_spreads() -> None:
@@ -504,3 +504,38 @@ def test_types_without_capacity_give_way_to_more_expensive_ones() -> None:
     first = look(wanted=4, **facts)
     state = after(first, refused(only(first)))
     assert only(look(state, wanted=4, **facts)).overrides == (("g4dn.xlarge", A),)
+
+
+# --- spare workers, and traffic between zones ---
+
+
+def test_spare_workers_are_launched_within_the_maximum_and_are_no_surplus() -> None:
+    assert only(look(wanted=2, spares=1)).num_nodes == 3
+    assert only(look(wanted=4, spares=3)).num_nodes == 4
+    assert look(wanted=0, spares=1).launches == ()
+    three = machines(3, is_busy=False)
+    state = look(machines=three, wanted=2).state
+    late = {"machines": three, "wanted": 2, "now": T + RULES.linger_s}
+    assert look(state, **late, spares=1).releases == ()
+    assert len(look(state, **late).releases) == 1
+
+
+def test_spare_workers_are_not_launched_on_demand() -> None:
+    rules = dataclasses.replace(RULES, most_on_demand=4, on_demand_after_s=10.0)
+    facts: dict[str, Any] = {"rules": rules, "machines": machines(2), "spares": 1}
+    first = look(wanted=2, **facts)
+    state = after(first, refused(only(first)))
+    # Nothing is left but on-demand machines, and only the spare worker is missing.
+    offers = tuple(dataclasses.replace(one, spot_usd=None) for one in OFFERS)
+    state = dataclasses.replace(state, short_since=T - 60.0)
+    assert look(state, wanted=2, **facts, offers=offers).launches == ()
+    assert only(look(state, wanted=3, **facts, offers=offers)).num_nodes == 1
+
+
+@pytest.mark.parametrize(("gradient_bytes", "spreads"), [(0.0, False), (1e5, True), (100e6, False)])
+def test_zones_are_spread_only_if_the_traffic_pays(gradient_bytes: float, spreads: bool) -> None:
+    rules = dataclasses.replace(RULES, on_shortage="auto")
+    facts: dict[str, Any] = {"gradient_bytes": gradient_bytes, "steps_per_s": 4.0}
+    decision = in_shortage(rules, **facts)
+    assert [r.overrides for r in decision.launches] == ([(("g5.xlarge", B),)] if spreads else [])
+    assert decision.state.zone == A
