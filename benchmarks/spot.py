@@ -6,9 +6,11 @@ changes prices. The benchmark plays the same day again under a policy that repla
 (``control``): after the first fleet, the cloud has no capacity for another machine.
 
 ``goodput`` is the number of steps in the day, divided by the number that the same cluster would
-commit in the same time undisturbed. The undisturbed rate is measured just before the day. Boots,
-notices and the pool's back-off are not scaled: they take real seconds, and each second represents
-minutes of the day. So the simulated day is harder than the recorded days that it is modeled on.
+commit in the same time undisturbed. The undisturbed rate is the one before the day, or the median
+of the day at full size, whichever is higher. ``spot_losses`` divides the goodput by what the
+capacity of the market allowed, and attributes the difference to its causes. Boots, notices and the
+pool's back-off are not scaled: they take real seconds, and each second represents minutes of the
+day. So the simulated day is harder than the recorded days that it is modeled on.
 """
 
 from __future__ import annotations
@@ -118,6 +120,10 @@ def table_of(result: dict[str, Any]) -> str:
         ("goodput", "goodput", "{:.3f}"),
         ("goodput that the capacity allowed", "allowed_goodput", "{:.3f}"),
         ("goodput / allowed", "goodput_by_allowed", "{:.3f}"),
+        ("the same without slower steps", "trained_by_allowed", "{:.3f}"),
+        ("steps per second, undisturbed", "undisturbed_steps_per_s", "{:.2f}"),
+        ("steps per second, before the day", "calm_steps_per_s", "{:.2f}"),
+        ("mean boot, s", "mean_boot_s", "{:.1f}"),
         ("steps", "useful_steps", "{:.0f}"),
         ("committed / executed steps", "committed_by_executed", "{:.4f}"),
         ("steps wasted", "wasted_steps", "{:.0f}"),
@@ -173,6 +179,8 @@ def simulation_of(result: dict[str, Any]) -> str:
     rows = []
     for title, name in (
         ("goodput", "goodput"),
+        ("goodput / allowed", "goodput_by_allowed"),
+        ("the same without slower steps", "trained_by_allowed"),
         ("mean world size", "mean_world_size"),
         ("the day: spent, USD", "day_spent_usd"),
         ("machines launched", "num_launched"),

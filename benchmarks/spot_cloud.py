@@ -18,6 +18,7 @@ from benchmarks.spot_losses import (
     DayMachine,
     DayRecord,
     Interruption,
+    full_rate,
     moments_of,
     quantized_rates,
     split_losses,
@@ -166,7 +167,7 @@ def run_day(
         day_money = day_usd(before, cloud.bill(), scale)
         job.stop(now=True)
         job.wait(timeout=PATIENCE_S)
-        audit, cost, boots_s = job.audit(), job.cost(), boots_of(job, cloud)
+        audit, cost, boots_s = job.audit(), job.cost(), boots_of(job, cloud, since=began_at)
         record = record_of(job, cloud, player, back_offs, begin=began_at, end=began_at + took_s)
         if not audit.ok:
             raise RuntimeError(f"the audit failed: {audit}")
@@ -175,7 +176,12 @@ def run_day(
         left = cloud.leftovers()
     if left:
         raise RuntimeError(f"resources left in the cloud: {left}")
-    undisturbed = calm_rate * took_s
+    # The load of the machine varies. The higher rate does not flatter the goodput.
+    rate = max(
+        calm_rate,
+        full_rate(record.events, world_size=num_nodes, begin=began_at, end=began_at + took_s),
+    )
+    undisturbed = rate * took_s
     losses = split_losses(
         moments_of(record),
         rates=quantized_rates(BATCH_EACH * num_nodes, num_nodes),
@@ -185,10 +191,12 @@ def run_day(
         "goodput": (last - first) / undisturbed,
         "allowed_goodput": losses.allowed,
         "goodput_by_allowed": losses.by_allowed,
+        "trained_by_allowed": losses.trained_by_allowed,
         "lost_by_cause": dict(losses.by_cause),
         "useful_steps": last - first,
         "undisturbed_steps": undisturbed,
-        "undisturbed_steps_per_s": calm_rate,
+        "undisturbed_steps_per_s": rate,
+        "calm_steps_per_s": calm_rate,
         "committed_by_executed": audit.steps_committed / audit.steps_executed,
         "wasted_steps": audit.steps_undone + audit.steps_rolled_back,
         "num_preemptions": sum(player.num_preempted.values()),
@@ -200,6 +208,7 @@ def run_day(
         "samples_repeated": sum(epoch.repeated for epoch in audit.epochs),
         "day_s": took_s,
         "boots_s": boots_s,
+        "mean_boot_s": sum(boots_s) / len(boots_s),
         "job_cost": vars(cost),
         **money_of(
             ledger,
@@ -211,14 +220,19 @@ def run_day(
     }
 
 
-def boots_of(job: TrainingJob, cloud: FakeAws) -> list[float]:
-    """Return the time from the launch of each machine until its trainer was warm, in seconds."""
+def boots_of(job: TrainingJob, cloud: FakeAws, *, since: float) -> list[float]:
+    """Return the time from the launch of each machine until its trainer was warm, in seconds.
+
+    Without machines launched after ``since``, those before it count. They boot at the same time, so
+    they take longer.
+    """
     launched = {one.instance_id: one.launched_at for one in cloud.instances()}
-    return [
-        event.time - launched[event.worker]
+    boots = [
+        (launched[event.worker], event.time - launched[event.worker])
         for event in job.events()
         if isinstance(event, WorkerWarmed) and event.worker in launched
     ]
+    return [s for at, s in boots if at >= since] or [s for _, s in boots]
 
 
 def ledger_of(cloud: FakeAws) -> dict[str, Any]:

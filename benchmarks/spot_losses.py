@@ -8,6 +8,7 @@ longer than undisturbed ones.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,15 @@ class Losses:
     def by_allowed(self) -> float:
         """Goodput as a share of what the capacity allowed."""
         return self.goodput / self.allowed if self.allowed else 0.0
+
+    @property
+    def trained_by_allowed(self) -> float:
+        """The same without ``SLOW_STEPS``: the share of the allowed time in which workers train.
+
+        It does not depend on the load of the machine on which the benchmark runs.
+        """
+        trained = self.goodput + self.by_cause[SLOW_STEPS]
+        return trained / self.allowed if self.allowed else 0.0
 
 
 def split_losses(moments: Iterable[Moment], *, rates: Sequence[float], goodput: float) -> Losses:
@@ -255,6 +265,17 @@ def _training_at(generations: Sequence[_Generation], at: float) -> tuple[str, fr
             return "transfer", one.ranks
         current = one.all_ranks
     return "", current
+
+
+def full_rate(events: Sequence[Event], *, world_size: int, begin: float, end: float) -> float:
+    """Return the median steps per second of generations of full size; 0 if there are none."""
+    steps = [e for e in events if isinstance(e, StepCompleted) and begin <= e.time <= end]
+    times = [
+        b.time - a.time
+        for a, b in pairwise(steps)
+        if a.generation == b.generation and b.world_size == world_size
+    ]
+    return 1 / statistics.median(times) if times else 0.0
 
 
 def quantized_rates(global_batch: int, max_workers: int) -> tuple[float, ...]:

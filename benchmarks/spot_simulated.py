@@ -160,6 +160,7 @@ def _run(
         "goodput": losses.goodput,
         "allowed_goodput": losses.allowed,
         "goodput_by_allowed": losses.by_allowed,
+        "trained_by_allowed": losses.trained_by_allowed,
         **{f"lost_{cause}": share for cause, share in losses.by_cause.items()},
         "mean_world_size": worker_s / day_s,
         "day_spent_usd": usd,

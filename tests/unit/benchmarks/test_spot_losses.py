@@ -14,6 +14,7 @@ from benchmarks.spot_losses import (
     DayRecord,
     Interruption,
     Moment,
+    full_rate,
     moments_of,
     quantized_rates,
     split_losses,
@@ -50,6 +51,10 @@ def test_causes_add_up_to_the_difference(moments: list[Moment], goodput: float) 
     losses = split_losses(moments, rates=LINEAR, goodput=goodput)
 
     assert sum(losses.by_cause.values()) == pytest.approx(losses.allowed - goodput, abs=1e-9)
+    slow = losses.by_cause["slow_steps"]
+    assert losses.trained_by_allowed * losses.allowed == pytest.approx(
+        (goodput + slow) if losses.allowed else 0.0, abs=1e-9
+    )
     negative = {cause for cause, share in losses.by_cause.items() if share < -1e-12}
     assert negative <= {"beyond", "slow_steps"}
 
@@ -163,6 +168,16 @@ def test_time_without_capacity_is_not_lost() -> None:
     found = lost_of(record)
     found.pop("slow_steps")
     assert found == {"boundary": 1.0, "connect": 0.5, "transfer": 0.5}
+
+
+def test_undisturbed_rate_is_the_median_at_full_size() -> None:
+    events = [
+        *generation(1, 0.0, ["a", "b"], 1.0, 1.5, 2.0, 2.5, 9.5),
+        *generation(2, 10.0, ["a"], 11.0, 12.0, 13.0),
+    ]
+    assert full_rate(events, world_size=2, begin=0.0, end=20.0) == 2.0
+    assert full_rate(events, world_size=1, begin=0.0, end=20.0) == 1.0
+    assert full_rate(events, world_size=1, begin=0.0, end=9.9) == 0.0
 
 
 def test_ranks_train_nothing_while_a_lost_machine_is_not_detected() -> None:
