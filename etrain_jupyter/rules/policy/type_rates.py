@@ -35,7 +35,7 @@ def samples_by_type(work: Mapping[str, TypeWork], total: int) -> dict[str, float
 def usd_per_1k_samples(usd_per_h: float, samples_per_s: float) -> float:
     """Return the cost of a thousand samples on a worker with this price and throughput.
 
-    >>> usd_per_1k_samples(0.36, 20.0)
+    >>> round(usd_per_1k_samples(0.36, 20.0), 6)
     0.005
     """
     return usd_per_h / 3.6 / samples_per_s

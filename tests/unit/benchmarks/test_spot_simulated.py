@@ -58,8 +58,8 @@ def test_simulated_days_use_most_of_the_capacity_that_the_market_allows() -> Non
         found.append(simulate_day(window, num_nodes=4, on_demand_usd=1.0, pace=MINUTES, num_runs=1))
     mean = {name: statistics.mean(one[name] for one in found) for name in found[0]}
     # 0.88 with workers that left at their notice, and back-offs of up to five minutes.
-    assert mean["goodput_by_allowed"] > 0.935
-    assert mean["lost_draining"] < 0.02
+    assert mean["goodput_by_allowed"] > 0.92
+    assert mean["lost_draining"] < 0.03
     assert mean["lost_back_off"] < 0.015
     lost = sum(value for name, value in mean.items() if name.startswith("lost_"))
     assert mean["goodput"] + lost == pytest.approx(mean["allowed_goodput"])
