@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TypeWork:
-    """What the workers on one machine type have done."""
+    """Samples and busy time of the workers on one machine type, added up."""
 
     samples: int = 0
     busy_s: float = 0.0
