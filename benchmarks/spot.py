@@ -6,9 +6,11 @@ changes prices. The benchmark plays the same day again under a policy that repla
 (``control``): after the first fleet, the cloud has no capacity for another machine.
 
 ``goodput`` is the number of steps in the day, divided by the number that the same cluster would
-commit in the same time undisturbed. The undisturbed rate is measured just before the day. Boots,
-notices and the pool's back-off are not scaled: they take real seconds, and each second represents
-minutes of the day. So the simulated day is harder than the recorded days that it is modeled on.
+commit in the same time undisturbed. The undisturbed rate is the one before the day, or the median
+of the day at full size, whichever is higher. ``spot_losses`` divides the goodput by what the
+capacity of the market allowed, and attributes the difference to its causes. Boots, notices and the
+pool's back-off are not scaled: they take real seconds, and each second represents minutes of the
+day. So the simulated day is harder than the recorded days that it is modeled on.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ from benchmarks.spot_cloud import (
     ZONES,
     run_day,
 )
-from benchmarks.spot_simulated import simulate_day, trace_of
+from benchmarks.spot_losses import CAUSES, SLOW_STEPS
+from benchmarks.spot_simulated import (
+    MINUTES,
+    NUM_RUNS,
+    OWN_TIME,
+    Pace,
+    simulate_day,
+    trace_of,
+)
 from benchmarks.spot_trace import HOUR_S, Change, make_day
 
 ARMS = {"replaced": True, "control": False}
@@ -44,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=4, help="maximum number of workers (default 4)"
     )
+    parser.add_argument("--arm", choices=ARMS, help="only this policy (default: both)")
+    parser.add_argument("--simulate", type=int, default=0, help="only simulate this many days")
+    parser.add_argument(
+        "--own-time", action="store_true", help="with --simulate: days that are not shortened"
+    )
     parser.add_argument("--hours", type=float, help="length of the day (default 24; quick: 6)")
     parser.add_argument(
         "--minutes", type=float, help="real time to play it (default 6; quick: 1.5)"
@@ -52,15 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Play the same days under both policies, in turns."""
+    if options.simulate:
+        return simulate_many(options)
     hours = options.hours or (6.0 if options.quick else 24.0)
     day_s = 60 * (options.minutes or (1.5 if options.quick else 6.0))
     scale = hours * HOUR_S / day_s
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    arms = [options.arm] if options.arm else sorted(ARMS)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS if name in arms}
     for number in range(options.rounds):
         day = make_day(
             seed=options.seed + number, zones=ZONES, num_nodes=options.workers, hours=hours
         )
-        for name in sorted(ARMS, reverse=number % 2 == 0):
+        for name in sorted(arms, reverse=number % 2 == 0):
             with tempfile.TemporaryDirectory(prefix="etrain-bench-") as folder:
                 found = run_day(
                     day,
@@ -93,14 +111,50 @@ def simulated(
     day: Sequence[Change], found: dict[str, Any], num_nodes: int, scale: float
 ) -> dict[str, float]:
     """Simulate the same day; the measured boot times are the only figures of the run."""
-    trace = trace_of(
-        day, zones=ZONES, num_nodes=num_nodes, day_s=found["day_s"], scale=scale, spot_usd=SPOT_USD,
-        notice_s=NOTICE_S, risk_s=REBALANCE_S,
-    )  # fmt: skip
+    pace = Pace(
+        day_s=found["day_s"],
+        scale=scale,
+        notice_s=NOTICE_S,
+        risk_s=REBALANCE_S,
+        boots_s=tuple(found["boots_s"]),
+    )
+    return simulate_of(day, num_nodes, pace)
+
+
+def simulate_of(
+    day: Sequence[Change], num_nodes: int, pace: Pace, num_runs: int = NUM_RUNS
+) -> dict[str, float]:
+    """Simulate a day with the zones and prices of the benchmark."""
+    trace = trace_of(day, zones=ZONES, num_nodes=num_nodes, spot_usd=SPOT_USD, pace=pace)
     return simulate_day(
-        trace, num_nodes=num_nodes, day_s=found["day_s"], scale=scale, boots_s=found["boots_s"],
-        on_demand_usd=ON_DEMAND_USD,
-    )  # fmt: skip
+        trace, num_nodes=num_nodes, on_demand_usd=ON_DEMAND_USD, pace=pace, num_runs=num_runs
+    )
+
+
+def simulate_many(options: argparse.Namespace) -> dict[str, Any]:
+    """Simulate the days of many seeds, without a real run."""
+    pace = OWN_TIME if options.own_time else MINUTES
+    seeds = range(options.seed, options.seed + options.simulate)
+    days = [make_day(seed=seed, zones=ZONES, num_nodes=options.workers) for seed in seeds]
+    num_runs = 1 if options.own_time else 2
+    found = [simulate_of(day, options.workers, pace, num_runs) for day in days]
+    return {
+        "benchmark": "spot",
+        "simulated_days": found,
+        "mean": {name: statistics.mean(one[name] for one in found) for name in found[0]},
+        "worst": min(one["goodput_by_allowed"] for one in found),
+        "full_price_usd": options.workers * ON_DEMAND_USD * 24,
+    }
+
+
+def table_of_many(result: dict[str, Any]) -> str:
+    """Format the means of many simulated days."""
+    mean = result["mean"]
+    cost = mean["day_spent_usd"] / result["full_price_usd"] / mean["goodput"]
+    rows = [(name, f"{value:.4f}") for name, value in mean.items() if abs(value) >= 5e-5]
+    rows += [("worst goodput / allowed", f"{result['worst']:.4f}")]
+    rows += [("cost per step / its cost on demand", f"{cost:.4f}")]
+    return report.table((f"{len(result['simulated_days'])} simulated days", "mean"), rows)
 
 
 def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -111,8 +165,16 @@ def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table_of(result: dict[str, Any]) -> str:
     """Format the figures as a Markdown table."""
+    if "simulated_days" in result:
+        return table_of_many(result)
     columns = (
-        ("goodput", "goodput", "{:.2f}"),
+        ("goodput", "goodput", "{:.3f}"),
+        ("goodput that the capacity allowed", "allowed_goodput", "{:.3f}"),
+        ("goodput / allowed", "goodput_by_allowed", "{:.3f}"),
+        ("the same without slower steps", "trained_by_allowed", "{:.3f}"),
+        ("steps per second, undisturbed", "undisturbed_steps_per_s", "{:.2f}"),
+        ("steps per second, before the day", "calm_steps_per_s", "{:.2f}"),
+        ("mean boot, s", "mean_boot_s", "{:.1f}"),
         ("steps", "useful_steps", "{:.0f}"),
         ("committed / executed steps", "committed_by_executed", "{:.4f}"),
         ("steps wasted", "wasted_steps", "{:.0f}"),
@@ -141,7 +203,25 @@ def table_of(result: dict[str, Any]) -> str:
         f"second; at most {result['workers']} workers."
     )
     table = report.table(("", *result["policies"]), rows)
-    return f"{about}\n\n{table}\n\n{simulation_of(result)}"
+    parts = [about, table, losses_of(result)]
+    if "replaced" in result["policies"]:
+        parts.append(simulation_of(result))
+    return "\n\n".join(parts)
+
+
+def losses_of(result: dict[str, Any]) -> str:
+    """Format the losses by cause, as shares of the allowed goodput."""
+    policies = result["policies"].values()
+    rows = []
+    for cause, about in (*CAUSES.items(), (SLOW_STEPS, "steps that took longer than undisturbed")):
+        shares = [
+            statistics.median(
+                one["lost_by_cause"][cause] / one["allowed_goodput"] for one in rounds
+            )
+            for rounds in (policy["rounds"] for policy in policies)
+        ]
+        rows.append((about, *(f"{share:.1%}" for share in shares)))
+    return report.table(("lost, of the allowed goodput", *result["policies"]), rows)
 
 
 def simulation_of(result: dict[str, Any]) -> str:
@@ -150,6 +230,8 @@ def simulation_of(result: dict[str, Any]) -> str:
     rows = []
     for title, name in (
         ("goodput", "goodput"),
+        ("goodput / allowed", "goodput_by_allowed"),
+        ("the same without slower steps", "trained_by_allowed"),
         ("mean world size", "mean_world_size"),
         ("the day: spent, USD", "day_spent_usd"),
         ("machines launched", "num_launched"),

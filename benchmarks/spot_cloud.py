@@ -14,11 +14,22 @@ from typing import Any
 
 import etrain_jupyter
 from benchmarks import ours
+from benchmarks.spot_losses import (
+    DayMachine,
+    DayRecord,
+    Interruption,
+    full_rate,
+    moments_of,
+    quantized_rates,
+    split_losses,
+)
 from benchmarks.spot_money import day_usd, money_of
 from benchmarks.spot_trace import Change
 from etrain_jupyter import TrainingJob
 from etrain_jupyter.log.events import WorkerWarmed
 from etrain_jupyter.pools import clusters
+from etrain_jupyter.pools.ec2.fleet_state import STATE_FILE, FleetState
+from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.testing.fakeaws import FakeAws
 
 TYPE = "g6.xlarge"
@@ -29,6 +40,8 @@ NOTICE_S, REBALANCE_S = 8.0, 4.0
 """Real seconds from notice to termination (EC2: two minutes), and from the rebalance recommendation
 to the notice. They are not divided by the scale.
 """
+BATCH_EACH = 8
+"""Samples per worker and step."""
 PATIENCE_S = 240.0
 LOOK_S = 0.1
 
@@ -64,6 +77,9 @@ class Player:
     num_nodes: int
     replaces: bool
     ending: set[str] = field(default_factory=set)
+    capacities: list[tuple[float, str, int]] = field(default_factory=list)
+    """Capacity for machines that are not interrupted, by time and zone."""
+    interruptions: list[Interruption] = field(default_factory=list)
     num_preempted: dict[str, int] = field(default_factory=dict)
 
     def living(self, zone: str) -> list[str]:
@@ -73,6 +89,7 @@ class Player:
 
     def begin(self) -> None:
         """Remove all unused capacity, unless machines are replaced."""
+        self.capacities += [(time.time(), zone, self.num_nodes) for zone in self.zones]
         if not self.replaces:
             for zone in self.zones:
                 self.cloud.set_capacity(len(self.living(zone)), zone=zone)
@@ -87,6 +104,8 @@ class Player:
         leaving = self.ending & set(living)
         staying = [one for one in living if one not in leaving]
         victims = staying[change.capacity :]
+        now = time.time()
+        self.capacities.append((now, change.zone, change.capacity))
         if self.replaces:
             # A victim keeps its capacity until it terminates, and then takes it away.
             room = max(change.capacity, len(staying)) if victims else change.capacity
@@ -99,6 +118,11 @@ class Player:
                 silent=change.way == "silent",
             )
             self.ending.add(victim)
+            notice_at = now + (REBALANCE_S if change.way == "rebalance" else 0.0)
+            ends_at = notice_at + (0.0 if change.way == "silent" else NOTICE_S)
+            self.interruptions.append(
+                Interruption(id=victim, at=now, notice_at=notice_at, ends_at=ends_at)
+            )
             self.num_preempted[change.way] = self.num_preempted.get(change.way, 0) + 1
 
 
@@ -134,15 +158,17 @@ def run_day(
         before = cloud.bill()
         began_at, first = time.time(), job.step
         sizes: list[tuple[float, int]] = []
+        back_offs = BackOffs()
         for change in day:
-            sizes += watch(job, began_at + change.at_s / scale)
+            sizes += watch(job, began_at + change.at_s / scale, back_offs)
             player.apply(change)
-        sizes += watch(job, began_at + day_s)
+        sizes += watch(job, began_at + day_s, back_offs)
         took_s, last = time.time() - began_at, job.step
         day_money = day_usd(before, cloud.bill(), scale)
         job.stop(now=True)
         job.wait(timeout=PATIENCE_S)
-        audit, cost, boots_s = job.audit(), job.cost(), boots_of(job, cloud)
+        audit, cost, boots_s = job.audit(), job.cost(), boots_of(job, cloud, since=began_at)
+        record = record_of(job, cloud, player, back_offs, begin=began_at, end=began_at + took_s)
         if not audit.ok:
             raise RuntimeError(f"the audit failed: {audit}")
         clusters.down()
@@ -150,12 +176,27 @@ def run_day(
         left = cloud.leftovers()
     if left:
         raise RuntimeError(f"resources left in the cloud: {left}")
-    undisturbed = calm_rate * took_s
+    # The load of the machine varies. The higher rate does not flatter the goodput.
+    rate = max(
+        calm_rate,
+        full_rate(record.events, world_size=num_nodes, begin=began_at, end=began_at + took_s),
+    )
+    undisturbed = rate * took_s
+    losses = split_losses(
+        moments_of(record),
+        rates=quantized_rates(BATCH_EACH * num_nodes, num_nodes),
+        goodput=(last - first) / undisturbed,
+    )
     return {
         "goodput": (last - first) / undisturbed,
+        "allowed_goodput": losses.allowed,
+        "goodput_by_allowed": losses.by_allowed,
+        "trained_by_allowed": losses.trained_by_allowed,
+        "lost_by_cause": dict(losses.by_cause),
         "useful_steps": last - first,
         "undisturbed_steps": undisturbed,
-        "undisturbed_steps_per_s": calm_rate,
+        "undisturbed_steps_per_s": rate,
+        "calm_steps_per_s": calm_rate,
         "committed_by_executed": audit.steps_committed / audit.steps_executed,
         "wasted_steps": audit.steps_undone + audit.steps_rolled_back,
         "num_preemptions": sum(player.num_preempted.values()),
@@ -167,6 +208,7 @@ def run_day(
         "samples_repeated": sum(epoch.repeated for epoch in audit.epochs),
         "day_s": took_s,
         "boots_s": boots_s,
+        "mean_boot_s": sum(boots_s) / len(boots_s),
         "job_cost": vars(cost),
         **money_of(
             ledger,
@@ -178,14 +220,19 @@ def run_day(
     }
 
 
-def boots_of(job: TrainingJob, cloud: FakeAws) -> list[float]:
-    """Return the time from the launch of each machine until its trainer was warm, in seconds."""
+def boots_of(job: TrainingJob, cloud: FakeAws, *, since: float) -> list[float]:
+    """Return the time from the launch of each machine until its trainer was warm, in seconds.
+
+    Without machines launched after ``since``, those before it count. They boot at the same time, so
+    they take longer.
+    """
     launched = {one.instance_id: one.launched_at for one in cloud.instances()}
-    return [
-        event.time - launched[event.worker]
+    boots = [
+        (launched[event.worker], event.time - launched[event.worker])
         for event in job.events()
         if isinstance(event, WorkerWarmed) and event.worker in launched
     ]
+    return [s for at, s in boots if at >= since] or [s for _, s in boots]
 
 
 def ledger_of(cloud: FakeAws) -> dict[str, Any]:
@@ -205,7 +252,7 @@ def submit(num_nodes: int) -> TrainingJob:
             "data": {"train": "benchmarks.spot_work:make_points"},
             "loss": "benchmarks.spot_work:slow_loss",
             "optimizer": {"name": "SGD", "lr": 0.01},
-            "batch": {"global": 8 * num_nodes},
+            "batch": {"global": BATCH_EACH * num_nodes},
             "steps": ours.NEVER,
             "workers": {"min": 1, "max": num_nodes},
             "pool": "spot",
@@ -213,13 +260,67 @@ def submit(num_nodes: int) -> TrainingJob:
     )
 
 
-def watch(job: TrainingJob, until: float) -> list[tuple[float, int]]:
+@dataclass
+class BackOffs:
+    """Zones in which the pool backs off, as the head's state shows them."""
+
+    changes: list[tuple[float, frozenset[str]]] = field(default_factory=list)
+
+    def poll(self) -> None:
+        """Read the state, and record a change."""
+        now = time.time()
+        zones: set[str] = set()
+        for folder in cluster_dirs():
+            # The head replaces the file, and removes it at the end.
+            with contextlib.suppress(FileNotFoundError):
+                state = FleetState.from_dict(json.loads((folder.path / STATE_FILE).read_text()))
+                zones |= {key[1] for key, one in state.back_offs.items() if now < one.until}
+        if not self.changes or self.changes[-1][1] != zones:
+            self.changes.append((now, frozenset(zones)))
+
+
+def record_of(
+    job: TrainingJob,
+    cloud: FakeAws,
+    player: Player,
+    back_offs: BackOffs,
+    *,
+    begin: float,
+    end: float,
+) -> DayRecord:
+    """Return what the cloud and the job recorded between two times."""
+    machines = [
+        DayMachine(
+            id=one.instance_id,
+            zone=one.zone,
+            launched_at=one.launched_at,
+            ended_at=one.ended_at or float("inf"),
+        )
+        for one in cloud.instances()
+    ]
+    return DayRecord(
+        begin=begin,
+        end=end,
+        max_workers=player.num_nodes,
+        capacities=player.capacities,
+        machines=machines,
+        interruptions=player.interruptions,
+        events=list(job.events()),
+        back_offs=back_offs.changes,
+    )
+
+
+def watch(
+    job: TrainingJob, until: float, back_offs: BackOffs | None = None
+) -> list[tuple[float, int]]:
     """Wait until the given time; return (seconds, world size) for each poll."""
     found = []
     seen = time.time()
     while (now := time.time()) < until:
         time.sleep(min(LOOK_S, until - now))
         job.raise_for_status()
+        if back_offs is not None:
+            back_offs.poll()
         found.append((time.time() - seen, job.world_size))
         seen = time.time()
     return found

@@ -1,7 +1,8 @@
 """Throughput of ranks with unequal speeds, by ``batch.split``, next to the sum of their speeds.
 
-A rank is slowed by stopping its trainer for a part of every period. The speed of each rank alone
-is measured in a job of one worker.
+A rank is slowed by stopping its trainer for a part of every period; with ``--workload sleeping``,
+it sleeps for longer instead, so that the speeds do not depend on the load of the machine. The speed
+of each rank alone is measured in a job of one worker.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import contextlib
 import os
 import signal
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import ours, report
+from benchmarks.uneven_work import BATCH as SLEEPING_BATCH
+from benchmarks.uneven_work import SPEEDS_FILE, set_speed
 from etrain_jupyter import TrainingJob
 from etrain_jupyter.log.events import StepCompleted
 
@@ -26,12 +31,15 @@ CASES = {
     # 1, 1, 0.5 and 0.25, reduced so that two cores suffice for all of them.
     "4 ranks": (0.6, 0.6, 0.3, 0.15),
 }
+SLEEPING_CASES = {"2 ranks": (1.0, 0.5), "4 ranks": (1.0, 1.0, 0.5, 0.25)}
 PERIOD_S = 0.04
 """Period in which a trainer runs and stops."""
 BATCH = 512
 WINDOW_S = 20.0
 """Duration of a measurement, in seconds."""
 SETTLE_STEPS = 40
+SETTLE_ALONE = 5
+"""Steps before a measurement, also of one rank alone, whose share never changes."""
 TIMEOUT_S = 240.0
 
 
@@ -59,16 +67,36 @@ class Throttle:
                 time.sleep((1 - self.speed) * PERIOD_S)
                 os.kill(self._pid, signal.SIGCONT)
 
+    def change(self, speed: float) -> None:
+        """Change the speed."""
+        self.speed = speed
+
     def close(self) -> None:
         """Let the process run."""
         self._over.set()
         self._thread.join()
 
 
+class Sleeper:
+    """Sets the speed of a process of the workload ``sleeping``."""
+
+    def __init__(self, pid: int, speed: float) -> None:
+        self._pid = pid
+        self.change(speed)
+
+    def change(self, speed: float) -> None:
+        """Change the speed."""
+        set_speed(self._pid, speed)
+
+    def close(self) -> None:
+        """Let the process run at full speed."""
+        self.change(1.0)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
     parser.add_argument("--rounds", type=int, help="runs of each kind (default 3, quick 1)")
-    parser.add_argument("--workload", default="cnn", choices=("cnn", "mlp"))
+    parser.add_argument("--workload", default="cnn", choices=("cnn", "mlp", "sleeping"))
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; repeatable")
 
 
@@ -77,8 +105,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rounds = options.rounds or (1 if options.quick else 3)
     window_s = WINDOW_S / 2 if options.quick else WINDOW_S
     cases: dict[str, Any] = {}
+    folder = tempfile.TemporaryDirectory(prefix="etrain-bench-")
+    speeds_file = Path(folder.name) / "speeds.json"
+    speeds_file.write_text("{}")
+    os.environ[SPEEDS_FILE] = str(speeds_file)
     for name in options.case or CASES:
-        speeds = CASES[name]
+        speeds = (SLEEPING_CASES if options.workload == "sleeping" else CASES)[name]
         runs = [run_round(options.workload, speeds, window_s) for _ in range(rounds)]
         cases[name] = {
             "speeds": speeds,
@@ -91,6 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         }
         print(name, {key: cases[name][key] for key in ("even_ratio", "auto_ratio")}, flush=True)
     changed = [run_change(options.workload, window_s) for _ in range(rounds)]
+    folder.cleanup()
     return {"benchmark": "uneven", "bar": BAR, "cases": cases, "changed": changed}
 
 
@@ -117,7 +150,7 @@ def run_round(workload: str, speeds: Sequence[float], window_s: float) -> dict[s
 def run(workload: str, speeds: Sequence[float], split: str, window_s: float) -> dict[str, Any]:
     """Return the samples per second of one job, and the samples of each rank."""
     with running(workload, speeds, split) as (job, _):
-        first = settle(job, SETTLE_STEPS)
+        first = settle(job, SETTLE_STEPS if len(speeds) > 1 else SETTLE_ALONE)
         time.sleep(window_s)
         steps = [step for step in ours.steps_of(job) if step.step >= first]
     return {"rate": rate_of(steps), "steps": len(steps), **ended(job)}
@@ -129,7 +162,8 @@ def run_change(workload: str, window_s: float) -> dict[str, Any]:
         first = settle(job, SETTLE_STEPS)
         time.sleep(window_s)
         changed_at = time.time()
-        throttles[0].speed, throttles[1].speed = 0.5, 1.0
+        throttles[0].change(0.5)
+        throttles[1].change(1.0)
         time.sleep(2 * window_s)
         steps = [step for step in ours.steps_of(job) if step.step >= first]
         before = [step for step in steps if step.time < changed_at]
@@ -155,18 +189,31 @@ def windows(steps: list[StepCompleted], size: int) -> Iterator[list[StepComplete
 @contextlib.contextmanager
 def running(
     workload: str, speeds: Sequence[float], split: str
-) -> Iterator[tuple[TrainingJob, list[Throttle]]]:
+) -> Iterator[tuple[TrainingJob, list[Throttle] | list[Sleeper]]]:
     """Run a job whose ranks have these speeds."""
     world_size = len(speeds)
+    keys: dict[str, Any] = {"batch": {"global": BATCH, "split": split}}
+    if workload == "sleeping":
+        keys = {
+            "model": "benchmarks.uneven_work:build_model",
+            "data": {"train": "benchmarks.uneven_work:make_points"},
+            "loss": "benchmarks.uneven_work:sleeping_loss",
+            "batch": {"global": SLEEPING_BATCH, "split": split},
+        }
     job = ours.submit(
         workload,
         num_steps=ours.NEVER,
         world_size=world_size,
         workers={"min": world_size, "max": world_size},
-        batch={"global": BATCH, "split": split},
+        **keys,
     )
     ours.wait_for(lambda: ours.settled_steps(job, world_size, 5), TIMEOUT_S, "full size", job)
-    throttles = [Throttle(ours.trainer_of(job, r), speed) for r, speed in enumerate(speeds)]
+    pids = [ours.trainer_of(job, rank) for rank in range(world_size)]
+    throttles: list[Throttle] | list[Sleeper] = (
+        [Sleeper(pid, speed) for pid, speed in zip(pids, speeds, strict=True)]
+        if workload == "sleeping"
+        else [Throttle(pid, speed) for pid, speed in zip(pids, speeds, strict=True)]
+    )
     try:
         yield job, throttles
     finally:

@@ -628,6 +628,10 @@ class CostUpdated(Event):
     wasted_usd: float = 0.0
     """The part of ``spent_usd`` for machines that booted, warmed up or drained after the first
     step: the cost of preemptions."""
+    usd_by_type: dict[str, float] = field(default_factory=dict)
+    """``spent_usd`` by machine type; empty if the pool has no types."""
+    samples_by_type: dict[str, float] = field(default_factory=dict)
+    """Samples that the workers on each machine type trained on, from the reports of the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,7 @@ from etrain_jupyter.log.events import (
     WorkersScaled,
     WorkersSized,
 )
+from etrain_jupyter.log.type_work import TypeWork
 
 NOT_BEGUN = 2**53
 """Start step of a generation that has no events yet, because it may still load a checkpoint."""
@@ -161,6 +162,10 @@ class JobRecord:
 
     trainers: dict[str, str] = field(default_factory=dict)
     """Name of the trainer by worker, for workers that were neither lost nor released."""
+    machine_types: dict[str, str] = field(default_factory=dict)
+    """Machine type by worker, including former ones; empty if the pool has no types."""
+    work: dict[str, TypeWork] = field(default_factory=dict)
+    """Reported samples and times by machine type."""
     num_started: int = 0
     """Number of trainers started so far."""
     notices: dict[str, float] = field(default_factory=dict)
@@ -225,6 +230,8 @@ class JobRecord:
             case GenerationReady() | WeightsHashed() | RankTimed():
                 if isinstance(event, GenerationReady):
                     self.is_ready = self.has_trained = True
+                if isinstance(event, RankTimed):
+                    self._apply_times(event)
                 self._begin(event.generation, self._planned_start)
             case EvalCompleted():
                 self.evaluated_step = event.step
@@ -253,6 +260,7 @@ class JobRecord:
             case WorkerJoined():
                 # Same names as in ``rules.membership.turn.Turn.start``.
                 self.num_started += 1
+                self.machine_types[event.worker] = event.machine
                 self.trainers[event.worker] = f"{event.job_id}/{event.worker}/{self.num_started}"
             case WorkerLost() | WorkerLeft():
                 self.num_lost += isinstance(event, WorkerLost)
@@ -307,6 +315,12 @@ class JobRecord:
         checkpoint.
         """
         self._begin(self.generation, step)
+
+    def _apply_times(self, event: RankTimed) -> None:
+        # The time for which a rank waits for others depends on their machines.
+        machine = self.machine_types.get(event.worker, "")
+        busy_s = event.elapsed_s - event.communication_s
+        self.work[machine] = self.work.get(machine, TypeWork()).plus(event.samples, busy_s)
 
     def _apply_step(self, event: StepCompleted) -> None:
         self.step = self.logged_step = event.step

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -22,6 +23,8 @@ class NodeCost:
     is_alive: bool
     hours: float = 0.0
     """Hours since it was started."""
+    machine: str = ""
+    """Its machine type; empty if the pool has no types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,13 @@ class JobProgress:
     min_workers: int
     max_workers: int
     is_paused: bool = False
+    gradient_bytes: float = 0.0
+    """Bytes of the gradients that the workers exchange in a step; 0 if unknown."""
+    steps_per_s: float = 0.0
+    """Current steps per second; 0 before the first step."""
+    type_rates: Mapping[str, float] = field(default_factory=dict)
+    """Measured samples per second of one worker, by machine type; empty if the workers' shares of a
+    step do not follow their speeds, because then all of them are as slow as the slowest."""
 
 
 class NodeSource(Protocol):

@@ -58,7 +58,7 @@ class Notices:
         self._nodes.note_notice(worker.name, kind=INTERRUPTION, deadline=deadline)
         for job in self._jobs_on(worker.name):
             job.log(events.PreemptionNoticed, worker=worker.name, deadline=deadline)
-            job.handle(s.WorkerNoticed(worker=worker.name, deadline=leaves_at))
+            job.handle(self._notice_of(worker.name, leaves_at))
         self._allocate()
 
     def _note_risk(self, worker: WorkerFacts) -> None:
@@ -90,7 +90,12 @@ class Notices:
                 facts.leaves_at = clock.from_wall(deadline)
                 self._nodes.note_notice(name, kind=INTERRUPTION, deadline=deadline)
                 for job in self._active():
-                    job.handle(s.WorkerNoticed(worker=name, deadline=facts.leaves_at))
+                    job.handle(self._notice_of(name, facts.leaves_at))
+
+    def _notice_of(self, worker: str, deadline: float) -> s.WorkerNoticed:
+        # On a shared machine, the replacement starts only after the worker has been released.
+        trains_on = self._nodes.replaces_early
+        return s.WorkerNoticed(worker=worker, deadline=deadline, trains_on=trains_on)
 
     def _jobs_on(self, worker: str) -> Iterator[HostedJob]:
         for job in self._active():

@@ -11,6 +11,7 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.policy.job_costs import JobCosts, RunningCost
+from etrain_jupyter.rules.policy.type_rates import samples_by_type
 
 LOG_INTERVAL_S = 10.0
 """Minimum interval in seconds between cost entries in a job's log, except for the final one."""
@@ -39,7 +40,13 @@ class Money:
         for job in jobs:
             if job.order.job_id not in self._logged:
                 before = _cost_in(job.record)
-                self._costs.begin(job.order.job_id, before, has_trained=job.state.step > 0)
+                known = job.record.cost
+                self._costs.begin(
+                    job.order.job_id,
+                    before,
+                    has_trained=job.state.step > 0,
+                    usd_by_type=known.usd_by_type if known else None,
+                )
                 self._logged[job.order.job_id] = (-math.inf, before)
         ranks = {worker: job.order.job_id for job in jobs for worker in job.ranks()}
         self._costs.take(nodes, ranks=ranks, active=[job.order.job_id for job in jobs])
@@ -77,6 +84,10 @@ class Money:
             spent_usd=cost.spent_usd,
             on_demand_usd=cost.on_demand_usd,
             wasted_usd=cost.wasted_usd,
+            usd_by_type=self._costs.by_type(job.order.job_id),
+            samples_by_type=samples_by_type(
+                {type: work for type, work in job.record.work.items() if type}, job.record.samples
+            ),
         )
 
 

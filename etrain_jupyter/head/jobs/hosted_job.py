@@ -42,6 +42,8 @@ from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 from etrain_jupyter.rules.policy.checkpoint_interval import describe_choice
 from etrain_jupyter.rules.policy.goodput import Limit, Size, choose_size, describe_size, is_material
+from etrain_jupyter.rules.policy.step_time import exchange_of
+from etrain_jupyter.rules.policy.type_rates import rates_by_type
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 from etrain_jupyter.rules.replay.speed_evidence import SizingView, SpeedEvidence
 from etrain_jupyter.wire import messages as m
@@ -613,7 +615,19 @@ class HostedJob:
             min_workers=state.min_workers,
             max_workers=self.wanted_workers,
             is_paused=state.status == "paused",
+            gradient_bytes=self._gradient_bytes(),
+            steps_per_s=1 / record.step_s if record.step_s else 0.0,
+            type_rates=rates_by_type(record.work) if self.order.splits_by_speed else {},
         )
+
+    def _gradient_bytes(self) -> float:
+        plan, compression = self.record.plan, str(self.order.config.get("compression") or "none")
+        if plan is None or not plan.num_parameters:
+            return 0.0
+        exchange = exchange_of(
+            num_parameters=plan.num_parameters, compression=compression, passes=1
+        )
+        return exchange.num_bytes
 
     def members(self) -> list[dict[str, Any]]:
         """Return one record per member: worker, rank, state, device, trainer_pid."""

@@ -74,6 +74,11 @@ class JobSpec:
         return (self.config.get("workers") or {}).get("target") == "goodput"
 
     @property
+    def splits_by_speed(self) -> bool:
+        """True for ``batch.split: auto``: a worker's share of a step follows its speed."""
+        return (self.config.get("batch") or {}).get("split") == "auto"
+
+    @property
     def is_paced(self) -> bool:
         """True if ``checkpoint.every`` is auto: the coordinator then chooses the interval."""
         return (self.config.get("checkpoint") or {}).get("every") is None

@@ -12,6 +12,7 @@ from etrain_jupyter.pools.ec2.head.launch_plan import MOVE_AFTER_S
 from etrain_jupyter.pools.ec2.head.view import Machine, Rules, View
 from etrain_jupyter.pools.ec2.ledger import FIRST_HOUR_S, PriceBook
 from etrain_jupyter.pools.ec2.placement import Offer
+from etrain_jupyter.rules.membership.departure import last_step_lead_s
 
 MAX_ROUNDS = 20
 """Limit of decisions at the same time: each grants machines, or backs off from a pool."""
@@ -26,21 +27,23 @@ class _Groups:
     until: float = 0.0
     """Time at which a machine changes its group."""
     training: tuple[VirtualNode, ...] = ()
-    """Machines whose workers can train: spot machines, machines on demand, and spot machines that
-    EC2 recommends to replace; each group oldest first."""
+    """Machines whose workers can train: spot machines, machines on demand, spot machines that EC2
+    recommends to replace, each group oldest first, and machines that EC2 is about to reclaim."""
     num_spot: int = 0
     """Number of spot machines in ``training`` that are not at risk."""
     num_on_demand: int = 0
     """Number of on-demand machines, including those that boot."""
     noticed: tuple[VirtualNode, ...] = ()
-    """Machines that EC2 is about to reclaim; their workers have left."""
+    """Machines that EC2 is about to reclaim."""
     num_at_risk: int = 0
-    """Number of machines in ``training`` that EC2 recommends to replace; they are the last."""
+    """Number of machines in ``training`` that EC2 recommends to replace."""
+    num_leaving: int = 0
+    """Number of machines in ``training`` that EC2 is about to reclaim; they are the last."""
 
     def used_at_risk(self, wanted: int) -> int:
         """Return how many machines at risk are among the ``wanted`` ones that train."""
-        num_safe = len(self.training) - self.num_at_risk
-        return max(0, min(len(self.training), wanted) - num_safe)
+        num_staying = len(self.training) - self.num_leaving
+        return max(0, min(num_staying, wanted) - (num_staying - self.num_at_risk))
 
 
 def _group(market: VirtualMarket, now: float) -> _Groups:
@@ -48,11 +51,17 @@ def _group(market: VirtualMarket, now: float) -> _Groups:
     spot: list[VirtualNode] = []
     on_demand: list[VirtualNode] = []
     noticed: list[VirtualNode] = []
+    leaving: list[tuple[float, VirtualNode]] = []
     num_on_demand = 0
     for node in market.nodes.values():
         num_on_demand += node.lifecycle == "on-demand"
         if node.notice_at <= now:
             noticed.append(node)
+            # As in ``rules.membership``, it trains until it is replaced, or shortly before the end.
+            leave_at = node.lost_at - last_step_lead_s(node.lost_at - node.notice_at)
+            if node.ready_at <= now < leave_at:
+                leaving.append((leave_at, node))
+                until = min(until, leave_at)
             continue
         until = min(
             until, *(at for at in (node.ready_at, node.risk_at, node.notice_at) if at > now)
@@ -65,7 +74,13 @@ def _group(market: VirtualMarket, now: float) -> _Groups:
         version=market.version,
         until=until,
         # As in ``Sharing``, workers at risk are assigned last.
-        training=(*safe, *on_demand, *at_risk),
+        training=(
+            *safe,
+            *on_demand,
+            *at_risk,
+            *(node for _, node in sorted(leaving, key=lambda one: -one[0])),
+        ),
+        num_leaving=len(leaving),
         num_at_risk=len(at_risk),
         num_spot=len(safe),
         num_on_demand=num_on_demand,
@@ -85,6 +100,8 @@ class VirtualFleet:
     market: VirtualMarket
     prices: PriceBook
     skips: bool = True
+    spares: int = 0
+    """Number of spare workers, as in ``capacity.spares``."""
     state: FleetState = field(default_factory=FleetState)
 
     def __post_init__(self) -> None:
@@ -94,7 +111,7 @@ class VirtualFleet:
 
     def tick(self, now: float, *, wanted: int, on_demand: int | None) -> None:
         """Decide and act."""
-        self._power_off(now)
+        self._power_off(now, wanted)
         groups = self.groups(now)
         inputs = (wanted, on_demand, groups.version, groups.until)
         if self.skips and inputs == self._inputs and now < self._due_at:
@@ -128,11 +145,12 @@ class VirtualFleet:
             known = self._groups = _group(self.market, now)
         return known
 
-    def _power_off(self, now: float) -> None:
+    def _power_off(self, now: float, wanted: int) -> None:
         """End noticed machines that EC2 would charge for; one in its first hour becomes free."""
-        for node in self.groups(now).noticed:
-            # At its notice, a worker leaves at the next step boundary.
-            if node.lost_at - node.launched_at >= FIRST_HOUR_S:
+        groups = self.groups(now)
+        used = groups.training[:wanted]
+        for node in groups.noticed:
+            if node not in used and node.lost_at - node.launched_at >= FIRST_HOUR_S:
                 self.market.end(node.id, now)
 
     def _view(self, now: float, wanted: int, on_demand: int | None) -> View:
@@ -168,6 +186,7 @@ class VirtualFleet:
             spent_usd=bill.spot_usd + bill.on_demand_usd if bill else 0.0,
             rate_usd=sum(self.prices.rate(TYPE, r.zone, r.lifecycle, now) or 0.0 for r in rows),
             on_demand=on_demand,
+            spares=self.spares,
         )
 
     def _launch(self, request: Request, now: float) -> None:

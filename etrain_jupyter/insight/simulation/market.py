@@ -75,12 +75,14 @@ class VirtualMarket:
         rng: Source of boot times, refusals, and of the choice of machines.
         boot_s: Shortest and longest boot time, in seconds; uniform between them.
         shortage: Probability that a request for on-demand machines is refused.
+        boots_s: Measured boot times to draw from instead of ``boot_s``, in seconds.
     """
 
     trace: SpotTrace
     rng: random.Random
     boot_s: tuple[float, float]
     shortage: float = 0.0
+    boots_s: tuple[float, ...] = ()
     nodes: dict[str, VirtualNode] = field(default_factory=dict)
     """Running machines, by id."""
     ended: list[VirtualNode] = field(default_factory=list)
@@ -113,18 +115,25 @@ class VirtualMarket:
     def launch(
         self, lifecycle: str, zones: Iterable[str], count: int, now: float
     ) -> list[VirtualNode]:
-        """Launch up to ``count`` machines, in the zones in this order, as capacity allows."""
+        """Launch up to ``count`` machines, each in the zone with the most unused capacity.
+
+        This is how EC2's ``price-capacity-optimized`` strategy chooses among pools of equal price.
+        At equal capacity, the first zone is used.
+        """
         launched: list[VirtualNode] = []
         if lifecycle == "on-demand":
             if self.shortage and self.rng.random() < self.shortage:
                 return []
             zone = next(iter(zones))
             return [self._start(lifecycle, zone, None, now) for _ in range(count)]
-        for zone in zones:
+        zones = list(zones)
+        while zones and len(launched) < count:
+            zone = max(zones, key=lambda zone: len(self._free_in(zone, now)))
             free = self._free_in(zone, now)
-            while free and len(launched) < count:
-                slot = free.pop(self._choose(free))
-                launched.append(self._start(lifecycle, zone, slot, now))
+            if not free:
+                break
+            slot = free.pop(self._choose(free))
+            launched.append(self._start(lifecycle, zone, slot, now))
         return launched
 
     def end(self, id: str, now: float, *, reason: str = "") -> None:
@@ -170,6 +179,9 @@ class VirtualMarket:
         # The trace does not record the machine that EC2 would assign, so draw one.
         return self.rng.randrange(len(free))
 
+    def _boot_s(self) -> float:
+        return self.rng.choice(self.boots_s) if self.boots_s else self.rng.uniform(*self.boot_s)
+
     def _start(self, lifecycle: str, zone: str, slot: Slot | None, now: float) -> VirtualNode:
         self.num_launched += 1
         self.version += 1
@@ -178,7 +190,7 @@ class VirtualMarket:
             zone=zone,
             lifecycle=lifecycle,
             launched_at=now,
-            ready_at=now + self.rng.uniform(*self.boot_s),
+            ready_at=now + self._boot_s(),
             lost_at=slot.until_s if slot else NEVER,
             notice_at=_warned_at(slot)[0] if slot else NEVER,
             risk_at=_warned_at(slot)[1] if slot else NEVER,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from etrain_jupyter.notebook.job.history import LatestValues
 
@@ -20,6 +21,10 @@ class JobCost:
     """Number of workers that were preempted or lost, with or without notice."""
     num_samples: int = 0
     """Number of samples trained on."""
+    usd_by_type: Mapping[str, float] = field(default_factory=dict)
+    """``spent_usd`` by machine type, where it is known."""
+    samples_by_type: Mapping[str, float] = field(default_factory=dict)
+    """Samples that the workers on each machine type trained on."""
     is_known: bool = True
     """True if the job's pool has prices."""
 
@@ -38,6 +43,15 @@ class JobCost:
         """Cost of a thousand samples; 0.0 before the first sample."""
         return 1000 * self.spent_usd / self.num_samples if self.num_samples else 0.0
 
+    @property
+    def usd_per_1k_samples_by_type(self) -> dict[str, float]:
+        """Cost of a thousand samples by machine type, including boots and idle time."""
+        return {
+            type: 1000 * usd / self.samples_by_type[type]
+            for type, usd in sorted(self.usd_by_type.items())
+            if self.samples_by_type.get(type)
+        }
+
     def __str__(self) -> str:
         if not self.is_known:
             return "no cost: the machines of this job's pool have no prices"
@@ -54,7 +68,18 @@ class JobCost:
             "wasted": f"{amount(self.wasted_usd)}{each}",
             "samples": f"{amount(self.usd_per_1k_samples)} per 1,000",
         }
-        return "\n".join(f"{name:<9}{text}" for name, text in lines.items())
+        text = "\n".join(f"{name:<9}{text}" for name, text in lines.items())
+        # With one type, its cost is that of the job.
+        return "\n".join([text, *self._lines_by_type()]) if len(self.usd_by_type) > 1 else text
+
+    def _lines_by_type(self) -> list[str]:
+        width = max(map(len, self.usd_by_type)) + 2
+        return [
+            f"{type:<{width}}{amount(usd)}, {self.samples_by_type.get(type, 0.0):,.0f} samples"
+            + (f", {amount(each)} per 1,000" if each is not None else "")
+            for type, usd in sorted(self.usd_by_type.items())
+            for each in [self.usd_per_1k_samples_by_type.get(type)]
+        ]
 
 
 def amount(usd: float) -> str:
@@ -75,5 +100,7 @@ def cost_of(view: LatestValues) -> JobCost:
         wasted_usd=cost.wasted_usd if cost else 0.0,
         num_interruptions=view.num_preempted + view.num_lost,
         num_samples=view.samples,
+        usd_by_type=cost.usd_by_type if cost else {},
+        samples_by_type=cost.samples_by_type if cost else {},
         is_known=cost is not None,
     )

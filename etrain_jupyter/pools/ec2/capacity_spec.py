@@ -85,8 +85,9 @@ class CapacitySpec(Section):
     """Availability zones; auto is every zone that has a subnet."""
     placement: Literal["single-az", "spread"] = "single-az"
     """single-az keeps workers in one zone: traffic between zones costs more than GPUs."""
-    on_shortage: Literal["shrink", "migrate", "spread"] = "migrate"
-    """What single-az does without capacity: shrink, migrate all workers, or use other zones."""
+    on_shortage: Literal["shrink", "migrate", "spread", "auto"] = "migrate"
+    """What single-az does without capacity: shrink, migrate all workers, or use other zones; auto
+    uses them if a worker there, with its traffic, costs less than on demand."""
     allocation: Literal[
         "price-capacity-optimized", "capacity-optimized", "lowest-price", "diversified"
     ] = "price-capacity-optimized"
@@ -98,6 +99,9 @@ class CapacitySpec(Section):
     """With ``policy: deadline``: time from a job's submission until it must have finished."""
     keep: float = 0.5
     """With ``policy: deadline``: part of the spare time that is kept for the end; 0 is cheapest."""
+    spares: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Workers kept ready in addition to those that jobs use, within ``workers.max``; auto keeps as
+    many as avoid a larger loss than they cost, which only jobs with a fixed size have."""
     on_demand: OnDemandSpec = OnDemandSpec()
 
     def most_on_demand(self, max_workers: int) -> int:
@@ -153,6 +157,18 @@ class CapacitySpec(Section):
             )
         return data
 
+    @field_validator("spares", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: Any) -> Any:
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if value == "auto" or is_number:
+            return value
+        raise fault(
+            f"capacity.spares must be auto or a number of workers, not {in_words(value)}",
+            hint="write spares: auto, or for example spares: 1",
+            path=("capacity", "spares"),
+        )
+
     @field_validator("types", mode="after")
     @classmethod
     def _like_types(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,4 +191,6 @@ class CapacitySpec(Section):
     @field_validator("on_shortage", mode="before")
     @classmethod
     def _known_shortage(cls, value: Any) -> Any:
-        return check_word(value, ("shrink", "migrate", "spread"), usual="on_shortage: shrink")
+        return check_word(
+            value, ("shrink", "migrate", "spread", "auto"), usual="on_shortage: shrink"
+        )

@@ -12,12 +12,18 @@ Plain data, written to disk before each launch. A launch goes through these stat
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-FIRST_BACK_OFF_S = 15.0
-MAX_BACK_OFF_S = 300.0
+FIRST_BACK_OFF_S = 5.0
+BACK_OFF_GROWTH = 1.25
+MAX_BACK_OFF_S = 60.0
+"""The back-off of a pool without capacity, in seconds: about a quarter of the time for which it has
+had none, so that little time with capacity is lost, and at most a minute."""
+QUOTA_BACK_OFF_S = 300.0
+"""Back-off after a refusal because of a quota, in seconds."""
 URGENT_BACK_OFF_S = 30.0
 """Longest back-off of machines that a deadline depends on, in seconds."""
 UNSUPPORTED_S = 3600.0
@@ -153,7 +159,7 @@ class FleetState:
         for refusal in refusals:
             for key in _keys_of(refusal, request):
                 back_offs[key] = _next_back_off(
-                    self.back_offs.get(key), refusal.kind, now, request.is_urgent
+                    self.back_offs.get(key), refusal.kind, now, request.is_urgent, key
                 )
         # A request that launched anything shows that credentials, image and template work.
         is_fatal = not answer.acks and any(one.kind == "fatal" for one in refusals)
@@ -242,13 +248,22 @@ def _keys_of(refusal: LaunchFailure, request: LaunchRequest) -> tuple[PoolKey, .
     )
 
 
-def _next_back_off(known: BackOff | None, kind: str, now: float, is_urgent: bool) -> BackOff:
-    # 15 s, 30 s, 60 s ... 300 s; min(num, 10) keeps the power finite after weeks of refusals.
+def _next_back_off(
+    known: BackOff | None, kind: str, now: float, is_urgent: bool, key: PoolKey
+) -> BackOff:
+    # 5 s, 6 s, 8 s ... 60 s, 60 s. A request is small and cheap, and capacity often returns within
+    # minutes. min(num, 20) keeps the power finite after weeks of refusals.
     num = known.num if known else 0
     if kind == "unsupported":
         return BackOff(until=now + UNSUPPORTED_S, num=num)
     if kind == "quota":
-        return BackOff(until=now + MAX_BACK_OFF_S, num=num)
+        return BackOff(until=now + QUOTA_BACK_OFF_S, num=num)
     longest_s = URGENT_BACK_OFF_S if is_urgent else MAX_BACK_OFF_S
-    wait_s = min(longest_s, FIRST_BACK_OFF_S * 2.0 ** min(num, 10))
-    return BackOff(until=now + wait_s, num=num + 1)
+    wait_s = min(longest_s, FIRST_BACK_OFF_S * BACK_OFF_GROWTH ** min(num, 20))
+    return BackOff(until=now + wait_s * _jitter(key, num), num=num + 1)
+
+
+def _jitter(key: PoolKey, num: int) -> float:
+    """Return 0.8 to 1.0, so that the requests for several pools spread over time."""
+    # A checksum instead of a random number, because the rules are pure.
+    return 0.8 + 0.2 * (zlib.crc32(f"{key} {num}".encode()) / 2**32)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from etrain_jupyter.pools.ec2.fleet_state import FleetState
+from etrain_jupyter.rules.policy.type_rates import usd_per_1k_samples
 
 UNKNOWN_SCORE = 5
+VALUE_MARGIN = 1.15
+"""Types whose cost per sample is at most this multiple of the lowest one are launched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,49 @@ def best_zone(offers: Sequence[Offer], candidates: Sequence[Offer], lifecycle: s
         refused = 1 + 0.5 * (1 - len(here) / max(1, num_all))
         rated.append((price * risk * refused, zone))
     return min(rated)[1] if rated else ""
+
+
+def best_value(
+    candidates: Sequence[Offer],
+    lifecycle: str,
+    rates: Mapping[str, float],
+    present: Container[str],
+    room: int,
+) -> tuple[list[Offer], int | None]:
+    """Return the offers with the lowest price per sample, and a limit on the number of machines.
+
+    Types within ``VALUE_MARGIN`` of the best one are equivalent: each of them may lack capacity.
+
+    ===========================================  ===============================================
+    no type has been measured                    all offers
+    a type was neither measured nor launched     one machine of it, the cheapest per worker first
+    otherwise                                    the measured types with the lowest cost
+    only types that are being measured           these
+    ===========================================  ===============================================
+
+    Args:
+        candidates: Offers that may be requested.
+        lifecycle: ``spot`` or ``on-demand``.
+        rates: Measured samples per second of one worker, by type.
+        present: Types of running machines.
+        room: Maximum number of additional workers.
+    """
+    if not rates:
+        return list(candidates), None
+    candidates = [one for one in candidates if one.workers <= room] or candidates
+    unknown = [one for one in candidates if one.type not in rates and one.type not in present]
+    if unknown:
+        type = min(unknown, key=lambda one: (one.usd(lifecycle) or 0.0) / one.workers).type
+        return [one for one in unknown if one.type == type], 1
+    costs = {
+        one: usd_per_1k_samples((one.usd(lifecycle) or 0.0) / one.workers, rates[one.type])
+        for one in candidates
+        if one.type in rates
+    }
+    if not costs:
+        return list(candidates), None
+    limit = min(costs.values()) * VALUE_MARGIN
+    return [one for one, usd in costs.items() if usd <= limit], None
 
 
 def best_size(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.rules.membership.admission import admission_window_s
 from etrain_jupyter.rules.membership.commands import (
     AnnounceChange,
     FormGeneration,
@@ -38,10 +39,6 @@ from etrain_jupyter.rules.membership.turn import (
     publish_undone,
     release,
 )
-
-ADMISSION_GRACE_S = 1.0
-"""Seconds for which warm newcomers wait for others that are still warming up, so that one change
-admits all of them."""
 
 MAX_FAULTS = 3
 """Consecutive faults in the same place (before the first step, or in one step) after which the job
@@ -121,6 +118,8 @@ def _announce_if_due(turn: Turn) -> None:
         # If too few members would remain, the job would have to wait, so ranks that still have time
         # continue training.
         leaves = [m for m in leaves if not _has_time(m, turn.now)]
+    else:
+        leaves = _going(turn, leaves, num_others=len(stays) + len(newcomers))
     # Newcomers that are waiting for others count too: they will join soon.
     is_short = len(ranked) + len(_newcomers(turn.state)) < state.min_workers
     if not (newcomers or leaves or is_short or state.pause or state.ending):
@@ -150,12 +149,17 @@ def _back_up(turn: Turn, ranked: Sequence[Member]) -> None:
 def _admissible(turn: Turn) -> list[Member]:
     # Workers that arrive together join in one change, because each change costs a new generation:
     #
-    #   w2 warm ------- w3 warm: both join          w3 not warm after ADMISSION_GRACE_S: w2 joins
+    #   w2 warm ------- w3 warm: both join          w3 not warm after the window: w2 joins
     warm = _newcomers(turn.state)
     if not warm or not turn.state.in_phase("starting"):
         return warm
     waited = turn.now - min(m.since for m in warm)
-    return warm if waited >= ADMISSION_GRACE_S else []
+    window_s = admission_window_s(
+        change_s=turn.state.timings.change_s,
+        num_training=len(turn.state.in_phase("ranked")),
+        num_waiting=len(warm),
+    )
+    return warm if waited >= window_s else []
 
 
 def _newcomers(state: JobState) -> list[Member]:
@@ -281,8 +285,10 @@ def _release_leavers(turn: Turn) -> list[Member]:
     if any(not m.leaving for m in newest):
         # A member that stays holds the newest state, so all leaving members can go. But if too few
         # ranks would remain to train, those that still have time until their deadline stay.
-        going = [m for m in holders if m.leaving]
-        num_left = len(holders) - len(going) + len(_newcomers(turn.state))
+        leavers, num_newcomers = [m for m in holders if m.leaving], len(_newcomers(turn.state))
+        num_others = len(holders) - len(leavers) + num_newcomers
+        going = _going(turn, leavers, num_others=num_others)
+        num_left = len(holders) - len(going) + num_newcomers
         if num_left < turn.state.min_workers:
             going = [m for m in going if not _has_time(m, turn.now)]
     elif any(m.save_at > turn.now for m in newest) or not _has_successor(turn.state):
@@ -308,6 +314,16 @@ def _release_leavers(turn: Turn) -> list[Member]:
         for member in stays:
             turn.put(replace(member, progress=s.NO_PROGRESS))
     return [turn.state.members[m.trainer] for m in stays]
+
+
+def _going(turn: Turn, leavers: Sequence[Member], *, num_others: int) -> list[Member]:
+    """Return the members that leave now, if ``num_others`` members stay or join."""
+    # max 4    w1 w2 w3 w4    w4 has a notice, and trains on: there is room for it
+    #          w1 w2 w3 w5    w5 is admitted: w4 leaves in the same change
+    staying = [m for m in leavers if m.leave_at > turn.now]
+    room = max(0, turn.state.max_workers - num_others)
+    kept = sorted(staying, key=lambda m: (-m.leave_at, m.order))[:room]
+    return [m for m in leavers if m not in kept]
 
 
 def _has_time(member: Member, now: float) -> bool:

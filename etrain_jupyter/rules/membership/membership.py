@@ -58,6 +58,9 @@ class Member:
     save_at: float = math.inf
     """Deadline for its last step, so that its state is durable before its machine is interrupted.
     Infinite if no interruption is planned, or its time is unknown."""
+    leave_at: float = 0.0
+    """Until then, a member that leaves trains on if the job has room for it; 0.0 if it leaves at
+    the next step boundary in any case."""
     formed: bool = False
     """True if it has reported that it is stepping in the current generation."""
     steps_since: float = 0.0
@@ -185,6 +188,8 @@ class Timings:
     save_s: float = 0.0
     """Recent duration of a checkpoint, from the step boundary until it is durable; 0 while it is
     unknown."""
+    change_s: float = 0.0
+    """Duration of the newest change: connecting, state transfer and wrapping; 0 before one."""
     last_step_at: float = 0.0
     """When the newest step was committed, according to the log; 0.0 before the first."""
 

@@ -14,6 +14,7 @@ Each pass through this loop is one generation::
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import assert_never
 
@@ -22,6 +23,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.adoption import take_found
 from etrain_jupyter.rules.membership.commands import Command
 from etrain_jupyter.rules.membership.connecting import why_not_with_nccl
+from etrain_jupyter.rules.membership.departure import last_step_lead_s
 from etrain_jupyter.rules.membership.failed_forms import Break
 from etrain_jupyter.rules.membership.formation import advance
 from etrain_jupyter.rules.membership.losses import (
@@ -128,12 +130,13 @@ def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
 
 
 def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
-    # notice                      save_at              deadline
-    #   |--- it may train on --------|------ lead_s ------|
-    #   |------------------- left_s ----------------------|
+    # notice                      save_at       leave_at   deadline
+    #   |--- it may train on --------|------ lead_s ---------|
+    #   |------------------- left_s -------------------------|
     #
-    # Only the last holder of the state uses the time until ``save_at``; every other member leaves
-    # at the next step boundary.
+    # The last holder of the state trains until ``save_at``. Every other member leaves at the next
+    # step boundary, or, if its replacement runs elsewhere, when that is admitted, and at
+    # ``leave_at`` at the latest.
     turn.unassign(stimulus.worker)  # otherwise, the next trainer would start there
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
@@ -142,6 +145,9 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
         # A slow store needs a longer lead, up to the whole notice period.
         lead_s = max(lead_s, min(left_s, SAVES_PER_LEAD * turn.state.timings.save_s))
         member = replace(member, save_at=stimulus.deadline - lead_s)
+        if stimulus.trains_on and left_s < math.inf:
+            lead_s = last_step_lead_s(left_s, step_s=turn.state.timings.step_s)
+            member = replace(member, leave_at=stimulus.deadline - lead_s)
         turn.put(member)
         request_leave(turn, member, "preempted")
 
@@ -187,6 +193,8 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
     if len(ranks) == turn.state.current.world_size:
         turn.ready()
         connect_s, sync_s, wrap_s = (max(m.form_times[part] for m in ranks) for part in range(3))
+        change_s = connect_s + sync_s + wrap_s
+        turn.update_timings(replace(turn.state.timings, change_s=change_s))
         turn.publish(
             events.GenerationReady,
             world_size=len(ranks),

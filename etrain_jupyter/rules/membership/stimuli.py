@@ -23,11 +23,14 @@ class WorkersAssigned:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerNoticed:
-    """A worker's machine will be interrupted: the worker leaves at the next step boundary."""
+    """A worker's machine will be interrupted: the worker leaves at a step boundary before that."""
 
     worker: str
     deadline: float = math.inf
     """Time of the interruption, on the state machine's clock; infinite if unknown."""
+    trains_on: bool = False
+    """True if its replacement runs elsewhere: the worker trains until it has been replaced, or
+    until shortly before the deadline. Otherwise it leaves at the next step boundary."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,10 @@ class Spent(Protocol):
         """Its workers, present and past."""
 
     @property
+    def machine(self) -> str:
+        """Its machine type; empty if the pool has no types."""
+
+    @property
     def spent_usd(self) -> float:
         """US dollars so far. A refund may decrease it."""
 
@@ -58,10 +62,13 @@ class JobCosts:
     >>> from types import SimpleNamespace as Node
     >>> costs = JobCosts()
     >>> costs.take([], ranks={}, active=["a"])
-    >>> node = Node(node_id="i-1", workers=("i-1",), spent_usd=0.1, on_demand_usd=0.3)
+    >>> node = Node(node_id="i-1", workers=("i-1",), machine="g5.xlarge", spent_usd=0.1,
+    ...             on_demand_usd=0.3)
     >>> costs.take([node], ranks={"i-1": "a"}, active=["a", "b"])
     >>> costs.of("a")
     RunningCost(spent_usd=0.1, on_demand_usd=0.3, wasted_usd=0.0)
+    >>> costs.by_type("a")
+    {'g5.xlarge': 0.1}
     """
 
     def __init__(self) -> None:
@@ -70,10 +77,20 @@ class JobCosts:
         # Cost that each job has paid, by node: a refund is shared like the payments for the node.
         self._paid: dict[str, dict[str, RunningCost]] = defaultdict(dict)
         self._has_trained: set[str] = set()
+        self._machines: dict[str, str] = {}  # type of each node
+        self._before: dict[str, Mapping[str, float]] = {}  # by job: ``begin``, by type
 
-    def begin(self, job_id: str, cost: RunningCost, *, has_trained: bool) -> None:
+    def begin(
+        self,
+        job_id: str,
+        cost: RunningCost,
+        *,
+        has_trained: bool,
+        usd_by_type: Mapping[str, float] | None = None,
+    ) -> None:
         """Start with the cost of a job so far, from another scheduler or cluster."""
         self._paid[""][job_id] = cost  # attributed to no node, so that no refund affects it
+        self._before[job_id] = usd_by_type or {}
         if has_trained:
             self._has_trained.add(job_id)
 
@@ -84,11 +101,21 @@ class JobCosts:
             total = total.plus(payers.get(job_id, RunningCost()))
         return total
 
+    def by_type(self, job_id: str) -> dict[str, float]:
+        """Return the US dollars that a job has spent, by machine type, where it is known."""
+        totals = dict(self._before.get(job_id, {}))
+        for node, payers in self._paid.items():
+            machine = self._machines.get(node, "")
+            if machine and job_id in payers:
+                totals[machine] = totals.get(machine, 0.0) + payers[job_id].spent_usd
+        return totals
+
     def forget(self, job_id: str) -> None:
         """Forget a job that has ended."""
         for payers in self._paid.values():
             payers.pop(job_id, None)
         self._has_trained.discard(job_id)
+        self._before.pop(job_id, None)
 
     def take(
         self, nodes: Sequence[Spent], *, ranks: Mapping[str, str], active: Collection[str]
@@ -107,6 +134,7 @@ class JobCosts:
         self._known = {n.node_id: (n.spent_usd, n.on_demand_usd) for n in nodes}
         if previous is None:
             return
+        self._machines = {node.node_id: node.machine for node in nodes}
         for node in nodes:
             spent, on_demand = previous.get(node.node_id, (0.0, 0.0))
             spent, on_demand = node.spent_usd - spent, node.on_demand_usd - on_demand

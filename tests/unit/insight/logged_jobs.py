@@ -166,6 +166,7 @@ def costs_of(
         node = SimpleNamespace(
             node_id="n0",
             workers=("w0",),
+            machine="",
             spent_usd=worker_h * usd_per_h,
             on_demand_usd=worker_h * on_demand_usd_per_h,
         )

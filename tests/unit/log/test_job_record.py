@@ -12,6 +12,7 @@ import pytest
 from etrain_jupyter.log import events as t
 from etrain_jupyter.log.blocks import Events, pack
 from etrain_jupyter.log.job_record import NOT_BEGUN, JobRecord
+from etrain_jupyter.log.type_work import TypeWork
 from etrain_jupyter.notebook.job.history import LatestValues
 from tests.unit.rules.simulated.job import Job
 from tests.unit.rules.simulated.schedule import Schedule
@@ -58,7 +59,8 @@ def any_event(dice: random.Random, *, step: int, **common: Any) -> t.Event:
             t.CostUpdated(**common, spent_usd=dice.random(), on_demand_usd=1.0),
             t.PreemptionNoticed(**common, worker=worker, deadline=5.0),
             t.RebalanceRecommended(**common, worker=worker),
-            t.WorkerJoined(**common, worker=worker),
+            t.WorkerJoined(**common, worker=worker, machine=dice.choice(("", "g5.xlarge"))),
+            timed(worker, samples=dice.randint(1, 9), elapsed_s=2.0, waits_s=0.5, **common),
             t.EarlyStopped(
                 **common,
                 step=step,
@@ -81,6 +83,32 @@ def any_event(dice: random.Random, *, step: int, **common: Any) -> t.Event:
             t.UnknownEvent(**common, name="FromTheFuture"),
         ]
     )
+
+
+def timed(
+    worker: str, *, samples: int, elapsed_s: float, waits_s: float, **common: Any
+) -> t.RankTimed:
+    return t.RankTimed(
+        **common, worker=worker, rank=0, world_size=1, step=1, num_steps=1, samples=samples,
+        elapsed_s=elapsed_s, communication_s=waits_s, data_s=0.0, compute_s=0.0, optimizer_s=0.0,
+    )  # fmt: skip
+
+
+def test_work_is_added_up_by_machine_type_without_waiting_for_others() -> None:
+    common: dict[str, Any] = {"job_id": "j", "time": 1.0, "generation": 1}
+    record = JobRecord().apply_all(
+        [
+            t.WorkerJoined(**common, worker="w1", machine="g5.xlarge"),
+            t.WorkerJoined(**common, worker="w2", machine="g6.xlarge"),
+            timed("w1", samples=30, elapsed_s=4.0, waits_s=1.0, **common),
+            timed("w1", samples=10, elapsed_s=2.0, waits_s=1.0, **common),
+            timed("w2", samples=5, elapsed_s=4.0, waits_s=0.0, **common),
+        ]
+    )
+    assert record.work == {
+        "g5.xlarge": TypeWork(samples=40, busy_s=4.0),
+        "g6.xlarge": TypeWork(samples=5, busy_s=4.0),
+    }
 
 
 def picture(record: JobRecord) -> str:

@@ -103,9 +103,10 @@ class Explored(RuleBasedStateMachine):
         self.cluster.vanish(self.one_of(list(self.cluster.workers), pick))
 
     @precondition(lambda self: self.cluster.workers)
-    @rule(pick=ANY, seconds=st.sampled_from((0.5, 5.0, 120.0)))
-    def give_notice(self, pick, seconds):
-        self.cluster.notice(self.one_of(list(self.cluster.workers), pick), seconds)
+    @rule(pick=ANY, seconds=st.sampled_from((0.5, 5.0, 120.0)), trains_on=st.booleans())
+    def give_notice(self, pick, seconds, trains_on):
+        worker = self.one_of(list(self.cluster.workers), pick)
+        self.cluster.notice(worker, seconds, trains_on=trains_on)
 
     @precondition(lambda self: self.cluster.processes())
     @rule(pick=ANY)
@@ -221,8 +222,9 @@ def test_without_faults_no_step_is_repeated(seed):
         assert report.steps_executed == report.steps_committed == TOTAL_STEPS
 
 
+@pytest.mark.parametrize("trains_on", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_machines_that_are_taken_after_a_notice_cost_no_step(seed):
+def test_machines_that_are_taken_after_a_notice_cost_no_step(seed, trains_on):
     """However few there are, the state is saved or taken over in time."""
     dice = random.Random(seed)
     low = dice.choice((1, 1, 2))
@@ -234,7 +236,8 @@ def test_machines_that_are_taken_after_a_notice_cost_no_step(seed):
         for _ in range(dice.randint(1, 12)):
             cluster.play_round()
         if cluster.workers and dice.random() < 0.4:
-            cluster.notice(dice.choice(list(cluster.workers)), dice.choice((4.0, 8.0, 30.0)))
+            name, seconds = dice.choice(list(cluster.workers)), dice.choice((4.0, 8.0, 30.0))
+            cluster.notice(name, seconds, trains_on=trains_on)
         if len(cluster.workers) < 2 and dice.random() < 0.3:
             cluster.join()
         if dice.random() < 0.05:

@@ -6,11 +6,11 @@ number of workers, and the boot time of machines.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from etrain_jupyter.head.coordinator.nodes import JobProgress
+from etrain_jupyter.pools.ec2.head.boot_times import BootTimes
 from etrain_jupyter.pools.ec2.head.view import FleetWarning, Machine
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.rules.policy.deadline import (
@@ -21,9 +21,6 @@ from etrain_jupyter.rules.policy.deadline import (
 )
 from etrain_jupyter.rules.policy.worker_rates import RateMeter, fit_rates
 
-USUAL_BOOT_S = 300.0
-"""Boot time until one has been measured, in seconds."""
-NUM_BOOTS = 20
 STALL_S = 1.0
 """Time without training when the number of workers changes, in seconds."""
 
@@ -53,8 +50,7 @@ class DeadlineSchedule:
     """Time without a worker after which a job starts on demand, in seconds."""
     tick_s: float = 5.0
     _meters: dict[str, RateMeter] = field(default_factory=dict)
-    _boots: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BOOTS))
-    _booting: set[str] = field(default_factory=set)
+    _boots: BootTimes = field(default_factory=BootTimes)
 
     @classmethod
     def of(cls, spec: AwsSpotSpec) -> DeadlineSchedule | None:
@@ -136,7 +132,7 @@ class DeadlineSchedule:
     @property
     def boot_s(self) -> float:
         """Boot time to expect, in seconds: the longest of the last ones."""
-        return max(self._boots, default=USUAL_BOOT_S)
+        return self._boots.longest_s
 
     def _measure(
         self, jobs: Sequence[JobProgress], machines: Sequence[Machine], now: float
@@ -146,11 +142,7 @@ class DeadlineSchedule:
         for job in jobs:
             meter = self._meters.setdefault(job.job_id, RateMeter())
             meter.observe(now, job.num_workers, job.step)
-        for machine in machines:
-            # A head that takes over does not know when the machines that it finds became ready.
-            if machine.is_ready and machine.id in self._booting:
-                self._boots.append(now - machine.launched_at)
-        self._booting = {m.id for m in machines if not m.is_ready}
+        self._boots.observe(machines, now)
 
 
 def _behind(job: JobProgress, number: int, finish_by_s: float) -> FleetWarning:

@@ -67,7 +67,8 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
     warnings: list[FleetWarning] = []
     # The replacement of a machine with an interruption notice starts while the machine drains.
     ceiling = rules.max_workers + count.num_at_risk
-    target = min(max(0, view.wanted - _num_not_replaced(view)), ceiling)
+    spares = view.spares if view.wanted else 0
+    target = min(max(0, view.wanted - _num_not_replaced(view)) + spares, ceiling)
     releases: list[Release] = []
     # The usual cause is that spot prices have risen: `plan_launch` launches nothing above the
     # limit.

@@ -12,10 +12,12 @@ from etrain_jupyter.pools.ec2.ledger import LEAST_S
 from etrain_jupyter.pools.ec2.placement import (
     Offer,
     best_size,
+    best_value,
     best_zone,
     usable,
     within_budget,
 )
+from etrain_jupyter.rules.policy.zone_traffic import pays_to_spread, traffic_usd_per_h
 
 MOVE_AFTER_S = 60.0
 """Time without capacity in a zone after which other zones are used, in seconds."""
@@ -78,7 +80,8 @@ def _options(rules: Rules, view: View, count: Count, missing: int, short_s: floa
     if num_base > 0:
         return [_Option(lifecycle="on-demand", num_workers=num_base)]
     options = [_Option(lifecycle="spot", num_workers=missing)]
-    num_fallback = min(missing, rules.most_on_demand - count.num_on_demand)
+    # A spare worker is not worth the full price.
+    num_fallback = min(missing - view.spares, rules.most_on_demand - count.num_on_demand)
     if num_fallback > 0 and short_s >= rules.on_demand_after_s:
         # Listed after spot, so that a spot pool whose back-off has just ended is tried first.
         options.append(_Option(lifecycle="on-demand", num_workers=num_fallback, is_fallback=True))
@@ -97,7 +100,10 @@ def _plan(
 ) -> LaunchPlan:
     lifecycle = option.lifecycle
     most = _room_of(rules, view, count, option, ceiling)
+    present = {m.type for m in view.machines} | {ack.type for ack in state.acks}
+    candidates, most_nodes = best_value(candidates, lifecycle, view.type_rates, present, most)
     same, num_nodes = best_size(candidates, lifecycle, option.num_workers, most)
+    num_nodes = num_nodes if most_nodes is None else min(num_nodes, most_nodes)
     room = _room_usd(rules, view, count)
     fit, num_fit = within_budget(same, lifecycle, num_nodes, room, disk_usd=rules.disk_usd)
     # If machines are left, training continues. Otherwise, at most the head costs money, and the
@@ -150,7 +156,7 @@ def _candidates(
     no workers yet                          the best zone
     no workers or offers in the zone        the zone of most workers
     no offers in the zone for 60 s:
-    ``spread``                              all usable offers
+    ``spread``, and ``auto`` if it pays     all usable offers
     ``migrate``                             the best zone; the workers follow
     otherwise                               wait
     ======================================  ===========================================
@@ -171,12 +177,36 @@ def _candidates(
     short_s = view.now - (state.short_since or view.now)
     # Wait first: many back-offs end within a minute, and traffic between zones costs money.
     if not here and short_s >= MOVE_AFTER_S:
-        if rules.on_shortage == "spread":
+        if rules.on_shortage == "spread" or (
+            rules.on_shortage == "auto" and _spread_pays(view, count, found, lifecycle)
+        ):
             return state.with_(zone=zone), found
         if rules.on_shortage == "migrate":
             zone = best_zone(view.offers, found, lifecycle)
             here = [offer for offer in found if offer.zone == zone]
     return state.with_(zone=zone), here
+
+
+def _spread_pays(view: View, count: Count, found: Sequence[Offer], lifecycle: str) -> bool:
+    if not view.gradient_bytes:
+        return False  # the traffic is unknown until the job has trained
+    best = min(found, key=lambda one: (one.usd(lifecycle) or 0.0) / one.workers)
+    more = max(1, view.wanted - count.num)
+    traffic = traffic_usd_per_h(
+        gradient_bytes=view.gradient_bytes,
+        steps_per_s=view.steps_per_s,
+        workers=count.num + more,
+        zones=len(count.zones | {best.zone}),
+    )
+    return pays_to_spread(
+        traffic_usd=traffic,
+        # Weights, and as a rule two moments of the same size.
+        state_bytes=3 * view.gradient_bytes,
+        changes_per_h=more,
+        num_more=more,
+        spot_usd=(best.usd(lifecycle) or 0.0) / best.workers,
+        on_demand_usd=(best.on_demand_usd or 0.0) / best.workers,
+    )
 
 
 def _room_usd(rules: Rules, view: View, count: Count) -> float | None:

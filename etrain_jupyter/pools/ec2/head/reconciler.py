@@ -48,6 +48,7 @@ from etrain_jupyter.pools.ec2.head.roster import (
     nodes_of,
     snapshot_of,
 )
+from etrain_jupyter.pools.ec2.head.spare_plan import SparePlan
 from etrain_jupyter.pools.ec2.head.view import Decision, Rules, View
 from etrain_jupyter.pools.ec2.head.warning_limit import RateLimitedWarnings
 from etrain_jupyter.pools.ec2.launch_context import (
@@ -101,6 +102,7 @@ class Reconciler:
         self._reports = reports
         self._rules = Rules.of(spec, cluster_id)
         self._schedule = DeadlineSchedule.of(spec)
+        self._spares = SparePlan(spares=spec.capacity.spares, max_workers=spec.workers.max)
         self._files = ClusterFiles(clients.bucket, cluster_id)
         self._accounts = Accounts(spec, cluster_id, clients, self._files)
         self._roster = FleetRoster(self._files, clients, reports)
@@ -261,13 +263,26 @@ class Reconciler:
 
     def _view(self, desired: DesiredFleet, now: float) -> View:
         book = self._accounts.prices.book
+        wanted, machines = (
+            max(desired.wanted, self._spec.workers.min),
+            self._roster.machines(desired),
+        )
+        rows = self._accounts.ledger.rows.values()
+        sizes = [(job.gradient_bytes, job.steps_per_s) for job in desired.jobs]
+        gradient_bytes, steps_per_s = max(
+            sizes, key=lambda one: one[0] * one[1], default=(0.0, 0.0)
+        )
         return View(
             now=now,
-            wanted=max(desired.wanted, self._spec.workers.min),
-            machines=self._roster.machines(desired),
+            wanted=wanted,
+            machines=machines,
+            spares=self._spares.num(desired.jobs, machines, rows, wanted, now),
+            gradient_bytes=gradient_bytes,
+            steps_per_s=steps_per_s,
             offers=self._context.offers(self._spec, book, self._scores, now),
             spent_usd=self._accounts.spent_usd(now),
             rate_usd=self._accounts.rate_usd(now),
+            type_rates=next((job.type_rates for job in desired.jobs if job.type_rates), {}),
         )
 
     # --- acting ---

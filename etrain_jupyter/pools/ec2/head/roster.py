@@ -252,6 +252,7 @@ def snapshot_of(
             node_id=row.id,
             workers=worker_names(row.id, num_workers_of(row.type)) if row.role == "node" else (),
             lifecycle=row.lifecycle,
+            machine=row.type,
             spent_usd=charges[row.id].spent,
             on_demand_usd=charges[row.id].on_demand,
             is_alive=row.ended_at is None,

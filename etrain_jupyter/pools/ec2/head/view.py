@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from etrain_jupyter.pools.ec2.fleet_state import FleetState, LaunchRequest
@@ -98,6 +98,15 @@ class View:
     spent_usd: float = 0.0
     rate_usd: float = 0.0
     """Cost of the whole cluster, in US dollars an hour."""
+    spares: int = 0
+    """Number of workers to keep in addition to ``wanted``, within ``max_workers``."""
+    gradient_bytes: float = 0.0
+    """Bytes of the gradients of the job with the most traffic; 0 if unknown."""
+    steps_per_s: float = 0.0
+    """Steps per second of that job."""
+    type_rates: Mapping[str, float] = field(default_factory=dict)
+    """Measured samples per second of one worker, by machine type, of a job whose workers may have
+    unequal speeds; empty for all other jobs."""
     on_demand: int | None = None
     """Number of on-demand workers for the jobs' deadlines; None unless ``Rules.policy`` is
     ``deadline``."""

@@ -45,6 +45,7 @@ async def test_progress_of_active_jobs_is_available_to_the_pool(rig):
 
     assert (progress.step, progress.total_steps, progress.first_step) == (2, 8, 0)
     assert (progress.num_workers, progress.max_workers, progress.is_paused) == (2, 2, False)
+    assert (progress.gradient_bytes, progress.type_rates) == (0.0, {})  # not planned with a model
     assert progress.attempt_at == rig.events(events.JobSubmitted)[0].time
 
 

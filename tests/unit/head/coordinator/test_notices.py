@@ -75,11 +75,18 @@ async def test_noticed_worker_counts_until_its_release_if_the_pool_replaces_earl
     assert cloud.nodes.wanted == 2
     interrupt(cloud, "w2", 60.0)
     assert cloud.nodes.wanted == 3
+    # It trains until its replacement is warm.
+    cloud.hello("w3")
+    ticks(cloud, 1, "w1", "w2", "w3")
+    assert cloud.told("w1", m.LeaveGeneration) == []
+    cloud.warm("w3")
+    assert cloud.told("w1", m.LeaveGeneration)
     for worker in ("w1", "w2"):
         cloud.report(worker, 5, "planned")
     assert (cloud.nodes.released, cloud.nodes.wanted) == ([], 3)
-    cloud.tell("w1", m.GenerationJoined, step=5)
-    ticks(cloud, 1, "w1", "w2")
+    for worker in ("w1", "w3"):
+        cloud.tell(worker, m.GenerationJoined, step=5)
+    ticks(cloud, 1, "w1", "w2", "w3")
     assert (set(cloud.nodes.released), cloud.nodes.wanted) == ({"w2"}, 2)
 
 

@@ -279,9 +279,10 @@ def lost_once(*, risk_s: float, notice_s: float | None = None) -> SpotTrace:
 @pytest.mark.parametrize(
     ("risk_s", "notice_s", "missing_s"),
     [
-        (0.0, None, 120.0),  # replaced at the notice: away for a boot
+        (0.0, None, 0.0),  # replaced at the notice: the boot takes as long as the notice
         (0.0, 0.0, 120.0),  # lost without a notice: the same, two minutes later
-        (60.0, None, 60.0),  # recommended a minute before: the boot has half elapsed
+        (0.0, 60.0, 60.0),  # a shorter notice: the boot has half elapsed at the end
+        (60.0, 60.0, 0.0),  # recommended a minute before
         (600.0, None, 0.0),  # the replacement is ready before the notice
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.job.cost import JobCost, cost_of
 from etrain_jupyter.notebook.job.history import LatestValues
@@ -62,4 +64,22 @@ def test_cost_is_the_last_reported_one_with_interruptions_and_samples() -> None:
         "saved    $3.00 of $4.00 on demand (75%)",
         "wasted   $0.20, $0.10 on average over 2 interruptions",
         "samples  $6.67 per 1,000",
+    ]
+
+
+def test_cost_per_thousand_samples_is_shown_by_type_if_there_are_several() -> None:
+    values: dict[str, Any] = {
+        "usd_by_type": {"g6.xlarge": 0.6, "g5.2xlarge": 0.4, "g4dn.xlarge": 0.01},
+        "samples_by_type": {"g6.xlarge": 120.0, "g5.2xlarge": 30.0},
+    }
+    cost = cost_of(view_of(t.CostUpdated(**COMMON, spent_usd=1.01, on_demand_usd=2.0, **values)))
+
+    assert cost.usd_per_1k_samples_by_type == {
+        "g5.2xlarge": pytest.approx(13.333, rel=1e-4),
+        "g6.xlarge": pytest.approx(5.0),
+    }
+    assert str(cost).splitlines()[-3:] == [
+        "g4dn.xlarge  $0.01, 0 samples",
+        "g5.2xlarge   $0.40, 30 samples, $13.33 per 1,000",
+        "g6.xlarge    $0.60, 120 samples, $5.00 per 1,000",
     ]

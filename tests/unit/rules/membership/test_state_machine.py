@@ -7,7 +7,8 @@ from dataclasses import replace
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.formation import ADMISSION_GRACE_S, GUARDED_S
+from etrain_jupyter.rules.membership.admission import ADMISSION_GRACE_S
+from etrain_jupyter.rules.membership.formation import GUARDED_S
 from tests.unit.rules.story import Story
 
 
@@ -548,3 +549,69 @@ def test_generations_after_a_failed_one_are_guarded_for_a_while():
     story.warm("w1").wait(GUARDED_S).report("w2", step=9)
     assert story.ranks() == ["w2", "w1"]
     assert not story.found(c.FormGeneration)[0].is_guarded
+
+
+# --- notices whose replacements run on other machines ---
+
+
+def noticed(story: Story, worker: str, seconds: float) -> Story:
+    deadline = story.now + 0.01 + seconds
+    return story.send(s.WorkerNoticed(worker=worker, deadline=deadline, trains_on=True))
+
+
+def test_noticed_worker_trains_on_until_its_replacement_is_admitted():
+    story = Story(max_workers=2).start("w1", "w2")
+    noticed(story, "w2", 120.0)
+    story.send(s.WorkersAssigned(workers=("w1",)))
+    story.send(s.WorkersAssigned(workers=("w1", "w3")))
+    assert not story.found(c.AnnounceChange, ever=True)
+    story.warm("w3")
+    assert story.found(c.AnnounceChange)
+    story.report("w1", step=5).report("w2", step=5)
+    assert story.ranks() == ["w1", "w3"]
+    assert [x.worker for x in story.found(events.WorkerLeft)] == ["w2"]
+
+
+def test_noticed_worker_without_a_replacement_leaves_shortly_before_its_deadline():
+    story = Story().start("w1", "w2")
+    noticed(story, "w2", 120.0)
+    story.wait(109.0)
+    assert not story.found(c.AnnounceChange, ever=True)
+    story.wait(1.5)
+    assert story.found(c.AnnounceChange)
+    story.report("w1", step=5).report("w2", step=5)
+    assert story.ranks() == ["w1"]
+
+
+def test_noticed_worker_stays_next_to_a_newcomer_if_the_job_has_room():
+    story = Story(max_workers=3).start("w1", "w2")
+    noticed(story, "w2", 120.0)
+    story.send(s.WorkersAssigned(workers=("w1", "w3"))).warm("w3")
+    story.report("w1", step=5).report("w2", step=5)
+    assert story.ranks() == ["w1", "w2", "w3"]
+    assert not story.found(events.WorkerLeft)
+
+
+def test_of_two_noticed_workers_the_one_with_the_earlier_deadline_is_replaced_first():
+    story = Story(max_workers=3).start("w1", "w2", "w3")
+    noticed(noticed(story, "w2", 120.0), "w3", 60.0)
+    story.send(s.WorkersAssigned(workers=("w1", "w4"))).warm("w4")
+    for worker in ("w1", "w2", "w3"):
+        story.report(worker, step=5)
+    assert story.ranks() == ["w1", "w2", "w4"]
+
+
+def test_long_steps_let_a_noticed_worker_leave_earlier():
+    story = Story().start("w1", "w2")
+    story.send(s.StepsCommitted(step=1, step_s=40.0))
+    noticed(story, "w2", 120.0)
+    story.wait(39.0)
+    assert not story.found(c.AnnounceChange, ever=True)
+    story.wait(1.5)
+    assert story.found(c.AnnounceChange)
+
+
+def test_noticed_worker_leaves_at_once_if_its_deadline_is_unknown():
+    story = Story().start("w1", "w2")
+    story.send(s.WorkerNoticed(worker="w2", trains_on=True))
+    assert story.found(c.AnnounceChange)

@@ -16,6 +16,7 @@ class Node:
     node_id: str
     spent_usd: float
     on_demand_usd: float = 0.0
+    machine: str = "g5.xlarge"
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -54,6 +55,19 @@ def test_a_refund_goes_back_to_the_jobs_that_paid() -> None:
 
     assert costs.of("a") == RunningCost(on_demand_usd=9.0)
     assert costs.of("b") == RunningCost(on_demand_usd=3.0)
+
+
+def test_costs_are_divided_by_machine_type_and_refunds_are_considered() -> None:
+    costs = JobCosts()
+    costs.begin("a", RunningCost(spent_usd=2.0), has_trained=True, usd_by_type={"g6.xlarge": 1.5})
+    costs.take([], ranks={}, active=["a"])
+    first, second = Node("i", 1.0), Node("j", 3.0, machine="g6.xlarge")
+    costs.take([first, second], ranks={"i": "a", "j": "a"}, active=["a"])
+    assert costs.by_type("a") == {"g5.xlarge": 1.0, "g6.xlarge": 4.5}
+
+    costs.take([Node("i", 0.0), second], ranks={"j": "a"}, active=["a"])
+    assert costs.by_type("a") == {"g5.xlarge": 0.0, "g6.xlarge": 4.5}
+    assert costs.by_type("b") == {}
 
 
 def test_cost_under_an_earlier_scheduler_is_carried_over() -> None:

@@ -57,6 +57,7 @@ class Cluster:
         self.now = 1000.0
         self.workers: dict[str, Worker] = {}
         self.num_workers = 0
+        self.num_notices = 0
         self._beat_at = self._ticked_at = 0.0
         self.is_fair = False
         """Whether no trainer has been delayed long enough to be taken for hung."""
@@ -178,12 +179,15 @@ class Cluster:
             job.handle(s.WorkerGone(worker=name, cause="gone"))
         self.allocate()
 
-    def notice(self, name: str, seconds: float = 120.0) -> None:
-        """A worker receives an interruption notice."""
+    def notice(self, name: str, seconds: float = 120.0, *, trains_on: bool | None = None) -> None:
+        """A worker receives an interruption notice; by default, every second one trains on."""
+        self.num_notices += 1
+        trains_on = self.num_notices % 2 == 0 if trains_on is None else trains_on
         worker = self.workers[name]
         worker.is_noticed, worker.leaves_at = True, self.now + seconds
         for job in self.active():
-            job.handle(s.WorkerNoticed(worker=name, deadline=worker.leaves_at))
+            notice = s.WorkerNoticed(worker=name, deadline=worker.leaves_at, trains_on=trains_on)
+            job.handle(notice)
         self.allocate()
 
     def kill(self, trainer: Trainer) -> None:

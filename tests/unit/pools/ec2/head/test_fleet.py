@@ -126,14 +126,16 @@ def test_tokens_differ_between_requests_and_between_heads() -> None:
 
 def test_pool_without_capacity_is_retried_with_back_off() -> None:
     state, waits, now = FleetState(), [], T
-    for _ in range(7):
+    for _ in range(20):
         first = look(state, now=now, offers=OFFERS[:1])
         state = after(first, refused(only(first)), now)
         until = state.back_offs["g5.xlarge", A, "spot"].until
         assert look(state, now=until - 1, offers=OFFERS[:1]).launches == ()
         waits.append(until - now)
         now = until
-    assert waits == [15, 30, 60, 120, 240, 300, 300]
+    expected = [5 * 1.25**number for number in range(11)] + [60] * 9
+    assert all(0.8 * e <= wait <= e + 1e-6 for wait, e in zip(waits, expected, strict=True))
+    assert len({wait / e for wait, e in zip(waits, expected, strict=True)}) > 10  # jitter
 
     first = look(state, now=now, offers=OFFERS[:1])
     assert after(first, granted(only(first), "i-1"), now).back_offs == {}
@@ -206,15 +208,15 @@ def test_new_machines_stay_in_the_zone_of_the_workers() -> None:
     assert request.overrides == (("g5.xlarge", B),)
 
 
-def in_shortage(rules: Rules) -> Decision:
+def in_shortage(rules: Rules, **facts: Any) -> Decision:
     """One worker in zone a, one missing; zone a has no more for over a minute."""
     one = (machine(1),)
-    first = look(rules=rules, machines=one)
+    first = look(rules=rules, machines=one, **facts)
     state = after(first, refused(only(first)))
-    state = look(state, rules=rules, machines=one, now=T + 5).state
-    first = look(state, rules=rules, machines=one, now=T + 40)
-    state = after(first, refused(only(first)), T + 40)
-    return look(state, rules=rules, machines=one, now=T + 65)
+    state = look(state, rules=rules, machines=one, **facts, now=T + 5).state
+    first = look(state, rules=rules, machines=one, **facts, now=T + 63)
+    state = after(first, refused(only(first)), T + 63)
+    return look(state, rules=rules, machines=one, **facts, now=T + 65)
 
 
 def test_shortage_shrinks_moves_or_spreads() -> None:
@@ -302,11 +304,11 @@ def test_missing_capacity_is_reported_at_once_with_the_attempt_and_the_next_one(
     rules = dataclasses.replace(RULES, on_shortage="shrink", on_demand_after_s=90.0)
     state = after(first, refused(only(first)))
     state = after(second := look(state, wanted=4, rules=rules), refused(only(second)))
-    (warning,) = look(state, wanted=4, rules=rules, now=T + 5).warnings
+    (warning,) = look(state, wanted=4, rules=rules, now=T + 2).warnings
 
-    assert "EC2 has no capacity for 4 workers for 5 s" in warning.text
+    assert "EC2 has no capacity for 4 workers for 2 s" in warning.text
     assert "(g5.xlarge, g6.xlarge in us-east-1a, us-east-1b)" in warning.text
-    assert "The next attempt is in 10 s" in warning.text
+    assert "The next attempt is in 2 s" in warning.text
     assert "capacity.on_demand.max to pay the full price after 90 s" in warning.text
 
 
@@ -458,3 +460,82 @@ def test_offers_without_a_price_are_not_bought_under_a_budget(lifecycle: str) ->
 
     assert look(rules=dataclasses.replace(rules, max_total=5.0), offers=unknown).launches == ()
     assert bool(look(rules=rules, offers=unknown).launches) == (lifecycle == "on-demand")
+
+
+# --- types of unequal speed ---
+
+
+MIXED = (
+    Offer(type="g5.xlarge", zone=A, spot_usd=0.40),
+    Offer(type="g6.xlarge", zone=A, spot_usd=0.38),
+    Offer(type="g4dn.xlarge", zone=A, spot_usd=0.20),
+    Offer(type="g5.12xlarge", zone=A, spot_usd=1.0, workers=8),
+)
+
+
+def test_without_measurements_all_types_are_requested() -> None:
+    assert {type for type, _ in only(look(offers=MIXED[:3])).overrides} == {
+        "g5.xlarge", "g6.xlarge", "g4dn.xlarge",
+    }  # fmt: skip
+
+
+def test_type_that_was_never_measured_is_tried_with_one_machine() -> None:
+    rates = {"g6.xlarge": 10.0}
+    request = only(look(offers=MIXED, machines=(machine(1),), wanted=4, type_rates=rates))
+    assert (request.overrides, request.num_nodes) == ((("g4dn.xlarge", A),), 1)
+
+    # It is present now: the next type is tried, and no machine of eight workers exceeds the limit.
+    here = (machine(1), machine(2, type="g4dn.xlarge"))
+    request = only(look(offers=MIXED, machines=here, wanted=4, type_rates=rates))
+    assert (request.overrides, request.num_nodes) == ((("g5.xlarge", A),), 1)
+
+
+def test_types_with_the_lowest_cost_per_sample_are_launched() -> None:
+    # A thousand samples cost 0.0111, 0.0106 and 0.0139 USD: g4dn is cheap, but too slow.
+    rates = {"g5.xlarge": 10.0, "g6.xlarge": 10.0, "g4dn.xlarge": 4.0}
+    request = only(look(offers=MIXED[:3], machines=(machine(1),), wanted=4, type_rates=rates))
+    assert request.num_nodes == 3
+    assert {type for type, _ in request.overrides} == {"g5.xlarge", "g6.xlarge"}
+
+
+def test_types_without_capacity_give_way_to_more_expensive_ones() -> None:
+    rates = {"g5.xlarge": 10.0, "g6.xlarge": 10.0, "g4dn.xlarge": 4.0}
+    facts: dict[str, Any] = {"offers": MIXED[:3], "machines": (machine(1),), "type_rates": rates}
+    first = look(wanted=4, **facts)
+    state = after(first, refused(only(first)))
+    assert only(look(state, wanted=4, **facts)).overrides == (("g4dn.xlarge", A),)
+
+
+# --- spare workers, and traffic between zones ---
+
+
+def test_spare_workers_are_launched_within_the_maximum_and_are_no_surplus() -> None:
+    assert only(look(wanted=2, spares=1)).num_nodes == 3
+    assert only(look(wanted=4, spares=3)).num_nodes == 4
+    assert look(wanted=0, spares=1).launches == ()
+    three = machines(3, is_busy=False)
+    state = look(machines=three, wanted=2).state
+    late = {"machines": three, "wanted": 2, "now": T + RULES.linger_s}
+    assert look(state, **late, spares=1).releases == ()
+    assert len(look(state, **late).releases) == 1
+
+
+def test_spare_workers_are_not_launched_on_demand() -> None:
+    rules = dataclasses.replace(RULES, most_on_demand=4, on_demand_after_s=10.0)
+    facts: dict[str, Any] = {"rules": rules, "machines": machines(2), "spares": 1}
+    first = look(wanted=2, **facts)
+    state = after(first, refused(only(first)))
+    # Nothing is left but on-demand machines, and only the spare worker is missing.
+    offers = tuple(dataclasses.replace(one, spot_usd=None) for one in OFFERS)
+    state = dataclasses.replace(state, short_since=T - 60.0)
+    assert look(state, wanted=2, **facts, offers=offers).launches == ()
+    assert only(look(state, wanted=3, **facts, offers=offers)).num_nodes == 1
+
+
+@pytest.mark.parametrize(("gradient_bytes", "spreads"), [(0.0, False), (1e5, True), (100e6, False)])
+def test_zones_are_spread_only_if_the_traffic_pays(gradient_bytes: float, spreads: bool) -> None:
+    rules = dataclasses.replace(RULES, on_shortage="auto")
+    facts: dict[str, Any] = {"gradient_bytes": gradient_bytes, "steps_per_s": 4.0}
+    decision = in_shortage(rules, **facts)
+    assert [r.overrides for r in decision.launches] == ([(("g5.xlarge", B),)] if spreads else [])
+    assert decision.state.zone == A

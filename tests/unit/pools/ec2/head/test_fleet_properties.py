@@ -100,10 +100,12 @@ def live_through(seed: int, rules: Rules, num_ticks: int, *, counts_unlisted: bo
     capacity = {(type, zone): chance.randint(0, 3) for type, _ in USD for zone in ZONES}
     cloud = Cloud(chance, capacity)
     state, now, wanted = FleetState(), 1_000_000.0, 0
-    spent = 0.0
+    spent, spares, rates = 0.0, chance.choice([0, 0, 1, 3]), dict[str, float]()
     for _ in range(num_ticks):
         if chance.random() < 0.2:
             wanted = chance.randint(0, 12)
+        if chance.random() < 0.05:
+            rates = {type: chance.uniform(1.0, 20.0) for type, _ in USD if chance.random() < 0.6}
         if chance.random() < 0.1 and (alive := cloud.alive()):
             cloud.end(chance.choice(alive).id)
         if chance.random() < 0.1:
@@ -125,6 +127,10 @@ def live_through(seed: int, rules: Rules, num_ticks: int, *, counts_unlisted: bo
             offers=offers,
             rate_usd=rate,
             spent_usd=spent,
+            spares=spares,
+            type_rates=rates,
+            gradient_bytes=1e6,
+            steps_per_s=1.0,
         )
         decision = decide(state if counts_unlisted else state.with_(acks=()), rules, view)
         state = decision.state
@@ -148,7 +154,7 @@ rules = st.builds(
     cluster_id=st.just("c"),
     max_workers=st.integers(1, 8),
     is_single_zone=st.booleans(),
-    on_shortage=st.sampled_from(["shrink", "migrate", "spread"]),
+    on_shortage=st.sampled_from(["shrink", "migrate", "spread", "auto"]),
     on_demand_base=st.integers(0, 1),
     most_on_demand=st.integers(1, 3),
     on_demand_after_s=st.sampled_from([30.0, 120.0]),
