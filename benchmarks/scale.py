@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -30,6 +29,8 @@ from benchmarks import report
 from etrain_jupyter.bundle.restore import HEADER
 from etrain_jupyter.log import events
 from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.notebook.dashboard.changes import SentSnapshot
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.process.peers import pinned_to_scheduler
 from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates
 from etrain_jupyter.wire import requests as q
@@ -146,6 +147,7 @@ class Cluster:
         time.sleep(2.0)
         found["steady"] = self._measure_steady(steady_s)
         found["kills"] = [self._kill_one() for _ in range(kills)]
+        found["dashboard"] = self._measure_dashboard()
         found["rss_mb"] = self.head.memory_info().rss / 1e6
         found["largest_event_bytes"] = max(map(len, self._log().read_bytes().splitlines()))
         return found
@@ -190,6 +192,24 @@ class Cluster:
             "sent_bytes": self._sent_bytes() - sent,
         }
 
+    def _measure_dashboard(self) -> dict[str, Any]:
+        """Return the size of a dashboard's updates, one for each step, and the CPU time of one."""
+        known = [event for event in read_events(self._log()) if event.seq]
+        steps = [event for event in known if isinstance(event, events.StepCompleted)][-50:]
+        view, sent = JobView(_JOB), SentSnapshot()
+        view.add([event for event in known if event.seq < steps[0].seq])
+        first = view.snapshot().to_json()
+        sent.record_all(first)
+        started, sizes = time.process_time(), []
+        for step in steps:
+            view.add([step])
+            sizes.append(len(json.dumps(sent.record_changes(view.snapshot().to_json()))))
+        return {
+            "first_bytes": len(json.dumps(first)),
+            "update_bytes": sum(sizes) / len(sizes),
+            "update_cpu_s": (time.process_time() - started) / len(sizes),
+        }
+
     def grow(self, num_steps: int) -> dict[str, Any]:
         """Train many steps as fast as possible, and return the head's memory after each tenth."""
         self._submit()
@@ -223,11 +243,12 @@ class Cluster:
         asyncio.run(self._request(q.SubmitJob(job=job)))
 
     async def _request(self, request: q.Request[Any]) -> Any:
-        from distributed.core import rpc
+        from distributed import core
 
+        dask: Any = core
         security = read_security(self._folder / "tls", "client")
         arguments = pinned_to_scheduler(security.get_connection_args("client"))
-        async with rpc(self._address, connection_args=arguments) as head:
+        async with dask.rpc(self._address, connection_args=arguments) as head:
             return await q.call_scheduler(head, request)
 
     def _wait_formed(self, num_ranks: int) -> None:
@@ -278,7 +299,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"process {process.args} exited with code {process.wait()}")
+        raise RuntimeError(f"a process exited with code {process.wait()}: {process.args!r}")
     return line.strip()
 
 
@@ -292,8 +313,11 @@ def _ask(process: subprocess.Popen[str], **command: Any) -> dict[str, Any]:
 
 def table_of(result: dict[str, Any]) -> str:
     """Format the figures as Markdown tables."""
-    head = ("workers", "CPU s/s", "messages/step", "log bytes/step", "first formed, s (CPU)",
-            "lost, ms", "all told, ms", "form decided, ms", "formed, ms (CPU)", "MB sent", "RSS, MB")  # fmt: skip
+    head = (
+        *("workers", "CPU s/s", "messages/step", "log bytes/step", "first formed, s (CPU)"),
+        *("lost, ms", "all told, ms", "form decided, ms", "formed, ms (CPU)", "MB sent"),
+        *("RSS, MB", "dashboard kB/update (CPU ms)"),
+    )
     rows = []
     for num, one in result["workers"].items():
         kills, steady, first = one["kills"], one["steady"], one["first"]
@@ -305,6 +329,8 @@ def table_of(result: dict[str, Any]) -> str:
             *(f"{middle[name] * 1e3:.0f}" for name in ("decided_s", "told_s", "form_decided_s")),
             f"{middle['formed_s'] * 1e3:.0f} ({middle['cpu_s'] * 1e3:.0f})",
             f"{middle['sent_bytes'] / 1e6:.1f}", f"{one['rss_mb']:.0f}",
+            f"{one['dashboard']['update_bytes'] / 1e3:.1f} "
+            f"({one['dashboard']['update_cpu_s'] * 1e3:.1f})",
         ))  # fmt: skip
     text = report.table(head, rows)
     if memory := result.get("memory"):

@@ -14,6 +14,7 @@ from typing import Any
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.codec import Encoded, encode
 from etrain_jupyter.wire.progress_page import TrainerProgress
+from etrain_jupyter.wire.rank_values import unpack_values
 
 PLAN = {
     **{"num_train_samples": 10**8, "num_eval_samples": 0, "global_batch_size": 4096},
@@ -63,7 +64,6 @@ class SleepingTrainer:
         self._on_message, self._on_exit, self._steps = on_message, on_exit, steps
         self._step = self._generation = self._rank = self._world_size = 0
         self._joined_at = 0.0
-        self._waits_for: dict[str, set[str]] = {}
         self._stepping: asyncio.Task[None] | None = None
 
     # --- what a supervisor calls ---
@@ -107,9 +107,9 @@ class SleepingTrainer:
             case m.BreakGeneration.__name__ | m.LeaveGeneration.__name__:
                 if message["generation"] == self._generation:
                     self._report_leaving("failed" if kind == "BreakGeneration" else "planned")
-            case m.StoreEntry.__name__:
+            case m.RankKeys.__name__:
                 if message["generation"] == self._generation:
-                    self._take_key(message["key"])
+                    self._take_keys(message["topic"], message["values"])
         self._steps.note(kind)
 
     # --- what a trainer does ---
@@ -128,27 +128,19 @@ class SleepingTrainer:
         self._world_size = message["world_size"]
         self._step = max(self._step, message["logged_step"])
         self._steps.generation = self._generation
-        others = range(self._world_size)
-        self._waits_for = {topic: {f"{topic}/{rank}" for rank in others} for topic in TOPICS}
         if self._steps.has_keys:
-            self._publish("0")
+            self._publish(GLOO)
         else:
             self._train()
 
     def _publish(self, topic: str) -> None:
-        key = f"{topic}/{self._rank}"
-        self._say(m.StoreEntry, key=key, value=VALUES[topic](self._world_size))
-        self._take_key(key)
+        self._say(m.RankKey, topic=topic, value=VALUES[topic](self._world_size))
 
-    def _take_key(self, key: str) -> None:
-        topic = key.partition("/")[0]
-        missing = self._waits_for.get(topic)
-        if not missing:
-            return
-        missing.discard(key)
-        if not missing and topic == "0":  # gloo has connected
-            self._publish("connections")
-        elif not missing:
+    def _take_keys(self, topic: str, values: bytes) -> None:
+        assert len(unpack_values(values)) == self._world_size
+        if topic == GLOO:  # gloo connects, and the connections are authenticated
+            self._publish(CONNECTIONS)
+        else:
             self._train()
 
     def _train(self) -> None:
@@ -193,16 +185,15 @@ class SleepingTrainer:
 
 
 def gloo_key(world_size: int) -> bytes:
-    """Return a key like gloo's: an address in uninitialized memory, and a number for each rank."""
-    numbers = b"".join(rank.to_bytes(8, "little") for rank in range(world_size))
-    return bytes(64) + os.urandom(40) + bytes(GLOO_KEY_BYTES - 104) + numbers
+    """Return a key like gloo's, as a rank publishes it: an address in uninitialized memory."""
+    return b"\x01" + bytes(64) + os.urandom(40) + bytes(GLOO_KEY_BYTES - 104)
 
 
-def connections(world_size: int) -> bytes:
-    """Return a list of connections like that of ``trainer.group.authentication``."""
-    pairs = [[["10.0.0.1", 40_000 + k], ["10.0.1.2", 50_000]] for k in range(world_size - 1)]
-    return json.dumps({"pairs": pairs, "error": ""}).encode()
+def digest(world_size: int) -> bytes:
+    """Return a digest of connections like that of ``trainer.group.authentication``."""
+    value = {"num": world_size - 1, "digest": os.urandom(16).hex(), "error": ""}
+    return json.dumps(value).encode()
 
 
-VALUES: dict[str, Callable[[int], bytes]] = {"0": gloo_key, "connections": connections}
-TOPICS = tuple(VALUES)
+GLOO, CONNECTIONS = "0", "connections"
+VALUES: dict[str, Callable[[int], bytes]] = {GLOO: gloo_key, CONNECTIONS: digest}

@@ -13,16 +13,19 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from distributed.batched import BatchedSend
-from distributed.comm import connect
+from distributed.comm.core import connect
 from distributed.core import rpc
 
 from benchmarks.scale_trainer import SleepingTrainer, Steps
 from etrain_jupyter.process.peers import pinned_to_scheduler, read_plain_values_only
 from etrain_jupyter.process.tls import configure_dask, read_security
 from etrain_jupyter.worker.supervisor import Supervisor
+
+_DASK: Any = SimpleNamespace(BatchedSend=BatchedSend, connect=connect, rpc=rpc)  # without types
 
 CONNECTING = 8
 """Workers of a process that connect at the same time."""
@@ -59,16 +62,16 @@ class SimulatedWorker:
         self.address = f"tls://127.0.0.1:{20_000 + number}"
         self.local_directory = "/nonexistent"
         self.stream_handlers: dict[str, Any] = {}
-        self.batched_stream = BatchedSend(interval="2ms")
+        self.batched_stream = _DASK.BatchedSend(interval="2ms")
         self.num_received = 0
         self.supervisor = SimulatedSupervisor()
         self.supervisor.steps = steps
         self._where, self._arguments = scheduler, arguments
-        self.scheduler = rpc(scheduler, connection_args=arguments)
+        self.scheduler = _DASK.rpc(scheduler, connection_args=arguments)
 
     async def connect(self) -> None:
         """Register with the scheduler, and start the supervisor."""
-        self.comm = comm = await connect(self._where, **self._arguments)
+        self.comm = comm = await _DASK.connect(self._where, **self._arguments)
         await comm.write(
             {
                 **{"op": "register-worker", "reply": False, "address": self.address},

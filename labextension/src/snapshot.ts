@@ -197,8 +197,10 @@ export interface ISnapshot {
   checkpoint_due: ICheckpointDue;
   /** Why each request is not possible now; empty if it is possible. */
   controls: Record<string, string>;
-  /** Ranks in order, then newcomers, then workers that are gone. */
+  /** Ranks in order, then newcomers, then workers that are gone; at most `workers.MAX_ROWS`. */
   workers: IWorkerRow[];
+  /** Number of ranks that `workers` leaves out. */
+  num_more_workers: number;
   /** Oldest first. */
   events: IEventLine[];
   /** Oldest first. */

@@ -38,6 +38,7 @@ from etrain_jupyter.head.studies.studies import Studies
 from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.rules.membership.silence import BEAT_S, choose_beat_s
 from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
@@ -102,6 +103,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._serve(JobRecords(None))
         self._refused: set[str] = set()  # addresses of supervisors with another wire version
         self._ticked_at: float | None = None
+        self._beat_s = BEAT_S  # the supervisors' heartbeat interval
+        self._machines: dict[str, dict[str, Any]] | None = None  # nodes by worker, for one tick
         self._sent_at: dict[str, float] = {}  # last reply with events, by job and loop.time()
         self._idle_since = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
@@ -228,6 +231,10 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._drop_silent(now)
         passed_s = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
+        self._pace_heartbeats()
+        self._machines = None
+        if self._mode is self._serving:
+            self._serving.share_newcomers()
         for job in self._mode.deciding_jobs():
             with self._defects.watch(job, "a tick"):
                 # Trainers that wait for the log to become writable are not hung. Treat the time
@@ -240,6 +247,15 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         if self._mode is self._serving and self._sharing.review_sizes():
             self._allocate()
         self._sharing.hand_back_noticed()
+
+    def _pace_heartbeats(self) -> None:
+        """Ask for fewer heartbeats the more workers there are."""
+        num, limit_s = len(self._workers), self._workers.silence_s
+        beat_s = choose_beat_s(num, current_s=self._beat_s, limit_s=limit_s)
+        if beat_s != self._beat_s:
+            self._beat_s = beat_s
+            for facts in self._workers:
+                self._send(facts.address, m.SetHeartbeatInterval(interval_s=beat_s))
 
     def _write_logs(self) -> None:
         """Retry event writes that failed."""
@@ -418,6 +434,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             fingerprint=hello.fingerprint or {},
         )
         if self._workers.greet(facts, now):
+            if self._beat_s != BEAT_S:
+                self._send(worker, m.SetHeartbeatInterval(interval_s=self._beat_s))
             self._mode.greet(facts.name, hello.trainers or {})
 
     def _acknowledge(self) -> None:
@@ -572,7 +590,10 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     def _machine_of(self, worker: str) -> dict[str, Any]:
         """Return the facts about a worker's machine, as fields of ``WorkerJoined``."""
         facts = self._workers.get(worker)
-        node: dict[str, Any] = next((n for n in self._nodes.nodes() if n["worker"] == worker), {})
+        # Listing the nodes takes time for each of them, and a job may start trainers on all.
+        if self._machines is None or worker not in self._machines:
+            self._machines = {node["worker"]: node for node in reversed(self._nodes.nodes())}
+        node = self._machines.get(worker, {})
         machine: dict[str, Any] = {"device": facts.device} if facts else {}
         if node.get("zone"):
             machine |= {

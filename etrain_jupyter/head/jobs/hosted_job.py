@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,9 @@ from etrain_jupyter.rules.policy.goodput import Limit, Size, choose_size, descri
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 from etrain_jupyter.rules.replay.speed_evidence import SizingView, SpeedEvidence
 from etrain_jupyter.wire import messages as m
+
+SECRET_BYTES = 16
+"""Length of a generation's secret in bytes."""
 
 Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
 """Sends a message to a worker's supervisor, given the worker's name."""
@@ -448,8 +452,10 @@ class HostedJob:
         #
         #     log    ... 38 39 40    generation begins at 35    logged_step = 35, log_end = 40
         self.step_clock.ranks = command.trainers
-        world_size = len(command.trainers)
+        world_size, starts = len(command.trainers), tuple(self.record.starts)
+        pace, secret = self._pace(restore=command.restore), secrets.token_bytes(SECRET_BYTES)
         for rank, trainer in enumerate(command.trainers):
+            num_starts = self.trainers[trainer].num_starts
             self.send(
                 m.JoinGeneration(
                     trainer=trainer,
@@ -463,8 +469,10 @@ class HostedJob:
                     log_end=self.record.logged_step,
                     backend=command.backend,
                     faults=tuple(self.planned.of_rank(rank, world_size)),
-                    starts=tuple(self.record.starts),
-                    pace=self._pace(restore=command.restore),
+                    starts=starts[num_starts:],
+                    num_starts=num_starts,
+                    secret=secret,
+                    pace=pace,
                 )
             )
 
@@ -549,9 +557,8 @@ class HostedJob:
         for item in consequences:
             match item:
                 case Relay():
-                    # Use number 0, because numbers count the sender's reports, not these messages.
                     for trainer in item.trainers:
-                        self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
+                        self.send(dataclasses.replace(item.message, trainer=trainer))
                 case KeepExhibit():
                     self._keep_exhibit(item)
                 case events.Event():

@@ -235,7 +235,9 @@ class Snapshot:
     controls: Mapping[str, str] = field(default_factory=dict)
     """Why each request is not possible now; empty if it is possible."""
     workers: tuple[WorkerRow, ...] = ()
-    """Ranks in order, then newcomers, then workers that are gone."""
+    """Ranks in order, then newcomers, then workers that are gone; at most ``workers.MAX_ROWS``."""
+    num_more_workers: int = 0
+    """Number of ranks that ``workers`` leaves out."""
     events: tuple[EventLine, ...] = ()
     """Oldest first."""
     markers: tuple[Marker, ...] = ()
