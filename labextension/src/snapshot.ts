@@ -187,6 +187,8 @@ export interface ISnapshot {
   charts: IChartList;
   /** Sorted by name. A view requests their content when it displays them. */
   exhibits: IExhibitSeries[];
+  /** Number of ranks that `workers` leaves out. */
+  num_more_workers: number;
   /** Share of the planned steps that are done, from 0 to 1. */
   progress: number | null;
   /** Estimated remaining time; null if unknown or not running. */
@@ -199,8 +201,6 @@ export interface ISnapshot {
   controls: Record<string, string>;
   /** Ranks in order, then newcomers, then workers that are gone; at most `workers.MAX_ROWS`. */
   workers: IWorkerRow[];
-  /** Number of ranks that `workers` leaves out. */
-  num_more_workers: number;
   /** Oldest first. */
   events: IEventLine[];
   /** Oldest first. */

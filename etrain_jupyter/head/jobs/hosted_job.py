@@ -602,7 +602,7 @@ class HostedJob:
             "status": state.status,
             "step": state.step,
             "total_steps": plan.total_steps if plan is not None else 0,
-            "world_size": len(state.in_phase("ranked", "reported")),
+            "world_size": state.members.num_in("ranked", "reported"),
             "generation": state.generation,
             "run_dir": str(self.order.run_dir),
         }
@@ -616,7 +616,7 @@ class HostedJob:
             first_step=record.attempt_step,
             step=record.step,
             total_steps=record.total_steps if record.is_planned else 0,
-            num_workers=len(state.in_phase("ranked")) if state.status == "running" else 0,
+            num_workers=state.members.num_in("ranked") if state.status == "running" else 0,
             min_workers=state.min_workers,
             max_workers=self.wanted_workers,
             is_paused=state.status == "paused",

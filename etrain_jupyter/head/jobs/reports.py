@@ -92,12 +92,8 @@ class TrainerMessages:
                 facts.pid = report.pid or facts.pid  # needed in messages; the hello repeats it
             case m.TrainerHello():
                 yield from self._on_hello(report, facts)
-            case m.StoreEntry():
-                yield self._relay(report, state)
-            case m.RankKey():
-                ranks = self.step_clock.ranks
-                if (keys := self._rendezvous.take(report, ranks)) is not None:
-                    yield Relay(message=keys, trainers=ranks)
+            case m.StoreEntry() | m.RankKey():
+                yield from self._relay(report, state)
             case m.GenerationJoined():
                 yield from self._on_joined(report, facts, state)
             case m.GenerationLeft():
@@ -152,13 +148,17 @@ class TrainerMessages:
 
     # --- one method per kind of report ---
 
-    @staticmethod
-    def _relay(report: m.StoreEntry, state: JobState) -> Relay:
-        # Only the current generation needs it: older entries were fenced.
+    def _relay(self, report: m.StoreEntry | m.RankKey, state: JobState) -> Iterator[Relay]:
+        # Only the current generation needs it: older reports were fenced.
+        if isinstance(report, m.RankKey):
+            ranks = self.step_clock.ranks
+            if (keys := self._rendezvous.take(report, ranks)) is not None:
+                yield Relay(message=keys, trainers=ranks)
+            return
         others = (member.trainer for member in state.in_phase("ranked"))
         # Use number 0, because numbers count the sender's reports, not these messages.
         entry = replace(report, number=0)
-        return Relay(message=entry, trainers=tuple(t for t in others if t != report.trainer))
+        yield Relay(message=entry, trainers=tuple(t for t in others if t != report.trainer))
 
     def _on_hello(self, report: m.TrainerHello, facts: TrainerFacts) -> Iterator[Consequence]:
         # The first case that applies:
