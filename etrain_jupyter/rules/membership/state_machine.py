@@ -106,10 +106,19 @@ def handle(
             _take_tick(turn, stimulus)
         case _:
             assert_never(stimulus)
-    # After each stimulus but the most frequent one, which only ticks read, do all that is due.
-    if not (turn.state.is_ended or isinstance(stimulus, s.ProgressSeen)):
+    # After each stimulus but the most frequent ones, do all that is due.
+    if not (turn.state.is_ended or _waits_for_tick(turn.state, stimulus)):
         advance(turn)
     return turn.state, turn.commands
+
+
+def _waits_for_tick(state: JobState, stimulus: s.Stimulus) -> bool:
+    # Only ticks read the ranks' progress. And a new job waits for trainers that are still warming
+    # up, except in ticks, which measure the grace period (``formation``).
+    if isinstance(stimulus, s.TrainerWarm):
+        is_new = state.phase == "gathering" and not state.generation
+        return is_new and bool(state.members.num_in("starting")) and not state.ending
+    return isinstance(stimulus, s.ProgressSeen)
 
 
 def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
