@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
     parser.add_argument("--workers", type=int, action="append", help="default: 16, 64, 256, 1000")
     parser.add_argument("--kills", type=int, help="workers killed per size (default 3)")
+    parser.add_argument("--steady-s", type=float, help="seconds of steady training (default 20)")
     parser.add_argument(
         "--no-rendezvous", action="store_true", help="the ranks exchange no keys to connect"
     )
@@ -66,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure each number of workers, then the memory over many steps."""
     sizes = options.workers or ([16, 64] if options.quick else list(SIZES))
     kills = options.kills or (1 if options.quick else 3)
-    steady_s = 5.0 if options.quick else STEADY_S
+    steady_s = options.steady_s or (5.0 if options.quick else STEADY_S)
     has_keys = not options.no_rendezvous
     found = {}
     for num in sizes:
