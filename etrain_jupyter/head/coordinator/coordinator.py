@@ -49,6 +49,10 @@ TICK_S = 0.25
 COALESCE_S = 0.05
 """Minimum interval in seconds between replies with new events, so that each carries several."""
 
+ACKNOWLEDGED_PER_S = 250.0
+"""Maximum number of acknowledgements per second, as an average; those of up to 62 workers are sent
+in each tick."""
+
 HANG_S = 30.0
 """Seconds without progress after which ranks count as hung, unless ``ETRAIN_HANG_S`` is set."""
 
@@ -103,6 +107,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._serve(JobRecords(None))
         self._refused: set[str] = set()  # addresses of supervisors with another wire version
         self._ticked_at: float | None = None
+        self._acknowledged_at = -math.inf
         self._beat_s = BEAT_S  # the supervisors' heartbeat interval
         self._machines: dict[str, dict[str, Any]] | None = None  # nodes by worker, for one tick
         self._sent_at: dict[str, float] = {}  # last reply with events, by job and loop.time()
@@ -224,7 +229,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         now = clock.now()
         self._studies.start()
         self._write_logs()
-        self._acknowledge()
+        self._acknowledge(now)
         asleep_s = self._workers.tick(now)
         with self._defects.watch(None, "taking jobs over"):
             self._end_recovery()
@@ -438,8 +443,13 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
                 self._send(worker, m.SetHeartbeatInterval(interval_s=self._beat_s))
             self._mode.greet(facts.name, hello.trainers or {})
 
-    def _acknowledge(self) -> None:
+    def _acknowledge(self, now: float) -> None:
         """Send each supervisor the number of the last report that it may drop."""
+        # Each rank sends several reports when a generation changes. In a large cluster, one message
+        # acknowledges them all.
+        if 0.0 <= now - self._acknowledged_at < len(self._workers) / ACKNOWLEDGED_PER_S:
+            return
+        self._acknowledged_at = now
         for worker, number in self._acknowledgements.collect().items():
             self._send_to(worker, m.AcknowledgeReports(number=number))
 

@@ -214,6 +214,20 @@ async def test_workers_that_join_a_large_cluster_are_shared_together_at_the_next
     assert len(rig.job.state.members) == 66
 
 
+async def test_reports_of_many_workers_are_acknowledged_together(rig):
+    names = [f"w{number}" for number in range(100)]
+    await rig.start(*names)
+    rig.tick()
+    seen = len(rig.orders("w0", m.AcknowledgeReports))
+    for number in (1, 2):
+        rig.tell("w0", m.StepsTrained, records=(rig.step_record(number),), number=number)
+        rig.tick(0.15)
+    assert len(rig.orders("w0", m.AcknowledgeReports)) == seen
+    rig.tick(0.15)
+    [ack] = rig.orders("w0", m.AcknowledgeReports)[seen:]
+    assert ack.number == 2
+
+
 async def test_nodes_are_listed_once_for_all_trainers_that_start(rig, monkeypatch):
     names = ["w1", "w2", "w3"]
     facts = {"type": "m5", "zone": "a", "lifecycle": "spot", "price_usd_per_h": 0.1}
