@@ -195,8 +195,7 @@ class Trainer:
                     self._store.put(message.key, message.value)
             case RankKeys():
                 if self._store is not None:
-                    for key, value in keys_of(message):
-                        self._store.put(key, value)
+                    self._store.put_all(dict(keys_of(message)))
             case LeaveGeneration():
                 if self._loop is not None:
                     self._loop.change_pending.set()

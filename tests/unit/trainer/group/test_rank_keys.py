@@ -45,8 +45,7 @@ class Coordinated:
         report = m.RankKey(**{**vars(message), "trainer": self._names[rank]})
         keys = self._rendezvous.take(report, self._names)
         for store in self.stores if keys is not None else ():
-            for name, found in keys_of(keys):
-                store.put(name, found)
+            store.put_all(dict(keys_of(keys)))
 
 
 def test_group_connects_with_two_short_keys_of_each_rank():
