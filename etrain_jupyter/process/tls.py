@@ -262,5 +262,8 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.admin.log-length": 1000,
     "distributed.comm.timeouts.connect": "10s",
     "distributed.comm.compression": False,
+    # Otherwise Dask estimates the size of each message, which takes ten times as long as encoding
+    # it, to encode messages of more than 10 MB in a thread. Ours are smaller.
+    "distributed.comm.offload": False,
 }
 """Values that differ from Dask's defaults; all others are left to Dask and the user."""

@@ -38,6 +38,7 @@ from etrain_jupyter.trainer.group.process_group import (
     CommunicationError,
     RankGroup,
 )
+from etrain_jupyter.trainer.group.rank_keys import keys_of, message_of
 from etrain_jupyter.trainer.imports import ImportRecord
 from etrain_jupyter.trainer.loop.experiments import EXPERIMENT_FAILED
 from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY, TrainLoop
@@ -65,6 +66,7 @@ from etrain_jupyter.wire.messages import (
     LaunchTrainer,
     LeaveGeneration,
     PackagesImported,
+    RankKeys,
     RequestCheckpoint,
     RequestExperiment,
     SaveState,
@@ -191,6 +193,9 @@ class Trainer:
             case StoreEntry():
                 if self._store is not None:
                     self._store.put(message.key, message.value)
+            case RankKeys():
+                if self._store is not None:
+                    self._store.put_all(dict(keys_of(message)))
             case LeaveGeneration():
                 if self._loop is not None:
                     self._loop.change_pending.set()
@@ -214,7 +219,9 @@ class Trainer:
         generation = message.generation
 
         def publish(key: str, value: bytes) -> None:
-            self._channel.send(StoreEntry(generation=generation, key=key, value=value))
+            place = {"generation": generation, "rank": message.rank}
+            entry = message_of(key, value, **place, world_size=message.world_size)
+            self._channel.send(entry)
 
         # Clear this before the rank reports that it has joined. Afterwards, the next change may be
         # announced at any time, even before the loop runs.
@@ -229,6 +236,7 @@ class Trainer:
             host=self._launch.host,
             backend=message.backend,
             is_guarded=message.is_guarded,
+            secret=message.secret,
             progress=self._page,
         )
         return self._group
@@ -527,7 +535,7 @@ class Trainer:
         clock.append(time.monotonic())
         self._beat(phase="syncing")
         assert self._checkpointer is not None
-        self._checkpointer.starts = list(message.starts)
+        self._checkpointer.starts[message.num_starts :] = message.starts
         if message.restore:
             self._restore(group, message.log_end)
         moved = self._share_state(group, message, step)

@@ -146,6 +146,13 @@ class ResetSupervisor(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SetHeartbeatInterval(Message):
+    """Send heartbeats at this interval; the coordinator of a large cluster asks for fewer."""
+
+    interval_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RemoveBundle(Message):
     """Release a bundle that jobs no longer use."""
 
@@ -200,7 +207,7 @@ class LogStacks(TrainerMessage):
 #
 #     coordinator   LeaveGeneration 3 ──▶ w1, w2            JoinGeneration 4 ──▶ w1, w2, w3
 #     w1, w2          leave after the same step ── GenerationLeft(planned) ──▶
-#     w1, w2, w3                    StoreEntry to each other, connect, GenerationJoined ──▶
+#     w1, w2, w3                    RankKey ──▶  ◀── RankKeys, connect, GenerationJoined ──▶
 #     w1, rank 0                    sends its state to w3, which is ``behind``; then StepsTrained
 #
 # A lost rank: w2 dies in step 8; w1 holds the state of step 7 and undoes its part of step 8:
@@ -252,7 +259,11 @@ class JoinGeneration(TrainerMessage):
     """``nccl`` or ``gloo``."""
     faults: tuple[Fault, ...] = ()
     starts: tuple[int, ...] = ()
-    """The step at which each earlier generation began; see ``rules.membership.lineage``."""
+    """The step at which each earlier generation began, see ``rules.membership.lineage``, without
+    the first ``num_starts``, which the trainer knows."""
+    num_starts: int = 0
+    secret: bytes = b""
+    """Random bytes of this generation, known to its ranks only; see ``group.authentication``."""
     pace: PaceUpdate | None = None
     """None if the cell sets the interval, or until the first checkpoint reveals its cost."""
 
@@ -323,10 +334,35 @@ class StoreEntry(TrainerReport):
     fence: ClassVar[Fence] = Fence.GENERATION
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankKeys(TrainerMessage):
+    """The values that all ranks of a generation have published under a topic, see ``RankKey``."""
+
+    topic: str
+    values: bytes
+    """In rank order, as packed by ``wire.rank_values``."""
+
+    fence: ClassVar[Fence] = Fence.GENERATION
+
+
 # --- trainer to supervisor, forwarded to the coordinator ---
 #
 # Rank 0 alone reports steps and evaluations. If it dies, the next rank 0 sends those missing from
 # the log, so a record may arrive twice; the coordinator keeps the first.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankKey(TrainerReport):
+    """A value that every rank of the generation publishes once, to connect.
+
+    The coordinator collects those of all W ranks and sends them to each rank in one message, so
+    that forming takes 2 W messages for each topic. As entries of the store, they would take W^2.
+    """
+
+    topic: str
+    value: bytes
+
+    fence: ClassVar[Fence] = Fence.GENERATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -627,6 +663,7 @@ ForwardedOrder = (
     | SetPace
     | ShutDownTrainer
     | StoreEntry
+    | RankKeys
 )
 """Messages to a trainer that its supervisor forwards undecoded."""
 
@@ -636,6 +673,7 @@ ToSupervisor = (
     | WakeSupervisor
     | RestSupervisor
     | ResetSupervisor
+    | SetHeartbeatInterval
     | RemoveBundle
     | LaunchTrainer
     | InjectFault
@@ -649,6 +687,7 @@ FromTrainer = (
     | PackagesImported
     | TrainerHello
     | StoreEntry
+    | RankKey
     | GenerationJoined
     | GenerationLeft
     | StepsTrained
@@ -675,6 +714,7 @@ AnyReport = (
     | TrainerExited
     | TrainerHello
     | StoreEntry
+    | RankKey
     | GenerationJoined
     | GenerationLeft
     | StepsTrained

@@ -45,7 +45,7 @@ RELEASE_LIMIT_S = 900.0
 """Maximum time in seconds for a released trainer to exit, even if it sends heartbeats."""
 
 BEAT_S = 1.0
-"""Heartbeat interval in seconds."""
+"""Heartbeat interval in seconds, unless the coordinator sets another one."""
 
 FROZEN_S = 1.5
 """Age in seconds of a trainer's pulse above which the supervisor checks its process state."""
@@ -85,6 +85,7 @@ class Supervisor(WorkerPlugin):
         self._device = device
         self._is_awake = not rests
         self._beating: asyncio.Task[None] | None = None
+        self._beat_s = BEAT_S
         self._trainers: dict[str, TrainerProcess] = {}  # by name: launched and not released
         self._ending: set[TrainerProcess] = set()  # released or killed, still running
         self._spare: TrainerProcess | None = None
@@ -121,6 +122,7 @@ class Supervisor(WorkerPlugin):
     async def setup(self, worker: Worker) -> None:
         """Send the coordinator a hello and all unacknowledged reports, and warm up a spare."""
         self._worker = worker
+        self._beat_s = BEAT_S  # a coordinator that wants another interval sets it after the hello
         worker.stream_handlers["etrain_order"] = self._receive
         self._is_connected = True
         self._bundles.begin(folder_of(worker.local_directory))
@@ -200,6 +202,8 @@ class Supervisor(WorkerPlugin):
                 self._wake()
             case m.RestSupervisor():
                 self._rest()
+            case m.SetHeartbeatInterval():
+                self._beat_s = message.interval_s
             case m.RemoveBundle():
                 self._bundles.release(message.digest)
             case m.ResetSupervisor():
@@ -438,7 +442,7 @@ class Supervisor(WorkerPlugin):
                 logger.exception("the trainers' progress could not be read")
                 pages = {}
             self._send(m.Heartbeat(trainers=pages, is_stuck=self._outbox.is_full))
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self._beat_s)
 
     def _pages(self) -> Iterator[tuple[str, m.PageCopy]]:
         """Yield copies of the trainers' progress pages, by name."""

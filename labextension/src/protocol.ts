@@ -84,6 +84,7 @@ export function asSnapshot(value: unknown): ISnapshot {
     },
     controls: texts(raw.controls),
     workers: list(raw.workers).map(asWorker),
+    num_more_workers: finite(raw.num_more_workers),
     events: list(raw.events).map(asEvent),
     markers: list(raw.markers).map(asMarker)
   };

@@ -187,6 +187,8 @@ export interface ISnapshot {
   charts: IChartList;
   /** Sorted by name. A view requests their content when it displays them. */
   exhibits: IExhibitSeries[];
+  /** Number of ranks that `workers` leaves out. */
+  num_more_workers: number;
   /** Share of the planned steps that are done, from 0 to 1. */
   progress: number | null;
   /** Estimated remaining time; null if unknown or not running. */
@@ -197,7 +199,7 @@ export interface ISnapshot {
   checkpoint_due: ICheckpointDue;
   /** Why each request is not possible now; empty if it is possible. */
   controls: Record<string, string>;
-  /** Ranks in order, then newcomers, then workers that are gone. */
+  /** Ranks in order, then newcomers, then workers that are gone; at most `workers.MAX_ROWS`. */
   workers: IWorkerRow[];
   /** Oldest first. */
   events: IEventLine[];

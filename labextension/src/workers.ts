@@ -3,7 +3,6 @@ import { find, make, reconcile, scrolling, setText } from './dom';
 import * as format from './format';
 import { ISnapshot, IWorkerRow } from './snapshot';
 
-const MAX_ROWS = 200;
 const TITLES = [
   'rank',
   'worker',
@@ -63,13 +62,14 @@ export class Workers {
     );
     reconcile(
       this.body,
-      workers.slice(0, MAX_ROWS),
+      workers,
       worker => worker.worker,
       () => this.makeRow(),
       (row, worker) => fill(row, worker, whyNoPreemption)
     );
-    this.more.hidden = workers.length <= MAX_ROWS;
-    setText(this.more, `and ${format.count(workers.length - MAX_ROWS)} more`);
+    const numMore = snapshot.num_more_workers;
+    this.more.hidden = numMore === 0;
+    setText(this.more, `and ${format.count(numMore)} more`);
   }
 
   private head(): HTMLElement {

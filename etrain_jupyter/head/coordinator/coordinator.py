@@ -38,6 +38,7 @@ from etrain_jupyter.head.studies.studies import Studies
 from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.rules.membership.silence import BEAT_S, choose_beat_s
 from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
@@ -47,6 +48,10 @@ logger = logging.getLogger("etrain.coordinator")
 TICK_S = 0.25
 COALESCE_S = 0.05
 """Minimum interval in seconds between replies with new events, so that each carries several."""
+
+ACKNOWLEDGED_PER_S = 250.0
+"""Maximum number of acknowledgements per second, as an average; those of up to 62 workers are sent
+in each tick."""
 
 HANG_S = 30.0
 """Seconds without progress after which ranks count as hung, unless ``ETRAIN_HANG_S`` is set."""
@@ -102,6 +107,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._serve(JobRecords(None))
         self._refused: set[str] = set()  # addresses of supervisors with another wire version
         self._ticked_at: float | None = None
+        self._acknowledged_at = -math.inf
+        self._beat_s = BEAT_S  # the supervisors' heartbeat interval
+        self._machines: dict[str, dict[str, Any]] | None = None  # nodes by worker, for one tick
         self._sent_at: dict[str, float] = {}  # last reply with events, by job and loop.time()
         self._idle_since = time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
@@ -221,13 +229,17 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         now = clock.now()
         self._studies.start()
         self._write_logs()
-        self._acknowledge()
+        self._acknowledge(now)
         asleep_s = self._workers.tick(now)
         with self._defects.watch(None, "taking jobs over"):
             self._end_recovery()
         self._drop_silent(now)
         passed_s = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
+        self._pace_heartbeats()
+        self._machines = None
+        if self._mode is self._serving:
+            self._serving.share_newcomers()
         for job in self._mode.deciding_jobs():
             with self._defects.watch(job, "a tick"):
                 # Trainers that wait for the log to become writable are not hung. Treat the time
@@ -240,6 +252,15 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         if self._mode is self._serving and self._sharing.review_sizes():
             self._allocate()
         self._sharing.hand_back_noticed()
+
+    def _pace_heartbeats(self) -> None:
+        """Ask for fewer heartbeats the more workers there are."""
+        num, limit_s = len(self._workers), self._workers.silence_s
+        beat_s = choose_beat_s(num, current_s=self._beat_s, limit_s=limit_s)
+        if beat_s != self._beat_s:
+            self._beat_s = beat_s
+            for facts in self._workers:
+                self._send(facts.address, m.SetHeartbeatInterval(interval_s=beat_s))
 
     def _write_logs(self) -> None:
         """Retry event writes that failed."""
@@ -418,10 +439,17 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             fingerprint=hello.fingerprint or {},
         )
         if self._workers.greet(facts, now):
+            if self._beat_s != BEAT_S:
+                self._send(worker, m.SetHeartbeatInterval(interval_s=self._beat_s))
             self._mode.greet(facts.name, hello.trainers or {})
 
-    def _acknowledge(self) -> None:
+    def _acknowledge(self, now: float) -> None:
         """Send each supervisor the number of the last report that it may drop."""
+        # Each rank sends several reports when a generation changes. In a large cluster, one message
+        # acknowledges them all.
+        if 0.0 <= now - self._acknowledged_at < len(self._workers) / ACKNOWLEDGED_PER_S:
+            return
+        self._acknowledged_at = now
         for worker, number in self._acknowledgements.collect().items():
             self._send_to(worker, m.AcknowledgeReports(number=number))
 
@@ -572,7 +600,10 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     def _machine_of(self, worker: str) -> dict[str, Any]:
         """Return the facts about a worker's machine, as fields of ``WorkerJoined``."""
         facts = self._workers.get(worker)
-        node: dict[str, Any] = next((n for n in self._nodes.nodes() if n["worker"] == worker), {})
+        # Listing the nodes takes time for each of them, and a job may start trainers on all.
+        if self._machines is None or worker not in self._machines:
+            self._machines = {node["worker"]: node for node in reversed(self._nodes.nodes())}
+        node = self._machines.get(worker, {})
         machine: dict[str, Any] = (
             {"device": facts.device, "address": facts.address} if facts else {}
         )

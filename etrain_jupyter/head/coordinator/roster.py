@@ -46,6 +46,7 @@ class WorkerRoster:
     """
 
     def __init__(self, *, silence_s: float, tick_s: float) -> None:
+        self.silence_s = silence_s
         self._heartbeats = HeartbeatMonitor(limit_s=silence_s, tick_s=tick_s)
         self._by_name: dict[str, WorkerFacts] = {}
         self._by_address: dict[str, WorkerFacts] = {}  # the same workers: each message looks here

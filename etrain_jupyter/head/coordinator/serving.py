@@ -16,6 +16,9 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob, Send
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import messages as m
 
+SHARED_AT_ONCE = 64
+"""Number of workers up to which a worker is shared as soon as it connects."""
+
 Held = m.AnyReport | m.MachineNotice
 """Messages held during a recovery; heartbeats and hellos are handled immediately."""
 
@@ -57,6 +60,7 @@ class Serving:
         self._money = money
         self._defects = defects
         self._send_to = send_to
+        self._has_newcomers = False  # workers that connected after the workers were shared
 
     # --- the same methods as ``Recovering`` ---
 
@@ -70,6 +74,7 @@ class Serving:
 
     def allocate(self) -> None:
         """Share the workers among the jobs."""
+        self._has_newcomers = False
         self._sharing.allocate()
 
     def take_costs(self, costs: Sequence[NodeCost]) -> None:
@@ -79,8 +84,19 @@ class Serving:
     def greet(self, worker: str, trainers: Mapping[str, m.TrainerSummary]) -> None:
         """Make a newly registered worker available to the jobs."""
         # A supervisor that reconnects may still have trainers for a job that has since ended.
-        self.release_unknown(worker, trainers)
-        self.allocate()
+        if trainers:
+            self.release_unknown(worker, trainers)
+        # Sharing takes time proportional to the number of workers. When hundreds of them connect,
+        # it is done once for all that have connected since the last tick.
+        if len(self._roster) <= SHARED_AT_ONCE:
+            self.allocate()
+        else:
+            self._has_newcomers = True
+
+    def share_newcomers(self) -> None:
+        """Share the workers that connected since the last call. Called with each tick."""
+        if self._has_newcomers:
+            self.allocate()
 
     def lose(self, facts: WorkerFacts, cause: str, *, detected_s: float = 0.0) -> None:
         """Have the jobs continue without a lost worker."""

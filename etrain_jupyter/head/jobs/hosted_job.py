@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,9 @@ from etrain_jupyter.rules.policy.type_rates import rates_by_type
 from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 from etrain_jupyter.rules.replay.speed_evidence import SizingView, SpeedEvidence
 from etrain_jupyter.wire import messages as m
+
+SECRET_BYTES = 16
+"""Length of a generation's secret in bytes."""
 
 Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
 """Sends a message to a worker's supervisor, given the worker's name."""
@@ -450,8 +454,10 @@ class HostedJob:
         #
         #     log    ... 38 39 40    generation begins at 35    logged_step = 35, log_end = 40
         self.step_clock.ranks = command.trainers
-        world_size = len(command.trainers)
+        world_size, starts = len(command.trainers), tuple(self.record.starts)
+        pace, secret = self._pace(restore=command.restore), secrets.token_bytes(SECRET_BYTES)
         for rank, trainer in enumerate(command.trainers):
+            num_starts = self.trainers[trainer].num_starts
             self.send(
                 m.JoinGeneration(
                     trainer=trainer,
@@ -465,8 +471,10 @@ class HostedJob:
                     log_end=self.record.logged_step,
                     backend=command.backend,
                     faults=tuple(self.planned.of_rank(rank, world_size)),
-                    starts=tuple(self.record.starts),
-                    pace=self._pace(restore=command.restore),
+                    starts=starts[num_starts:],
+                    num_starts=num_starts,
+                    secret=secret,
+                    pace=pace,
                 )
             )
 
@@ -551,9 +559,8 @@ class HostedJob:
         for item in consequences:
             match item:
                 case Relay():
-                    # Use number 0, because numbers count the sender's reports, not these messages.
                     for trainer in item.trainers:
-                        self.send(dataclasses.replace(item.entry, trainer=trainer, number=0))
+                        self.send(dataclasses.replace(item.message, trainer=trainer))
                 case KeepExhibit():
                     self._keep_exhibit(item)
                 case events.Event():
@@ -597,7 +604,7 @@ class HostedJob:
             "status": state.status,
             "step": state.step,
             "total_steps": plan.total_steps if plan is not None else 0,
-            "world_size": len(state.in_phase("ranked", "reported")),
+            "world_size": state.members.num_in("ranked", "reported"),
             "generation": state.generation,
             "run_dir": str(self.order.run_dir),
         }
@@ -611,7 +618,7 @@ class HostedJob:
             first_step=record.attempt_step,
             step=record.step,
             total_steps=record.total_steps if record.is_planned else 0,
-            num_workers=len(state.in_phase("ranked")) if state.status == "running" else 0,
+            num_workers=state.members.num_in("ranked") if state.status == "running" else 0,
             min_workers=state.min_workers,
             max_workers=self.wanted_workers,
             is_paused=state.status == "paused",

@@ -129,5 +129,7 @@ class TrainerFacts:
     """Its GPU's identifier; empty if it has none."""
     is_injected: bool = False
     """True if an injected fault has ended it or will end it."""
+    num_starts: int = 0
+    """Number of generations of which it knows at which step they began."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     """The last lines of its output."""

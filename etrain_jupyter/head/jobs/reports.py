@@ -20,6 +20,7 @@ from etrain_jupyter.head.jobs.crash_output import last_words
 from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.head.jobs.planned_faults import FATAL, PlannedFaults
 from etrain_jupyter.head.jobs.printed_lines import BURST, PER_S, PrintedLines
+from etrain_jupyter.head.jobs.rendezvous import Rendezvous
 from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import JobRecord
@@ -34,9 +35,9 @@ MAX_DELAY_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Relay:
-    """Send a store entry to the other ranks."""
+    """Send the same message to several ranks."""
 
-    entry: m.StoreEntry
+    message: m.StoreEntry | m.RankKeys
     trainers: tuple[str, ...]
 
 
@@ -68,6 +69,7 @@ class TrainerMessages:
         self.step_clock = StepClock()
         self.planned = PlannedFaults(order.faults)
         self.printed = PrintedLines()
+        self._rendezvous = Rendezvous()
 
     @staticmethod
     def complete(event: events.Event, state: JobState) -> events.Event:
@@ -90,10 +92,10 @@ class TrainerMessages:
                 facts.pid = report.pid or facts.pid  # needed in messages; the hello repeats it
             case m.TrainerHello():
                 yield from self._on_hello(report, facts)
-            case m.StoreEntry():
-                yield self._relay(report, state)
+            case m.StoreEntry() | m.RankKey():
+                yield from self._relay(report, state)
             case m.GenerationJoined():
-                yield from self._on_joined(report, state)
+                yield from self._on_joined(report, facts, state)
             case m.GenerationLeft():
                 yield from self._on_left(report)
             case m.StepsTrained():
@@ -146,11 +148,17 @@ class TrainerMessages:
 
     # --- one method per kind of report ---
 
-    @staticmethod
-    def _relay(report: m.StoreEntry, state: JobState) -> Relay:
-        # Only the current generation needs it: older entries were fenced.
+    def _relay(self, report: m.StoreEntry | m.RankKey, state: JobState) -> Iterator[Relay]:
+        # Only the current generation needs it: older reports were fenced.
+        if isinstance(report, m.RankKey):
+            ranks = self.step_clock.ranks
+            if (keys := self._rendezvous.take(report, ranks)) is not None:
+                yield Relay(message=keys, trainers=ranks)
+            return
         others = (member.trainer for member in state.in_phase("ranked"))
-        return Relay(entry=report, trainers=tuple(t for t in others if t != report.trainer))
+        # Use number 0, because numbers count the sender's reports, not these messages.
+        entry = replace(report, number=0)
+        yield Relay(message=entry, trainers=tuple(t for t in others if t != report.trainer))
 
     def _on_hello(self, report: m.TrainerHello, facts: TrainerFacts) -> Iterator[Consequence]:
         # The first case that applies:
@@ -203,7 +211,11 @@ class TrainerMessages:
             trainer=report.trainer, warm_s=report.warm_s, device=facts.device, gpu=facts.gpu
         )
 
-    def _on_joined(self, report: m.GenerationJoined, state: JobState) -> Iterator[Consequence]:
+    def _on_joined(
+        self, report: m.GenerationJoined, facts: TrainerFacts, state: JobState
+    ) -> Iterator[Consequence]:
+        # From now on, the trainer knows where all earlier generations began.
+        facts.num_starts = report.generation - 1
         if state.current.is_restoring and self._record.restored_in != report.generation:
             # Only the generation's first report; ``restored_in`` is set by the event below.
             #

@@ -156,7 +156,9 @@ def _worker_table(snapshot: Snapshot) -> str:
         return ""
     heads = "".join(f"<th>{name}</th>" for name in WORKER_COLUMNS)
     rows = "".join(_worker_row(worker) for worker in snapshot.workers)
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    num_more = snapshot.num_more_workers
+    more = f"<p>and {num_more:,} more</p>" if num_more else ""
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{more}"
 
 
 def _worker_row(worker: WorkerRow) -> str:

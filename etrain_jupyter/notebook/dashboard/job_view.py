@@ -133,6 +133,7 @@ class JobView:
         if self._has_new_exhibits:
             facts.exhibits, self._has_new_exhibits = series_of(self.exhibits), False
         ended_at = facts.updated_at if facts.ended_at is None else facts.ended_at
+        workers = self._workers.rows(self._num_steps)
         return Snapshot(
             **{name: getattr(facts, name) for name in field_names(JobFacts)},
             progress=self._progress(),
@@ -144,7 +145,8 @@ class JobView:
                 steps_per_epoch=self._plan.steps_per_epoch if self._plan else None,
             ),
             controls=controls_of(self.status, num_training=self._workers.num_training()),
-            workers=self._workers.rows(self._num_steps),
+            workers=workers,
+            num_more_workers=self._workers.num - len(workers),
             events=self._entries.to_tuple(),
             markers=self._markers.to_tuple(),
         )

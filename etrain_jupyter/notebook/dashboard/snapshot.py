@@ -224,6 +224,8 @@ class Snapshot:
     charts: ChartList = ChartList()
     exhibits: tuple[ExhibitSeries, ...] = ()
     """Sorted by name. A view requests their content when it displays them."""
+    num_more_workers: int = 0
+    """Number of ranks that ``workers`` leaves out."""
     progress: float | None = None
     """Share of the planned steps that are done, from 0 to 1."""
     eta_s: float | None = None
@@ -235,7 +237,7 @@ class Snapshot:
     controls: Mapping[str, str] = field(default_factory=dict)
     """Why each request is not possible now; empty if it is possible."""
     workers: tuple[WorkerRow, ...] = ()
-    """Ranks in order, then newcomers, then workers that are gone."""
+    """Ranks in order, then newcomers, then workers that are gone; at most ``workers.MAX_ROWS``."""
     events: tuple[EventLine, ...] = ()
     """Oldest first."""
     markers: tuple[Marker, ...] = ()

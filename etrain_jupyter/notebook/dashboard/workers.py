@@ -13,6 +13,10 @@ MAX_GONE = 6
 """Maximum number of rows for workers that left or were lost; the oldest rows are dropped."""
 GONE = ("left", "lost")
 
+MAX_ROWS = 100
+"""Maximum number of rows in a snapshot. Each step changes the count of each row: for 1,000 rows,
+this is 300 kB per second."""
+
 
 # The states of a row, and the events that change them:
 #
@@ -167,12 +171,22 @@ class WorkerTable:
         self._drop_oldest_gone()
 
     def rows(self, num_steps: int) -> tuple[WorkerRow, ...]:
-        """Return the rows: ranks in order, then newcomers, then workers that are gone."""
-        rows = sorted(
-            self._rows.values(),
-            key=lambda row: (row.state in GONE, row.rank is None, row.rank or 0),
-        )
-        return tuple(row.to_row(num_steps) for row in rows)
+        """Return the rows: ranks in order, then newcomers, then workers that are gone.
+
+        Of more than ``MAX_ROWS`` workers, those that are not training come first, because a reader
+        looks for them; the ranks with the highest numbers are left out.
+        """
+        shown = list(self._rows.values())
+        if len(shown) > MAX_ROWS:
+            shown.sort(key=lambda row: (row.state == "training", row.rank or 0))
+            del shown[MAX_ROWS:]
+        shown.sort(key=lambda row: (row.state in GONE, row.rank is None, row.rank or 0))
+        return tuple(row.to_row(num_steps) for row in shown)
+
+    @property
+    def num(self) -> int:
+        """Number of workers, including those that left most recently."""
+        return len(self._rows)
 
     def _row(self, worker: str) -> TrackedWorker:
         return self._rows.setdefault(worker, TrackedWorker(worker=worker))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.admission import admission_window_s
+from etrain_jupyter.rules.membership.admission import is_admission_due
 from etrain_jupyter.rules.membership.commands import (
     AnnounceChange,
     FormGeneration,
@@ -20,12 +20,8 @@ from etrain_jupyter.rules.membership.connecting import (
     why_gloo,
     why_retrying,
 )
-from etrain_jupyter.rules.membership.membership import (
-    GenerationState,
-    JobState,
-    Member,
-    UserError,
-)
+from etrain_jupyter.rules.membership.members import Member
+from etrain_jupyter.rules.membership.membership import GenerationState, JobState, UserError
 from etrain_jupyter.rules.membership.saving import (
     close_job,
     is_newest_durable,
@@ -39,6 +35,9 @@ from etrain_jupyter.rules.membership.turn import (
     publish_undone,
     release,
 )
+
+MAX_NAMED = 8
+"""Maximum number of workers that are named as still warming up."""
 
 MAX_FAULTS = 3
 """Consecutive faults in the same place (before the first step, or in one step) after which the job
@@ -63,7 +62,7 @@ def advance(turn: Turn) -> None:
     if phase == "running":
         _announce_if_due(turn)
     elif phase in ("changing", "collecting"):
-        if not turn.state.in_phase("ranked") and not _awaits_exit(turn.state):
+        if not turn.state.members.num_in("ranked") and not _awaits_exit(turn.state):
             _settle(turn)
     elif phase == "gathering" and not _awaits_exit(turn.state):
         _settle(turn)
@@ -76,6 +75,8 @@ def advance(turn: Turn) -> None:
 def _awaits_exit(state: JobState) -> bool:
     # A holder of the state was killed but has not exited: a generation formed now would include
     # it, and break.
+    if not state.members.num_killed:
+        return False
     return any(m.killed_at for m in state.in_phase("reported"))
 
 
@@ -101,6 +102,8 @@ def _check_budgets(turn: Turn) -> None:
 def _announce_if_due(turn: Turn) -> None:
     """Begin a planned change if members join or leave, or too few remain to continue."""
     state = turn.state
+    if _is_settled(state):
+        return
     ranked = state.in_phase("ranked")
     stays = [m for m in ranked if not m.leaving]
     newcomers = _admissible(turn)
@@ -137,6 +140,16 @@ def _announce_if_due(turn: Turn) -> None:
     turn.enter_phase("changing")
 
 
+def _is_settled(state: JobState) -> bool:
+    # True for nearly every stimulus of a running generation. Decided by counts, because collecting
+    # the members for each report of each rank would take time proportional to the square of their
+    # number.
+    members = state.members
+    num_ranks, num_warm = members.num_in("ranked"), members.num_in("warm")
+    is_changing = bool(num_warm or members.num_leaving or state.pause or state.ending)
+    return bool(num_ranks) and num_ranks >= state.min_workers and not is_changing
+
+
 def _back_up(turn: Turn, ranked: Sequence[Member]) -> None:
     # Once per generation, while training continues: the interruption may come before ``save_at``.
     current = turn.state.current
@@ -151,15 +164,18 @@ def _admissible(turn: Turn) -> list[Member]:
     #
     #   w2 warm ------- w3 warm: both join          w3 not warm after the window: w2 joins
     warm = _newcomers(turn.state)
-    if not warm or not turn.state.in_phase("starting"):
+    if not warm or not turn.state.members.num_in("starting"):
         return warm
-    waited = turn.now - min(m.since for m in warm)
-    window_s = admission_window_s(
+    # The first ones wait for a pause, because 1,000 workers take longer than one window.
+    waited, idle = (turn.now - pick(m.since for m in warm) for pick in (min, max))
+    is_due = is_admission_due(
+        waited_s=waited,
+        idle_s=idle,
         change_s=turn.state.timings.change_s,
-        num_training=len(turn.state.in_phase("ranked")),
+        num_training=turn.state.members.num_in("ranked"),
         num_waiting=len(warm),
     )
-    return warm if waited >= window_s else []
+    return warm if is_due else []
 
 
 def _newcomers(state: JobState) -> list[Member]:
@@ -190,7 +206,7 @@ def _settle(turn: Turn) -> None:
     elif not has_enough:
         turn.enter_phase("gathering")
         # A new job stays ``submitted`` while its first trainers warm up.
-        if state.generation or not state.in_phase("starting"):
+        if state.generation or not state.members.num_in("starting"):
             turn.set_status("waiting", _why_too_few(state, len(members)))
     elif is_saving:
         turn.enter_phase("gathering")
@@ -268,7 +284,10 @@ def _why_it_saves(state: JobState) -> str:
 
 
 def _why_too_few(state: JobState, num_here: int) -> str:
-    known = [f"{m.worker} is warming up" for m in state.in_phase("starting")]
+    starting = state.in_phase("starting")
+    known = [f"{m.worker} is warming up" for m in starting[:MAX_NAMED]]
+    if len(starting) > MAX_NAMED:  # otherwise, N changes of N names would be logged
+        known.append("others are warming up")
     known += [f"{w} was lost: {cause}" for w, cause in state.faults.lost if not state.of_worker(w)]
     # The workers that held the state are gone: say that a checkpoint still contains it.
     has_no_holder = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))

@@ -8,7 +8,8 @@ from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import ReleaseTrainer
 from etrain_jupyter.rules.membership.health import after_fault
-from etrain_jupyter.rules.membership.membership import Member, UserError
+from etrain_jupyter.rules.membership.members import Member
+from etrain_jupyter.rules.membership.membership import UserError
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting, start_missing
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from etrain_jupyter.log.events import TERMINAL_STATUSES, JobStatus, LeaveReason
+from etrain_jupyter.log.events import TERMINAL_STATUSES, JobStatus
 from etrain_jupyter.rules.membership.failed_forms import NO_FAILED_FORMS, Break, FailedForms
 from etrain_jupyter.rules.membership.health import Health
+from etrain_jupyter.rules.membership.members import Member, MemberPhase, Members
 from etrain_jupyter.rules.membership.nan_loss import NanLoss
-from etrain_jupyter.rules.membership.stimuli import NO_PROGRESS, Progress, ProgressSeen
 
-MemberPhase = Literal["starting", "warm", "ranked", "reported"]
 JobPhase = Literal["gathering", "running", "changing", "collecting", "closing"]
 Outcome = Literal["finished", "stopped", "failed"]
 FormReason = Literal["start", "join", "leave", "lost", "stalled", "restart", "resume"]
@@ -22,58 +20,6 @@ FormReason = Literal["start", "join", "leave", "lost", "stalled", "restart", "re
 
 KEEP_LOST = 8
 """Maximum number of lost workers that the status of a waiting job lists."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgressReading:
-    """The newest reading of a trainer's progress page."""
-
-    seen: ProgressSeen
-    last_seen: float
-    """When the coordinator received it."""
-    moved_at: float
-    """When the counters of collectives and beats last changed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One trainer process of the job."""
-
-    trainer: str
-    worker: str
-    order: int
-    """Number of this trainer within the job, from 1. Older trainers get the lower ranks."""
-    device: str = ""
-    """The device as torch names it; empty until the trainer is warm."""
-    gpu: str = ""
-    """Identifier of the GPU; empty if there is none."""
-    phase: MemberPhase = "starting"
-    """``starting`` until it is warm, ``warm`` until it is admitted, ``ranked`` in the current
-    generation, ``reported`` after it has left a generation, while it waits for the next."""
-    since: float = 0.0
-    """When it entered this phase."""
-    progress: Progress = NO_PROGRESS
-    leaving: LeaveReason | Literal[""] = ""
-    """Why it leaves at the next step boundary; empty if it stays."""
-    save_at: float = math.inf
-    """Deadline for its last step, so that its state is durable before its machine is interrupted.
-    Infinite if no interruption is planned, or its time is unknown."""
-    leave_at: float = 0.0
-    """Until then, a member that leaves trains on if the job has room for it; 0.0 if it leaves at
-    the next step boundary in any case."""
-    formed: bool = False
-    """True if it has reported that it is stepping in the current generation."""
-    steps_since: float = 0.0
-    """When it first reported that; 0.0 before."""
-    form_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Seconds it took to connect, to sync and to wrap the model."""
-    signs: ProgressReading | None = None
-    """None until its supervisor has reported progress."""
-    is_warned_of: bool = False
-    """True if the log already has a warning that it is stalled."""
-    killed_at: float = 0.0
-    """When its supervisor was instructed to kill it; 0.0 if it was not."""
-    killed_why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +206,7 @@ class JobState:
 
     # --- its trainers and generations ---
 
-    members: Mapping[str, Member] = field(default_factory=dict)
+    members: Members = field(default_factory=Members)
     assigned: tuple[str, ...] = ()
     num_started: int = 0
     """Trainers started so far; makes their names unique."""
@@ -283,20 +229,19 @@ class JobState:
 
     def with_member(self, member: Member) -> JobState:
         """Return a copy with ``member`` added, or replaced if it has one of that name."""
-        return replace(self, members={**self.members, member.trainer: member})
+        return replace(self, members=self.members.with_member(member))
 
     def without_member(self, trainer: str) -> JobState:
         """Return a copy without this trainer."""
-        return replace(self, members={k: v for k, v in self.members.items() if k != trainer})
+        return replace(self, members=self.members.without(trainer))
 
     def in_phase(self, *phases: MemberPhase) -> list[Member]:
         """Return the members in one of these phases, oldest first."""
-        found = [m for m in self.members.values() if m.phase in phases]
-        return sorted(found, key=lambda m: m.order)  # the mapping's order depends on the updates
+        return self.members.in_phase(*phases)
 
     def of_worker(self, worker: str) -> Member | None:
         """Return the worker's trainer, or None."""
-        return next((m for m in self.members.values() if m.worker == worker), None)
+        return self.members.of_worker(worker)
 
     @property
     def generation(self) -> int:

@@ -8,6 +8,38 @@ LATE_S = 2.0
 """A tick that is this many seconds late means that the coordinator itself was suspended: its
 process was stopped, or its event loop was blocked."""
 
+BEAT_S = 1.0
+"""Heartbeat interval in a small cluster, in seconds."""
+
+BEATS_PER_S = 250.0
+"""Maximum number of heartbeats per second from all supervisors together."""
+
+MAX_BEAT_S = 4.0
+"""Maximum heartbeat interval in seconds, so that a lost machine is still detected soon."""
+
+BEATS_PER_LIMIT = 2.5
+"""Minimum number of heartbeat intervals until a supervisor counts as silent."""
+
+BEAT_CHANGE = 1.5
+"""The interval is changed only by at least this factor, because every supervisor is notified."""
+
+
+def choose_beat_s(num_workers: int, *, current_s: float, limit_s: float) -> float:
+    """Return the supervisors' heartbeat interval in seconds.
+
+    Args:
+        num_workers: Number of supervisors.
+        current_s: Their interval now; kept unless it should change by ``BEAT_CHANGE``.
+        limit_s: Timeout without a message from a supervisor.
+
+    >>> [choose_beat_s(n, current_s=1.0, limit_s=10.0) for n in (1, 250, 300, 500, 2000)]
+    [1.0, 1.0, 1.0, 2.0, 4.0]
+    """
+    most_s = max(BEAT_S, min(MAX_BEAT_S, limit_s / BEATS_PER_LIMIT))
+    wanted_s = min(most_s, max(BEAT_S, num_workers / BEATS_PER_S))
+    is_near = current_s / BEAT_CHANGE < wanted_s < current_s * BEAT_CHANGE
+    return current_s if is_near and BEAT_S <= current_s <= most_s else wanted_s
+
 
 @dataclass
 class HeartbeatMonitor:

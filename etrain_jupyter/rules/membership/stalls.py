@@ -24,7 +24,8 @@ from dataclasses import replace
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import DumpStacks, KillTrainer
 from etrain_jupyter.rules.membership.losses import count_step_fault, take_trainer_lost
-from etrain_jupyter.rules.membership.membership import JobState, Member, ProgressReading
+from etrain_jupyter.rules.membership.members import Member, ProgressReading
+from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.saving import saver_of
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 
@@ -46,8 +47,9 @@ FROZEN_S = 3.0
 """A running process pulses four times a second; without a pulse for this many seconds it is
 frozen."""
 
-MAX_REPORT_AGE_S = 5.0
-"""If a trainer's last report is older than this many seconds, its state is unknown."""
+MAX_REPORT_AGE_S = 8.0
+"""If a trainer's last report is older than this many seconds, its state is unknown. Twice the
+longest heartbeat interval, see ``silence``."""
 
 KILL_PATIENCE_S = 10.0
 """A trainer that still exists this many seconds after the kill (stuck in the kernel) is declared
@@ -108,7 +110,9 @@ def excuse_sleep(turn: Turn, asleep_s: float) -> None:
 def _check_generation(turn: Turn) -> None:
     state = turn.state
     ranked = state.in_phase("ranked")
-    quiet_s = turn.now - _moved_at(state, ranked)
+    # A report counts as progress of the generation: there is one rank fewer to wait for.
+    since = max([state.since, *(m.since for m in state.in_phase("reported"))])
+    quiet_s = turn.now - _moved_at(since, ranked)
     # If a rank's reports stop, its supervisor is the problem: ``silence`` evicts that worker.
     if not ranked or quiet_s <= patience_s(state) or not _have_fresh_reports(turn, ranked):
         return
@@ -182,11 +186,8 @@ def _is_frozen(member: Member, now: float, quiet_s: float, hang_s: float) -> boo
     return age_s > min(FROZEN_S, hang_s / 2) and frozen_s >= min(0.9 * quiet_s, hang_s)
 
 
-def _moved_at(state: JobState, ranked: list[Member]) -> float:
-    # A report counts as progress of the generation: there is one rank fewer to wait for.
-    moves = [m.signs.moved_at for m in ranked if m.signs]
-    reports = [m.since for m in state.in_phase("reported")]
-    return max([state.since, *moves, *reports])
+def _moved_at(since: float, members: list[Member]) -> float:
+    return max([since, *(m.signs.moved_at for m in members if m.signs)])
 
 
 def _have_fresh_reports(turn: Turn, members: list[Member]) -> bool:
@@ -214,8 +215,8 @@ def _check_reports(turn: Turn) -> None:
     state = turn.state
     limit_s = max(state.hang_s, STEPS_PER_LIMIT * state.timings.step_s)
     for member in state.in_phase("ranked"):
-        # Leave out the other members, because their reports would count as progress.
-        quiet_s = turn.now - _moved_at(replace(state, members={}), [member])
+        # Only its own progress counts, not the reports of the others.
+        quiet_s = turn.now - _moved_at(state.since, [member])
         if quiet_s > limit_s:
             is_frozen = _is_frozen(member, turn.now, quiet_s, state.hang_s)
             how = f"{_describe_freeze(member)}, " if is_frozen else ""
@@ -230,7 +231,7 @@ def _check_saver(turn: Turn) -> None:
     _check_frozen(turn, [saver] if saver else [], state.hang_s)
     if saver is None:
         return
-    quiet_s = turn.now - _moved_at(replace(state, members={}, since=state.saving.since), [saver])
+    quiet_s = turn.now - _moved_at(state.saving.since, [saver])
     if quiet_s > RESTORE_PATIENCE * state.hang_s and _have_fresh_reports(turn, [saver]):
         _kill(turn, saver, f"no progress for {quiet_s:.0f} s while saving step {state.step}")
 

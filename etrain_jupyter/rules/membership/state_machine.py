@@ -31,7 +31,8 @@ from etrain_jupyter.rules.membership.losses import (
     take_trainer_lost,
     take_worker_gone,
 )
-from etrain_jupyter.rules.membership.membership import Failing, JobState, Member, UserError
+from etrain_jupyter.rules.membership.members import Member
+from etrain_jupyter.rules.membership.membership import Failing, JobState, UserError
 from etrain_jupyter.rules.membership.nan_loss import NanLoss
 from etrain_jupyter.rules.membership.saving import take_saved
 from etrain_jupyter.rules.membership.stalls import check_stalls, excuse_sleep, take_progress
@@ -107,10 +108,19 @@ def handle(
             _take_tick(turn, stimulus)
         case _:
             assert_never(stimulus)
-    # After each stimulus but the most frequent one, which only ticks read, do all that is due.
-    if not (turn.state.is_ended or isinstance(stimulus, s.ProgressSeen)):
+    # After each stimulus but the most frequent ones, do all that is due.
+    if not (turn.state.is_ended or _waits_for_tick(turn.state, stimulus)):
         advance(turn)
     return turn.state, turn.commands
+
+
+def _waits_for_tick(state: JobState, stimulus: s.Stimulus) -> bool:
+    # Only ticks read the ranks' progress. And a new job waits for trainers that are still warming
+    # up, except in ticks, which measure the grace period (``formation``).
+    if isinstance(stimulus, s.TrainerWarm):
+        is_new = state.phase == "gathering" and not state.generation
+        return is_new and bool(state.members.num_in("starting")) and not state.ending
+    return isinstance(stimulus, s.ProgressSeen)
 
 
 def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
@@ -183,15 +193,15 @@ def _take_formed(turn: Turn, stimulus: s.TrainerFormed) -> None:
     if member is None or stimulus.generation != turn.state.generation or member.formed:
         return
     # The first rank to report determines the checkpoint from which all of them start.
-    if turn.state.current.is_restoring and not any(m.formed for m in turn.state.in_phase("ranked")):
+    if turn.state.current.is_restoring and not turn.state.members.num_formed:
         turn.restored_at(stimulus.step)
     times = (stimulus.connect_s, stimulus.sync_s, stimulus.wrap_s)
     since = member.steps_since or turn.now  # kept across generations
     turn.put(replace(member, formed=True, steps_since=since, form_times=times))
     # A fast rank may already have left the generation when the slowest one has formed.
-    ranks = [m for m in turn.state.in_phase("ranked", "reported") if m.formed]
-    if len(ranks) == turn.state.current.world_size:
+    if turn.state.members.num_formed == turn.state.current.world_size:
         turn.ready()
+        ranks = [m for m in turn.state.in_phase("ranked", "reported") if m.formed]
         connect_s, sync_s, wrap_s = (max(m.form_times[part] for m in ranks) for part in range(3))
         change_s = connect_s + sync_s + wrap_s
         turn.update_timings(replace(turn.state.timings, change_s=change_s))
@@ -293,7 +303,7 @@ def _is_dispensable(state: JobState, member: Member) -> bool:
     # If other members hold a state produced by the same code, the code works: the cause is the
     # newcomer's worker, and the job can train without it.
     is_newcomer = member.phase in ("starting", "warm")
-    return is_newcomer and state.has_trained and bool(state.in_phase("ranked", "reported"))
+    return is_newcomer and state.has_trained and bool(state.members.num_in("ranked", "reported"))
 
 
 def _take_steps(turn: Turn, stimulus: s.StepsCommitted) -> None:

@@ -14,6 +14,7 @@ from etrain_jupyter.rules.membership.commands import (
     ReleaseTrainer,
     StartTrainer,
 )
+from etrain_jupyter.rules.membership.members import Member
 from etrain_jupyter.rules.membership.membership import (
     Failing,
     Faults,
@@ -22,7 +23,6 @@ from etrain_jupyter.rules.membership.membership import (
     GenerationState,
     JobPhase,
     JobState,
-    Member,
     Pause,
     Saving,
     Stopping,

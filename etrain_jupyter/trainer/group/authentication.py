@@ -1,10 +1,13 @@
 """Authenticate the ranks' connections before any tensor is sent, to reject strangers and relays.
 
 gloo has no authentication: its listener gives a rank's place to the first connection that sends the
-8-byte number of a pair (0, 1, 2 ...). So after gloo has connected, each rank publishes both ends of
-its connections over the authenticated control channel. Each pair of ranks must list the same
-connection, once from each end. All ranks compare the same lists, so all of them accept the group or
-all refuse it, before any tensor is sent.
+8-byte number of a pair (0, 1, 2 ...). So after gloo has connected, each rank publishes a keyed
+digest of both ends of its connections over the authenticated control channel. The digests of all
+ranks cancel out if and only if each connection is listed once from each end. All ranks add up the
+same digests, so all of them accept the group or all refuse it, before any tensor is sent.
+
+A digest has the same size in a group of any size. Only if the digests do not cancel out, the ranks
+of a small group publish the connections themselves, to name the stranger in the error.
 
 This does not detect an attacker on the path between two machines (a router, ARP spoofing) that
 leaves the addresses unchanged; only encryption protects against that. The two ends of a connection
@@ -19,8 +22,10 @@ from datetime import timedelta
 from typing import Any
 
 from etrain_jupyter.trainer.group.connections import (
+    MODULUS,
     Pair,
     decode,
+    digest_of,
     encode,
     find_mismatch,
     find_uid,
@@ -37,6 +42,13 @@ connection. Many more would exhaust the file descriptors, and gloo terminates th
 DESCRIPTION_TIMEOUT_S = 5.0
 """Timeout for receiving other ranks' descriptions of unknown connections."""
 
+MAX_LISTED = 64
+"""Maximum number of ranks that publish their connections to name a stranger: the lists grow with
+the square of their number, and each rank reads them all."""
+
+CONNECTIONS = "connections"
+"""Topic of the digests, see ``rank_keys``."""
+
 MAX_DESCRIBED = 3
 """Maximum number of unknown connections listed in a message; the rest are only counted."""
 
@@ -45,11 +57,20 @@ class UnknownPeerError(CommunicationError):
     """A connection in this generation is not between two of its ranks."""
 
 
-def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) -> None:
+def authenticate(
+    device: GlooDevice, store: Any, *, rank: int, world_size: int, secret: bytes
+) -> None:
     """Compare the connections of all ranks, and refuse further connections.
 
     Call this after gloo has connected and before anything is sent. Blocks until every rank has
     called this or ``give_up``.
+
+    Args:
+        device: This rank's device.
+        store: The authenticated rendezvous store of the generation.
+        rank: This rank.
+        world_size: Number of ranks.
+        secret: Key of the digests; the same on all ranks, and unknown to all other processes.
 
     Raises:
         UnknownPeerError: A connection is not between two ranks. Raised on all ranks or none.
@@ -62,8 +83,8 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
     #     rank 1 lists   (B, A)           rank 0 does not list (A, B)
     #     result         mismatch on both ranks, before any tensor is sent
     claimed = [each.pair for each in device.connections() if each.is_claimed]
-    _publish(store, rank, claimed)
-    reports = _collect(store, "connections", range(world_size))
+    _publish(store, rank, num=len(claimed), digest=digest_of(claimed, secret))
+    reports = _collect(store, CONNECTIONS, range(world_size))
     # Seal the listener only after all ranks have published, because until then a rank may still
     # have to connect.
     device.seal()
@@ -72,10 +93,17 @@ def authenticate(device: GlooDevice, store: Any, *, rank: int, world_size: int) 
     ]
     if errors:
         raise CommunicationError("; ".join(errors))
-    listed = {other: decode(value["pairs"]) for other, value in reports.items()}
-    mismatch = find_mismatch(listed)
-    if mismatch is None:
+    is_complete = all(value["num"] == world_size - 1 for value in reports.values())
+    total = sum(int(value["digest"], 16) for value in reports.values()) % MODULUS
+    if is_complete and total == 0:
         return
+    if world_size > MAX_LISTED:
+        raise UnknownPeerError(_refusal([], []))
+    store.set(f"listed/{rank}", json.dumps(encode(claimed)))
+    lists = _collect(store, "listed", range(world_size))
+    mismatch = find_mismatch({other: decode(pairs) for other, pairs in lists.items()})
+    if mismatch is None:  # their digests differ, so a rank's secret does
+        raise UnknownPeerError(_refusal([], []))
     # Only the rank that holds an unknown connection can look up the process at its far end. It
     # publishes the description, so that all ranks report the same error.
     mine = [pair for holder, pair in mismatch.unknown if holder == rank]
@@ -90,7 +118,8 @@ def give_up(store: Any, rank: int, error: Exception) -> None:
     """Publish that this rank could not connect, so that the other ranks do not wait for it."""
     # Use the key that ``authenticate`` waits for on the other ranks. Publish only the first line,
     # because the following lines of a C++ error are a stack trace.
-    _publish(store, rank, [], error=str(error).strip().partition("\n")[0] or type(error).__name__)
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    _publish(store, rank, num=0, digest=0, error=text)
 
 
 def raise_if_flooded(device: GlooDevice) -> None:
@@ -111,9 +140,9 @@ def raise_if_flooded(device: GlooDevice) -> None:
     )
 
 
-def _publish(store: Any, rank: int, pairs: Sequence[Pair], *, error: str = "") -> None:
-    value = {"pairs": encode(pairs), "error": error}
-    store.set(f"connections/{rank}", json.dumps(value))
+def _publish(store: Any, rank: int, *, num: int, digest: int, error: str = "") -> None:
+    value = {"num": num, "digest": f"{digest:x}", "error": error}
+    store.set(f"{CONNECTIONS}/{rank}", json.dumps(value))
 
 
 def _collect(
@@ -150,6 +179,8 @@ def list_ends(pairs: Sequence[Pair]) -> str:
 
 
 def _refusal(ranks: Sequence[int], descriptions: Sequence[str]) -> str:
+    if not ranks:
+        return "the ranks are not connected with each other exactly once"
     if not descriptions:
         return f"ranks {list(ranks)} are not connected with every other rank exactly once"
     return f"an unknown process connects to this job's ports ({'; '.join(descriptions)})"

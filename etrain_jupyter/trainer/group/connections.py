@@ -7,6 +7,11 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+
+DIGEST_BYTES = 16
+MODULUS = 1 << 8 * DIGEST_BYTES
+"""Digests of connections are summed modulo this number."""
 
 End = tuple[str, int]
 """Address and port."""
@@ -53,6 +58,28 @@ def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
     if not wrong:
         return None
     return Mismatch(unknown=tuple(unknown), ranks=tuple(wrong))
+
+
+def digest_of(pairs: Sequence[Pair], secret: bytes) -> int:
+    """Return a digest of one rank's connections; those of all ranks cancel out modulo ``MODULUS``.
+
+    They do so only if each connection is listed as often from one end as from the other, as for
+    connections between ranks. A connection to a stranger or a relay is listed from one end only.
+    The secret keeps strangers from choosing addresses whose digests cancel out.
+
+    >>> a, b, c = ("h", 1), ("h", 2), ("h", 3)
+    >>> (digest_of([(a, b)], b"s") + digest_of([(b, a)], b"s")) % MODULUS
+    0
+    >>> (digest_of([(a, c)], b"s") + digest_of([(b, a)], b"s")) % MODULUS == 0
+    False
+    """
+    total = 0
+    for near, far in pairs:
+        first, second = sorted((near, far))
+        hashed = blake2b(repr((first, second)).encode(), key=secret, digest_size=DIGEST_BYTES)
+        sign = 1 if near == first else -1
+        total += sign * int.from_bytes(hashed.digest(), "little")
+    return total % MODULUS
 
 
 def pair_of(connection: socket.socket) -> Pair:

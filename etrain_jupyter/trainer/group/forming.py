@@ -53,6 +53,7 @@ class Forming:
         rank: int,
         world_size: int,
         is_guarded: bool,
+        secret: bytes,
         waiters: Waiters,
         connect_nccl: Callable[[], None] | None,
     ) -> None:
@@ -60,6 +61,7 @@ class Forming:
         self._rank = rank
         self._world_size = world_size
         self._is_guarded = is_guarded
+        self._secret = secret
         self._waiters = waiters
         self._connect_nccl = connect_nccl
         self._building = _Building()
@@ -146,5 +148,11 @@ class Forming:
             # this rank's error, instead of letting them time out.
             give_up(self._store, self._rank, exc)
             raise
-        authenticate(device, self._store, rank=self._rank, world_size=self._world_size)
+        authenticate(
+            device,
+            self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            secret=self._secret,
+        )
         return gloo

@@ -57,6 +57,7 @@ class RankGroup:
         backend: ``gloo``, or ``nccl`` for ranks with one GPU each: NCCL then carries the gradients
             on the GPU, and gloo all other data.
         is_guarded: Keep strangers out, see ``admission``. The same on all ranks of a generation.
+        secret: Secret of the generation, see ``authentication``; the same on all its ranks.
         progress: Progress page on which each collective is counted when it starts.
         connect_nccl: Replaces the function of this name in tests.
     """
@@ -71,6 +72,7 @@ class RankGroup:
         host: str,
         backend: str = GLOO,
         is_guarded: bool = False,
+        secret: bytes = b"",
         progress: ProgressPage | None = None,
         connect_nccl: ConnectNccl = connect_nccl,
     ) -> None:
@@ -80,6 +82,7 @@ class RankGroup:
         self._store = store
         self._host = host
         self._is_guarded = is_guarded
+        self._secret = secret
         self._progress = progress
         self._waiters = Waiters()
         self._transport, self._connect_nccl = self._make_transport(backend, connect_nccl)
@@ -139,6 +142,7 @@ class RankGroup:
             rank=self.rank,
             world_size=self.world_size,
             is_guarded=self._is_guarded,
+            secret=self._secret,
             waiters=self._waiters,
             connect_nccl=self._connect_nccl,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,8 @@ class CommunicationError(RuntimeError):
 
 class BroadcastStore(c10d.Store):
     """A rendezvous store without a server: the coordinator forwards every key that a rank sets.
+
+    Keys that every rank sets arrive together, see ``rank_keys``.
 
     It uses the authenticated control channel, so it needs no open port, and it survives the loss of
     any rank. Keys from other generations are dropped before they reach it.
@@ -40,6 +42,12 @@ class BroadcastStore(c10d.Store):
         """Store a key that another rank has set."""
         with self._changed:
             self._values[key] = value
+            self._changed.notify_all()
+
+    def put_all(self, values: Mapping[str, bytes]) -> None:
+        """Store keys of all ranks."""
+        with self._changed:
+            self._values.update(values)
             self._changed.notify_all()
 
     def drop(self, prefix: str) -> None:

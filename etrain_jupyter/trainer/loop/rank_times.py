@@ -17,6 +17,9 @@ FIRST_REPORT_S = 2.5
 ``REPORT_EVERY_S``."""
 REPORT_EVERY_S = 30.0
 """Longest interval between two reports."""
+RANKS_PER_INTERVAL = 250
+"""In a larger generation, all intervals grow with the number of ranks, which bounds the number of
+reports per second."""
 EPOCH_REPORT_S = 10.0
 """Minimum interval before a report at the end of an epoch; shorter epochs share one report."""
 
@@ -132,6 +135,7 @@ class RankTimes:
     def is_due(self, *, epoch_ends: bool) -> bool:
         """Return True if the interval since the last report has elapsed."""
         passed_s = time.perf_counter() - self._began_at
+        passed_s /= max(1.0, self._world_size / RANKS_PER_INTERVAL)
         # The end of an epoch is a natural place to report, unless epochs are very short.
         if epoch_ends:
             return passed_s >= min(EPOCH_REPORT_S, self._interval_s)

@@ -37,7 +37,7 @@ class Peer:
         with contextlib.suppress(RuntimeError):
             backend = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, options)
             size = self._world_size
-            authenticate(self.device, self._store, rank=self._rank, world_size=size)
+            authenticate(self.device, self._store, rank=self._rank, world_size=size, secret=b"")
             self.backend = backend
 
     def all_reduce(self, tensor) -> None:

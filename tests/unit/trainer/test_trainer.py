@@ -278,3 +278,16 @@ def test_rank_with_the_newest_state_keeps_it_if_memory_runs_out_while_it_forms(r
         assert (told.why, told.progress) == ("failed", (4, 0))
         assert "no memory for the buckets" in told.error
         assert not told.is_excused
+
+
+def test_rank_keeps_the_starts_that_the_coordinator_leaves_out(rigs):
+    rig = rigs().start()
+    rig.wait_for(m.TrainerHello)
+    for generation, starts in (
+        (1, {}),
+        (2, {"starts": (0,)}),
+        (3, {"starts": (4,), "num_starts": 1}),
+    ):
+        rig.form(generation, **starts)
+        rig.wait_for(m.GenerationLeft)
+    assert rig.trainer._checkpointer.starts == [0, 4, 4]

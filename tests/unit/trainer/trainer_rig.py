@@ -20,10 +20,12 @@ from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.bundle.files import write_bundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, RankGroup
+from etrain_jupyter.trainer.group.rank_keys import keys_of
 from etrain_jupyter.trainer.trainer import Trainer
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.channel import Channel, FrameDecoder, frame
 from etrain_jupyter.wire.codec import encode
+from etrain_jupyter.wire.rank_values import pack_values
 
 CELL = """\
 import torch
@@ -93,6 +95,7 @@ class TrainerRig:
         self.stores: list[BroadcastStore] = []
         """Stores of the other ranks in the generation that is being formed."""
         threading.Thread(target=self._listen, daemon=True).start()
+        self._place = 0, 1  # its rank and the world size
         self._main = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> TrainerRig:
@@ -113,7 +116,17 @@ class TrainerRig:
                 if isinstance(message, m.StoreEntry):
                     for store in self.stores:
                         store.put(message.key, message.value)
+                elif isinstance(message, m.RankKey):
+                    self._share_key(message)
                 self.said.put(message)
+
+    def _share_key(self, message: m.RankKey) -> None:
+        # The other ranks set their keys one by one, so give them the trainer's alone.
+        rank, world_size = self._place
+        packed = pack_values([message.value] * world_size)
+        key, value = list(keys_of(m.RankKeys(topic=message.topic, values=packed)))[rank]
+        for store in self.stores:
+            store.put(key, value)
 
     def send(self, message: m.ToTrainer) -> None:
         self._socket.sendall(frame(encode(message)))
@@ -140,6 +153,7 @@ class TrainerRig:
                     store.put(key, value)
 
         self.stores = [BroadcastStore(functools.partial(share, i)) for i in range(world_size - 1)]
+        self._place = rank, world_size
         self.form(generation, rank=rank, world_size=world_size, **values)
         ranks = [other for other in range(world_size) if other != rank]
         groups = [

@@ -564,6 +564,15 @@ async def test_supervisor_sends_heartbeats_even_if_the_progress_cannot_be_read(r
     monkeypatch.undo()
 
 
+async def test_coordinator_sets_the_heartbeat_interval(rig):
+    await rig.until(lambda: rig.said(m.Heartbeat))
+    rig.order(m.SetHeartbeatInterval(interval_s=60.0))
+    await rig.until(lambda: rig.supervisor._beat_s == 60.0)
+    rig.reports.clear()
+    await asyncio.sleep(0.1)
+    assert len(rig.said(m.Heartbeat)) <= 1  # after the interval that had begun
+
+
 async def test_heartbeat_reports_a_full_outbox(rig, monkeypatch):
     monkeypatch.setattr(rig.supervisor, "_outbox", Outbox(most=1))
     trainer = await rig.start("j/w1/1")

@@ -16,6 +16,7 @@ from etrain_jupyter.rules.policy.chaos import FAULT_KINDS
 from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
+from etrain_jupyter.wire.rank_values import unpack_values
 from tests.unit.head.coordinator.rig import PLAN, Nodes, Rig
 
 
@@ -153,6 +154,95 @@ async def test_evicted_worker_that_then_disconnects_is_lost_once(rig):
     assert len(rig.events(events.WorkerLost)) == 1
 
 
+# --- many workers ---
+
+
+async def test_keys_of_all_ranks_are_sent_to_each_in_one_message(rig):
+    await rig.start("w1", "w2", "w3")
+    for worker in ("w3", "w1", "w2"):
+        assert not rig.told("w1", m.RankKeys)
+        rig.tell(worker, m.RankKey, topic="0", value=worker.encode())
+    for worker in ("w1", "w2", "w3"):
+        [keys] = rig.told(worker, m.RankKeys)
+        assert (keys.trainer, keys.generation, keys.topic) == (rig.trainer(worker), 1, "0")
+        assert unpack_values(keys.values) == [b"w1", b"w2", b"w3"]
+
+
+async def test_rank_gets_only_the_starts_that_it_does_not_know(rig):
+    await rig.start("w1", "w2")
+    [first] = rig.told("w1", m.JoinGeneration)
+    assert (first.starts, first.num_starts, len(first.secret)) == ((), 0, 16)
+    for step in (2, 4):
+        rig.commit("w1", step - 1, step)
+        rig.report("w1", step)
+        rig.report("w2", step)
+        rig.tell("w1", m.GenerationJoined, step=step)
+    # w2 has joined generation 1 but not generation 2, so it may not know the second start.
+    assert [(j.starts, j.num_starts) for j in rig.told("w1", m.JoinGeneration)[1:]] == [
+        ((0,), 0),
+        ((2,), 1),
+    ]
+    assert [(j.starts, j.num_starts) for j in rig.told("w2", m.JoinGeneration)[1:]] == [
+        ((0,), 0),
+        ((0, 2), 0),
+    ]
+    secrets = {join.secret for join in rig.told("w1", m.JoinGeneration)}
+    assert len(secrets) == 3
+
+
+def test_supervisors_of_a_large_cluster_send_fewer_heartbeats(rig):
+    names = [f"w{number}" for number in range(500)]
+    rig.hello(*names)
+    assert not rig.orders("w0", m.SetHeartbeatInterval)
+    rig.tick()
+    assert [x.interval_s for x in rig.orders("w0", m.SetHeartbeatInterval)] == [2.0]
+    rig.hello("late")
+    assert [x.interval_s for x in rig.orders("late", m.SetHeartbeatInterval)] == [2.0]
+    rig.tick()
+    assert len(rig.orders("w0", m.SetHeartbeatInterval)) == 1
+    for name in names[10:]:
+        rig.coordinator.remove_worker(None, f"tls://{name}")
+    rig.tick()
+    assert [x.interval_s for x in rig.orders("w0", m.SetHeartbeatInterval)] == [2.0, 1.0]
+
+
+async def test_workers_that_join_a_large_cluster_are_shared_together_at_the_next_tick(rig):
+    rig.hello(*(f"w{number}" for number in range(64)))
+    await rig.submit(max_workers=100)
+    assert len(rig.job.state.members) == 64
+    rig.hello("w64", "w65")
+    assert len(rig.job.state.members) == 64
+    rig.tick()
+    assert len(rig.job.state.members) == 66
+
+
+async def test_reports_of_many_workers_are_acknowledged_together(rig):
+    names = [f"w{number}" for number in range(100)]
+    await rig.start(*names)
+    rig.tick()
+    seen = len(rig.orders("w0", m.AcknowledgeReports))
+    for number in (1, 2):
+        rig.tell("w0", m.StepsTrained, records=(rig.step_record(number),), number=number)
+        rig.tick(0.15)
+    assert len(rig.orders("w0", m.AcknowledgeReports)) == seen
+    rig.tick(0.15)
+    [ack] = rig.orders("w0", m.AcknowledgeReports)[seen:]
+    assert ack.number == 2
+
+
+async def test_nodes_are_listed_once_for_all_trainers_that_start(rig, monkeypatch):
+    names = ["w1", "w2", "w3"]
+    facts = {"type": "m5", "zone": "a", "lifecycle": "spot", "price_usd_per_h": 0.1}
+    rig.nodes.records = [{"worker": name, **facts} for name in names]
+    listed = []
+    monkeypatch.setattr(rig.nodes, "nodes", lambda: listed.append(1) or rig.nodes.records)
+    rig.hello(*names)
+    before = len(listed)
+    await rig.submit(max_workers=3)
+    assert len(listed) - before <= 1
+    assert [event.zone for event in rig.events(events.WorkerJoined)] == ["a", "a", "a"]
+
+
 # --- fences ---
 
 
@@ -171,11 +261,14 @@ async def test_reports_of_an_older_generation_are_dropped(rig):
     rig.tell("w1", m.EvalFinished, record=EVALUATION, **old)
     rig.tell("w1", m.WeightsFingerprinted, step=2, rank=0, digest="x", **old)
     rig.tell("w1", m.StoreEntry, key="k", value=b"", **old)
+    rig.tell("w1", m.RankKey, topic="k", value=b"", **old)
+    rig.tell("w2", m.RankKey, topic="k", value=b"", **old)
     rig.tell("w1", m.GenerationJoined, **old)
     rig.tell("w1", m.GenerationLeft, progress=(9, 0), why="done", undone=False, **old)
     rig.tell("w1", m.UserCodeFailed, progress=(2, 0), error="ValueError", traceback="", **old)
     assert (rig.job.state, rig.job.job_log.last_seq) == before
     assert not rig.told("w2", m.StoreEntry)
+    assert not rig.told("w2", m.RankKeys)
 
 
 async def test_messages_of_a_lost_trainer_are_dropped_while_its_generation_is_current(rig):

@@ -89,6 +89,15 @@ def test_worker_is_shown_with_its_machine_if_the_pool_reports_it() -> None:
     assert "<td>cuda:1</td>" in html
 
 
+def test_number_of_workers_that_are_left_out_is_shown() -> None:
+    script = Script()
+    names = [f"w{number}" for number in range(150)]
+
+    html = html_of(view_of([*script.begin(), *script.form(names, "start")]))
+
+    assert "<p>and 50 more</p>" in html
+
+
 def test_text_line_contains_the_status_step_loss_and_workers() -> None:
     text = render_text(view_of(list(Script(num_steps=60).events())).snapshot())
 

@@ -588,6 +588,20 @@ def test_worker_has_a_time_split_and_what_it_waits_for() -> None:
     assert [row.waits_for for row in rows] == ["data, 50 %", "other ranks, 30 %"]
 
 
+def test_snapshot_of_many_workers_has_one_page_with_those_that_do_not_train() -> None:
+    script = Script()
+    names = [f"w{number}" for number in range(1000)]
+    events = [*script.begin(), *script.form(names, "start")]
+    for worker in ("w900", "w950"):
+        events.append(script.make(t.WorkerLost, worker=worker, cause="gone", detected_s=0.1))
+
+    snapshot = view_of(events).snapshot()
+
+    shown = [row.worker for row in snapshot.workers]
+    assert shown == [*names[:98], "w900", "w950"]
+    assert snapshot.num_more_workers == 900
+
+
 def test_worker_that_does_not_train_waits_for_something_and_has_no_split() -> None:
     script, events = paused_script()
     events.append(script.make(t.WorkerJoined, worker="w9"))

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from etrain_jupyter.rules.membership.silence import HeartbeatMonitor
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etrain_jupyter.rules.membership.silence import (
+    BEATS_PER_LIMIT,
+    BEATS_PER_S,
+    HeartbeatMonitor,
+    choose_beat_s,
+)
 
 
 def hearing(*names: str) -> HeartbeatMonitor:
@@ -49,3 +57,27 @@ def test_forgotten_supervisor_is_not_silent():
     heard.forget("w1")
     heard.forget("w1")
     assert heard.silent(1000.0) == {}
+
+
+# --- heartbeat interval ---
+
+
+@given(st.integers(0, 5000), st.floats(1.0, 4.0), st.floats(0.5, 60.0))
+def test_interval_leaves_several_heartbeats_until_the_timeout(num, current_s, limit_s):
+    beat_s = choose_beat_s(num, current_s=current_s, limit_s=limit_s)
+    assert beat_s == 1.0 or BEATS_PER_LIMIT * beat_s <= limit_s * (1 + 1e-9)
+    assert 1.0 <= beat_s <= 4.0
+    # Asked again, it stays: every change is a message to each supervisor.
+    assert choose_beat_s(num, current_s=beat_s, limit_s=limit_s) == beat_s
+
+
+def test_interval_bounds_the_number_of_heartbeats_and_does_not_follow_each_worker():
+    beat_s, changes = 1.0, []
+    for num in range(1, 1001):
+        new_s = choose_beat_s(num, current_s=beat_s, limit_s=10.0)
+        if new_s != beat_s:
+            changes.append(num)
+        beat_s = new_s
+        assert num / beat_s <= 1.5 * BEATS_PER_S
+    assert changes == [375, 563, 845]
+    assert choose_beat_s(4, current_s=beat_s, limit_s=10.0) == 1.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.admission import ADMISSION_GRACE_S
+from etrain_jupyter.rules.membership.admission import ADMISSION_GRACE_S, MAX_ADMISSION_WAIT_S
 from etrain_jupyter.rules.membership.formation import GUARDED_S
 from tests.unit.rules.story import Story
 
@@ -20,6 +20,38 @@ def test_job_starts_with_the_workers_that_are_warm_after_the_grace_period():
     story.send(s.Tick(), after_s=ADMISSION_GRACE_S)
     assert story.ranks() == ["w1"]
     assert story.state.status == "running"
+
+
+def test_grace_period_restarts_with_each_worker_that_becomes_warm():
+    """The hellos of 1,000 workers took longer than the grace: 880 formed, and then the rest."""
+    names = tuple(f"w{number}" for number in range(5))
+    story = Story(max_workers=5).send(s.WorkersAssigned(workers=names))
+    for name in names[:4]:
+        story.warm(name).wait(0.9 * ADMISSION_GRACE_S)
+    assert not story.found(c.FormGeneration, ever=True)
+    story.wait(0.2 * ADMISSION_GRACE_S)
+    assert story.ranks() == list(names[:4])
+
+
+def test_warm_workers_wait_for_others_only_so_long():
+    names = tuple(f"w{number}" for number in range(20))
+    story = Story(max_workers=20).send(s.WorkersAssigned(workers=names))
+    while not story.found(c.FormGeneration, ever=True):
+        story.warm(names[len(story.state.in_phase("warm"))]).wait(0.5 * ADMISSION_GRACE_S)
+    [form] = story.found(c.FormGeneration, ever=True)
+    assert len(form.trainers) == MAX_ADMISSION_WAIT_S / (0.5 * ADMISSION_GRACE_S)
+
+
+def test_reason_for_waiting_names_a_few_of_many_workers():
+    names = tuple(f"w{number}" for number in range(20))
+    story = Story(min_workers=20, max_workers=20).start(*names)
+    for name in names:
+        story.lose(name)
+    assert story.state.reason == (
+        "0 of min 20 workers available (w0 is warming up; w1 is warming up; w2 is warming up; "
+        "w3 is warming up; w4 is warming up; w5 is warming up; w6 is warming up; "
+        "w7 is warming up; others are warming up)"
+    )
 
 
 def test_newcomer_is_admitted_at_a_step_boundary_and_gets_the_state():

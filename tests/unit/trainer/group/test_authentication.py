@@ -339,7 +339,7 @@ def test_rank_that_cannot_connect_notifies_the_other_ranks(monkeypatch):
         group.connect()
     device = GlooDevice(HOST)
     with pytest.raises(CommunicationError, match=r"^rank 0: \[gloo\] connection refused$"):
-        authentication.authenticate(device, second, rank=1, world_size=2)
+        authentication.authenticate(device, second, rank=1, world_size=2, secret=b"")
     group.close()
 
 

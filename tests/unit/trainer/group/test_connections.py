@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etrain_jupyter.trainer.group.connections import (
+    MODULUS,
     Pair,
     decode,
+    digest_of,
     encode,
     find_mismatch,
     find_uid,
@@ -34,6 +36,32 @@ def whole(count: int) -> dict[int, list[Pair]]:
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_one_connection_per_pair_of_ranks_is_accepted(count):
     assert find_mismatch(whole(count)) is None
+
+
+def total_of(listed: dict[int, list[Pair]]) -> int:
+    return sum(digest_of(pairs, b"secret") for pairs in listed.values()) % MODULUS
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_digests_of_a_whole_group_cancel_out(count):
+    assert total_of(whole(count)) == 0
+
+
+@given(st.integers(2, 6), st.data())
+def test_digests_reveal_any_end_that_no_rank_lists(count, data):
+    listed = whole(count)
+    rank = data.draw(st.integers(0, count - 1))
+    place = data.draw(st.integers(0, count - 2))
+    near, far = listed[rank][place]
+    stranger = ("10.0.9.9", data.draw(st.integers(1, 65535)))
+    listed[rank][place] = data.draw(st.sampled_from([(near, stranger), (stranger, far)]))
+    assert total_of(listed) != 0
+    assert find_mismatch(listed) is not None
+
+
+def test_digests_depend_on_the_secret():
+    [pair] = whole(2)[0]
+    assert digest_of([pair], b"one") != digest_of([pair], b"other")
 
 
 @given(st.integers(2, 6), st.data())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,6 +210,20 @@ def test_first_report_is_early_and_later_ones_are_rare(monkeypatch):
             told.append(now - 100.0)
             times.report()
     assert told == [2.5, 7.5, 17.5, 37.5, 67.5, 97.5]
+
+
+def test_ranks_of_a_large_generation_report_less_often(monkeypatch):
+    now, told = 100.0, []
+    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: now)
+    times = RankTimes(lambda _: None)
+    times.begin(SimpleNamespace(generation=1, rank=0, world_size=1000))
+    for step in range(1, 301):
+        now += 1.0
+        times.add_step(step, StepTimes(), samples=1, elapsed_s=1.0)
+        if times.is_due(epoch_ends=False):
+            told.append(now - 100.0)
+            times.report()
+    assert told == [10, 30, 70, 150, 270]
 
 
 def test_short_epochs_share_a_report_and_long_ones_report_at_their_ends(monkeypatch):
