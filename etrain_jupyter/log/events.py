@@ -229,7 +229,8 @@ class GenerationFormed(Event):
     why: str
     """``start``, ``join``, ``leave``, ``lost``, ``stalled`` (no rank made progress, and there was
     no clear straggler), ``broken`` (a collective failed, and no rank was lost), ``restart`` (the
-    scheduler died while the previous generation formed), ``resume``; several reasons are joined by
+    scheduler died while the previous generation formed), ``resume``, ``save`` (only to save a state
+    of which each rank has a part: ``shard: optimizer``); several reasons are joined by
     ``+``.
     """
     world_size: int

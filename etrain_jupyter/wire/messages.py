@@ -255,6 +255,8 @@ class JoinGeneration(TrainerMessage):
     """The step at which each earlier generation began; see ``rules.membership.lineage``."""
     pace: PaceUpdate | None = None
     """None if the cell sets the interval, or until the first checkpoint reveals its cost."""
+    saves: bool = False
+    """True if the ranks form only to save the state, of which each has a part (``shard``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,7 @@ class HostedJob:
             hang_s=self.hang_s,
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
             backend=order.config.get("backend") or "auto",
+            is_sharded=order.config.get("shard") == "optimizer",
         )
         #     case                        recalls   log      what happens
         #     submitted                   None      empty    begin
@@ -465,6 +466,7 @@ class HostedJob:
                     faults=tuple(self.planned.of_rank(rank, world_size)),
                     starts=tuple(self.record.starts),
                     pace=self._pace(restore=command.restore),
+                    saves=command.saves,
                 )
             )
 
