@@ -602,6 +602,9 @@ class JobRestored(Event):
     """The step of that state; 0 if no state was left and training starts over."""
     num_undone: int
     """Number of logged steps after that step, which are repeated."""
+    reason: str = ""
+    """Why the state of the survivors could not be used: with ``shard: optimizer``, part of it was
+    lost. Empty if none of them had it."""
 
 
 @dataclass(frozen=True, kw_only=True)

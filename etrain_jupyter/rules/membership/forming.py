@@ -45,6 +45,7 @@ def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = Fals
         first_step=max(0, state.saved_step if restore else newest[0]),
         backend=backend_for(turn, ranks),
         is_restoring=restore,
+        why_restored=_why_restored(state) if restore else "",
         is_saving=saves,
         trainers=tuple(m.trainer for m in ranks),
     )
@@ -99,3 +100,9 @@ def _still_missing(state: JobState, num_ranks: int) -> tuple[tuple[str, str], ..
     num_missing = max(0, state.max_workers - num_ranks)
     away = [pair for pair in state.faults.lost if state.of_worker(pair[0]) is None]
     return tuple(away[-num_missing:]) if num_missing else ()
+
+
+def _why_restored(state: JobState) -> str:
+    # The ranks compared what they have, and found that some shard has no holder.
+    errors = [found.error for found in state.current.breaks if found.is_excused and found.error]
+    return errors[0] if state.is_sharded and errors else ""

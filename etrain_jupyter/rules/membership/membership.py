@@ -117,6 +117,8 @@ class GenerationState:
     """The backend that sums its gradients, ``nccl`` or ``gloo``."""
     is_restoring: bool = False
     """True if it started from a checkpoint."""
+    why_restored: str = ""
+    """Why it started from a checkpoint although trainers of the previous generation remain."""
     is_saving: bool = False
     """True if its ranks only save the state, see ``JobState.is_sharded``."""
     trainers: tuple[str, ...] = ()

@@ -90,6 +90,8 @@ class SyncPlan:
     """Ranks that receive everything but the optimizer's state from rank 0."""
     lost: tuple[Range, ...]
     """Ranges that no rank has."""
+    is_restored: bool = False
+    """True if rank 0's state is in the files of a checkpoint."""
 
 
 def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = False) -> SyncPlan:
@@ -109,6 +111,7 @@ def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = F
             stale=(),
             behind=tuple(range(1, len(reports))),
             lost=tuple(find_lost([reports[0].spans], size)),
+            is_restored=is_restored,
         )
     completing = [r for r, one in enumerate(reports) if one.is_prepared and one.step == newest - 1]
     current = [r for r, one in enumerate(reports) if one.step == newest]
@@ -194,7 +197,8 @@ class ShardSync:
         size = group.world_size
         wanted = {rank: shards_of(rank, size, self._layout.starts) for rank in range(size)}
         num_bytes = 0
-        if any(plan.held.get(rank) != spans for rank, spans in wanted.items()):
+        is_moved = any(plan.held.get(rank) != spans for rank, spans in wanted.items())
+        if is_moved or plan.is_restored:
             moves = plan_moves(plan.held, wanted)
             forms = self._gather_forms(plan)
             new = self._build(plan, moves, forms)
