@@ -38,6 +38,7 @@ from benchmarks import (
     strangers,
     stream,
     uneven,
+    zero,
 )
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -48,6 +49,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "starts": starts,
     "churn": churn,
     "reproducible": reproducible,
+    "zero": zero,
     "log": log,
     "checkpoint": checkpoint,
     "bundle": bundle,

@@ -49,7 +49,6 @@ def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = Fals
         is_saving=saves,
         trainers=tuple(m.trainer for m in ranks),
     )
-    why = "save" if saves else "+".join(_whys(state))
     turn.begin_generation(current)
     turn.update_faults(replace(state.faults, lost=_still_missing(turn.state, len(ranks))))
     for member in ranks:
@@ -67,22 +66,28 @@ def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = Fals
             saves=saves,
         )
     )
-    last_step_at = state.timings.last_step_at
+    _publish_formed(turn, ranks, why="save" if saves else "+".join(_whys(state)), behind=behind)
+    turn.enter_phase("running")
+    slow = why_gloo(turn.state)
+    if slow and current.backend != previous.backend:
+        turn.log(slow)
+    turn.set_status("running", slow)
+
+
+def _publish_formed(
+    turn: Turn, ranks: Sequence[Member], *, why: str, behind: Sequence[int]
+) -> None:
+    last_step_at = turn.state.timings.last_step_at
     turn.publish(
         events.GenerationFormed,
         why=why,
         world_size=len(ranks),
         ranks=[m.worker for m in ranks],
         behind=list(behind),
-        step=current.first_step,
-        backend=current.backend,
+        step=turn.state.current.first_step,
+        backend=turn.state.current.backend,
         stall_s=turn.now - last_step_at if last_step_at else 0.0,
     )
-    turn.enter_phase("running")
-    slow = why_gloo(turn.state)
-    if slow and current.backend != previous.backend:
-        turn.log(slow)
-    turn.set_status("running", slow)
 
 
 def _whys(state: JobState) -> list[str]:

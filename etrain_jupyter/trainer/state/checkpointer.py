@@ -192,7 +192,7 @@ class Checkpointer:
         best_steps: tuple[int, ...] = ()
         if self._state.step in steps:
             best_steps = tuple(steps[: steps.index(self._state.step) + 1])
-        if self._has_divided_state(group.world_size):
+        if self._has_divided_state():
             self._save_best_together(group, best_steps)
         # A copy stalls training, so none is made if equally good weights are already safe.
         elif group.rank == 0 and best_steps and not self._is_kept(best_steps):
@@ -213,8 +213,9 @@ class Checkpointer:
         else:
             self._write_shard()
 
-    def _has_divided_state(self, world_size: int) -> bool:
-        return self._state.workload.shards is not None and world_size > 1
+    def _has_divided_state(self) -> bool:
+        shards = self._state.workload.shards
+        return shards is not None and shards.world_size > 1
 
     def _is_kept(self, steps: Collection[int]) -> bool:
         # True if, as far as this thread knows, a checkpoint of one of these steps is durable, being
@@ -227,7 +228,7 @@ class Checkpointer:
 
     def _is_sharding_worth_it(self) -> bool:
         sharded = self._sharded
-        if sharded is not None and self._has_divided_state(sharded.world_size):
+        if sharded is not None and self._has_divided_state():
             return True
         return sharded is not None and is_worth_it(
             self._checkpoints.store, self._num_bytes, sharded.world_size
@@ -237,8 +238,7 @@ class Checkpointer:
 
     def save_now(self, generation: int) -> None:
         """Save the current state, and return when it is durable or has failed."""
-        shards = self._state.workload.shards
-        if shards is not None and shards.world_size > 1:
+        if self._has_divided_state():
             error = "this worker has only a part of the optimizer's state"
             self._send(CheckpointNotWritten(step=self._state.step, error=error))
             return
