@@ -57,8 +57,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_size(world_size: int, blocks: int, steps: int, millions: float) -> dict[str, Any]:
     """Return the figures of all variants at one world size."""
-    import torch.distributed as dist
+    import torch.distributed
 
+    dist: Any = torch.distributed
     store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
@@ -105,9 +106,11 @@ def serve(
 ) -> None:
     """Run one rank: all variants in turns."""
     import torch
-    import torch.distributed as dist
+    import torch.distributed
 
-    class Rendezvous(dist.PrefixStore):
+    dist: Any = torch.distributed
+
+    class Rendezvous(dist.PrefixStore):  # type: ignore[misc]
         def abort(self) -> None:
             """Do nothing: no thread waits in it after the group has formed."""
 

@@ -76,7 +76,7 @@ class Form:
 class Slice(NamedTuple):
     """A range of one parameter's elements."""
 
-    index: int
+    param: int
     """Index of the parameter among those that the optimizer updates."""
     first: int
     stop: int
@@ -111,11 +111,11 @@ class Layout:
 
     def weights(self, part: Slice) -> torch.Tensor:
         """Return a part of a parameter as a flat view of its memory."""
-        return self.parameters[part.index].detach().view(-1)[part.first : part.stop]
+        return self.parameters[part.param].detach().view(-1)[part.first : part.stop]
 
     def gradient(self, part: Slice) -> torch.Tensor | None:
         """Return the same part of its gradient; None if it has none."""
-        grad = self.parameters[part.index].grad
+        grad = self.parameters[part.param].grad
         # A gradient may have other strides than its contiguous parameter; ``reshape`` copies then.
         return None if grad is None else grad.reshape(-1)[part.first : part.stop]
 
@@ -154,7 +154,7 @@ class HeldShard:
         self.parts = layout.slices(span)
         self._weights = [layout.weights(part) for part in self.parts]
         """Views of the parameters' memory, which the optimizer updates as its parameters."""
-        by_index = dict(zip((part.index for part in self.parts), self._weights, strict=True))
+        by_index = dict(zip((part.param for part in self.parts), self._weights, strict=True))
         groups = []
         for group in template.param_groups:
             mine = [by_index[i] for i in map(self._place_of, group["params"]) if i in by_index]
@@ -185,13 +185,13 @@ class HeldShard:
     def adopt(self, forms: Mapping[int, Form], vectors: Mapping[tuple[int, str], Any]) -> None:
         """Set the state: ``vectors`` by parameter and name, for the parameters in ``forms``."""
         for weights, part in zip(self._weights, self.parts, strict=True):
-            form = forms.get(part.index)
+            form = forms.get(part.param)
             if form is not None:
                 state: dict[str, Any] = {
                     name: value.to(self._device_of(name, weights), copy=True)
                     for name, value in form.scalars.items()
                 }
-                state |= {name: vectors[part.index, name] for name, _ in form.vectors}
+                state |= {name: vectors[part.param, name] for name, _ in form.vectors}
                 self.optimizer.state[weights] = state
 
     def _device_of(self, scalar: str, weights: torch.Tensor) -> torch.device:
@@ -202,7 +202,10 @@ class HeldShard:
 
     def state_of(self, part: Slice) -> Mapping[str, Any]:
         """Return the state of one of ``parts``; empty before the first update."""
-        return self.optimizer.state.get(self._weights[self.parts.index(part)], {})
+        state: Mapping[str, Any] = self.optimizer.state.get(
+            self._weights[self.parts.index(part)], {}
+        )
+        return state
 
     # --- as a source of state ---
 
@@ -214,13 +217,13 @@ class HeldShard:
     def form(self, index: int) -> Form | None:
         """Return the form of a parameter's state; None if it has no state, or none is here."""
         for part in self.parts:
-            if part.index == index and (state := self.state_of(part)):
+            if part.param == index and (state := self.state_of(part)):
                 return Form.of(self._layout.names[index], state)
         return None
 
     def read(self, name: str, part: Slice) -> torch.Tensor:
         """Return a view of a part of a vector."""
-        [own] = [one for one in self.parts if one.index == part.index]
+        [own] = [one for one in self.parts if one.param == part.param]
         vector: torch.Tensor = self.state_of(own)[name]
         return vector[part.first - own.first : part.stop - own.first]
 
@@ -247,24 +250,24 @@ class NewShard:
         self._layout = layout
         self._firsts: dict[int, int] = {}
         for part in layout.slices(span):
-            self._firsts[part.index] = part.first
-            device = layout.parameters[part.index].device
+            self._firsts[part.param] = part.first
+            device = layout.parameters[part.param].device
             for name, dtype in vectors_of(part, forms):
                 length = part.stop - part.first
-                self.vectors[part.index, name] = torch.empty(length, dtype=dtype, device=device)
+                self.vectors[part.param, name] = torch.empty(length, dtype=dtype, device=device)
 
     def slots(self, span: Range) -> list[torch.Tensor]:
         """Return the memory for a range within the shard, in the order of ``read_span``."""
         found = []
         for part in self._layout.slices(span):
-            start = self._firsts[part.index]
+            start = self._firsts[part.param]
             for name, _ in vectors_of(part, self.forms):
-                vector = self.vectors[part.index, name]
+                vector = self.vectors[part.param, name]
                 found.append(vector[part.first - start : part.stop - start])
         return found
 
 
 def vectors_of(part: Slice, forms: Mapping[int, Form]) -> tuple[tuple[str, torch.dtype], ...]:
     """Return name and type of each vector of a part, in the order in which they are sent."""
-    form = forms.get(part.index)
+    form = forms.get(part.param)
     return () if form is None else form.vectors

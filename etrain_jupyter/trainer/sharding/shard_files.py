@@ -91,7 +91,7 @@ class ShardFiles:
     def read(self, name: str, part: Slice) -> torch.Tensor:
         """Return a part of a vector, in host memory."""
         pieces = []
-        for entry in self._entries[part.index, name]:
+        for entry in self._entries[part.param, name]:
             first = max(part.first, entry.first)
             stop = min(part.stop, entry.first + entry.values.numel())
             if first < stop:

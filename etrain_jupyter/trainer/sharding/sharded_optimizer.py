@@ -76,7 +76,7 @@ class ShardedOptimizer:
         self.restart()
         # The gradient scaler and ``Update`` call the optimizer. The scaler must look for infinite
         # gradients itself, rather than leave it to a fused kernel of the whole optimizer.
-        optimizer.step = self.step  # type: ignore[method-assign]
+        optimizer.step = self.step  # type: ignore[method-assign, assignment]
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
     def _take_initial(self) -> dict[int, tuple[Form, dict[str, float]]]:
@@ -217,10 +217,10 @@ class ShardedOptimizer:
         tensors: Tensors = {}
         own = self.held[0]
         for part in own.parts:
-            whole = self.layout.parameters[part.index]
+            whole = self.layout.parameters[part.param]
             is_whole = part.stop - part.first == whole.numel()
             for name, value in own.state_of(part).items():
-                key = f"{part.index}.{name}"
+                key = f"{part.param}.{name}"
                 if name in SCALARS:
                     if not part.first:
                         tensors[key] = value

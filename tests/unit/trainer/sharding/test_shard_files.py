@@ -88,10 +88,10 @@ def test_divided_job_reads_ranges_of_files_that_any_number_of_ranks_wrote(tmp_pa
         ):
             for part in layout.slices(span):
                 state = held.state_of(part)
-                assert bool(state) == (part.index in forms)
-                for name, _ in forms[part.index].vectors if part.index in forms else ():
+                assert bool(state) == (part.param in forms)
+                for name, _ in forms[part.param].vectors if part.param in forms else ():
                     assert torch.equal(source.read(name, part), state[name])
-                for name, value in forms[part.index].scalars.items() if state else ():
+                for name, value in forms[part.param].scalars.items() if state else ():
                     assert torch.equal(value, state[name])
 
 
