@@ -42,6 +42,7 @@ from benchmarks import (
     stream,
     uneven,
     vision,
+    zero,
 )
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -55,6 +56,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "churn": churn,
     "reproducible": reproducible,
     "gpu": gpu,
+    "zero": zero,
     "log": log,
     "checkpoint": checkpoint,
     "bundle": bundle,

@@ -17,7 +17,7 @@ FREE = frozenset(
     (
         *("name", "pool", "workers", "log", "eval", "early_stopping", "on_nan_loss", "metrics"),
         *("checkpoint.every", "checkpoint.keep", "checkpoint.best", "data.num_workers", "compile"),
-        *("epochs", "steps", "batch.micro", "backend"),
+        *("epochs", "steps", "batch.micro", "backend", "shard"),
     )
 )
 """Keys that, together with all keys below them, do not affect the computation of a step."""

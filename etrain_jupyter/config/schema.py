@@ -33,6 +33,7 @@ from etrain_jupyter.config.fields import (
 from etrain_jupyter.config.source_map import did_you_mean, in_words
 from etrain_jupyter.config.store_url import S3, split_s3_url
 from etrain_jupyter.config.vocabulary import (
+    ELEMENTWISE,
     NAMED_LR,
     OTHER_PRECISIONS,
     PRECISIONS,
@@ -278,6 +279,8 @@ class BatchConfig(Section):
 
 
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+
+SHARDS = ("none", "optimizer")
 
 BACKENDS = ("auto", "nccl", "gloo")
 
@@ -598,6 +601,8 @@ class TrainConfig(Section):
     """Compile the model with torch.compile on each worker before it joins the others."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """Compression of the exchanged gradients, for slow networks: none, bf16, fp16 or powersgd."""
+    shard: Literal["none", "optimizer"] = "none"
+    """What the workers divide among them to save memory: optimizer, for its state, or none."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Gradient exchange backend: nccl, gloo, or auto (nccl if each worker has a GPU, else gloo)."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
@@ -707,6 +712,13 @@ class TrainConfig(Section):
             return "none"
         return check_word(value, COMPRESSIONS, usual="compression: bf16")
 
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _known_shard(cls, value: Any) -> Any:
+        if value is None:
+            return "none"
+        return check_word(value, SHARDS, usual="shard: optimizer")
+
     @field_validator("backend", mode="before")
     @classmethod
     def _known_backend(cls, value: Any) -> Any:
@@ -754,6 +766,7 @@ class TrainConfig(Section):
                 path=("batch", "global"),
             )
         self._check_shards()
+        self._check_shard()
         self._check_compression()
         self._check_sync_batchnorm()
         return self
@@ -782,6 +795,18 @@ class TrainConfig(Section):
                 hint="write precision: bf16, or compression: fp16",
                 path=path,
             )
+
+    def _check_shard(self) -> None:
+        # An optimizer from a function is checked on the worker, which builds it.
+        name = self.optimizer.name
+        if self.shard == "none" or name is None or name in ELEMENTWISE:
+            return
+        raise fault(
+            f"shard: optimizer cannot be used with {name}, whose update of one element depends on "
+            "others of the same tensor",
+            hint="write optimizer: {name: AdamW}, or shard: none",
+            path=("shard",),
+        )
 
     def _check_sync_batchnorm(self) -> None:
         if not self.sync_batchnorm:

@@ -40,6 +40,14 @@ REFUSED = {
 }
 """Unsupported optimizers from torch.optim, and the reasons."""
 
+ELEMENTWISE = frozenset(
+    (
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD"),
+    )
+)
+"""Optimizers that update each element by itself, so that ``shard`` can divide their state."""
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 OTHER_PRECISIONS = {
     **dict.fromkeys(("float32", "32", "full", "f32", "torch.float32"), "fp32"),

@@ -229,7 +229,8 @@ class GenerationFormed(Event):
     why: str
     """``start``, ``join``, ``leave``, ``lost``, ``stalled`` (no rank made progress, and there was
     no clear straggler), ``broken`` (a collective failed, and no rank was lost), ``restart`` (the
-    scheduler died while the previous generation formed), ``resume``; several reasons are joined by
+    scheduler died while the previous generation formed), ``resume``, ``save`` (only to save a state
+    of which each rank has a part: ``shard: optimizer``); several reasons are joined by
     ``+``.
     """
     world_size: int
@@ -604,6 +605,9 @@ class JobRestored(Event):
     """The step of that state; 0 if no state was left and training starts over."""
     num_undone: int
     """Number of logged steps after that step, which are repeated."""
+    reason: str = ""
+    """Why the state of the survivors could not be used: with ``shard: optimizer``, part of it was
+    lost. Empty if none of them had it."""
 
 
 @dataclass(frozen=True, kw_only=True)

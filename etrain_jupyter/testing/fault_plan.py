@@ -30,6 +30,11 @@ PLACES = ("forward", "all_reduce", "commit", "form", "sync", "warm", "eval", "ev
 - ``eval`` (in an evaluation), ``evaluated`` (before its result is reported or the weights saved).
 """
 
+SHARD_PLACES = ("agree", "agreed", "updated")
+"""Places in a step of a job with ``shard: optimizer`` and several ranks: before the ranks agree
+that all have complete gradients; before the update; and after it, while the weights are exchanged,
+which only three or more ranks do."""
+
 AT_A_PLACE = ("kill", "segfault", "exit", "error", "stop", "hold_gil", "hang", "disconnect")
 """Faults in the trainer process."""
 BY_COORDINATOR = ("notice", "kill_worker")
@@ -50,13 +55,13 @@ class PlannedFault:
     step: int
     """Number of the update, from 1; the fault happens at this update or the next possible one."""
     at: str = "forward"
-    """One of ``PLACES``; ignored for faults that do not happen in a trainer."""
+    """One of ``PLACES`` or ``SHARD_PLACES``; ignored for faults that do not happen in a trainer."""
     notice_s: float = 120.0
     """Time between a notice and the end of the machine, in seconds."""
 
     def __post_init__(self) -> None:
         _check_word("kind", self.kind, KINDS)
-        _check_word("place", self.at, PLACES)
+        _check_word("place", self.at, (*PLACES, *SHARD_PLACES))
         if self.rank is not None and self.rank < 0:
             raise ValueError(f"{self.kind}: rank={self.rank} must be at least 0")
         if self.step < 0:

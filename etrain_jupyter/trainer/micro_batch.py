@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -204,11 +205,18 @@ class Reserve:
 
     It consists of the optimizer's state, which the first step allocates; the buckets into which DDP
     copies the gradients; and, on a GPU, a margin.
+
+    Args:
+        optimizer: The job's optimizer.
+        device: The device of the model.
+        state_share: Share of the optimizer's state that this rank will hold.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, *, state_share: float = 1.0
+    ) -> None:
         self._device = device
-        self._sizes = _state_sizes(optimizer)
+        self._sizes = [math.ceil(size * state_share) for size in _state_sizes(optimizer)]
         self._sizes += [_size_of(p) for p in _parameters_of(optimizer) if p.requires_grad]
         if device.type == "cuda":
             self._sizes.append(int(MARGIN * memory_of(device).total))

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -50,6 +51,12 @@ from etrain_jupyter.trainer.micro_batch import (
 )
 from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.scoring.score_process import ProcessScorer
+from etrain_jupyter.trainer.sharding.shard_sync import (
+    NO_STEP,
+    RankReport,
+    ShardsLostError,
+    ShardSync,
+)
 from etrain_jupyter.trainer.state.capture import put_state, take_state
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.packing import Tensors
@@ -493,12 +500,16 @@ class Trainer:
         self._send(TextLogged(level="warning", text=f"{text}: {error}"))
         self._drop_state()
         self._loop.workload.optimizer.state.clear()
+        if self._loop.workload.shards is not None:
+            self._loop.workload.shards.drop()
         return Failure(error=error, is_excused=True)
 
     def _close(self, group: RankGroup) -> None:
         group.close()
         if self._checkpointer is not None:
             self._checkpointer.leave()
+        if self._loop is not None and self._loop.workload.shards is not None:
+            self._loop.workload.shards.leave()
 
     def _drop_state(self) -> None:
         # The tensors, including any initial weights, are about to be overwritten.
@@ -538,14 +549,17 @@ class Trainer:
         self._checkpointer.starts[message.num_starts :] = message.starts
         if message.restore:
             self._restore(group, message.log_end)
-        moved = self._share_state(group, message, step)
+        share = self._share_state
+        if self._loop.workload.shards is not None:
+            share = self._share_shards
+        moved = share(group, message, step)
         self._has_state = True
         # ``message.starts`` ends with the previous generation. The new generation begins at the
         # step of rank 0's checkpoint or state, which the coordinator learns from
         # ``GenerationJoined``.
         self._checkpointer.starts.append(self._loop.step)
         clock.append(time.monotonic())
-        gradients = self._loop.wrap(group)
+        gradients = None if message.saves else self._loop.wrap(group)
         clock.append(time.monotonic())
         spans = [after - before for before, after in itertools.pairwise(clock)]
         self._report_joined(group, spans, moved)
@@ -560,6 +574,12 @@ class Trainer:
         )
         self._is_fresh = self._is_forming = False
         self._num_out_of_memory = 0
+        if gradients is None:
+            if group.rank == 0:
+                self._loop.evaluations.report(group.generation)
+            self._beat(phase="saving")
+            self._checkpointer.save_together(group)
+            return "planned"
         return self._loop.run(group, gradients, self._checkpointer)
 
     def _report_joined(
@@ -594,27 +614,93 @@ class Trainer:
         self._count_collective()
         if not takes_part:
             return None
-        workload = self._loop.workload
         if group.rank == 0:
-            header, tensors = self._take_state()
-            # If rank 0 dies before it sends these records to the log, any receiver can send them.
-            header["records"] = self._reporter.records_after(message.logged_step)
-            return send_state(group, header, tensors, behind)
+            return self._send_state(group, message, behind)
+        # If every other rank is behind, the sender has the only copy of the newest state. If it
+        # dies, the newest remaining state is that of a rank that is behind.
+        keep = self._has_state and group.world_size == 1 + len(behind)
+        return self._receive_state(group, behind, keep=keep, on_overwrite=self._drop_state)
+
+    def _send_state(
+        self, group: RankGroup, message: JoinGeneration, behind: Sequence[int]
+    ) -> Transferred:
+        header, tensors = self._take_state()
+        # If rank 0 dies before it sends these records to the log, any receiver can send them.
+        header["records"] = self._reporter.records_after(message.logged_step)
+        return send_state(group, header, tensors, behind)
+
+    def _receive_state(
+        self,
+        group: RankGroup,
+        behind: Sequence[int],
+        *,
+        keep: bool,
+        on_overwrite: Callable[[], None],
+    ) -> Transferred:
+        assert self._loop is not None
+        workload = self._loop.workload
         header, tensors, moved = receive_state(
             group,
             workload.model,
             behind,
             optimizer=workload.optimizer,
             extras=workload.extras,
-            # If every other rank is behind, the sender has the only copy of the newest state. If it
-            # dies, the newest remaining state is that of a rank that is behind.
-            keep=self._has_state and group.world_size == 1 + len(behind),
-            on_overwrite=self._drop_state,
+            keep=keep,
+            on_overwrite=on_overwrite,
         )
         put_state(workload.model, workload.optimizer, header, tensors, workload.extras)
         self._loop.state.set_counters(header["counters"])
         self._reporter.adopt(header["records"])
         return moved
+
+    def _share_shards(
+        self, group: RankGroup, message: JoinGeneration, step: int
+    ) -> Transferred | None:
+        # With ``shard: optimizer``: see ``shard_sync`` for the order, and for what a rank may lose.
+        assert self._loop is not None
+        loop, shards = self._loop, self._loop.workload.shards
+        assert shards is not None
+        started = time.monotonic()
+        self._faults.at("sync", rank=group.rank, step=step)
+        sync = ShardSync(group, shards, self._beat)
+        has_state = self._has_state or (message.restore and group.rank == 0)
+        report = RankReport(
+            step=loop.step if has_state else NO_STEP,
+            num_evals=loop.state.num_evals,
+            is_prepared=loop.prepared is not None,
+            is_stale=shards.is_stale,
+            spans=tuple(shards.spans),
+        )
+        try:
+            plan = sync.agree(report, is_restored=message.restore)
+        except ShardsLostError as exc:
+            if group.rank == 0:
+                self._send(TextLogged(level="warning", text=str(exc)))
+            loop.drop_prepared()
+            self._drop_state()
+            raise
+        if group.rank in plan.completing:
+            loop.complete_prepared()
+        loop.drop_prepared()
+        is_holder = group.rank in plan.held
+        if not is_holder:
+            shards.drop()
+        sync.repair(plan)
+        if is_holder:
+            loop.update.finish()
+        shards.is_stale = False
+        num_bytes = 0
+        if group.rank == 0 and plan.behind:
+            num_bytes = self._send_state(group, message, plan.behind).num_bytes
+        elif group.rank in plan.behind:
+            # A holder receives the weights that it has, with newer counters.
+            drop = (lambda: None) if is_holder else self._drop_state
+            self._receive_state(group, plan.behind, keep=False, on_overwrite=drop)
+        num_bytes += sync.divide(plan)
+        shards.begin(group)
+        if not num_bytes:
+            return None
+        return Transferred(num_bytes=num_bytes, duration_s=time.monotonic() - started)
 
     def _take_state(self) -> tuple[dict[str, Any], Tensors]:
         assert self._loop is not None
@@ -706,6 +792,9 @@ class Trainer:
 
 def failure_of(group: RankGroup, exc: BaseException) -> Failure:
     """Return the failure of a generation for this rank's report."""
+    # Not a failure of the connections: the next generation starts from a checkpoint.
+    if isinstance(exc, ShardsLostError):
+        return Failure(error=str(exc), is_excused=True)
     # This rank ended the generation itself, for a reason other than a failed connection, so this
     # must not count towards the budget of failed generations.
     if group.failure in (OUT_OF_MEMORY, DISCONNECTED, EXPERIMENT_FAILED):

@@ -192,7 +192,10 @@ class WarmUp:
         # Makes trial passes while blocks of memory are reserved for everything else that training
         # needs.
         device = self._workload.device
-        reserve = Reserve(self._workload.optimizer, device)
+        share = 1.0
+        if self._workload.shards is not None:
+            share = min(1.0, 2 / self._config.workers.min)  # two shards
+        reserve = Reserve(self._workload.optimizer, device, state_share=share)
         peak = 0
 
         def fits(count: int) -> bool:

@@ -29,6 +29,7 @@ from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.precision import Precision
 from etrain_jupyter.trainer.references import References, WorkloadError
 from etrain_jupyter.trainer.seeds import seed_all
+from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
 from etrain_jupyter.trainer.state.capture import Stateful
 from etrain_jupyter.trainer.state.parts import AVERAGE
 from etrain_jupyter.trainer.state.weight_average import WeightAverage
@@ -69,6 +70,8 @@ class Workload:
     precision: Precision = field(default_factory=Precision)
     norms: SyncedNorms | None = None
     """The model's BatchNorm layers; None without ``sync_batchnorm``."""
+    shards: ShardedOptimizer | None = None
+    """The shards of the optimizer's state; None without ``shard: optimizer``."""
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     """Other stateful components, by name, that are saved and sent with the weights."""
 
@@ -192,18 +195,17 @@ def build_workload(
     }
     precision = Precision(config.precision, device)
     metrics, whole_set = _build_metrics(config, references)
-    is_weighted = config.weight is not None
+    optimizer = build_optimizer(config.optimizer, references, model)
     return Workload(
         model=model,
-        optimizer=build_optimizer(config.optimizer, references, model),
+        optimizer=optimizer,
+        shards=ShardedOptimizer(optimizer, model) if config.shard == "optimizer" else None,
         objective=_build_objective(config, references),
-        measures=Measures(metrics, is_weighted=is_weighted),
+        measures=Measures(metrics, is_weighted=config.weight is not None),
         train=sources["data.train"],
         eval=sources.get("data.eval"),
         device=device,
-        weight=Weight(_callable(references.evaluate("weight"), "weight"), model)
-        if is_weighted
-        else None,
+        weight=_build_weight(config, references, model),
         whole_set=whole_set,
         predict=_callable(references.evaluate("eval.predict"), "eval.predict")
         if config.eval.predict
@@ -213,6 +215,12 @@ def build_workload(
         norms=SyncedNorms(model) if config.sync_batchnorm else None,
         extras={**precision.extras, **_build_average(config, model)},
     )
+
+
+def _build_weight(config: TrainConfig, references: References, model: nn.Module) -> Weight | None:
+    if config.weight is None:
+        return None
+    return Weight(_callable(references.evaluate("weight"), "weight"), model)
 
 
 def _build_average(config: TrainConfig, model: nn.Module) -> dict[str, Stateful]:

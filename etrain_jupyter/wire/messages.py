@@ -266,6 +266,8 @@ class JoinGeneration(TrainerMessage):
     """Random bytes of this generation, known to its ranks only; see ``group.authentication``."""
     pace: PaceUpdate | None = None
     """None if the cell sets the interval, or until the first checkpoint reveals its cost."""
+    saves: bool = False
+    """True if the ranks form only to save the state, of which each has a part (``shard``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

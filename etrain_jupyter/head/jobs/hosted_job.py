@@ -110,6 +110,7 @@ class HostedJob:
             hang_s=self.hang_s,
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
             backend=order.config.get("backend") or "auto",
+            is_sharded=order.config.get("shard") == "optimizer",
         )
         #     case                        recalls   log      what happens
         #     submitted                   None      empty    begin
@@ -475,6 +476,7 @@ class HostedJob:
                     num_starts=num_starts,
                     secret=secret,
                     pace=pace,
+                    saves=command.saves,
                 )
             )
 

@@ -222,7 +222,7 @@ class TrainerMessages:
             #     log            ... 38 39 40                     40 was the newest step
             #     checkpoint     ... 35                           rank 0 restored this one
             #     first to join  "generation 4 begins at 35": steps 36 to 40 are undone
-            yield self.restored_to(report.step)
+            yield self.restored_to(report.step, state.current.why_restored)
         yield s.TrainerFormed(
             trainer=report.trainer,
             generation=report.generation,
@@ -353,11 +353,11 @@ class TrainerMessages:
 
     # --- events for the job itself ---
 
-    def restored_to(self, step: int) -> events.Event:
+    def restored_to(self, step: int, reason: str = "") -> events.Event:
         """Return the event for a restore: the steps after ``step`` will be repeated."""
         # A checkpoint may also be ahead of the log; it then contains the missing step records.
         num_undone = max(0, self._record.logged_step - step)
-        return self._event(events.JobRestored, step=step, num_undone=num_undone)
+        return self._event(events.JobRestored, step=step, num_undone=num_undone, reason=reason)
 
     def dropped_lines(self, *, is_last: bool = False) -> Iterator[events.Event]:
         """Yield an event with the number of printed lines that were not logged, if one is due."""

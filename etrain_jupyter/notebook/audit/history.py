@@ -71,6 +71,8 @@ class _AttemptFollower:
         # reported step takes precedence over the step that the coordinator expected when it formed
         # the generation.
         self._restored = {e.generation for e in log if isinstance(e, JobRestored)}
+        # The state of the survivors was incomplete: some parts were lost with other workers.
+        self._incomplete = {e.generation for e in log if isinstance(e, JobRestored) and e.reason}
         for event in log:
             if isinstance(event, StepCompleted):
                 self._take_step(event)
@@ -146,6 +148,8 @@ class _AttemptFollower:
                 f"after generation {self._current.generation}"
             )
         members = _trainers_of(event)
+        if event.generation in self._incomplete:
+            self._held.update(dict.fromkeys(members, -1))
         better = sorted(worker for worker, pid in members if self._held[worker, pid] > event.step)
         if better:
             newest = max(self._held[trainer] for trainer in members)

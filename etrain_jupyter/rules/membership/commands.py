@@ -47,6 +47,8 @@ class FormGeneration:
     """True if no trainer holds the state, so that rank 0 must first load the newest checkpoint."""
     backend: str
     """The backend that sums its gradients, ``nccl`` or ``gloo``."""
+    saves: bool = False
+    """True if the ranks only save the state together, and then leave."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,19 +9,11 @@ from dataclasses import replace
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.admission import is_admission_due
-from etrain_jupyter.rules.membership.commands import (
-    AnnounceChange,
-    FormGeneration,
-    RequestBackgroundCheckpoint,
-)
-from etrain_jupyter.rules.membership.connecting import (
-    backend_for,
-    count_failed_form,
-    why_gloo,
-    why_retrying,
-)
+from etrain_jupyter.rules.membership.commands import AnnounceChange, RequestBackgroundCheckpoint
+from etrain_jupyter.rules.membership.connecting import count_failed_form, why_retrying
+from etrain_jupyter.rules.membership.forming import form_generation
 from etrain_jupyter.rules.membership.members import Member
-from etrain_jupyter.rules.membership.membership import GenerationState, JobState, UserError
+from etrain_jupyter.rules.membership.membership import JobState, UserError
 from etrain_jupyter.rules.membership.saving import (
     close_job,
     is_newest_durable,
@@ -35,6 +27,7 @@ from etrain_jupyter.rules.membership.turn import (
     publish_undone,
     release,
 )
+from etrain_jupyter.rules.sharding.optimizer_shards import choose_leavers
 
 MAX_NAMED = 8
 """Maximum number of workers that are named as still warming up."""
@@ -42,11 +35,6 @@ MAX_NAMED = 8
 MAX_FAULTS = 3
 """Consecutive faults in the same place (before the first step, or in one step) after which the job
 fails: the notebook's code is then at fault, not a machine."""
-
-GUARDED_S = 600.0
-"""Seconds after a failed attempt to form during which ranks accept only announced connections. This
-costs a few milliseconds per generation, and lets a job form even if other processes connect to its
-ports."""
 
 
 def advance(turn: Turn) -> None:
@@ -200,6 +188,8 @@ def _settle(turn: Turn) -> None:
     members = holders + newcomers
     has_enough = not state.pause and len(members) >= state.min_workers
     is_saving = _save_before_it_is_gone(turn, has_enough=has_enough)
+    if turn.state.phase == "running":
+        return  # its ranks save the state together
     if state.pause:
         turn.enter_phase("gathering")
         turn.set_status("paused", state.pause.reason)
@@ -216,7 +206,7 @@ def _settle(turn: Turn) -> None:
         turn.set_status("waiting", why_retrying(state))
     # After a change or an abort the ranks are idle: form the next generation immediately.
     elif state.phase != "gathering" or _is_worth_forming(turn):
-        _form(turn, members)
+        form_generation(turn, members)
 
 
 def _settle_nan_loss(turn: Turn) -> None:
@@ -318,6 +308,12 @@ def _release_leavers(turn: Turn) -> list[Member]:
         # All holders are past ``save_at``: they hand the state over in the next generation, and
         # then leave.
         return holders
+    if turn.state.is_sharded:
+        # Each shard is on two ranks. Both of them leave one after the other, so that the state is
+        # divided among the others in between.
+        present = [m.trainer for m in holders]
+        leavers = choose_leavers(turn.state.ring, present, [m.trainer for m in going])
+        going = [m for m in going if m.trainer in leavers]
     stays = [m for m in holders if m not in going]
     # In any case, never release the last holder of a state that is not durable, or a member that
     # is writing it.
@@ -356,79 +352,6 @@ def _has_successor(state: JobState) -> bool:
     return has_enough and any(not m.leaving for m in members)
 
 
-def _still_missing(state: JobState, num_ranks: int) -> tuple[tuple[str, str], ...]:
-    # A lost worker may return under its own name or be replaced by another worker. If the job has
-    # its maximum number of ranks, no worker is missing.
-    num_missing = max(0, state.max_workers - num_ranks)
-    away = [pair for pair in state.faults.lost if state.of_worker(pair[0]) is None]
-    return tuple(away[-num_missing:]) if num_missing else ()
-
-
 def _is_worth_forming(turn: Turn) -> bool:
     # Idle ranks need not wait for newcomers; the first generation waits briefly.
     return bool(turn.state.in_phase("reported")) or bool(_admissible(turn))
-
-
-def _form(turn: Turn, members: Sequence[Member]) -> None:
-    # Newest state first, so that rank 0 holds it; among equals, the oldest trainer first:
-    #
-    #   rank        0          1          2          3
-    #   progress  (7, 1)     (7, 1)     (6, 1)     none       step 7, behind = (2, 3)
-    #   progress   none       none       none                 restore, behind = (1, 2)
-    state = turn.state
-    ranks = sorted(members, key=lambda m: (-m.progress[0], -m.progress[1], m.order))
-    newest = ranks[0].progress
-    restore = newest == s.NO_PROGRESS and state.generation > 0
-    behind = tuple(rank for rank, m in enumerate(ranks) if rank and m.progress != newest)
-    if newest == s.NO_PROGRESS:  # the initial weights may differ, and rank 0 restores for all
-        behind = tuple(range(1, len(ranks)))
-    previous = state.current
-    current = GenerationState(
-        number=previous.number + 1,
-        world_size=len(ranks),
-        first_step=max(0, state.saved_step if restore else newest[0]),
-        backend=backend_for(turn, ranks),
-        is_restoring=restore,
-    )
-    why = "+".join(_whys(state))
-    turn.begin_generation(current)
-    turn.update_faults(replace(state.faults, lost=_still_missing(turn.state, len(ranks))))
-    for member in ranks:
-        turn.put(replace(member, phase="ranked", since=turn.now, formed=False))
-    form_at = state.faults.form_at
-    turn.do(
-        FormGeneration(
-            generation=current.number,
-            trainers=tuple(m.trainer for m in ranks),
-            is_guarded=form_at > 0.0 and turn.now < form_at + GUARDED_S,
-            behind=behind,
-            step=current.first_step,
-            restore=restore,
-            backend=current.backend,
-        )
-    )
-    last_step_at = state.timings.last_step_at
-    turn.publish(
-        events.GenerationFormed,
-        why=why,
-        world_size=len(ranks),
-        ranks=[m.worker for m in ranks],
-        behind=list(behind),
-        step=current.first_step,
-        backend=current.backend,
-        stall_s=turn.now - last_step_at if last_step_at else 0.0,
-    )
-    turn.enter_phase("running")
-    slow = why_gloo(turn.state)
-    if slow and current.backend != previous.backend:
-        turn.log(slow)
-    turn.set_status("running", slow)
-
-
-def _whys(state: JobState) -> list[str]:
-    # If no worker was lost, the connections between the ranks broke.
-    lost = "lost" if state.current.has_lost else "broken"
-    # Without a reason, the change was cancelled before the ranks had left: a pause was resumed, or
-    # a worker that was scaled away was assigned again.
-    whys = state.next_whys or ("resume",)
-    return [lost if why == "lost" else why for why in whys]

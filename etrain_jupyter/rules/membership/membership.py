@@ -66,6 +66,12 @@ class GenerationState:
     """The backend that sums its gradients, ``nccl`` or ``gloo``."""
     is_restoring: bool = False
     """True if it started from a checkpoint."""
+    why_restored: str = ""
+    """Why it started from a checkpoint although trainers of the previous generation remain."""
+    is_saving: bool = False
+    """True if its ranks only save the state, see ``JobState.is_sharded``."""
+    trainers: tuple[str, ...] = ()
+    """Its trainers in rank order."""
     ready_at: float | None = None
     """When all its ranks had formed; None before."""
     has_lost: bool = False
@@ -184,6 +190,8 @@ class JobState:
     """Minimum time without progress after which ranks count as stalled; see ``stalls``."""
     backend: str = "auto"
     """``backend`` of the configuration: ``auto``, ``nccl`` or ``gloo``."""
+    is_sharded: bool = False
+    """True if each rank has only a part of the state (``shard``): the ranks save it together."""
     pauses_on_nan: bool = False
     """True if a loss that is not finite pauses the job instead of failing it."""
 
@@ -213,6 +221,9 @@ class JobState:
     current: GenerationState = GenerationState()
     next_whys: tuple[FormReason, ...] = ("start",)
     """Reasons for the next generation."""
+    ring: tuple[str, ...] = ()
+    """Trainers among which the state is divided, in rank order; only if ``is_sharded``. Empty if
+    unknown."""
     has_trained: bool = False
     """True once all ranks of some generation have stepped: the notebook's code works."""
     faults: Faults = Faults()

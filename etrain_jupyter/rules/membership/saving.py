@@ -11,6 +11,7 @@ from dataclasses import replace
 from etrain_jupyter.log.job_record import KEEP_SAVED
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import SaveCheckpoint
+from etrain_jupyter.rules.membership.forming import form_generation
 from etrain_jupyter.rules.membership.members import Member
 from etrain_jupyter.rules.membership.membership import Finishing, JobState, Saving
 from etrain_jupyter.rules.membership.turn import Turn, end_job, newest_step
@@ -52,6 +53,9 @@ def save_newest(turn: Turn) -> None:
     state = turn.state
     if saver_of(state) is not None or turn.now < state.saving.retry_at:
         return
+    if state.is_sharded:
+        _save_together(turn)
+        return
     holders = [m for m in newest_holders(state) if not m.killed_at]
     able = [m for m in holders if m.trainer not in state.saving.failed]
     if able:
@@ -59,6 +63,22 @@ def save_newest(turn: Turn) -> None:
         turn.do(SaveCheckpoint(trainer=able[0].trainer))
     elif holders:
         _delay_next_round(turn)
+
+
+def _save_together(turn: Turn) -> None:
+    """Form a generation in which all holders save their parts of the state, and then leave."""
+    # closing -- form --> running -- all have saved, all report --> changing -- durable --> ended
+    #    ^                                                             |
+    #    +---------- not durable: wait, then form another one ---------+
+    state, saving = turn.state, turn.state.saving
+    if saving.since and not state.current.has_lost:
+        _delay_next_round(turn)
+        turn.update_saving(replace(turn.state.saving, since=0.0))
+        return
+    members = [m for m in state.in_phase("reported") if not m.killed_at]
+    if members:
+        form_generation(turn, members, saves=True)
+        turn.update_saving(replace(saving, since=turn.now))
 
 
 def _delay_next_round(turn: Turn) -> None:
@@ -82,6 +102,8 @@ def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
             timings = turn.state.timings
             save_s = max(saved.duration_s, timings.save_s * SAVE_TIME_DECAY)
             turn.update_timings(replace(timings, save_s=save_s))
+    elif turn.state.current.is_saving:
+        turn.update_saving(replace(turn.state.saving, error=saved.error))
     saver = saver_of(turn.state)
     if saver is None or saved.trainer not in ("", saver.trainer):
         return  # a background checkpoint: no rank waits for it
@@ -124,7 +146,9 @@ def close_job(turn: Turn) -> None:
         if state.phase != "closing":
             # Earlier failed rounds were due to an interruption and do not count.
             turn.enter_phase("closing")
-            turn.update_saving(replace(state.saving, num_rounds=0, retry_at=0.0))
+            # A generation that only saves is part of closing.
+            if not state.current.is_saving:
+                turn.update_saving(replace(state.saving, num_rounds=0, retry_at=0.0))
         save_newest(turn)
         if _is_abandoned(turn.state):
             end_job(turn, unsaved=_describe_loss(turn.state))

@@ -138,6 +138,9 @@ def patience_s(state: JobState) -> float:
     # Before the first step the duration of a step is unknown (0.0): a warm-up includes one.
     slow_s = STEPS_PER_LIMIT * state.timings.step_s or WARM_UPS_PER_LIMIT * state.timings.warm_s
     limit_s = max(state.hang_s, slow_s)
+    # The ranks wait for the store.
+    if state.current.is_saving:
+        return limit_s * RESTORE_PATIENCE
     # The other ranks wait while rank 0 reads the checkpoint.
     if state.current.is_restoring and not all(m.formed for m in state.in_phase("ranked")):
         limit_s *= RESTORE_PATIENCE

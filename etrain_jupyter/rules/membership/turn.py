@@ -164,7 +164,7 @@ class Turn:
         # From now on, an error on a newcomer is attributed to the newcomer's worker: see
         # ``state_machine._is_dispensable``.
         current = replace(self.state.current, ready_at=self.now)
-        self.state = replace(self.state, current=current, has_trained=True)
+        self.state = replace(self.state, current=current, has_trained=True, ring=current.trainers)
 
     # --- training state ---
 

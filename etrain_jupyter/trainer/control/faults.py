@@ -58,7 +58,7 @@ class FaultInjector:
 
         Args:
             place: ``warm``, ``form``, ``sync``, ``forward``, ``all_reduce``, ``commit``, ``eval``,
-                ``evaluated``.
+                ``evaluated``; with ``shard``, also ``agree``, ``agreed`` and ``updated``.
             rank: This trainer's rank. At ``warm``, before it has a rank, its index among all
                 trainers that the job has started.
             step: The step in progress; between steps, the last committed step.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -61,6 +61,19 @@ from etrain_jupyter.wire.progress_page import ProgressPage
 OUT_OF_MEMORY = "out of memory"
 """Failure of a generation in which a rank ran out of device memory."""
 
+
+class PreparedStep(NamedTuple):
+    """A step with complete gradients, whose update this rank must not make by itself.
+
+    With ``shard: optimizer``, the next generation decides whether the step counts.
+    """
+
+    step: Step
+    means: Means
+    has_update: bool
+    """False if all ranks skip the update."""
+
+
 GenerationEnd = Literal["planned", "done", "nan"]
 """Ways in which a generation can end without failing: ``planned`` for a planned change, ``done`` if
 nothing is left to train, ``nan`` if the loss of a step was not finite."""
@@ -101,6 +114,8 @@ class TrainLoop:
         workload.extras = {**workload.extras, **state.best_tracker.extras}
         self.in_step = False
         """True while a step has begun but is not committed."""
+        self.prepared: PreparedStep | None = None
+        """The step in flight if the generation failed while the ranks agreed on its update."""
         self.undone_loss: NonFiniteLoss | None = None
         """The loss that made the last generation end as ``nan``."""
         self._send = send
@@ -383,20 +398,64 @@ class TrainLoop:
             step.reach("commit")
             means = self.workload.measures.means(step.header.means())
             with self._watch.updating():
-                is_updated = self.update.make(
-                    step, position=self.state.position, weight=means.weight
-                )
+                is_updated = self._update(step, means)
         except BaseException as exc:
             # After a CUDA error, every copy on the device would raise and hide the first error. The
             # process exits anyway, so the step need not be undone.
-            if device_error_in(exc) is None:
+            if device_error_in(exc) is None and self.prepared is None:
                 self._undo(step)
             raise
-        # From here on, nothing may raise an exception: the weights have changed, so the counters
-        # must be updated.
+        # From here on, nothing may raise an exception before the step is reported: the weights have
+        # changed, so the counters must be updated.
+        self._commit(step, means.weight)
+        try:
+            with self._watch.updating():
+                self._finish_update(step)
+        finally:
+            self._report_step(step, means, is_skipped=not is_updated)
+        return step
+
+    def _update(self, step: Step, means: Means) -> bool:
+        has_update = self.update.prepare(step, position=self.state.position, weight=means.weight)
+        shards = self.workload.shards
+        if shards is not None and step.group.world_size > 1:
+            # No rank updates its shards before all ranks can. Otherwise, a rank could be the only
+            # one that has updated, and die or be alone with two of the shards:
+            #
+            #     rank 0   gradients complete ── agreed ── update
+            #     rank 1   gradients complete ── agreed ── update
+            #     rank 2   gradients complete ── lost a peer: may update once it knows that rank 0
+            #              or rank 1 has, see ``shard_sync``
+            step.reach("agree")
+            try:
+                step.group.all_reduce(torch.zeros(1)).wait()
+            except CommunicationError:
+                self.prepared = PreparedStep(step, means, has_update)
+                raise
+            step.reach("agreed")
+        return has_update and self.update.apply()
+
+    def _finish_update(self, step: Step) -> None:
+        shards = self.workload.shards
+        if shards is not None and shards.is_stale:
+            step.reach("updated")
+            shards.finish(step.group)
+            self.update.finish()
+
+    def complete_prepared(self) -> None:
+        """Commit the step that is prepared: another rank has committed it."""
+        assert self.prepared is not None
+        step, means, has_update = self.prepared
+        self.prepared = None
+        is_updated = has_update and self.update.apply()
         self._commit(step, means.weight)
         self._report_step(step, means, is_skipped=not is_updated)
-        return step
+
+    def drop_prepared(self) -> None:
+        """Undo the step that is prepared, if there is one."""
+        if self.prepared is not None:
+            step, self.prepared, self.in_step = self.prepared.step, None, False
+            self._undo(step)
 
     def _begin_step(
         self,

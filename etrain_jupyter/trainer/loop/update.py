@@ -43,6 +43,14 @@ class Update:
             position: Samples trained on before it.
             weight: Mean weight of a sample; see ``Means``.
         """
+        return self.prepare(step, position=position, weight=weight) and self.apply()
+
+    def prepare(self, step: Step, *, position: int, weight: float) -> bool:
+        """Do everything before the update; all of it can be undone. See ``make``.
+
+        Returns:
+            False if all ranks skip the update.
+        """
         # The order matters:
         #
         #     noise            of the gradients as summed, still times the loss scale
@@ -65,15 +73,32 @@ class Update:
         self._workload.precision.unscale(optimizer)
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad_norm)
+        return True
+
+    def apply(self) -> bool:
+        """Update the weights, after ``prepare``; return False if gradients overflowed in fp16."""
         # If the optimizer raises midway, some weights have been updated. The old weights are not
         # copied, because a copy would need as much memory as the model. Instead, the rank drops its
         # state and receives another rank's.
         self.is_torn = True
-        is_updated = self._workload.precision.step(optimizer)
-        if is_updated and self._workload.average is not None:
-            self._workload.average.update()
+        is_updated = self._workload.precision.step(self._workload.optimizer)
+        shards = self._workload.shards
+        if is_updated and not (shards is not None and shards.is_stale):
+            self._update_average()
         self.is_torn = False
         return is_updated
+
+    def finish(self) -> None:
+        """With ``shard``: finish the update once this rank has the weights of all shards."""
+        shards = self._workload.shards
+        if shards is not None and shards.is_stale:
+            self.is_torn = True
+            self._update_average()
+            self.is_torn = shards.is_stale = False
+
+    def _update_average(self) -> None:
+        if self._workload.average is not None:
+            self._workload.average.update()
 
     def commit(self, weight: float) -> None:
         """Record that the step is committed."""

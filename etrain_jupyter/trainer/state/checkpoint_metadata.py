@@ -84,7 +84,7 @@ def put_checkpoint(
     header = _without_lost_parts(workload, header, warn)
     optimizer = workload.optimizer
     rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    is_same_kind = metadata.get("optimizer", _kind_of(optimizer)) == _kind_of(optimizer)
+    is_same_kind = is_of_optimizer(header, optimizer)
     target = optimizer
     if not is_same_kind:
         change = f"from {metadata['optimizer']} to {_kind_of(optimizer)}"
@@ -111,6 +111,12 @@ def put_checkpoint(
         # The state was loaded with its old options, so restore the cell's options.
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group.update(own)
+
+
+def is_of_optimizer(header: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a checkpoint's optimizer state is of this class of optimizers."""
+    kind = _kind_of(optimizer)
+    return bool((header.get("about") or {}).get("optimizer", kind) == kind)
 
 
 def _without_lost_parts(workload: Workload, header: dict[str, Any], warn: Warn) -> dict[str, Any]:

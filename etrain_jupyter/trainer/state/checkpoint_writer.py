@@ -263,7 +263,8 @@ class CheckpointWriter:
         if copy.sharded is not None:
             copy.sharded.announce(copy.step, "")
         retry_after_s = BEST_RETRY_S[min(copy.num_failures, len(BEST_RETRY_S) - 1)]
-        if copy.best_steps:
+        # A copy of a divided state is useless without the other ranks' parts.
+        if copy.best_steps and not copy.is_partial:
             error += (
                 f". These are the best weights so far; the next attempt is in {retry_after_s:g} s"
             )
@@ -349,6 +350,11 @@ class CheckpointWriter:
                 missing.append(name)
             else:
                 parts[name] = part
+        if missing and copy.is_partial:
+            raise CheckpointError(
+                f"step {copy.step} was not saved: {len(missing)} of {len(helped)} other workers "
+                f"did not write their part of the optimizer's state ({', '.join(missing)})"
+            )
         if missing:
             # The late rank may still be writing to its key, so the part goes into a new folder.
             folder = self._checkpoints.store.begin(copy.step)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
+
 from etrain_jupyter.storage.checkpoints.base import CheckpointStore
 from etrain_jupyter.trainer.boundary import Boundary
 from etrain_jupyter.trainer.control.reporter import Send
@@ -32,7 +34,7 @@ from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.staging import StagedFile
 from etrain_jupyter.trainer.state.state_copy import StateCopy, copy_state
 from etrain_jupyter.trainer.state.train_state import TrainState
-from etrain_jupyter.wire.messages import TextLogged
+from etrain_jupyter.wire.messages import CheckpointNotWritten, TextLogged
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 KEEP_RECORDS = 100
@@ -108,7 +110,12 @@ class Checkpointer:
         """Begin a generation; ``board`` is its rendezvous store."""
         self._slowdown.begin_generation()
         self._was_writing = self._writer.is_busy
-        self._sharded = ShardedWrite(board=board, rank=group.rank, world_size=group.world_size)
+        self._sharded = ShardedWrite(
+            board=board,
+            rank=group.rank,
+            world_size=group.world_size,
+            is_divided=self._state.workload.shards is not None,
+        )
 
     def leave(self) -> None:
         """End the generation: rank 0 writes the files that the other ranks have not delivered."""
@@ -179,14 +186,36 @@ class Checkpointer:
             # Meanwhile, another rank may have been rank 0 and removed checkpoints.
             self._durable_in, self._durable = group.generation, {}
         # The coordinator requests the checkpoint of the job's last state.
-        if group.rank != 0 or self._state.is_done:
+        if self._state.is_done:
             return
         steps = [known.step for known in self._state.best_tracker.best]
+        best_steps: tuple[int, ...] = ()
         if self._state.step in steps:
             best_steps = tuple(steps[: steps.index(self._state.step) + 1])
-            # A copy stalls training, so none is made if equally good weights are already safe.
-            if not self._is_kept(best_steps):
-                self._start(group.generation, best_steps=best_steps)
+        if self._has_divided_state():
+            self._save_best_together(group, best_steps)
+        # A copy stalls training, so none is made if equally good weights are already safe.
+        elif group.rank == 0 and best_steps and not self._is_kept(best_steps):
+            self._start(group.generation, best_steps=best_steps)
+
+    def _save_best_together(self, group: RankGroup, best_steps: tuple[int, ...]) -> None:
+        # All ranks have the same evaluations, but only rank 0 knows which checkpoints are durable.
+        if not best_steps:
+            return
+        is_needed = torch.zeros(1)
+        if group.rank == 0:
+            is_needed[0] = not self._is_kept(best_steps)
+        group.all_reduce(is_needed).wait()
+        if not is_needed:
+            return
+        if group.rank == 0:
+            self._start(group.generation, best_steps=best_steps, sharded=self._sharded)
+        else:
+            self._write_shard()
+
+    def _has_divided_state(self) -> bool:
+        shards = self._state.workload.shards
+        return shards is not None and shards.world_size > 1
 
     def _is_kept(self, steps: Collection[int]) -> bool:
         # True if, as far as this thread knows, a checkpoint of one of these steps is durable, being
@@ -199,6 +228,8 @@ class Checkpointer:
 
     def _is_sharding_worth_it(self) -> bool:
         sharded = self._sharded
+        if sharded is not None and self._has_divided_state():
+            return True
         return sharded is not None and is_worth_it(
             self._checkpoints.store, self._num_bytes, sharded.world_size
         )
@@ -207,10 +238,31 @@ class Checkpointer:
 
     def save_now(self, generation: int) -> None:
         """Save the current state, and return when it is durable or has failed."""
+        if self._has_divided_state():
+            error = "this worker has only a part of the optimizer's state"
+            self._send(CheckpointNotWritten(step=self._state.step, error=error))
+            return
         self.wait()
         with self._writer.beating():
             self._start(generation)
             self.wait()
+
+    def save_together(self, group: RankGroup) -> None:
+        """Save a state of which each rank has a part; return when it is durable or has failed.
+
+        Raises:
+            CommunicationError: A peer is lost.
+        """
+        with self._writer.beating():
+            if group.rank == 0:
+                self.wait()
+                self._start(group.generation, sharded=self._sharded)
+                self.wait()
+            else:
+                self._write_shard()
+                self._shard_writer.wait()
+        # Until rank 0 has committed the checkpoint: leaving would end the exchange with it.
+        group.all_reduce(torch.zeros(1)).wait()
 
     def wait(self) -> None:
         """Wait for the checkpoint in flight, if there is one."""
@@ -281,7 +333,7 @@ class Checkpointer:
         # A scheduled checkpoint is not retried with this copy, because a newer state exists by
         # then. The best weights exist only in this copy, so it is kept until it is durable or
         # superseded.
-        if not copy.best_steps:
+        if not copy.best_steps or copy.is_partial:
             self._spare = copy.files
             self._policy.pace.retry_soon(failure.failed_at)
         elif self._writer.has_better(copy):
@@ -293,6 +345,10 @@ class Checkpointer:
     def _write_shard(self) -> None:
         assert self._sharded is not None
         workload = self._state.workload
+        if workload.shards is not None:
+            own = workload.shards.own_part()
+            self._shard_writer.begin_own(self._sharded, self._state.step, own)
+            return
         _, tensors = take_state(workload.model, workload.optimizer, workload.extras)
         self._shard_writer.begin(self._sharded, self._state.step, tensors)
 

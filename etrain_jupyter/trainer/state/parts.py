@@ -31,6 +31,10 @@ NEEDED = (MODEL_PART, OPTIMIZER_PART, STATE_PART)
 AVERAGE = "ema"
 """Name of the averaged weights in the state."""
 
+DIVIDED = "is_divided"
+"""Key in ``state.json`` that is true if the files of the optimizer's state, not ``state.json``,
+list its tensors, because each rank has written those that it had."""
+
 _SHARD = re.compile(r"optimizer-(\d{5})-of-(\d{5})\.safetensors")
 
 

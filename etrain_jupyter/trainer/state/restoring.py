@@ -9,10 +9,21 @@ from typing import Any
 from safetensors.torch import load_file
 
 from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.trainer.sharding.held_state import COUNTERS
+from etrain_jupyter.trainer.sharding.shard_files import ShardFiles, header_of_state, join_parts
 from etrain_jupyter.trainer.state.capture import MODEL, OPTIMIZER
-from etrain_jupyter.trainer.state.checkpoint_metadata import put_checkpoint
-from etrain_jupyter.trainer.state.parts import EXTRA_PART, MODEL_PART, header_of, optimizer_parts
+from etrain_jupyter.trainer.state.checkpoint_metadata import is_of_optimizer, put_checkpoint
+from etrain_jupyter.trainer.state.packing import Tensors
+from etrain_jupyter.trainer.state.parts import (
+    DIVIDED,
+    EXTRA_PART,
+    MODEL_PART,
+    header_of,
+    optimizer_parts,
+)
 from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.trainer.workload import Workload
 
 
 def restore(
@@ -30,12 +41,46 @@ def restore(
     header = header_of(files)
     # Tensors have no prefix in these files, because other programs also read model.safetensors.
     tensors = {MODEL + k: v for k, v in load_file(files[MODEL_PART]).items()}
-    for name in optimizer_parts(files):
-        tensors |= {OPTIMIZER + k: v for k, v in load_file(files[name]).items()}
+    shards = state.workload.shards
+    header = _load_optimizer(state.workload, header, files, tensors)
     if EXTRA_PART in files:
         tensors |= load_file(files[EXTRA_PART])
     put_checkpoint(state.workload, header, tensors, config=config, warn=warn)
+    if shards is not None:
+        # Each rank reads only its shards, once it knows them.
+        found = None
+        if is_of_optimizer(header, state.workload.optimizer):
+            found = ShardFiles([files[name] for name in optimizer_parts(files)], shards.layout)
+        shards.restart(found)
     # Set the counters last, so that a checkpoint that does not fit leaves them unchanged.
     state.set_counters(header["counters"])
     records: list[dict[str, Any]] = header.get("records", [])
     return records
+
+
+def _load_optimizer(
+    workload: Workload, header: dict[str, Any], files: dict[str, Path], tensors: Tensors
+) -> dict[str, Any]:
+    """Add the optimizer's tensors, unless its state is divided; return the header that fits."""
+    if workload.shards is not None:
+        if "optimizer" not in header:
+            raise CheckpointError(
+                "it is from an older version, which shard: optimizer cannot read. Resume with "
+                "shard: none first"
+            )
+        return header | {"optimizer": {**header["optimizer"], "state": []}}
+    found: Tensors = {}
+    for name in optimizer_parts(files):
+        found |= load_file(files[name])
+    if header.get(DIVIDED) and is_of_optimizer(header, workload.optimizer):
+        groups = workload.optimizer.param_groups
+        found = join_parts(found, [p.shape for group in groups for p in group["params"]])
+        follows = any(g.get("capturable") or g.get("fused") for g in groups)
+        counters = [k for k in found if k.rpartition(".")[2] in COUNTERS and not follows]
+        state = header_of_state(found, OPTIMIZER)
+        header = header | {
+            "optimizer": {**header["optimizer"], "state": state},
+            "host": [*header["host"], *(OPTIMIZER + name for name in counters)],
+        }
+    tensors |= {OPTIMIZER + k: v for k, v in found.items()}
+    return header

@@ -1,4 +1,6 @@
-"""Write one checkpoint from several ranks: each has the same state and its own connection to S3.
+"""Write one checkpoint from several ranks, each with its own connection to the store.
+
+All ranks have the same state, or, with ``shard: optimizer``, each has a part of it.
 
 ::
 
@@ -7,7 +9,8 @@
     ranks 1 ...   write one file each, and report its size and digest
     rank 0        writes its own files, waits for the reports, and commits the manifest
 
-Rank 0 has a copy of everything, so it writes any file that another rank does not deliver in time.
+If rank 0 has a copy of everything, it writes any file that another rank does not deliver in time.
+Otherwise, the checkpoint has failed.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from datetime import timedelta
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.storage.checkpoints import Part
 from etrain_jupyter.storage.checkpoints.base import CheckpointStore
+from etrain_jupyter.trainer.compiled import heartbeats
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore, CommunicationError
 from etrain_jupyter.trainer.state.capture import MODEL, OPTIMIZER
 from etrain_jupyter.trainer.state.packing import Tensors
@@ -79,12 +83,25 @@ def part_of_rank(rank: int, world_size: int) -> str | None:
 
 
 class ShardedWrite:
-    """One rank's part in the checkpoints that a generation's ranks write together."""
+    """One rank's part in the checkpoints that a generation's ranks write together.
 
-    def __init__(self, *, board: BroadcastStore, rank: int, world_size: int) -> None:
+    Args:
+        is_divided: Each rank has a part of the optimizer's state, which only it can write.
+    """
+
+    def __init__(
+        self, *, board: BroadcastStore, rank: int, world_size: int, is_divided: bool = False
+    ) -> None:
         self._board = board
         self.rank = rank
         self.world_size = world_size
+        self.is_divided = is_divided
+
+    def part_of(self, rank: int) -> str | None:
+        """Return the name of the file that a rank writes for rank 0; None if there is none."""
+        if self.is_divided:
+            return shard_name(rank, self.world_size) if rank else None
+        return part_of_rank(rank, self.world_size)
 
     def close(self) -> None:
         """End the generation: rank 0 stops waiting for files that were not delivered."""
@@ -96,7 +113,7 @@ class ShardedWrite:
 
     def helped_parts(self) -> list[str]:
         """Return the names of the files that the other ranks write."""
-        names = (part_of_rank(rank, self.world_size) for rank in range(1, self.world_size))
+        names = (self.part_of(rank) for rank in range(1, self.world_size))
         return [name for name in names if name is not None]
 
     def announce(self, step: int, folder: str) -> None:
@@ -128,7 +145,7 @@ class ShardedWrite:
         progress: Callable[[int], None],
     ) -> None:
         """Write this rank's file and report it to rank 0. Runs in its own thread."""
-        name = part_of_rank(self.rank, self.world_size)
+        name = self.part_of(self.rank)
         assert name is not None
         # Blocks until the writer thread of rank 0 announces the folder.
         try:
@@ -183,13 +200,27 @@ class ShardWriter:
 
     def begin(self, sharded: ShardedWrite, step: int, tensors: Tensors) -> None:
         """Copy this rank's tensors and write its file in the background."""
-        name = part_of_rank(sharded.rank, sharded.world_size)
+        name = sharded.part_of(sharded.rank)
         # While the previous file is in flight, its memory cannot be reused. This file is then
         # skipped; rank 0 notices that it does not arrive, and writes it.
         if name is None or self.is_busy:
             return
         files = files_of(tensors, num_shards=num_shards_of(sharded.world_size))
-        self._spare = stage({name: files[name]}, self._spare, beat=self._beat)
+        self._write(sharded, step, name, files[name])
+
+    def begin_own(self, sharded: ShardedWrite, step: int, tensors: Tensors) -> None:
+        """Write this rank's part of a state that is divided, after the file in flight."""
+        # Only this rank can write it, so it is not skipped while another file is in flight. That
+        # happens only if rank 0 has given up on the other file.
+        name = sharded.part_of(sharded.rank)
+        assert name is not None
+        if self.is_busy:
+            with heartbeats(self._beat):
+                self.wait()
+        self._write(sharded, step, name, tensors)
+
+    def _write(self, sharded: ShardedWrite, step: int, name: str, tensors: Tensors) -> None:
+        self._spare = stage({name: tensors}, self._spare, beat=self._beat)
         self._thread = threading.Thread(
             target=sharded.help,
             args=(self._store, step, self._spare[name]),

@@ -24,7 +24,7 @@ from etrain_jupyter.trainer.state.pinned import pin
 _ALIGNMENT = 8
 """Alignment of the first tensor. Larger element types come first, so that all are aligned."""
 
-_DTYPES = {
+DTYPES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -42,6 +42,7 @@ _DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+"""Names of the element types in safetensors files, by torch's names."""
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
@@ -148,7 +149,7 @@ def _layout(
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
-    type_name = _DTYPES.get(str(dtype).removeprefix("torch."))
+    type_name = DTYPES.get(str(dtype).removeprefix("torch."))
     if type_name is None:
         raise StateError(
             f"{name} is of type {dtype}, which a checkpoint cannot store. Convert it in the "

@@ -9,7 +9,7 @@ from typing import Any
 
 from etrain_jupyter.trainer.state.capture import take_state
 from etrain_jupyter.trainer.state.checkpoint_metadata import about
-from etrain_jupyter.trainer.state.parts import MODEL_PART
+from etrain_jupyter.trainer.state.parts import DIVIDED, MODEL_PART, OPTIMIZER_PART, shard_name
 from etrain_jupyter.trainer.state.sharded_write import ShardedWrite, files_of, num_shards_of
 from etrain_jupyter.trainer.state.staging import StagedFile, stage
 from etrain_jupyter.trainer.state.train_state import TrainState
@@ -37,6 +37,8 @@ class StateCopy:
     is always written."""
     sharded: ShardedWrite | None = None
     """Coordinates the write with the other ranks; None if rank 0 writes alone."""
+    is_partial: bool = False
+    """True if the other ranks have the rest of the state, with ``shard: optimizer``."""
     num_failures: int = 0
     """Number of failed attempts to write it."""
 
@@ -67,7 +69,12 @@ def copy_state(
     # All ranks must split the optimizer's state in the same way, so the number of shards depends
     # only on the number of ranks.
     num_shards = num_shards_of(sharded.world_size) if sharded is not None else 1
-    files = files_of(tensors, num_shards=num_shards)
+    shards = workload.shards
+    files = files_of(tensors, num_shards=num_shards if shards is None else 1)
+    if shards is not None:
+        del files[OPTIMIZER_PART]
+        files[shard_name(shards.rank, shards.world_size)] = shards.own_part()
+        header |= {DIVIDED: True}
     staged = stage(files, spare, {MODEL_PART: {"format": "pt"}}, beat=beat)
     return StateCopy(
         step=state.step,
@@ -78,4 +85,5 @@ def copy_state(
         stall_s=time.monotonic() - started_at,
         best_steps=best_steps,
         sharded=sharded,
+        is_partial=shards is not None and shards.world_size > 1,
     )

@@ -83,7 +83,7 @@ def test_changes_that_alter_the_curve_are_listed_with_a_reason(
 def test_every_key_that_is_not_known_to_be_harmless_matters() -> None:
     harmless = {"name", "pool", "workers", "log", "eval_every", "early_stopping", "on_nan_loss"}
     harmless |= {"metrics", "compile", "epochs", "steps", "checkpoint", "batch", "data"}
-    harmless |= {"backend"}
+    harmless |= {"backend", "shard"}
     known = {"model", "loss", "step", "weight", "optimizer", "schedule", "scaling", "precision"}
     known |= {"compression", "clip_grad_norm", "reproducible", "seed", "ema", "sync_batchnorm"}
 

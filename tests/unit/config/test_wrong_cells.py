@@ -358,6 +358,23 @@ etrain: line 6, column 17: scaling.rule must be none, linear, sqrt or adascale, 
       |                 ^^^^^^
   did you mean 'linear'?""",
     ),
+    "no shard": (
+        GOOD + "shard: weights\n",
+        """\
+etrain: line 5, column 8: shard must be none or optimizer, not the text 'weights'
+    5 | shard: weights
+      |        ^^^^^^^
+  write shard: optimizer""",
+    ),
+    "an optimizer that cannot be divided": (
+        GOOD + "shard: optimizer\noptimizer: {name: LAMB}\n",
+        """\
+etrain: line 5, column 8: shard: optimizer cannot be used with LAMB, whose update of one element \
+depends on others of the same tensor
+    5 | shard: optimizer
+      |        ^^^^^^^^^
+  write optimizer: {name: AdamW}, or shard: none""",
+    ),
     "no compression": (
         GOOD + "compression: powersdg\n",
         """\

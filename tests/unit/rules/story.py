@@ -14,8 +14,12 @@ from etrain_jupyter.rules.membership.state_machine import handle
 class Story:
     """Sends stimuli to the state machine and remembers the commands of the last one."""
 
-    def __init__(self, *, min_workers: int = 1, max_workers: int = 4) -> None:
-        self.state = JobState(job_id="j", min_workers=min_workers, max_workers=max_workers)
+    def __init__(
+        self, *, min_workers: int = 1, max_workers: int = 4, is_sharded: bool = False
+    ) -> None:
+        self.state = JobState(
+            job_id="j", min_workers=min_workers, max_workers=max_workers, is_sharded=is_sharded
+        )
         self.now = 100.0
         self.last: list[c.Command] = []
         self.all: list[c.Command] = []

@@ -42,7 +42,9 @@ class State:
         self.config = config
         self.best_tracker = BestTracker(config)
         extras = dict(self.best_tracker.extras)
-        self.workload = SimpleNamespace(model=model, optimizer=optimizer, extras=extras)
+        self.workload = SimpleNamespace(
+            model=model, optimizer=optimizer, extras=extras, shards=None
+        )
         self.plan = WorkPlan(
             num_train=10, num_eval=4, global_batch_size=2, steps_per_epoch=5, total_steps=5
         )

@@ -53,7 +53,9 @@ class State:
         extras = {"scaler": torch.amp.GradScaler("cpu", init_scale=64.0)} if with_scaler else {}
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         self.config = config or config_of({})
-        self.workload = SimpleNamespace(model=model, optimizer=optimizer, extras=extras)
+        self.workload = SimpleNamespace(
+            model=model, optimizer=optimizer, extras=extras, shards=None
+        )
         self.plan = WorkPlan(
             num_train=10, num_eval=0, global_batch_size=2, steps_per_epoch=5, total_steps=5
         )

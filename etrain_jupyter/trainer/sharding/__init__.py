@@ -1,0 +1,1 @@
+"""Optimizer state in shards, each on two ranks, for ``shard: optimizer``."""
