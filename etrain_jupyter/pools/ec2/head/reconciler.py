@@ -103,7 +103,8 @@ class Reconciler:
         self._schedule = DeadlineSchedule.of(spec)
         self._files = ClusterFiles(clients.bucket, cluster_id)
         self._accounts = Accounts(spec, cluster_id, clients, self._files)
-        self._roster = FleetRoster(self._files, clients, reports)
+        installs = bool(spec.image.manifest)
+        self._roster = FleetRoster(self._files, clients, reports, installs=installs)
         self._warnings = RateLimitedWarnings(reports.warning)
         self._state = FleetState()
         self._scores: dict[str, int] = {}
