@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import (
     accounting,
     aggregation,
+    boot,
     bundle,
     checkpoint,
     churn,
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "recovery": recovery,
     "forming": forming,
     "starts": starts,
+    "boot": boot,
     "churn": churn,
     "reproducible": reproducible,
     "log": log,

@@ -29,7 +29,7 @@ from etrain_jupyter.testing.s3_server import S3Server
 
 pytestmark = pytest.mark.aws
 
-BACKEND = '''
+BACKEND = """
 import zipfile
 
 def build_wheel(folder, settings=None, metadata=None):
@@ -42,7 +42,7 @@ def build_wheel(folder, settings=None, metadata=None):
                        "Root-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr("beta-2.0.dist-info/RECORD", "")
     return name
-'''
+"""
 PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
 WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 

@@ -236,9 +236,16 @@ class _WheelStore:
             return by_name["uv"]
         # Environments that uv has made contain neither uv nor pip.
         program = find_uv()
-        if program and self._sources.here == self._sources.platform:
-            return self._store(pack_program("uv", Path(program), self._sources.platform, folder))
-        return by_name.get("pip")
+        if not program or self._sources.here != self._sources.platform:
+            return by_name.get("pip")
+        stat = Path(program).stat()
+        key = f"{program} {stat.st_size} {stat.st_mtime_ns}"
+        known = self._known.get(key)
+        if known is None or known[0].key not in self._stored:
+            path = pack_program("uv", Path(program), self._sources.platform, folder)
+            self._known[key] = known = [self._store(path)]
+            self._write_index()
+        return known[0]
 
     def _download(self, packages: Sequence[Package], folder: Path) -> list[Wheel]:
         if not packages:

@@ -154,7 +154,7 @@ def repacked(wheel: Path, folder: Path) -> Path:
             if not one.is_dir() and not _is_metadata(one.filename, "RECORD", "RECORD.jws")
         }
         header = next(name for name in files if _is_metadata(name, "WHEEL"))
-        text = bytes(files[header]).decode()  # type: ignore[arg-type]
+        text = bytes(files[header]).decode()
     name, version = wheel.name.split("-")[:2]
     return _write(folder, name, version, text, files)
 
