@@ -18,7 +18,7 @@ import pytest
 from etrain_jupyter.pools.ec2.bootstrap import ROOT, BootFacts, user_data
 from etrain_jupyter.pools.ec2.environment.manifest import Manifest, key_of
 from etrain_jupyter.pools.ec2.environment.packages import Package, read_packages
-from etrain_jupyter.pools.ec2.environment.prepare import Prepared, Wishes, prepare
+from etrain_jupyter.pools.ec2.environment.prepare import NodeNeeds, Prepared, prepare
 from etrain_jupyter.pools.ec2.environment.sources import MissingWheelsError
 from etrain_jupyter.pools.ec2.machine.node_bucket import LIMITS
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
@@ -84,10 +84,10 @@ def packages(tmp_path: Path) -> list[Package]:
     return [*read_packages([str(site)]), *(one for one in read_packages() if one.name == "pip")]
 
 
-def store(bucket: Bucket, packages: list[Package], folder: Path, **wishes: Any) -> Prepared:
+def store(bucket: Bucket, packages: list[Package], folder: Path, **needs: Any) -> Prepared:
     said: list[str] = []
     cache = folder / "cache"
-    return prepare(bucket, Wishes(**wishes), cache=cache, say=said.append, packages=packages)
+    return prepare(bucket, NodeNeeds(**needs), cache=cache, say=said.append, packages=packages)
 
 
 class Node:
@@ -150,7 +150,7 @@ def test_environment_is_stored_once_and_installed_from_the_bucket(
     assert first.num_uploaded == 3
     again = store(bucket, packages, tmp_path)
     assert (again.digest, again.num_uploaded) == (first.digest, 0)
-    # Another machine has no list of what is stored, but makes the same bytes.
+    # Another machine does not know the stored wheels, but makes the same bytes.
     other = store(bucket, packages, tmp_path / "other")
     assert (other.digest, other.num_uploaded) == (first.digest, 0)
 

@@ -190,7 +190,7 @@ def _install_environment(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts) ->
     """Return the commands that install the kernel's environment.
 
     The installer itself is part of the script, so the image needs nothing but Python. The digest of
-    the manifest is, too: whoever can write to the bucket cannot change what nodes run.
+    the manifest is, too: an object that was changed in the bucket is refused.
     """
     source = files("etrain_jupyter.pools.ec2.machine").joinpath("install.py").read_bytes()
     packed = base64.b64encode(zlib.compress(source, 9)).decode()
@@ -203,7 +203,7 @@ def _install_environment(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts) ->
     failed = "etrain: the environment was not installed; see above."
     return [
         f'export {ROOT}="${{{ROOT}:-/opt/etrain}}"',
-        # -I: no variable and no file of the image changes what is imported.
+        # -I: neither variables nor files of the image change the imports.
         f'python3 -I -c "{code}" {shlex.join(arguments)} --folder "${ROOT}"'
         f" || {{ echo {shlex.quote(failed)}; shutdown -h now; exit 1; }}",
         f'export ETRAIN_BOOT_PHASES="${ROOT}/phases.json"',

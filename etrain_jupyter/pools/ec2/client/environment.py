@@ -9,7 +9,7 @@ from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.pools.ec2.account.machines import find_architecture
 from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.pools.ec2.environment.manifest import key_of
-from etrain_jupyter.pools.ec2.environment.prepare import Prepared, Wishes, prepare
+from etrain_jupyter.pools.ec2.environment.prepare import NodeNeeds, Prepared, prepare
 from etrain_jupyter.pools.ec2.environment.torch_builds import capabilities_of
 from etrain_jupyter.pools.ec2.launch_context import find_types
 from etrain_jupyter.pools.ec2.network import NOTHING
@@ -40,7 +40,7 @@ def with_environment(
             return spec
         prepared = prepare(
             clients.bucket,
-            wishes_of(clients, spec),
+            needs_of(clients, spec),
             cache=open_state_root() / CACHE,
             say=say,
         )
@@ -54,7 +54,7 @@ def with_environment(
     return spec.with_manifest(prepared.digest)
 
 
-def wishes_of(clients: Clients, spec: AwsSpotSpec) -> Wishes:
+def needs_of(clients: Clients, spec: AwsSpotSpec) -> NodeNeeds:
     """Return what the pool's machines need.
 
     Raises:
@@ -64,7 +64,7 @@ def wishes_of(clients: Clients, spec: AwsSpotSpec) -> Wishes:
     named = spec.capacity.gpu is None
     types = spec.capacity.types if named else tuple(find_types(clients, spec))
     folder = environment.wheels
-    return Wishes(
+    return NodeNeeds(
         machine=MACHINES.get(find_architecture(clients, spec), "x86_64"),
         capabilities=capabilities_of(types),
         exclude=environment.exclude,

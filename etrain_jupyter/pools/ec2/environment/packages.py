@@ -22,7 +22,7 @@ import etrain_jupyter
 ETRAIN = "etrain-jupyter"
 
 Origin = Literal["index", "editable", "folder", "url", "conda", "unknown"]
-"""How a package was installed; ``unknown`` has no record of its files."""
+"""Origin of a package; an ``unknown`` one has no record of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)

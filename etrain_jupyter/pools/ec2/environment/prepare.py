@@ -55,8 +55,8 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the nodes need."""
+class NodeNeeds:
+    """Requirements of the nodes."""
 
     machine: str = "x86_64"
     """Architecture of the nodes."""
@@ -85,7 +85,7 @@ class Prepared:
 
 def prepare(
     bucket: Bucket,
-    wishes: Wishes,
+    needs: NodeNeeds,
     *,
     cache: Path,
     say: Callable[[str], object],
@@ -95,19 +95,19 @@ def prepare(
 
     Args:
         bucket: The pool's prefix.
-        wishes: What the nodes need.
+        needs: Requirements of the nodes.
         cache: Folder for the list of stored wheels.
         say: Shows a line.
         packages: The environment; by default the packages of this process.
 
     Raises:
-        MissingWheelsError: If there is no wheel of some packages.
+        MissingWheelsError: If some packages have no wheel.
         PoolError: If no build of torch fits the GPUs.
         StoreError: If the bucket cannot be read or written.
     """
     started = time.monotonic()
-    chosen = without(read_packages() if packages is None else packages, wishes.exclude)
-    sources, notes = _sources_of(chosen, wishes)
+    chosen = without(read_packages() if packages is None else packages, needs.exclude)
+    sources, notes = _sources_of(chosen, needs)
     for note in notes:
         say(f"etrain: {note}")
     listed = time.monotonic()
@@ -136,24 +136,24 @@ def prepare(
     )
 
 
-def _sources_of(packages: Sequence[Package], wishes: Wishes) -> tuple[Sources, list[str]]:
+def _sources_of(packages: Sequence[Package], needs: NodeNeeds) -> tuple[Sources, list[str]]:
     """Return the sources of wheels, and remarks for the user."""
     notes = []
-    node = Platform(python=sys.version_info[:2], machine=wishes.machine)
+    node = Platform(python=sys.version_info[:2], machine=needs.machine)
     is_linux = sys.platform == "linux"
     here = Platform(python=sys.version_info[:2], machine=platform.machine()) if is_linux else None
     torch = next((one for one in packages if one.name == "torch"), None)
     build = None
     if torch is not None and torch.distribution is not None:
         installed = installed_cuda(Path(str(torch.distribution.locate_file("torch"))))
-        build = choose_build(torch.version, installed, wishes.capabilities)
+        build = choose_build(torch.version, installed, needs.capabilities)
         if build is not None:
             kind = f"for CUDA {installed}" if installed else "for CPUs"
             notes.append(
                 f"torch {torch.version} is a build {kind}; the nodes get {build.label} from "
                 f"{build.index}"
             )
-    folder = wishes.wheels
+    folder = needs.wheels
     if folder is not None and not folder.is_dir():
         raise PoolError(
             f"image.environment.wheels: the folder {folder} does not exist. Nothing was started. "

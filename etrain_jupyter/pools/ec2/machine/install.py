@@ -200,7 +200,7 @@ class Reports:
         try:
             self._bucket.put(self._key, json.dumps(record).encode())
         except (OSError, ValueError, KeyError) as exc:
-            # Reports are for messages only; the boot goes on without them.
+            # Reports are for messages only; the boot continues without them.
             print(f"etrain: the report was not written: {exc}")
 
 
@@ -223,7 +223,7 @@ def retry(what: str, act: Callable[[], T]) -> T:
 
 
 def read_manifest(bucket: Bucket, digest: str) -> Any:
-    """Return the manifest; its digest is in the user-data, so nobody can replace it."""
+    """Return the manifest; its digest is in the user-data, so it cannot be replaced."""
 
     def read() -> bytes:
         with bucket.open(f"environments/{digest}.json") as response:
@@ -295,7 +295,7 @@ def get_python(
     """Return an interpreter for the environment, and where it is from.
 
     Raises:
-        InstallError: If this machine lacks it, and it cannot be had.
+        InstallError: If this machine lacks it, and uv cannot download it.
     """
     version = manifest["python"]
     path, found = find_python(version)

@@ -39,7 +39,7 @@ class NodeReports:
 
     def __init__(self, bucket: Bucket, identity: Identity, fingerprint: dict[str, str]) -> None:
         self._bucket = bucket
-        # What `machine.install` has done, which wrote this object before.
+        # The phases come from `machine.install`, which has written this object before.
         self._facts = {
             **dataclasses.asdict(identity),
             "fingerprint": fingerprint,
