@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.pools.ec2.bootstrap import ROOT, BootFacts, user_data
+from etrain_jupyter.pools.ec2.environment import torch_builds
 from etrain_jupyter.pools.ec2.environment.manifest import Manifest, key_of
 from etrain_jupyter.pools.ec2.environment.packages import Package, read_packages
 from etrain_jupyter.pools.ec2.environment.prepare import NodeNeeds, Prepared, prepare
@@ -88,6 +91,18 @@ def store(bucket: Bucket, packages: list[Package], folder: Path, **needs: Any) -
     said: list[str] = []
     cache = folder / "cache"
     return prepare(bucket, NodeNeeds(**needs), cache=cache, say=said.append, packages=packages)
+
+
+def write_wheel(folder: Path, name: str, version: str, tag: str, *needs: str) -> None:
+    """Write a wheel with one module, as a package index would have it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in needs)]
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"VERSION = '{version}'\n")
+        wheel.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *lines, ""]))
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        wheel.writestr(f"{info}/RECORD", "")
 
 
 class Node:
@@ -222,3 +237,46 @@ def test_package_that_exists_nowhere_is_refused_before_anything_starts(
         assert part in text, text
     kept = store(bucket, [*packages, *missing], tmp_path, exclude=["gamma_*"])
     assert "gamma-private" not in {one.name for one in kept.manifest.wheels}
+
+
+def test_package_for_another_platform_is_downloaded_for_the_nodes(
+    bucket: Bucket, packages: list[Package], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = "{}{}".format(*sys.version_info[:2])
+    tag = f"cp{here}-cp{here}-manylinux_2_28_x86_64"
+    write_wheel(tmp_path / "index", "delta", "4.0", tag)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    site = tmp_path / "mac"
+    info = add_package(site, "delta", "4.0")
+    (info / "WHEEL").write_text(WHEEL.replace("py3-none-any", "cp311-cp311-macosx_14_0_arm64"))
+    found = store(bucket, read_packages([str(site)]), tmp_path).manifest
+    assert [one.file for one in found.wheels] == [f"delta-4.0-{tag}.whl"]
+
+
+def test_nodes_with_gpus_get_the_cuda_build_with_its_libraries(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "whl"
+    monkeypatch.setattr(torch_builds, "INDEX", index.as_uri())
+    for name, version, needs in (("torch", "2.9.1+cu128", ["nvidia_lib"]), ("nvidia_lib", "1", [])):
+        folder = index / "cu128" / name.replace("_", "-")
+        write_wheel(folder, name, version, "py3-none-any", *needs)
+        file = f"{name}-{version}-py3-none-any.whl"
+        (folder / "index.html").write_text(f'<a href="{file}">{file}</a>')
+    site = tmp_path / "cpu"
+    add_package(site, "torch", "2.9.1+cpu")
+    (site / "torch").mkdir()
+    (site / "torch" / "version.py").write_text("cuda: Optional[str] = None\n")
+    torch = read_packages([str(site)])
+
+    on_cpus = store(bucket, torch, tmp_path).manifest
+    assert [one.version for one in on_cpus.wheels] == ["2.9.1+cpu"]
+    on_gpus = store(bucket, torch, tmp_path, capabilities=[(8, 6)]).manifest
+    assert [(one.name, one.version) for one in on_gpus.wheels] == [
+        ("nvidia-lib", "1"),
+        ("torch", "2.9.1+cu128"),
+    ]
+    # The second start downloads nothing.
+    shutil.rmtree(index)
+    assert store(bucket, torch, tmp_path, capabilities=[(8, 6)]).manifest == on_gpus
