@@ -46,8 +46,6 @@ class Manifest:
     """Sorted by name."""
     installer: Wheel | None
     """The wheel of uv, or that of pip; None if neither is available here."""
-    interpreter: Wheel | None = None
-    """Archive (.tar.gz) with the interpreter, for nodes that lack it."""
 
     def to_json(self) -> bytes:
         """Return the object's bytes."""
@@ -57,11 +55,6 @@ class Manifest:
     def digest(self) -> str:
         """SHA-256 of the object, from which its key is made."""
         return hashlib.sha256(self.to_json()).hexdigest()
-
-    def objects(self) -> list[Wheel]:
-        """Return everything that must be in the bucket, each object once."""
-        extra = [one for one in (self.installer, self.interpreter) if one is not None]
-        return list({one.key: one for one in (*self.wheels, *extra)}.values())
 
 
 def key_of(digest: str) -> str:

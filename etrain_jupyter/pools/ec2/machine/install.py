@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 import urllib.error
 import urllib.parse
@@ -289,28 +288,15 @@ def find_python(version: str) -> tuple[str, dict[str, str]]:
     return "", found
 
 
-def get_python(
-    manifest: dict[str, Any], fetched: dict[str, str], root: str, uv: str
-) -> tuple[str, str]:
+def get_python(version: str, root: str, uv: str) -> tuple[str, str]:
     """Return an interpreter for the environment, and where it is from.
 
     Raises:
         InstallError: If this machine lacks it, and uv cannot download it.
     """
-    version = manifest["python"]
     path, found = find_python(version)
     if path:
         return path, path
-    archive = manifest.get("interpreter")
-    if archive:
-        folder = os.path.join(root, "python-" + archive["sha256"][:16])
-        if not os.path.isdir(folder):
-            with tarfile.open(fetched[archive["sha256"]]) as tar:
-                tar.extractall(folder)
-        path = os.path.join(folder, "bin", "python" + version)
-        done = run([path, "-I", "-c", "import ssl, venv"])
-        if not done.returncode:
-            return path, "the bucket"
     why = "uv is not in the environment"
     if uv:
         folder = os.path.join(root, "python")
@@ -323,8 +309,8 @@ def get_python(
         why = "uv could not download it: " + last_line(done.stderr)
     here = ", ".join(f"{one} ({found[one]})" for one in sorted(found)) or "none"
     raise InstallError(
-        f"this image has no Python {version}, which the notebook has; it has {here}. "
-        f"{why[0].upper()}{why[1:]}. Choose an image with it (image.ami), install it with "
+        f"this image has no Python {version}, which the notebook has; it has {here}, and "
+        f"{why}. Choose an image with it (image.ami), install it with "
         f"image.setup, for example [apt-get install -y python{version}], together with "
         "image.environment: kernel, or give the nodes a route to the internet "
         "(network.public_ip: true)"
@@ -387,7 +373,7 @@ def check(command: list[str], what: str, **variables: str) -> None:
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command without the variables of Python, which would change the interpreter."""
-    hidden = re.compile(r"PYTHON|UV_|PIP_|VIRTUAL_ENV")
+    hidden = re.compile(r"PYTHON|UV_(?!PYTHON_)|PIP_|VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not hidden.match(name)}
     kept.update(variables)
     return subprocess.run(
@@ -414,8 +400,8 @@ def boot(options: argparse.Namespace, reports: Reports, bucket: Bucket) -> None:
         reports.done("environment", "found on the image")
         return
     manifest = read_manifest(bucket, options.manifest)
-    wheels, extra = manifest["wheels"], [manifest["installer"], manifest.get("interpreter")]
-    wanted = {one["sha256"]: one for one in [*wheels, *extra] if one}
+    wheels, installer = manifest["wheels"], manifest["installer"]
+    wanted = {one["sha256"]: one for one in [*wheels, installer] if one}
     place = os.path.join(options.folder, "wheels")
     # The largest first: torch takes longer than all others together.
     largest = sorted(wanted.values(), key=lambda one: -one["size"])
@@ -427,11 +413,10 @@ def boot(options: argparse.Namespace, reports: Reports, bucket: Bucket) -> None:
     megabytes = sum(size for _, size in got.values()) / 1e6
     old = "" if num_new == len(got) else f", {len(got) - num_new} were on the image"
     reports.done("download", f"{num_new} wheels, {megabytes:.0f} MB{old}")
-    installer = manifest["installer"]
     is_uv = bool(installer) and installer["name"] == "uv"
     uv = unpack_uv(fetched[installer["sha256"]], options.folder) if is_uv else ""
     pip = fetched[installer["sha256"]] if installer and not is_uv else ""
-    base, source = get_python(manifest, fetched, options.folder, uv)
+    base, source = get_python(manifest["python"], options.folder, uv)
     make_environment(base, folder, uv)
     reports.done("environment", f"Python {manifest['python']} from {source}")
     install([fetched[one["sha256"]] for one in wheels], folder, uv, pip)

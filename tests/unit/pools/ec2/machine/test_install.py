@@ -29,7 +29,7 @@ def test_installer_runs_with_the_python_of_an_old_image() -> None:
     }
     assert "etrain_jupyter" not in source.replace("etrain-install", "")
     assert imported <= {"argparse", "hashlib", "hmac", "json", "os", "re", "shutil", "subprocess",
-                        "sys", "tarfile", "time", "urllib", "zipfile"}  # fmt: skip
+                        "sys", "time", "urllib", "zipfile"}  # fmt: skip
 
 
 @pytest.mark.parametrize("data", [b"", b"a report"])
@@ -79,6 +79,32 @@ def test_interpreter_is_found_by_its_version(
     monkeypatch.setattr(install, "PLACES", ())
     assert install.find_python("3.5") == (str(tmp_path / "python3.5"), {})
     assert install.find_python("3.6") == ("", {"3.4": str(tmp_path / "python3")})
+
+
+UV = """#!/bin/sh
+case "$*" in
+  "python install"*) [ -n "$UV_PYTHON_INSTALL_MIRROR" ] || { echo "error: no route" >&2; exit 2; };;
+  "python find"*) echo "$UV_PYTHON_INSTALL_DIR/cpython-3.6/bin/python3.6";;
+esac
+"""
+
+
+def test_missing_interpreter_comes_from_uv_or_the_error_says_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(UV)
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("UV_PYTHON_INSTALL_MIRROR", "")
+    with pytest.raises(install.InstallError) as caught:
+        install.get_python("3.6", str(tmp_path), str(uv))
+    for part in ("no Python 3.6", "it has 3.", "uv could not download it: error: no route",
+                 "image.ami", "python3.6", "network.public_ip: true"):  # fmt: skip
+        assert part in str(caught.value)
+    monkeypatch.setenv("UV_PYTHON_INSTALL_MIRROR", "https://mirror")
+    found = install.get_python("3.6", str(tmp_path), str(uv))
+    assert found == (f"{tmp_path}/python/cpython-3.6/bin/python3.6", "uv")
 
 
 def test_request_is_retried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
