@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import (
     accounting,
     aggregation,
+    boot,
     bundle,
     checkpoint,
     churn,
@@ -53,6 +54,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "forming": forming,
     "scale": scale,
     "starts": starts,
+    "boot": boot,
     "churn": churn,
     "reproducible": reproducible,
     "gpu": gpu,

@@ -58,6 +58,10 @@ class HeadCoordinator(Protocol):
         """Handle an interruption notice: the machine disappears at ``leaves_at`` (epoch time)."""
         return
 
+    def note(self, text: str) -> None:
+        """Show the pool's progress to the users of all active jobs."""
+        return
+
     def warn(self, text: str) -> None:
         """Show a warning to the users of all jobs."""
         return

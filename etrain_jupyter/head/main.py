@@ -94,6 +94,7 @@ class Head:
                 is_busy=lambda name: self.coordinator.is_busy(name),
                 on_gone=self._remove_worker,
                 on_warning=lambda text: self.coordinator.warn(text),
+                on_note=lambda text: self.coordinator.note(text),
                 on_notice=lambda worker, at: self.coordinator.take_notice(worker, at),
                 progress=lambda: self.coordinator.progress(),
                 on_halt=lambda why: self.coordinator.halt(why),

@@ -30,6 +30,8 @@ class HeadFacts:
     minutes."""
     on_warning: Callable[[str], None]
     """Show a warning to the users of all jobs."""
+    on_note: Callable[[str], None]
+    """Show progress to the users of all jobs."""
     on_notice: Callable[[str, float], None]
     """Report that the pool will terminate the machine of a worker in use, and when (epoch time)."""
     progress: Callable[[], Sequence[JobProgress]]

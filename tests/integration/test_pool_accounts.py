@@ -18,6 +18,7 @@ import boto3
 import pytest
 
 from etrain_jupyter import cli
+from etrain_jupyter.log.events import LogLine
 from etrain_jupyter.notebook.commands import pool_accounts
 from etrain_jupyter.notebook.commands.subcommands import run_line
 from etrain_jupyter.pools.catalog import read_catalog
@@ -27,6 +28,7 @@ from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects import bucket_owners
 from etrain_jupyter.testing.fakeaws import Account, ApiFault, FakeAws
+from tests.capabilities import LONG
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(300)]
 
@@ -125,18 +127,29 @@ def timed(figures: dict[str, float], name: str, act: Callable[[], Any]) -> Any:
     return result
 
 
+PROBE = {
+    "model": "etrain_jupyter.recipes.probe:Probe",
+    "data": {"train": "etrain_jupyter.recipes.probe:samples"},
+    "loss": "torch.nn.functional:cross_entropy",
+    "batch": {"global": 4},
+    "epochs": 3,
+    "workers": {"min": 1, "max": 1},
+    "pool": "spot",
+}
+NOT_NEEDED = [
+    "jupyter*",
+    "playwright",
+    "pyarrow",
+    "transformers",
+    "scikit-learn",
+    "pandas",
+    "mlflow*",
+]
+
+
 def train() -> str:
     surface = cli.Terminal(None)
-    body = {
-        "model": "etrain_jupyter.recipes.probe:Probe",
-        "data": {"train": "etrain_jupyter.recipes.probe:samples"},
-        "loss": "torch.nn.functional:cross_entropy",
-        "batch": {"global": 4},
-        "epochs": 3,
-        "workers": {"min": 1, "max": 1},
-        "pool": "spot",
-    }
-    job = surface.submit(body)
+    job = surface.submit(PROBE)
     assert job.wait(120) == "finished", job
     assert job.audit().ok
     return run_line(surface, ["down", "spot"], prog="etrain")
@@ -183,6 +196,36 @@ def test_pool_from_an_empty_account_to_a_trained_job_and_back(
     assert not (tmp_path / "pools.yaml").exists()
     assert cloud.leftovers() == {}
     print(f"figures of the simulated cloud: {json.dumps(figures)}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@LONG
+def test_kernel_environment_travels_and_its_phases_are_in_the_log(
+    cloud: FakeAws, account: Account, become: Become, run: Run, tmp_path: Path
+) -> None:
+    flags = ["--ami", account.image, "--types", "m5.large", "--region", account.region, "--yes"]
+    assert run("pools", "init", "spot", *flags)[0] == 0
+    shorten(cloud, tmp_path)
+    with (tmp_path / "pools.yaml").open("a") as stream:
+        stream.write(f"  image: {{ami: {account.image}, environment: {{exclude: {NOT_NEEDED}}}}}\n")
+    # Without this checkout on its path, a node imports only what it has installed.
+    cloud.set_variables({"PYTHONPATH": ""})
+    surface = cli.Terminal(None)
+    attach("etrain-spot-launcher", "ann")
+    become("ann")
+    job = surface.submit(PROBE)
+    try:
+        assert job.wait(600) == "finished", job
+        lines = [one.text for one in job.events() if isinstance(one, LogLine)]
+        notes = [line for line in lines if line.startswith("node i-")]
+        for phase in ("boot", "download", "environment", "install", "hello"):
+            assert any(f": {phase} " in line for line in notes), lines
+    finally:
+        cloud.set_variables({})
+        run_line(surface, ["down", "spot"], prog="etrain")
+    denied = [str(request) for request, is_permitted in cloud.permissions() if not is_permitted]
+    assert denied == []
 
 
 def test_check_finds_an_image_without_a_driver_and_terminates_the_node(

@@ -290,6 +290,11 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         for job in self._active():
             job.log(events.LogLine, level="warning", worker="", text=text)
 
+    def note(self, text: str) -> None:
+        """Log a line about the pool's progress for each active job."""
+        for job in self._active():
+            job.log(events.LogLine, level="info", worker="", text=text)
+
     def halt(self, why: str) -> None:
         """Save and stop all jobs, and refuse new ones: the pool starts no more workers."""
         if self._halted:  # the pool may report further reasons

@@ -18,6 +18,7 @@ from etrain_jupyter.pools.catalog import read_catalog
 from etrain_jupyter.pools.registry import get_pool
 
 if TYPE_CHECKING:
+    from etrain_jupyter.pools.ec2.head.cluster_files import BootPhase
     from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 STEPS_S = 300.0
@@ -79,7 +80,8 @@ def init(
         role: Use this instance profile for the nodes, and create no roles and policies.
         head: Where the scheduler runs: notebook (default) or on-demand, for its own machine.
         ami: Image of the nodes, ami-... or ssm:/... (AWS's Deep Learning AMI).
-        python: Interpreter in that image (/opt/pytorch/bin/python).
+        python: Interpreter in that image, with etrain-jupyter (the nodes install the kernel's
+            environment).
         profile: Profile in ~/.aws.
         file: Write the entry to this file (~/.config/etrain/pools.yaml).
         yes: Ask nothing.
@@ -196,6 +198,7 @@ def _boot(surface: Host, name: str, spec: AwsSpotSpec) -> str:
     """Train one step on one node, and shut the cluster down; return a table of the phases."""
     from etrain_jupyter.pools.ec2.account.boot import (
         forget_probe,
+        install_phases,
         launch_of,
         phases_of,
         running_clusters,
@@ -217,6 +220,7 @@ def _boot(surface: Host, name: str, spec: AwsSpotSpec) -> str:
         cluster_id = pool.up().cluster_id  # the job has started it
         status = _wait_for_step(job, timeout_s=spec.lifetime.boot + STEPS_S)
         launched_at, machine = launch_of(spec, cluster_id)
+        installed = install_phases(spec, cluster_id)
         # Read the log now: it may be in the bucket, from which it is deleted below.
         events = list(job.events())
         problem = _problem_of(job, status, events, spec, machine)
@@ -236,7 +240,7 @@ def _boot(surface: Host, name: str, spec: AwsSpotSpec) -> str:
             f"the check of pool {name} failed: {problem}. All that it launched was terminated. "
             f"Then run `%etrain pools check {name}` again."
         )
-    joined, marks = _first(events, WorkerJoined), _marks(events, started_at, launched_at)
+    joined, marks = _first(events, WorkerJoined), _marks(events, started_at, launched_at, installed)
     marks += [("save, finish", ended), ("terminate", time.time())]
     phases = phases_of(marks, launched_at=launched_at, usd_per_h=joined.usd_per_h or 0.0)
     price = "unknown" if joined.usd_per_h is None else f"${joined.usd_per_h:.4g} per hour"
@@ -279,22 +283,35 @@ def _problem_of(
             return ""
         return (
             f"{machine} has a GPU, but torch on the node sees none: the image {spec.image.ami} has "
-            f"no NVIDIA driver, or the torch of {spec.image.python} was built for CPUs. Choose "
-            "another image.ami or image.python"
+            f"no NVIDIA driver, or {_torch_of(spec)}. Choose "
+            f"another image.ami{'' if spec.image.is_kernel else ' or image.python'}"
         )
     # Without a worker, the pool's own warnings say why: quota, capacity, versions of the image.
     reason = job.reason or f"no step within {spec.lifetime.boot + STEPS_S:.0f} s"
     return f"job {job.id} is {status} ({reason.rstrip('.')})"
 
 
+def _torch_of(spec: AwsSpotSpec) -> str:
+    """Return what may be wrong with the torch of a node that sees no GPU."""
+    if spec.image.is_kernel:
+        return "one that is too old for the installed build of torch (CUDA 13 needs driver 580)"
+    return f"the torch of {spec.image.interpreter} was built for CPUs"
+
+
 def _marks(
-    events: Sequence[Event], started_at: float, launched_at: float
+    events: Sequence[Event],
+    started_at: float,
+    launched_at: float,
+    installed: Sequence[BootPhase],
 ) -> list[tuple[str, float]]:
     """Return the ends of the phases, see ``phases_of``."""
+    boots = [("boot", installed[0].at - installed[0].seconds)] if installed else []
     return [
         ("", started_at),
         ("start head, launch", launched_at or started_at),
-        ("boot, connect", _first(events, WorkerJoined).time),
+        *boots,
+        *((phase.name, phase.at) for phase in installed),
+        ("hello" if installed else "boot, connect", _first(events, WorkerJoined).time),
         ("load, warm up", _first(events, GenerationReady).time),
         ("first step", _first(events, StepCompleted).time),
     ]

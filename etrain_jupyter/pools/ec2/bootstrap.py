@@ -16,7 +16,9 @@ import getpass
 import hashlib
 import json
 import shlex
+import zlib
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from etrain_jupyter.storage.objects.s3_messages import code_of
 AGENT = "etrain_jupyter.pools.ec2.machine.agent"
 MOST_USER_DATA = 16_384
 """EC2's limit in bytes. Our script has a few hundred bytes, plus those of ``image.setup``."""
+ROOT = "ETRAIN_ROOT"
+"""Variable with the folder of a node's environments, by default /opt/etrain."""
 KEYS = "keys"
 """Parent of the key folders; the role may not list it."""
 NODE_TLS = ("ca.pem", "worker.pem", "worker.key")
@@ -141,7 +145,8 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
     ::
 
         shutdown -h +BOOT       a timer that turns the machine off if all else fails
-        archive, setup          the environment
+        archive, setup          commands of the pool
+        python3 -c ...          installs the kernel's environment, see `machine.install`
         python -m ...agent      serves, and re-arms the timer for the lifetime
         shutdown -h now         if the agent did not start, or failed to turn the machine off
 
@@ -157,9 +162,13 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
     if spec.image.archive:
         lines += _unpack_archive(spec, boot)
     lines += spec.image.setup
+    python = spec.image.interpreter
+    if manifest := spec.image.manifest:
+        lines += _install_environment(spec, cluster_id, boot)
+        python = f'"${ROOT}/environments/{manifest[:16]}/bin/python"'
     command = [AGENT, spec.home(cluster_id), "--keys", boot.keys]
     command += ["--owner", boot.owner] if boot.owner else []
-    lines.append(f"{spec.image.python} -m {shlex.join(command)}")
+    lines.append(f"{python} -m {shlex.join(command)}")
     lines.append("shutdown -h now")
     text = "\n".join(lines) + "\n"
     # EC2's limit applies before base64 encoding.
@@ -175,6 +184,30 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
             f"{NOTHING} Put it into the bucket or a secret store, and read it with the node's role."
         )
     return text
+
+
+def _install_environment(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts) -> list[str]:
+    """Return the commands that install the kernel's environment.
+
+    The installer itself is part of the script, so the image needs nothing but Python. The digest of
+    the manifest is, too: an object that was changed in the bucket is refused.
+    """
+    source = files("etrain_jupyter.pools.ec2.machine").joinpath("install.py").read_bytes()
+    packed = base64.b64encode(zlib.compress(source, 9)).decode()
+    code = f"import base64,zlib;exec(zlib.decompress(base64.b64decode('{packed}')))"
+    arguments = [
+        *("--bucket", spec.bucket, "--prefix", spec.prefix, "--region", spec.region),
+        *("--cluster", cluster_id, "--manifest", spec.image.manifest),
+        *(("--owner", boot.owner) if boot.owner else ()),
+    ]
+    failed = "etrain: the environment was not installed; see above."
+    return [
+        f'export {ROOT}="${{{ROOT}:-/opt/etrain}}"',
+        # -I: neither variables nor files of the image change the imports.
+        f'python3 -I -c "{code}" {shlex.join(arguments)} --folder "${ROOT}"'
+        f" || {{ echo {shlex.quote(failed)}; shutdown -h now; exit 1; }}",
+        f'export ETRAIN_BOOT_PHASES="${ROOT}/phases.json"',
+    ]
 
 
 def _unpack_archive(spec: AwsSpotSpec, boot: BootFacts) -> list[str]:

@@ -34,6 +34,9 @@ DEFAULT_AMI = (
 )
 
 
+DEFAULT_PYTHON = "/opt/pytorch/bin/python"
+
+
 class BudgetSpec(Section):
     """Cost limits, enforced by not launching more machines and by stopping in time."""
 
@@ -62,19 +65,84 @@ class LifetimeSpec(Section):
     """Launches stop after this number of consecutive nodes whose workers never connected."""
 
 
+class EnvironmentSpec(Section):
+    """The kernel's environment, which nodes install from the pool's bucket."""
+
+    exclude: Names = ()
+    """Packages that the nodes do not need, such as [jupyterlab, 'jupyter*']."""
+    wheels: str | None = None
+    """Folder here with wheels of packages that no package index has."""
+    manifest: str | None = None
+    """SHA-256 of an environment in the bucket; None to store the kernel's when a cluster starts."""
+
+    @field_validator("manifest", mode="after")
+    @classmethod
+    def _like_a_manifest(cls, value: str | None) -> str | None:
+        if value is None or re.fullmatch(r"[0-9a-f]{64}", value):
+            return value
+        raise fault(
+            f"{{key}} must be a SHA-256, 64 hexadecimal digits, not {in_words(value)}",
+            hint="remove the key, to use the kernel's environment",
+        )
+
+
 class ImageSpec(Section):
     """Image and set-up of a node."""
 
     ami: str = DEFAULT_AMI
     """``ami-...``, or ``ssm:`` and the name of a parameter with the image's id."""
-    python: str = "/opt/pytorch/bin/python"
-    """Interpreter with etrain-jupyter installed, at the kernel's versions."""
+    environment: EnvironmentSpec | None = None
+    """``kernel``, or a mapping: nodes install the kernel's environment. The default, if none of
+    ``python``, ``setup`` and ``archive`` is set."""
+    python: str | None = None
+    """Interpreter in the image with etrain-jupyter, at the kernel's versions. If ``setup`` or
+    ``archive`` is set without it, /opt/pytorch/bin/python."""
     setup: Names = ()
     """Shell commands that run first, as root."""
     archive: str | None = None
     """``s3://bucket/key`` of a .tar.gz to unpack at ``/``, for example an environment."""
     archive_sha256: str | None = None
     """SHA-256 of the archive, from `sha256sum environment.tar.gz`; required with ``archive``."""
+
+    @property
+    def is_kernel(self) -> bool:
+        """True if nodes install the kernel's environment."""
+        others = (self.python, self.archive, self.setup)
+        return self.environment is not None or not any(others)
+
+    @property
+    def interpreter(self) -> str:
+        """The interpreter in the image, for nodes that do not install the kernel's environment."""
+        return self.python or DEFAULT_PYTHON
+
+    @property
+    def manifest(self) -> str:
+        """SHA-256 of the environment to install; empty if none was stored."""
+        return self.environment.manifest or "" if self.environment is not None else ""
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _kernel_or_mapping(cls, value: Any) -> Any:
+        if value == "kernel":
+            return {}
+        if value is None or isinstance(value, Mapping | EnvironmentSpec):
+            return value
+        raise fault(
+            f"{{key}} must be kernel, or a mapping, not {in_words(value)}",
+            hint="write environment: kernel, or environment: {exclude: [jupyterlab]}",
+        )
+
+    @model_validator(mode="after")
+    def _one_interpreter(self) -> Self:
+        if self.environment is not None and self.python is not None:
+            raise fault(
+                f"image.environment and image.python ({self.python}) are both set",
+                hint="remove python, to install the kernel's environment, or environment, to use "
+                "the image's",
+                path=("python",),
+                at_key=True,
+            )
+        return self
 
     @field_validator("ami", mode="after")
     @classmethod
@@ -124,9 +192,9 @@ class ImageSpec(Section):
 
     @field_validator("python", mode="after")
     @classmethod
-    def _absolute(cls, value: str) -> str:
+    def _absolute(cls, value: str | None) -> str | None:
         # The path is written into user-data unquoted: allow no characters that a shell interprets.
-        if not re.fullmatch(r"[\w./+-]+", value):
+        if value is not None and not re.fullmatch(r"[\w./+-]+", value):
             raise fault(f"{{key}} '{value}' is not the path of an interpreter")
         return value
 
@@ -318,6 +386,16 @@ class AwsSpotSpec(Section):
                 path=("lifetime", "lease_ttl"),
             )
         return self
+
+    def with_manifest(self, digest: str) -> AwsSpotSpec:
+        """Return the spec of a cluster whose nodes install a stored environment."""
+        known = self.image.environment or EnvironmentSpec()
+        environment = EnvironmentSpec(
+            **{**known.model_dump(exclude_unset=True), "manifest": digest}
+        )
+        # A copy, so that `to_json` contains no defaults.
+        image = self.image.model_copy(update={"environment": environment})
+        return self.model_copy(update={"image": image})
 
     def home(self, cluster_id: str) -> str:
         """Return the URL of a cluster's objects."""

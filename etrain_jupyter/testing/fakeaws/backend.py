@@ -175,6 +175,16 @@ class Backend:
             raise ApiError(exc.code, exc.message) from None
         return str(made.instances[0].id)
 
+    def source_of_image(self, region: str, image: str) -> str:
+        """Return the instance from which an image was made; empty if there is none."""
+        found = ec2_backends[ACCOUNT][region].amis.get(image)
+        return str(found.instance_id or "") if found is not None else ""
+
+    def is_image_source(self, region: str, instance_id: str) -> bool:
+        """Return whether an image was made from an instance."""
+        images = list(ec2_backends[ACCOUNT][region].amis.values())
+        return any(one.instance_id == instance_id for one in images)
+
     def prepare(self, instance_id: str, address: str) -> InstanceFacts:
         """Give a new instance its address, and the template's settings that moto ignores.
 

@@ -128,6 +128,7 @@ class Hypervisor:
                 endpoint=self.endpoint,
                 variables=self.variables,
                 credentials=lambda: self._backend.role_credentials(facts.role, facts.instance_id),
+                source=self._backend.source_of_image(facts.region, facts.image),
             )
         except (OSError, RuntimeError) as exc:
             print(f"fakeaws: {facts.instance_id} did not start: {exc}", file=sys.stderr, flush=True)
@@ -181,7 +182,9 @@ class Hypervisor:
         # first.
         with guest.switching:
             if not guest.off.is_set():
-                guest.machine.power_off()
+                facts = guest.machine.facts
+                is_imaged = self._backend.is_image_source(facts.region, facts.instance_id)
+                guest.machine.power_off(keeps_disk=is_imaged)
                 self._network.release(guest.machine.address)
                 guest.off.set()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,6 +25,8 @@ from etrain_jupyter.testing.fakeaws.networks import SimulatedNetwork
 from etrain_jupyter.testing.fakeaws.records import ACCOUNT
 
 MARKER = "ETRAIN_FAKEAWS_INSTANCE"
+DISK = "disk"
+"""Folder of a machine's own disk, where it installs its environment."""
 _GUEST = Path(__file__).parent / "guest"
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MAX_END_S = 20.0
@@ -65,7 +68,12 @@ class SimulatedMachine:
         return b""
 
     def start(
-        self, *, endpoint: str, variables: Mapping[str, str], credentials: Callable[[], str]
+        self,
+        *,
+        endpoint: str,
+        variables: Mapping[str, str],
+        credentials: Callable[[], str],
+        source: str = "",
     ) -> None:
         """Run its user-data.
 
@@ -73,11 +81,14 @@ class SimulatedMachine:
             endpoint: Address of the cloud's services.
             variables: Additional environment variables.
             credentials: Returns the credentials of its role, if it has one.
+            source: The instance from which its image was made; empty for an image without one.
         """
         # The machine may have been terminated while it was pending.
         with self._lock:
             if self._is_off:
                 return
+            if source:
+                self._copy_disk(source)
             # Only the guest's first process starts here. It waits for the task below, because the
             # network must be connected before the user-data runs.
             with (self._folder / "host.log").open("ab") as log:
@@ -105,6 +116,13 @@ class SimulatedMachine:
             self._process.stdin.write(json.dumps(task).encode() + b"\n")
             self._process.stdin.flush()
 
+    def _copy_disk(self, source: str) -> None:
+        """Start with the disk of another machine, of which only the environments exist."""
+        # Hard links: as from a snapshot, nothing is copied before it is changed.
+        disk = self._harness_folder / source / DISK
+        if disk.is_dir():
+            subprocess.run(["cp", "-al", disk, self._folder / DISK], check=True)
+
     def _command(self) -> list[str]:
         """Write its user-data to a file; return the command that runs it."""
         text = self.facts.user_data
@@ -123,6 +141,8 @@ class SimulatedMachine:
         home.mkdir()
         environment = {
             "AWS_ENDPOINT_URL": endpoint,
+            # Machines share the disk of this one, but not what they install.
+            "ETRAIN_ROOT": str(self._folder / DISK),
             "HOME": str(home),
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
@@ -174,8 +194,8 @@ class SimulatedMachine:
             user_data=facts.user_data or None,
         )
 
-    def power_off(self) -> None:
-        """Power it off, once: cut the network, then kill all its processes."""
+    def power_off(self, *, keeps_disk: bool = False) -> None:
+        """Power it off, once: cut the network, kill all its processes, and delete its disk."""
         with self._lock:
             if self._is_off:
                 return
@@ -187,6 +207,8 @@ class SimulatedMachine:
             self._kill(self._process)
         if self.imds is not None:
             self.imds.close()
+        if not keeps_disk:
+            shutil.rmtree(self._folder / DISK, ignore_errors=True)
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         # 1. Namespaces: kill the child of `unshare`, which is the machine's PID 1.

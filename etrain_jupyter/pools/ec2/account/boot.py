@@ -12,6 +12,7 @@ from etrain_jupyter.pools.ec2.account.proof import PROBES
 from etrain_jupyter.pools.ec2.account.site import reason_of
 from etrain_jupyter.pools.ec2.aws_messages import AwsErrors
 from etrain_jupyter.pools.ec2.ec2_api import Clients, list_instances
+from etrain_jupyter.pools.ec2.head.cluster_files import BootPhase, ClusterFiles
 from etrain_jupyter.pools.ec2.reaping import find_tagged
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
@@ -75,6 +76,17 @@ def launch_of(spec: AwsSpotSpec, cluster_id: str) -> tuple[float, str]:
         return 0.0, ""
     nodes = [one for one in found if one.tags.get("etrain:role") == "node"]
     return (nodes[0].launched_at, nodes[0].type) if nodes else (0.0, "")
+
+
+def install_phases(spec: AwsSpotSpec, cluster_id: str) -> tuple[BootPhase, ...]:
+    """Return the phases of the first node's boot; empty if its image has its own environment."""
+    try:
+        found = list_instances(Clients(spec).ec2, cluster_id=cluster_id)
+        nodes = [one.id for one in found if one.tags.get("etrain:role") == "node"]
+        state = ClusterFiles(Clients(spec).bucket, cluster_id).node_state(nodes[0])
+    except (*AwsErrors, StoreError, IndexError):
+        return ()
+    return state.phases if state is not None else ()
 
 
 def num_gpus(spec: AwsSpotSpec, type: str) -> int:

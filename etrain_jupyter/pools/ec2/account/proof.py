@@ -24,6 +24,7 @@ from etrain_jupyter.pools.ec2.aws_messages import AwsErrors
 from etrain_jupyter.pools.ec2.bootstrap import config_of
 from etrain_jupyter.pools.ec2.client.check import check_account
 from etrain_jupyter.pools.ec2.ec2_api import Clients, placement_scores, tag_list
+from etrain_jupyter.pools.ec2.environment.manifest import FOLDER as ENVIRONMENTS
 from etrain_jupyter.pools.ec2.launch_context import LaunchContext, set_up
 from etrain_jupyter.pools.ec2.reaping import remove
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
@@ -209,13 +210,19 @@ def _role(clients: Clients, spec: AwsSpotSpec, probe: str) -> Iterator[Proof]:
     iam, profile = clients.iam, spec.iam.instance_profile
     home = f"arn:aws:s3:::{spec.bucket}/{spec.prefix}clusters/{probe}"
     job = f"arn:aws:s3:::{spec.bucket}/{spec.prefix}runs/probe"
-    wanted = (
+    wanted: tuple[tuple[str, str, bool], ...] = (
         ("s3:GetObject", f"{home}/lease.json", True),
         ("s3:PutObject", f"{home}/nodes/probe.json", True),
         ("s3:PutObject", f"{job}/checkpoints/probe", True),
         ("s3:PutObject", f"{home}/lease.json", False),
         ("s3:PutObject", f"{job}/bundle", False),
     )
+    if spec.image.is_kernel:
+        stored = f"arn:aws:s3:::{spec.bucket}/{spec.prefix}{ENVIRONMENTS}"
+        wanted += (
+            ("s3:GetObject", f"{stored}/probe.json", True),
+            ("s3:PutObject", f"{stored}/probe.json", False),
+        )
     try:
         roles = iam.get_instance_profile(InstanceProfileName=profile)["InstanceProfile"]["Roles"]
         if not roles:

@@ -26,6 +26,7 @@ from importlib.resources import files
 from typing import Any
 
 from etrain_jupyter.pools.ec2.bootstrap import KEYS
+from etrain_jupyter.pools.ec2.environment.manifest import FOLDER as ENVIRONMENTS
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 Policy = dict[str, Any]
@@ -97,6 +98,9 @@ def node_policy(
         "parts": _PARTS,
         "upload_buckets": sorted({_bucket_arn(place) for place in places}),
         "archive": [archive] if archive else [],
+        "environments": [f"arn:aws:s3:::{spec.bucket}/{spec.prefix}{ENVIRONMENTS}"]
+        if spec.image.is_kernel
+        else [],
     }
     statements = list(_statements("node", values))
     for number, place in enumerate(places):

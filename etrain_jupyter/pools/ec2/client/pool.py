@@ -74,9 +74,11 @@ class AwsSpotPool(DetachedPool):
             PoolError: If the account, the network, the image or the bucket cannot be used.
         """
         from etrain_jupyter.pools.ec2.client.check import check_account, find_head_host
+        from etrain_jupyter.pools.ec2.client.environment import with_environment
 
         clients = self._clients()
         check_account(clients, self.spec)
+        spec = with_environment(clients, self.spec)
         # Printed after the checks and before anything costs money.
         self._print_price()
         return self._change(
@@ -87,7 +89,7 @@ class AwsSpotPool(DetachedPool):
                 prefix=self._prefix,
                 host=find_head_host(clients, self.spec),
                 nodes=NODES,
-                spec=json.loads(self.spec.to_json()),
+                spec=json.loads(spec.to_json()),
             )
         )
 

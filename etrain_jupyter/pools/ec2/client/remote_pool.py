@@ -50,12 +50,13 @@ class AwsRemotePool(AwsSpotPool):
     def settings(self) -> ClusterSettings:
         """Return the settings for the head, on its own machine."""
         from etrain_jupyter.pools.ec2.client.check import check_account
+        from etrain_jupyter.pools.ec2.client.environment import with_environment
 
         if self.spec.head_tunnel == "ssm":
             find_command()
         check_account(self._clients(), self.spec)
+        spec = with_environment(self._clients(), self.spec)
         self._print_price()
-        spec = self.spec
         return self._change(
             ClusterSettings(
                 idle_s=spec.lifetime.idle,

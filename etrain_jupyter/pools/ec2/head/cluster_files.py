@@ -4,11 +4,43 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from etrain_jupyter.pools.ec2.ledger import Ledger, PriceBook
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class BootPhase:
+    """One phase of a node's boot."""
+
+    name: str
+    """``download``, ``environment`` or ``install``, see ``machine.install``."""
+    seconds: float
+    at: float
+    """Its end, in seconds since the epoch."""
+    detail: str = ""
+
+    @classmethod
+    def read_all(cls, report: Mapping[str, Any]) -> tuple[BootPhase, ...]:
+        """Return the phases in a node's report, without those that are not valid."""
+        found = []
+        for one in report.get("phases") or ():
+            with suppress(KeyError, TypeError, ValueError):
+                found.append(
+                    cls(
+                        name=str(one["name"]),
+                        seconds=float(one["seconds"]),
+                        at=float(one["at"]),
+                        detail=str(one.get("detail", "")),
+                    )
+                )
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.seconds:.1f} s" + (f" ({self.detail})" if self.detail else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +50,8 @@ class NodeState:
     state: str
     """``booting``, ``ready``, ``refused`` or ``ended``."""
     error: str = ""
+    phases: tuple[BootPhase, ...] = ()
+    """The completed phases of its boot."""
 
 
 class ClusterFiles:
@@ -49,7 +83,11 @@ class ClusterFiles:
         )
         if report is None:
             return None
-        return NodeState(state=str(report.get("state", "")), error=str(report.get("error") or ""))
+        return NodeState(
+            state=str(report.get("state", "")),
+            error=str(report.get("error") or ""),
+            phases=BootPhase.read_all(report),
+        )
 
     def ledger(self) -> Ledger:
         """Return the stored ledger; empty for a new cluster."""

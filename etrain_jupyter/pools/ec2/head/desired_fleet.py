@@ -67,6 +67,8 @@ class Reports:
     gone: Callable[[str, str], None]
     """Called with a worker whose machine is gone, and the reason."""
     warning: Callable[[str], None]
+    note: Callable[[str], None]
+    """Called with progress, such as a phase of a node's boot."""
     halt: Callable[[str], None]
     leaving: Callable[[str, float], None]
     """Called with a worker, and when its machine will end, in seconds since the epoch."""

@@ -17,6 +17,7 @@ def make_nodes(facts: HeadFacts) -> AwsNodes:
         on_gone=facts.on_gone,
         on_warning=facts.on_warning,
         on_halt=facts.on_halt,
+        on_note=facts.on_note,
         fingerprint=read_fingerprint(),
     )
     # These are optional, so they are attributes of `AwsNodes`, not parameters.

@@ -55,6 +55,7 @@ class AwsNodes:
         on_gone: Called with a worker whose machine is gone, and the reason.
         on_warning: Called with warnings for the logs of jobs.
         on_halt: Called once when launches stop, with the reason.
+        on_note: Called with the progress of boots, for the logs of jobs.
         clients: AWS clients; by default those of the spec.
         fingerprint: Versions of the packages installed here; nodes must have the same.
     """
@@ -70,6 +71,7 @@ class AwsNodes:
         on_gone: Callable[[str, str], None],
         on_warning: Callable[[str], None],
         on_halt: Callable[[str], None],
+        on_note: Callable[[str], None] = lambda text: None,
         clients: Clients | None = None,
         fingerprint: Mapping[str, str] | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class AwsNodes:
         self.finish_by_s: float | None = spec.capacity.finish_by if is_timed else None
         self._is_connected = is_connected
         self._callbacks = (on_gone, on_warning, on_halt)
+        self._on_note = on_note
         self._clients = clients or Clients(spec)
         self._fingerprint = fingerprint
         self._wanted = 0
@@ -313,6 +316,7 @@ class AwsNodes:
         return Reports(
             gone=on_loop(self._gone),
             warning=on_loop(on_warning),
+            note=on_loop(self._on_note),
             halt=on_loop(on_halt),
             leaving=on_loop(self._leaving),
         )

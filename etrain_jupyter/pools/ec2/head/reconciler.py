@@ -105,7 +105,8 @@ class Reconciler:
         self._spares = SparePlan(spares=spec.capacity.spares, max_workers=spec.workers.max)
         self._files = ClusterFiles(clients.bucket, cluster_id)
         self._accounts = Accounts(spec, cluster_id, clients, self._files)
-        self._roster = FleetRoster(self._files, clients, reports)
+        installs = bool(spec.image.manifest)
+        self._roster = FleetRoster(self._files, clients, reports, installs=installs)
         self._warnings = RateLimitedWarnings(reports.warning)
         self._state = FleetState()
         self._scores: dict[str, int] = {}

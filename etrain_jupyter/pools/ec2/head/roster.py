@@ -47,7 +47,16 @@ class FleetNode:
 class FleetRoster:
     """The cluster's nodes. Used by the reconcile thread only."""
 
-    def __init__(self, files: ClusterFiles, clients: Clients, reports: Reports) -> None:
+    def __init__(
+        self,
+        files: ClusterFiles,
+        clients: Clients,
+        reports: Reports,
+        *,
+        installs: bool = False,
+    ) -> None:
+        self._installs = installs
+        """True if nodes install an environment, and report the phases of their boot."""
         self._files = files
         self._clients = clients
         self._reports = reports
@@ -62,6 +71,8 @@ class FleetRoster:
         self.ending: dict[str, str] = {}
         """Why we requested a node's termination, by id."""
         self._gone: list[tuple[str, str]] = []
+        self._num_noted: dict[str, int] = {}
+        """Number of the phases of a boot that were reported, by node."""
         self.last_failure = ""
         """Message about the last node whose workers never connected."""
 
@@ -139,7 +150,10 @@ class FleetRoster:
             return state
         # Read the report in S3 only if the connection does not answer the question. A worker may
         # connect and leave between two ticks, which only the report shows.
-        report = None if id in desired.connected else self._report_of(id)
+        is_connected = id in desired.connected
+        # The phases of a boot are in the report, too.
+        report = None if is_connected and not self._installs else self._report_of(id)
+        self._note_phases(id, report, is_last=is_connected, now=now)
         if id in desired.connected or (report and report.state == "ready"):
             self.ready.add(id)
             return state.boot_succeeded()
@@ -149,11 +163,32 @@ class FleetRoster:
             return self._count_failure(id, self.ending[id], report.error, state, max_failures, now)
         return state
 
+    def _note_phases(self, id: str, report: NodeState | None, *, is_last: bool, now: float) -> None:
+        """Report the phases of a node's boot that have ended since the last tick."""
+        phases = report.phases if report is not None else ()
+        if not phases:
+            return
+        known = self._num_noted.get(id, 0)
+        one = self.members[id].instance
+        if not known:
+            started_s = phases[0].at - phases[0].seconds - one.launched_at
+            self._reports.note(f"node {id} ({one.type}): boot {max(0.0, started_s):.1f} s")
+        for phase in phases[known:]:
+            self._reports.note(f"node {id}: {phase}")
+        self._num_noted[id] = len(phases)
+        if is_last:
+            self._num_noted.pop(id)
+            self._reports.note(
+                f"node {id}: hello {max(0.0, now - phases[-1].at):.1f} s; its workers are "
+                f"connected {max(0.0, now - one.launched_at):.1f} s after its launch"
+            )
+
     def _drop(
         self, member: FleetNode, reason: str, state: FleetState, max_failures: int, now: float
     ) -> FleetState:
         id = member.instance.id
         requested = self.ending.pop(id, "")
+        self._num_noted.pop(id, None)
         self.leaving.pop(id, None)
         why = requested or why_gone(reason)
         self._gone += [(worker, why) for worker in member.workers]

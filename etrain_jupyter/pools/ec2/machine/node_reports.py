@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import queue
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.errors import StoreError
@@ -17,8 +19,19 @@ from etrain_jupyter.worker.imds import Identity
 
 logger = logging.getLogger("etrain.agent")
 
+PHASES = "ETRAIN_BOOT_PHASES"
+"""Variable with the path of the file with the phases of the boot."""
 CLOSE_S = 2.0
 REFUSE_S = 30.0
+
+
+def read_phases() -> list[Any]:
+    """Return the phases of the boot so far, from the file of the installer."""
+    try:
+        phases = json.loads(Path(os.environ[PHASES]).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError):
+        return []  # the image has its own environment
+    return phases if isinstance(phases, list) else []
 
 
 class NodeReports:
@@ -26,7 +39,12 @@ class NodeReports:
 
     def __init__(self, bucket: Bucket, identity: Identity, fingerprint: dict[str, str]) -> None:
         self._bucket = bucket
-        self._facts = {**dataclasses.asdict(identity), "fingerprint": fingerprint}
+        # The phases come from `machine.install`, which has written this object before.
+        self._facts = {
+            **dataclasses.asdict(identity),
+            "fingerprint": fingerprint,
+            "phases": read_phases(),
+        }
         self._name = f"nodes/{identity.instance_id}.json"
         self._is_refused = False
         self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()

@@ -163,6 +163,22 @@ def test_user_data_arms_the_timer_first_and_holds_no_secret(spec: AwsSpotSpec) -
     assert len(user_data(full, "c1", BOOT)) < 1024
 
 
+def test_environment_is_installed_after_the_setup_and_before_the_agent(spec: AwsSpotSpec) -> None:
+    image = {"environment": {"manifest": DIGEST}, "setup": ["apt-get update"]}
+    lines = user_data(change(spec, image=image), "c1", BOOT).splitlines()
+
+    install = next(line for line in lines if line.startswith("python3 -I -c"))
+    assert lines.index("apt-get update") < lines.index(install)
+    for part in (f"--manifest {DIGEST}", "--cluster c1", "--owner 123456789012", "shutdown -h now"):
+        assert part in install
+    agent = f'"$ETRAIN_ROOT/environments/{DIGEST[:16]}/bin/python" -m etrain_jupyter.pools.ec2'
+    assert lines[-2].startswith(agent)
+    # Room for image.setup remains within EC2's 16 KiB.
+    assert len("\n".join(lines)) < 10_000
+    checked = subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=False)
+    assert checked.returncode == 0
+
+
 ARCHIVE = {"ami": "ami-12c6146b", "archive": "s3://my-bucket/e.tar.gz"}
 
 

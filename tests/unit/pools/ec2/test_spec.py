@@ -73,6 +73,38 @@ def test_spec_round_trips_through_json() -> None:
     assert spec.prefix == "mine/"
 
 
+@pytest.mark.parametrize(
+    ("image", "is_kernel", "interpreter"),
+    [
+        ({}, True, ""),
+        ({"ami": "ami-12c6146b"}, True, ""),
+        ({"environment": "kernel", "setup": ["apt-get install -y python3.12"]}, True, ""),
+        ({"environment": {"exclude": ["jupyter*"]}}, True, ""),
+        ({"python": "/opt/py/bin/python"}, False, "/opt/py/bin/python"),
+        ({"setup": ["pip install x"]}, False, "/opt/pytorch/bin/python"),
+        ({"archive": "s3://b1b/e.tar.gz"}, False, "/opt/pytorch/bin/python"),
+    ],
+)
+def test_nodes_install_the_kernel_unless_the_image_has_an_interpreter(
+    image: dict[str, Any], is_kernel: bool, interpreter: str
+) -> None:
+    spec = parse(image=image)
+    assert spec.image.is_kernel is is_kernel
+    if not is_kernel:
+        assert spec.image.interpreter == interpreter
+    assert AwsSpotSpec.from_json(spec.to_json()).image.is_kernel is is_kernel
+
+
+def test_manifest_is_kept_for_later_heads_with_the_other_keys() -> None:
+    spec = parse(image={"ami": "ami-12c6146b", "environment": {"exclude": ["a"]}})
+    stored = AwsSpotSpec.from_json(spec.with_manifest("ab" * 32).to_json())
+    assert stored.image.manifest == "ab" * 32
+    assert stored.image.environment is not None
+    assert stored.image.environment.exclude == ("a",)
+    assert stored.image.ami == "ami-12c6146b"
+    assert spec.image.manifest == ""
+
+
 def test_deadline_allows_all_workers_on_demand_unless_a_maximum_is_given() -> None:
     keys = {"policy": "deadline", "finish_by": "6 h", "keep": 1}
     spec = parse(capacity=keys)
@@ -130,6 +162,18 @@ def test_gpu_requirement_can_replace_types() -> None:
         ({"image": {"archive": "/tmp/x.tar.gz"}}, "image.archive is not s3://", "s3://"),
         ({"image": {"archive_sha256": "12"}}, "64 hexadecimal digits", "sha256sum"),
         ({"image": {"archive_sha256": "ab" * 32}}, "image.archive is not", "set image.archive"),
+        ({"image": {"environment": "conda"}}, "image.environment must be kernel", "exclude"),
+        (
+            {"image": {"environment": "kernel", "python": "/opt/py/bin/python"}},
+            "image.environment and image.python (/opt/py/bin/python) are both set",
+            "remove python",
+        ),
+        (
+            {"image": {"environment": {"manifest": "latest"}}},
+            "image.environment.manifest must be a SHA-256",
+            "remove the key",
+        ),
+        ({"image": {"environment": {"exclud": ["a"]}}}, "unknown key 'exclud'", "'exclude'"),
         ({"bucket_owner": 1234}, "bucket_owner must be the 12 digits", "'111122223333'"),
         ({"head": "spot"}, "head must be notebook or on-demand", ""),
         ({"lifetime": {"lease_ttl": "10 s"}}, "lease_ttl of 10 s is too short", "20 s"),

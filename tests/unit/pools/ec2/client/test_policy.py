@@ -155,6 +155,8 @@ NODES = {
     "its keys": Request("s3:GetObject", f"{HOME}/keys/0123/worker.key"),
     "the lease": Request("s3:GetObject", f"{HOME}/lease.json"),
     "its state": Request("s3:PutObject", f"{HOME}/nodes/i-1.json"),
+    "its environment": Request("s3:GetObject", f"{BUCKET}/etrain/environments/0a1b.json"),
+    "a wheel": Request("s3:GetObject", f"{BUCKET}/etrain/environments/wheels/0a1b/a-1-any.whl"),
     "a part": Request("s3:PutObject", f"{JOB}/checkpoints/step_00000001/model.safetensors"),
     "a manifest": Request("s3:PutObject", f"{JOB}/manifests/step_00000001.json"),
     "an old part's end": Request("s3:DeleteObject", f"{JOB}/checkpoints/step_00000001/.begun"),
@@ -165,6 +167,10 @@ NODES = {
     "unfinished uploads": Request("s3:ListBucketMultipartUploads", BUCKET),
 }
 NOT_FOR_NODES = {
+    "another wheel": Request("s3:PutObject", f"{BUCKET}/etrain/environments/wheels/0a1b/a.whl"),
+    "the list of environments": Request(
+        "s3:ListBucket", BUCKET, {"s3:prefix": "etrain/environments/"}
+    ),
     "a job's record": Request("s3:PutObject", f"{JOB}/job.json"),
     "a job's bundle": Request("s3:PutObject", f"{JOB}/bundle"),
     "another bundle": Request("s3:PutObject", f"{JOB}/bundle-0a1b"),

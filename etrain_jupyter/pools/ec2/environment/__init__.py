@@ -1,0 +1,1 @@
+"""The kernel's environment on the nodes: its packages as wheels, in the pool's bucket."""

@@ -1,0 +1,282 @@
+"""A small environment, from this machine through the bucket to a node's interpreter.
+
+The user-data runs as on a machine, with its metadata service, up to the start of the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etrain_jupyter.pools.ec2.bootstrap import ROOT, BootFacts, user_data
+from etrain_jupyter.pools.ec2.environment import torch_builds
+from etrain_jupyter.pools.ec2.environment.manifest import Manifest, key_of
+from etrain_jupyter.pools.ec2.environment.packages import Package, read_packages
+from etrain_jupyter.pools.ec2.environment.prepare import NodeNeeds, Prepared, prepare
+from etrain_jupyter.pools.ec2.environment.sources import MissingWheelsError
+from etrain_jupyter.pools.ec2.machine.node_bucket import LIMITS
+from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.storage.objects.s3_bucket import Bucket
+from etrain_jupyter.testing.fakeaws.imds import ImdsServer, instance_pages
+from etrain_jupyter.testing.s3_faults import OWNER
+from etrain_jupyter.testing.s3_server import S3Server
+
+pytestmark = pytest.mark.aws
+
+BACKEND = """
+import zipfile
+
+def build_wheel(folder, settings=None, metadata=None):
+    name = "beta-2.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        wheel.writestr("beta.py", open("beta.py").read())
+        wheel.writestr("beta-2.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: beta\\n"
+                       "Version: 2.0\\n")
+        wheel.writestr("beta-2.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nGenerator: test\\n"
+                       "Root-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("beta-2.0.dist-info/RECORD", "")
+    return name
+"""
+PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def add_package(site: Path, name: str, version: str, **files: str) -> Path:
+    """Add an installed package to a folder; return the folder of its metadata."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    texts = {f"{name}.py": f"VERSION = '{version}'\n"}
+    texts |= {f"{info.name}/METADATA": metadata, f"{info.name}/WHEEL": WHEEL}
+    texts |= {f"{info.name}/{file}": text for file, text in files.items()}
+    for path, text in texts.items():
+        (site / path).write_text(text)
+    lines = [f"{path},," for path in (*texts, f"{info.name}/RECORD")]
+    (info / "RECORD").write_text("\n".join(lines))
+    return info
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, s3_bucket: str) -> Bucket:
+    return Bucket(s3_bucket, "etrain", LIMITS, owner=lambda: "")
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> list[Package]:
+    """Provide the packages alpha (installed), beta (editable), and pip, which installs them."""
+    site = tmp_path / "lib" / "python3" / "site-packages"
+    add_package(site, "alpha", "1.0")
+    sources = tmp_path / "beta sources"
+    sources.mkdir()
+    for name, text in (("backend", BACKEND), ("beta", "VERSION = 'of the sources'\n")):
+        (sources / f"{name}.py").write_text(text)
+    (sources / "pyproject.toml").write_text(PROJECT)
+    direct = {"url": sources.as_uri(), "dir_info": {"editable": True}}
+    info = add_package(site, "beta", "2.0", **{"direct_url.json": json.dumps(direct)})
+    (site / "beta.py").unlink()
+    assert info.exists()
+    return [*read_packages([str(site)]), *(one for one in read_packages() if one.name == "pip")]
+
+
+def store(bucket: Bucket, packages: list[Package], folder: Path, **needs: Any) -> Prepared:
+    said: list[str] = []
+    cache = folder / "cache"
+    return prepare(bucket, NodeNeeds(**needs), cache=cache, say=said.append, packages=packages)
+
+
+def write_wheel(folder: Path, name: str, version: str, tag: str, *needs: str) -> None:
+    """Write a wheel with one module, as a package index would have it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in needs)]
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"VERSION = '{version}'\n")
+        wheel.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *lines, ""]))
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+class Node:
+    """A machine on which the user-data runs up to the agent, which is not installed on it."""
+
+    def __init__(self, folder: Path, bucket: str) -> None:
+        self.folder, self._bucket = folder, bucket
+        self.imds = ImdsServer(instance_pages(instance_id="i-1"))
+        (folder / "bin").mkdir()
+        command = folder / "bin" / "shutdown"
+        command.write_text(f'#!/bin/sh\necho "$@" >> {folder}/shutdowns\n')
+        command.chmod(0o755)
+
+    def boot(self, digest: str) -> str:
+        """Run the user-data; return the console's text."""
+        pool = AwsSpotSpec.parse({"region": "us-east-1", "bucket": self._bucket})
+        spec = pool.with_manifest(digest)
+        script = user_data(spec, "c1", BootFacts(keys="keys/0", owner=OWNER))
+        base = {key: os.environ[key] for key in os.environ if key.startswith("AWS_")}
+        done = subprocess.run(
+            ["bash", "-c", script],
+            env={
+                **base,
+                "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:/usr/bin:/bin",
+                "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.imds.url,
+                ROOT: str(self.folder / "root"),
+            },
+            cwd=self.folder,
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=120,
+        )
+        return done.stdout + done.stderr
+
+    def python(self, digest: str, code: str) -> str:
+        """Run code with the interpreter that the user-data starts the agent with."""
+        python = self.folder / "root" / "environments" / digest[:16] / "bin" / "python"
+        command = [str(python), "-I", "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.fixture
+def node(tmp_path: Path, s3_bucket: str) -> Iterator[Node]:
+    one = Node(tmp_path, s3_bucket)
+    yield one
+    one.imds.close()
+
+
+def report(bucket: Bucket) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bucket.get("clusters/c1/nodes/i-1.json", "report") or b"")
+    return found
+
+
+def test_environment_is_stored_once_and_installed_from_the_bucket(
+    bucket: Bucket, packages: list[Package], tmp_path: Path, node: Node
+) -> None:
+    first = store(bucket, packages, tmp_path)
+    assert [str(one.name) for one in first.manifest.wheels] == ["alpha", "beta", "pip"]
+    assert first.num_uploaded == 3
+    again = store(bucket, packages, tmp_path)
+    assert (again.digest, again.num_uploaded) == (first.digest, 0)
+    # Another machine does not know the stored wheels, but makes the same bytes.
+    other = store(bucket, packages, tmp_path / "other")
+    assert (other.digest, other.num_uploaded) == (first.digest, 0)
+
+    console = node.boot(first.digest)
+    code = "import alpha, beta, importlib.metadata as m; print(alpha.VERSION, beta.VERSION, "
+    code += "m.version('beta'))"
+    assert node.python(first.digest, code) == "1.0 of the sources 2.0\n", console
+    phases = [one["name"] for one in report(bucket)["phases"]]
+    assert phases == ["download", "environment", "install"]
+    assert report(bucket)["state"] == "booting"
+    # The agent is started with the new interpreter, in which this test has not installed it.
+    assert "No module named 'etrain_jupyter'" in console
+
+    node.boot(first.digest)
+    [phase] = report(bucket)["phases"]
+    assert phase["detail"] == "found on the image"
+
+    # Only the changed package is uploaded and downloaded.
+    (tmp_path / "beta sources" / "beta.py").write_text("VERSION = 'changed'\n")
+    changed = store(bucket, packages, tmp_path)
+    assert changed.num_uploaded == 1
+    node.boot(changed.digest)
+    assert "1 wheels, 0 MB, 2 were on the image" in report(bucket)["phases"][0]["detail"]
+    assert node.python(changed.digest, "import beta; print(beta.VERSION)") == "changed\n"
+
+
+def test_node_refuses_a_wheel_that_was_changed_in_the_bucket(
+    bucket: Bucket, packages: list[Package], tmp_path: Path, node: Node,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    prepared = store(bucket, packages, tmp_path)
+    bucket.put(key_of(prepared.digest), prepared.manifest.to_json() + b" ", "test")
+    console = node.boot(prepared.digest)
+    assert "was changed: its SHA-256 differs" in report(bucket)["error"]
+    assert report(bucket)["state"] == "refused"
+    assert "No module named" not in console
+    assert (tmp_path / "shutdowns").read_text().splitlines()[-1] == "-h now"
+
+
+def test_python_that_the_node_lacks_is_refused_with_what_to_type(
+    bucket: Bucket, packages: list[Package], tmp_path: Path, node: Node
+) -> None:
+    known = store(bucket, packages, tmp_path).manifest
+    manifest = Manifest(
+        python="3.7", machine="x86_64", wheels=known.wheels, installer=known.installer
+    )
+    bucket.put(key_of(manifest.digest), manifest.to_json(), "test")
+    node.boot(manifest.digest)
+    error = report(bucket)["error"]
+    for part in ("this image has no Python 3.7", "image.ami", "image.setup", "python3.7"):
+        assert part in error, error
+
+
+def test_package_that_exists_nowhere_is_refused_before_anything_starts(
+    bucket: Bucket, packages: list[Package], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No request leaves this machine: the only index is an empty folder.
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    site = tmp_path / "system"
+    info = add_package(site, "gamma_private", "3.1", INSTALLER="debian\n")
+    (info / "RECORD").unlink()
+    missing = read_packages([str(site)])
+    with pytest.raises(MissingWheelsError) as caught:
+        store(bucket, [*packages, *missing], tmp_path)
+    text = str(caught.value)
+    for part in ("gamma-private 3.1", "installed by debian", "exclude: [gamma-private]",
+                 "wheels: FOLDER", "gamma_private-3.1-...whl", "Nothing was started"):  # fmt: skip
+        assert part in text, text
+    kept = store(bucket, [*packages, *missing], tmp_path, exclude=["gamma_*"])
+    assert "gamma-private" not in {one.name for one in kept.manifest.wheels}
+
+
+def test_package_for_another_platform_is_downloaded_for_the_nodes(
+    bucket: Bucket, packages: list[Package], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = "{}{}".format(*sys.version_info[:2])
+    tag = f"cp{here}-cp{here}-manylinux_2_28_x86_64"
+    write_wheel(tmp_path / "index", "delta", "4.0", tag)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    site = tmp_path / "mac"
+    info = add_package(site, "delta", "4.0")
+    (info / "WHEEL").write_text(WHEEL.replace("py3-none-any", "cp311-cp311-macosx_14_0_arm64"))
+    found = store(bucket, read_packages([str(site)]), tmp_path).manifest
+    assert [one.file for one in found.wheels] == [f"delta-4.0-{tag}.whl"]
+
+
+def test_nodes_with_gpus_get_the_cuda_build_with_its_libraries(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "whl"
+    monkeypatch.setattr(torch_builds, "INDEX", index.as_uri())
+    for name, version, needs in (("torch", "2.9.1+cu128", ["nvidia_lib"]), ("nvidia_lib", "1", [])):
+        folder = index / "cu128" / name.replace("_", "-")
+        write_wheel(folder, name, version, "py3-none-any", *needs)
+        file = f"{name}-{version}-py3-none-any.whl"
+        (folder / "index.html").write_text(f'<a href="{file}">{file}</a>')
+    site = tmp_path / "cpu"
+    add_package(site, "torch", "2.9.1+cpu")
+    (site / "torch").mkdir()
+    (site / "torch" / "version.py").write_text("cuda: Optional[str] = None\n")
+    torch = read_packages([str(site)])
+
+    on_cpus = store(bucket, torch, tmp_path).manifest
+    assert [one.version for one in on_cpus.wheels] == ["2.9.1+cpu"]
+    on_gpus = store(bucket, torch, tmp_path, capabilities=[(8, 6)]).manifest
+    assert [(one.name, one.version) for one in on_gpus.wheels] == [
+        ("nvidia-lib", "1"),
+        ("torch", "2.9.1+cu128"),
+    ]
+    # The second start downloads nothing.
+    shutil.rmtree(index)
+    assert store(bucket, torch, tmp_path, capabilities=[(8, 6)]).manifest == on_gpus
