@@ -312,8 +312,8 @@ def _release_leavers(turn: Turn) -> list[Member]:
         # Each shard is on two ranks. Both of them leave one after the other, so that the state is
         # divided among the others in between.
         present = [m.trainer for m in holders]
-        leavers = choose_leavers(turn.state.ring, present, [m.trainer for m in going])
-        going = [m for m in going if m.trainer in leavers]
+        chosen = choose_leavers(turn.state.ring, present, [m.trainer for m in going])
+        going = [m for m in going if m.trainer in chosen]
     stays = [m for m in holders if m not in going]
     # In any case, never release the last holder of a state that is not durable, or a member that
     # is writing it.
