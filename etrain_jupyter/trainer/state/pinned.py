@@ -23,7 +23,7 @@ def pin(buffer: torch.Tensor, *, owner: object) -> bool:
         owner: An object that holds the only lasting reference to ``buffer``.
 
     Returns:
-        Whether the memory is pinned. If not, for example because the user's limit for locked memory
+        True if the memory is pinned. If not, for example because the user's limit for locked memory
         is reached, copies still work, but are synchronous.
     """
     if buffer.numel() == 0:
