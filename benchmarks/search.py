@@ -1,11 +1,14 @@
-"""Searches: samples that ASHA saves against random search, its decisions, and moved workers.
+"""Searches: samples that ASHA saves, its decisions, moved workers, and the use of a pool.
 
-For each model, both searches try the same values, because they have the same seed. The first figure
-is the ratio of the samples that they trained on, next to the difference of their best values. The
-second compares each decision at a rung with Optuna alone, on the values that the study has stored.
-The third is the time from the decision to end a trial to the first step of another trial on one of
-its workers, and its parts. The fourth is the share of the workers' time that is spent in steps,
-next to that of the same study with one fixed worker for each trial, and to that of Ray Tune.
+``samples``: for each model and seed, ASHA and random search try the same values. The figures are
+the ratio of the samples that they trained on, the difference of their best values, and the
+decisions at rungs that differ from those of Optuna alone on the values that the study has stored.
+
+``moves``: the time from the decision to end a trial to the first step of another trial on one of
+its workers, and its parts.
+
+``pool``: the share of the workers' time that is spent in steps, and the duration: for elastic
+trials, for one fixed worker per trial, and for Ray Tune, each on the same number of workers.
 """
 
 from __future__ import annotations
@@ -16,20 +19,23 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from distributed import Client
 
 from benchmarks import ours, report, search_work
 from benchmarks.peers.run import python_path
 from benchmarks.peers.systems import import_error
-from benchmarks.search_log import PARTS, Move, moves_of, share_of_spans, utilization_of
+from benchmarks.search_log import MOVE_PARTS, moves_of, share_of_spans, utilization_of
 from benchmarks.search_simulated import simulate_asha, train_curves
 from etrain_jupyter import launch
 from etrain_jupyter.head.studies.optuna_study import make_pruner
@@ -44,6 +50,8 @@ BAR_RATIO = 0.4
 BAR_S = 1.0
 """Maximum median and 95th percentile of the time until a freed worker trains again, in seconds."""
 TIMEOUT_S = 1800.0
+START_S = 60.0
+PARTS = ("samples", "moves", "pool")
 NUM_WORKERS = 2
 NUM_EPOCHS = 16
 DIVISOR = 4
@@ -60,6 +68,7 @@ batch: {batch}
 epochs: {epochs}
 checkpoint: {{every: 100000 steps}}
 workers: {{min: 1, max: {max_workers}}}
+pool: {pool}
 search:
   space: {space}
   metric: eval_accuracy
@@ -67,6 +76,7 @@ search:
   trials: {trials}
   method: {method}
   divisor: {divisor}
+  seed: {seed}
   concurrent: 2
 """
 SPACE = "{width: {choice: [4, 8, 16]}, lr: {low: 1e-5, high: 1e-1, log: true}, seed: {choice: [0]}}"
@@ -77,41 +87,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, default=24, help="trials of each search (24)")
     models = sorted(search_work.MODELS)
     parser.add_argument("--models", nargs="+", choices=models, default=models, help="(all)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
+    help = "seeds of the searches whose samples are compared (0)"
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help=help)
     help = "simulate searches instead, with this number of seeds; they need no cluster"
     parser.add_argument("--simulate", type=int, default=0, metavar="SEEDS", help=help)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the searches of each model on one cluster, and then the peer; or simulate them."""
+    """Run the parts that were asked for, or simulate searches."""
     if options.simulate:
         return simulate(options.models, options.trials, options.simulate)
     trials = 10 if options.quick else options.trials
-    moves: list[Move] = []
+    result: dict[str, Any] = {"benchmark": "search", "trials": trials, "bar_ratio": BAR_RATIO}
     with ours.cluster():
-        models = {model: compare_searches(model, trials, moves) for model in options.models}
-    first = models[options.models[0]]
-    ray = measure_ray(options.models[0], first.pop("tried"))
-    for figures in models.values():
-        figures.pop("tried", None)
-    totals = sorted(move.total_s for move in moves)
-    return {
-        "benchmark": "search",
-        "bar_ratio": BAR_RATIO,
-        "bar_s": BAR_S,
-        "trials": trials,
-        **first,
-        "models": models,
-        "moves": len(moves),
-        "moved_s": totals,
-        "median_s": float(np.median(totals)) if totals else float("nan"),
-        "p95_s": report.percentile(totals, 0.95) if totals else float("nan"),
-        "parts_s": {
-            part: float(np.median([move.parts_s[part] for move in moves])) if moves else None
-            for part in PARTS
-        },
-        "ray": ray,
-        "load": os.getloadavg()[0],
-    }
+        if "samples" in options.parts:
+            result["samples"] = [
+                compare_samples(model, trials, seed)
+                for model in options.models
+                for seed in options.seeds
+            ]
+        if "moves" in options.parts:
+            studies = [run(model, "asha", trials) for model in options.models]
+            moves = [m for s in studies for m in moves_of(dict(enumerate(logs_of(s))))]
+            result["moves"] = [{"total_s": move.total_s, **move.parts_s} for move in moves]
+    if "pool" in options.parts:
+        result["pool"] = compare_pools(options.models[0], trials)
+    return {**result, "bar_s": BAR_S, "load": os.getloadavg()[0]}
 
 
 def simulate(models: Sequence[str], trials: int, num_seeds: int) -> dict[str, Any]:
@@ -139,38 +141,86 @@ def simulate(models: Sequence[str], trials: int, num_seeds: int) -> dict[str, An
     return {"benchmark": "search", "simulated": rows, "seeds": num_seeds}
 
 
-def compare_searches(model: str, trials: int, moves: list[Move]) -> dict[str, Any]:
-    """Run ASHA, ASHA with fixed workers, random search and the repeats; add to ``moves``."""
-    asha, full = run(model, "asha", trials), run(model, "random", trials)
-    fixed = run(model, "asha", trials, max_workers=1)
+def compare_samples(model: str, trials: int, seed: int) -> dict[str, Any]:
+    """Run ASHA and random search with the same values, and the best ones with other seeds."""
+    asha, full = (run(model, method, trials, seed=seed) for method in ("asha", "random"))
     best = full.view().best
     assert best is not None, "every trial of the random search failed"
     width, lr = best.params["width"], best.params["lr"]
-    seeds = list(range(1, NUM_REPEATS + 1))
-    space = f"{{width: {{choice: [{width}]}}, lr: {{choice: [{lr!r}]}}, seed: {{choice: {seeds}}}}}"
-    repeats = run(model, "grid", NUM_REPEATS, space)
-    moves += moves_of(dict(enumerate(logs_of(asha)))) + moves_of(dict(enumerate(logs_of(fixed))))
-    values = [study.view().best for study in (asha, full)]
+    inits = list(range(1, NUM_REPEATS + 1))
+    space = f"{{width: {{choice: [{width}]}}, lr: {{choice: [{lr!r}]}}, seed: {{choice: {inits}}}}}"
+    repeats = run(model, "grid", NUM_REPEATS, space=space)
+    values = [study.best_value for study in (asha, full)]
     samples = [sum(trial.samples for trial in study.view().trials) for study in (asha, full)]
-    shares = [utilization_of(logs_of(study)) for study in (asha, fixed)]
     return {
+        "model": model,
+        "seed": seed,
         "ratio": samples[0] / samples[1],
         "samples": samples,
-        "best": [found.value if found is not None else float("nan") for found in values],
+        "best": values,
         "noise": float(np.std([trial.value for trial in repeats.view().trials])),
         **compare_decisions(asha.view()),
-        "utilization": [share for share, _ in shares],
-        "duration_s": [duration_s for _, duration_s in shares],
-        "tried": [trial.params for trial in full.view().trials],
     }
 
 
+def compare_pools(model: str, trials: int) -> dict[str, Any]:
+    """Run the same search with elastic trials, with fixed ones, and with Ray Tune.
+
+    Each has ``NUM_WORKERS`` workers. The local pool starts as many workers as its jobs want, so
+    etrain's studies run on a Dask cluster of that size.
+    """
+    with tempfile.TemporaryDirectory(prefix="etrain-dask-") as folder, dask_cluster(folder) as pool:
+        elastic = run(model, "asha", trials, pool=pool)
+        fixed = run(model, "asha", trials, pool=pool, max_workers=1)
+        figures = {
+            name: dict(zip(("utilization", "duration_s"), utilization_of(logs_of(s)), strict=True))
+            for name, s in (("elastic", elastic), ("fixed", fixed))
+        }
+        tried = [trial.params for trial in fixed.view().trials]
+    return {**figures, "Ray Tune": measure_ray(model, tried)}
+
+
+@contextlib.contextmanager
+def dask_cluster(folder: str) -> Iterator[str]:
+    """Run a Dask scheduler with ``NUM_WORKERS`` workers; yield its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    commands = [["scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]]
+    for number in range(NUM_WORKERS):
+        words = f"--name w{number} --host 127.0.0.1 --no-dashboard --no-nanny --nthreads 1"
+        commands.append(["worker", address, *words.split(), "--memory-limit", "0"])
+    with contextlib.ExitStack() as stack:
+        for command in commands:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dask", *command],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        deadline = time.monotonic() + START_S
+        with Client(address, timeout=START_S, set_as_default=False) as client:
+            client.wait_for_workers(NUM_WORKERS, timeout=deadline - time.monotonic())
+        yield address
+
+
 def run(
-    model: str, method: str, trials: int, space: str = SPACE, *, max_workers: int = NUM_WORKERS
+    model: str,
+    method: str,
+    trials: int,
+    *,
+    space: str = SPACE,
+    seed: int = 0,
+    max_workers: int = NUM_WORKERS,
+    pool: str = "local",
 ) -> Study:
     """Run a study to its end."""
     body = BODY.format(
-        space=space, trials=trials, method=method, max_workers=max_workers,
+        space=space, trials=trials, method=method, max_workers=max_workers, seed=seed, pool=pool,
         batch=search_work.BATCH, epochs=NUM_EPOCHS, divisor=DIVISOR,
     )  # fmt: skip
     train_set, eval_set = search_work.make_digits()
@@ -270,39 +320,49 @@ def table_of(result: dict[str, Any]) -> str:
             for row in result["simulated"]
         ]  # fmt: skip
         return report.table(head, found)
-    rows = []
-    for model, found in result["models"].items():
-        asha, full = found["best"]
-        elastic, fixed = found["utilization"]
-        elastic_s, fixed_s = found["duration_s"]
-        within = f"within {2 * found['noise']:.4f} of random"
-        rows += [
-            [f"{model}: samples against random search", f"{found['ratio']:.2f}", f"<= {BAR_RATIO}"],
-            [f"{model}: best accuracy, ASHA", f"{asha:.4f}", within],
-            [f"{model}: best accuracy, random search", f"{full:.4f}", ""],
-            [f"{model}: noise (std. of 4 seeds)", f"{found['noise']:.4f}", ""],
-            [f"{model}: decisions", str(found["decisions"]), ""],
-            [f"{model}: different from Optuna alone", str(found["different"]), "0"],
-            [f"{model}: share of the workers' time in steps", f"{elastic:.2f}", ""],
-            [f"{model}: the same with fixed workers", f"{fixed:.2f}", ""],
-            [f"{model}: duration", f"{elastic_s:.0f} s", ""],
-            [f"{model}: duration with fixed workers", f"{fixed_s:.0f} s", ""],
+    return "\n".join(
+        [
+            *([_samples_table(result["samples"])] if "samples" in result else []),
+            *([_moves_table(result["moves"])] if result.get("moves") else []),
+            *([_pool_table(result["pool"])] if "pool" in result else []),
+            f"{result['trials']} trials; load of the machine {result['load']:.1f}",
         ]
-    ray = result["ray"]
-    rows += [
-        ["freed worker's first step, median", f"{result['median_s']:.2f} s", f"<= {BAR_S:.0f} s"],
-        ["freed worker's first step, p95", f"{result['p95_s']:.2f} s", f"<= {BAR_S:.0f} s"],
-        *(
-            [f"median of part {part.removesuffix('_s')}", f"{seconds:.2f} s", ""]
-            for part, seconds in result["parts_s"].items()
-            if seconds is not None
-        ),
-        ["moves", str(result["moves"]), "20 for a p95"],
-        ["Ray Tune, share of the workers' time", _shown(ray, "utilization", "{:.2f}"), ""],
-        ["Ray Tune, duration", _shown(ray, "duration_s", "{:.0f} s"), ""],
-        ["load of the machine", f"{result['load']:.1f}", ""],
+    )
+
+
+def _samples_table(rows: Sequence[dict[str, Any]]) -> str:
+    head = ["model", "seed", f"share of the samples (bar {BAR_RATIO})", "best, ASHA"]
+    head += ["best, random search", "noise", "decisions", "different from Optuna alone"]
+    found = [
+        [row["model"], str(row["seed"]), f"{row['ratio']:.2f}", f"{row['best'][0]:.4f}",
+         f"{row['best'][1]:.4f}", f"{row['noise']:.4f}", str(row["decisions"]),
+         str(row["different"])]
+        for row in rows
+    ]  # fmt: skip
+    return report.table(head, found)
+
+
+def _moves_table(moves: Sequence[dict[str, float]]) -> str:
+    head = [
+        f"{len(moves)} moves",
+        f"median (bar {BAR_S:.0f} s)",
+        f"95 % (bar {BAR_S:.0f} s)",
+        "most",
     ]
-    return report.table(["figure", "value", "bar"], rows)
+    found = []
+    for name in ("total_s", *MOVE_PARTS):
+        values = sorted(move[name] for move in moves)
+        seconds = (float(np.median(values)), report.percentile(values, 0.95), values[-1])
+        found.append([name.removesuffix("_s"), *(f"{value:.2f} s" for value in seconds)])
+    return report.table(head, found)
+
+
+def _pool_table(pool: dict[str, dict[str, Any]]) -> str:
+    found = [
+        [name, _shown(row, "utilization", "{:.2f}"), _shown(row, "duration_s", "{:.0f} s")]
+        for name, row in pool.items()
+    ]
+    return report.table([f"on {NUM_WORKERS} workers", "workers' time in steps", "duration"], found)
 
 
 def _shown(figures: dict[str, Any], key: str, form: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from etrain_jupyter.log import events as e
 
-PARTS = ("stop_s", "grant_s", "warm_s", "form_s", "step_s")
+MOVE_PARTS = ("stop_s", "grant_s", "warm_s", "form_s", "step_s")
 DECIDED = "The study stops it"
 
 
@@ -25,7 +25,7 @@ class Move:
 
     worker: str
     parts_s: Mapping[str, float]
-    """Durations in seconds, by the names in ``PARTS``. They add up to the duration of the move."""
+    """Durations in seconds, by the names in ``MOVE_PARTS``. Their sum is that of the move."""
 
     @property
     def total_s(self) -> float:
@@ -115,9 +115,8 @@ def _parts(trial: _Trial, use: _Use) -> dict[str, float]:
         *(trial.decided_at, trial.ended_at, use.granted_at),
         *(use.warm_at, use.formed_at, use.stepped_at),
     ]
-    return {
-        name: after - before for name, before, after in zip(PARTS, times, times[1:], strict=False)
-    }
+    ends = zip(MOVE_PARTS, times, times[1:], strict=False)
+    return {name: after - before for name, before, after in ends}
 
 
 def utilization_of(logs: Iterable[Iterable[e.Event]]) -> tuple[float, float]:

@@ -174,8 +174,8 @@ _ANSWERS: dict[str, str] = {
     "deterministic": "use 'reproducible: true'",
     "process_group_backend distributed_backend dist_backend": "use 'backend: auto'",
     "entrypoint": "a job consists of 'model' and 'data': remove the line",
-    "search hyperparameters searcher space param_space": "a search begins with %%etrain search, "
-    "and its names are in 'search: {space: {...}}'",
+    "search hyperparameters searcher space param_space tune_config": "a search begins with "
+    "%%etrain search, and its names are in 'search: {space: {...}}'",
     "batch.global_batch_size batch.batch_size batch.size batch.total": "use 'global'",
     "batch.micro_batch_size": "use 'micro'",
     "batch.per_worker_batch_size batch.per_gpu "

@@ -18,6 +18,7 @@ import errno
 import fcntl
 import os
 import platform
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 STUDY_FILE = "study.json"
 JOURNAL_FILE = "optuna.journal"
 LEASE_FILE = "study.lease"
+
+NUM_ATTEMPTS = 3
+"""Attempts to take the lease."""
+RETRY_S = 0.01
+"""Seconds between two attempts."""
 
 STATUS = "status"
 """Attribute of the Optuna study: ``running``, ``finished``, ``stopped`` or ``failed``."""
@@ -68,8 +74,7 @@ class StudyLease:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(folder / LEASE_FILE, flags, 0o600)
         try:
-            # The kernel releases the lock when a process exits, even if it is killed.
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock()
         except OSError as exc:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             # Any other error: the file system has no locks. The logs of the trials still fence a
@@ -83,6 +88,35 @@ class StudyLease:
                 ) from exc
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"scheduler process {os.getpid()} on {platform.node()}".encode(), 0)
+
+    def _lock(self) -> None:
+        # The kernel releases the lock when a process exits, even if it is killed. A reader that
+        # calls `is_free` holds it for some microseconds, so try again before giving up.
+        for attempt in range(NUM_ATTEMPTS):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if attempt == NUM_ATTEMPTS - 1:
+                    raise
+                time.sleep(RETRY_S)
+
+    @staticmethod
+    def is_free(folder: Path) -> bool:
+        """Return whether no process holds a study's lease; False if that cannot be determined."""
+        try:
+            file = os.open(folder / LEASE_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return True  # no scheduler has run the study yet
+        except OSError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(file)
+        return True
 
     def release(self) -> None:
         """Let another process run the study. May be called twice."""

@@ -143,8 +143,9 @@ def cluster(runs: Path) -> Iterator[None]:
     assert LocalPool().down() == Leftovers()
 
 
-def submit(body: str = BODY) -> Study:
-    return launch.submit_study(launch.plan_search(body, NAMES, {"name": "net"}, "%%etrain search"))
+def submit(body: str = BODY, **names: Any) -> Study:
+    plan = launch.plan_search(body, NAMES | names, {"name": "net"}, "%%etrain search")
+    return launch.submit_study(plan)
 
 
 def test_study_finds_the_best_values_and_its_trials_are_jobs(runs: Path) -> None:
@@ -242,17 +243,29 @@ def assert_each_trial_ran_once(study: Study, runs: Path) -> list[list[Event]]:
     return logs
 
 
-def test_stopped_study_resumes_its_trials_from_their_checkpoints(runs: Path) -> None:
-    study = submit()
+def test_stopped_study_resumes_its_trials_from_their_checkpoints(
+    runs: Path, tmp_path: Path
+) -> None:
+    # While this file exists, a trial takes a minute, so that it cannot end before the stop.
+    slow = tmp_path / "slow"
+    slow.touch()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.75 if slow.exists() else 0.0)
+        return F.cross_entropy(output, target)
+
+    study = submit(BODY.replace("pruner: asha", "pruner: none") + "eval: 2 steps\n", slow_loss=loss)
     until(lambda: any(trial.curve for trial in study.view().trials), "an evaluation")
+    evaluated = [trial.number for trial in study.view().trials if trial.curve]
 
     study.stop()
     assert study.wait(timeout=PATIENCE_S) == "stopped"
-    unfinished = [trial.number for trial in study.view().trials if trial.state == "RUNNING"]
-    assert unfinished
+    assert {study.view().trials[number].state for number in evaluated} == {"RUNNING"}
+    slow.unlink()
     study.resume()
 
     assert study.wait(timeout=PATIENCE_S) == "finished"
-    resumed = read_events(study.job(unfinished[0]).record.log_path)
-    assert any(isinstance(event, JobResumed) and event.step > 0 for event in resumed)
-    assert_invariants(study.job(unfinished[0]).events())
+    for number in evaluated:
+        [resumed] = [e for e in study.job(number).events() if isinstance(e, JobResumed)]
+        assert resumed.step >= 2
+        assert_invariants(study.job(number).events())

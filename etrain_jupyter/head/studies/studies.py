@@ -75,11 +75,6 @@ class Studies:
         Raises:
             RequestError: If it cannot run here; nothing was started.
         """
-        if self._folder is None:
-            raise RequestError(
-                "a search needs a cluster that etrain-jupyter has started: a foreign scheduler "
-                "keeps no record of the study. Nothing was submitted. Use pool: local"
-            )
         if spec.study_id in self._drivers:
             raise RequestError(
                 f"study {spec.study_id} is already running on this cluster. Nothing was submitted. "
@@ -157,7 +152,8 @@ class Studies:
                 (self._folder / study_id).unlink()
 
     def _record(self, spec: StudySpec) -> None:
-        assert self._folder is not None
+        if self._folder is None:  # an existing Dask scheduler, which nothing restarts
+            return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = self._folder / f".{spec.study_id}"
         packed = msgpack.packb(spec.to_message())

@@ -54,13 +54,16 @@ class Plan:
             )
         return self.pool.up()
 
-    def max_price(self) -> str:
+    def max_price(self, num_jobs: int = 1) -> str:
         """Return the maximum price of the job as text.
+
+        Args:
+            num_jobs: Number of such jobs at the same time.
 
         Raises:
             PoolError: If the prices are not available.
         """
-        return self.pool.price(self.config.max_workers())
+        return self.pool.price(num_jobs * self.config.max_workers())
 
     def __str__(self) -> str:
         config, sizes = self.config, self.bundle.sizes

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from etrain_jupyter.config.search_cell import ParsedSearch
+from etrain_jupyter.config.search_schema import Budget
+from etrain_jupyter.insight.formatting import dollars, duration
 from etrain_jupyter.notebook.job.plan import Plan, format_bytes
 from etrain_jupyter.rules.search.rungs import place_rungs
 
@@ -32,18 +35,17 @@ class StudyPlan:
         space = self.parsed.space
         sizes = self.trial.bundle.sizes
         length = f"{config.steps} steps" if config.steps else f"{config.epochs:g} epochs"
-        budget = {key: value for key, value in search.budget.model_dump().items() if value}
         lines = {
             "space": "; ".join(f"{name}: {parameter}" for name, parameter in space.items()),
             "trials": f"{self.parsed.num_trials}, each of {length}, method {search.method}",
             "metric": f"{search.metric} of the evaluations, {search.mode}",
             "rungs": self._rungs(),
-            "budget": ", ".join(f"{key} {value:g}" for key, value in budget.items()) or "no limit",
+            "budget": _describe_budget(search.budget),
             "workers": f"{config.workers.min} to {config.max_workers()} per trial, "
             f"of pool {config.pool}",
             "captured": f"{format_bytes(sum(sizes.values()))}, sent once for all trials",
             "at most": self._worst_case(),
-            "price": self.trial.max_price(),
+            "price": self._price(),
         }
         table = [f"  {name:<10}{text}" for name, text in lines.items()]
         warnings = (*self.parsed.warnings, *self.trial.warnings)
@@ -73,6 +75,13 @@ class StudyPlan:
         text = f"{most:,} samples, if all {count} trials run to their end"
         return f"{limit:,} samples, by the budget" if limit is not None and limit < most else text
 
+    def _price(self) -> str:
+        # The pool limits the workers further: it has a maximum of its own.
+        num_trials = min(self.parsed.search.concurrent or math.inf, self.parsed.num_trials)
+        text = self.trial.max_price(num_jobs=int(num_trials))
+        usd = self.parsed.search.budget.usd
+        return text if usd is None else f"{text}; the study stops at {dollars(usd)}"
+
     def _samples_per_trial(self) -> int | None:
         config = self.trial.config
         if config.steps:
@@ -87,6 +96,15 @@ class StudyPlan:
         if every.unit == "epochs" and self.num_samples is not None:
             return int(every.value * self.num_samples)
         return None
+
+
+def _describe_budget(budget: Budget) -> str:
+    limits = [
+        None if budget.samples is None else f"{budget.samples:,} samples",
+        None if budget.time_s is None else duration(budget.time_s / 3600),
+        None if budget.usd is None else dollars(budget.usd),
+    ]
+    return ", ".join(limit for limit in limits if limit is not None) or "no limit"
 
 
 def size_of(expression: str, names: Mapping[str, Any]) -> int | None:

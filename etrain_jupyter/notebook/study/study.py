@@ -149,7 +149,13 @@ class Study:
         return dict(importance.shares)
 
     def _is_gone(self) -> bool:
-        return self._link is None or find_cluster(self.record.cluster, self.record.host).has_ended
+        """Return whether no scheduler runs the study, although it has not ended."""
+        if self._link is None or find_cluster(self.record.cluster, self.record.host).has_ended:
+            return True
+        # An existing Dask scheduler has no files that show whether it has ended, and if it is
+        # restarted, it has no record of the study. While it runs the study, it holds the lease.
+        is_external = not self.record.cluster.get("state_dir")
+        return is_external and names.StudyLease.is_free(self.record.folder)
 
     @property
     def status(self) -> str:

@@ -1,11 +1,11 @@
 """Coordinator as a guest in a scheduler that others started and keep using.
 
-It is idle while no job runs: it does not tick, and the supervisors send no heartbeats and keep no
-spare trainer::
+It is idle while no job and no study runs: it does not tick, and the supervisors send no heartbeats
+and keep no spare trainer::
 
-    _submit --> _wake: _work is set,           ticks until no job is active and all logs
-                WakeSupervisor to all    --->  and reports are written   --->  _rest: _work is
-                                                                               cleared, all rest
+    _submit --> _wake: _work is set,           ticks until no job or study is active, and all
+                WakeSupervisor to all    --->  logs and reports are written  -->  _rest: _work is
+                                                                                  cleared, all rest
 
 If it fails, it must not take down the scheduler's workers.
 """
@@ -28,6 +28,7 @@ from etrain_jupyter.head.coordinator.coordinator import TICK_S, Coordinator, Han
 from etrain_jupyter.head.coordinator.nodes import NoNodes
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log.events import LogLine
 from etrain_jupyter.pools.external.guest import UNFIT
 from etrain_jupyter.rules.membership import stimuli as s
@@ -126,13 +127,17 @@ class GuestCoordinator(Coordinator):
             # Stop ticking only when all logs are written and all messages are acknowledged: no
             # later event would start the ticks again.
             is_behind = any(job.job_log.is_behind for job in self._jobs.values())
-            if not (self._active() or is_behind) and self._acknowledgements.is_empty:
+            if not (self._has_work or is_behind) and self._acknowledgements.is_empty:
                 self._rest()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._active()) or self._studies.is_active
 
     def tick(self) -> None:
         """Run due actions, and mark a scheduler with jobs as busy, as they are not Dask tasks."""
         super().tick()
-        if self._active():
+        if self._has_work:
             # Otherwise `idle_timeout` or an adaptive cluster would shut the scheduler down during a
             # job.
             self._scheduler.idle_since = None
@@ -199,8 +204,19 @@ class GuestCoordinator(Coordinator):
             _log_unfit(self._jobs[job["job_id"]], name, why)
         return reply
 
+    async def _submit_study(self, request: q.SubmitStudy) -> q.Submitted:
+        await self._check_folder(str(request.study["folder"]))
+        self._wake()
+        return await super()._submit_study(request)
+
+    async def host_job(self, order: JobSpec) -> None:
+        """Start or resume a job for a study."""
+        await super().host_job(order)
+        for name, why in self._unfit.items():
+            _log_unfit(self._jobs[order.job_id], name, why)
+
     async def _check_folder(self, folder: str) -> None:
-        """Refuse a job whose folder exists only on the notebook's machine."""
+        """Refuse a job or a study whose folder exists only on the notebook's machine."""
         from os.path import isdir
 
         import cloudpickle
@@ -228,7 +244,7 @@ class GuestCoordinator(Coordinator):
         ]
         if without_folder:
             raise RequestError(
-                f"the job's folder {folder} does not exist on {', '.join(without_folder)}: the log "
+                f"the folder {folder} does not exist on {', '.join(without_folder)}: the log "
                 "and the checkpoints would be split over several disks. Nothing was submitted. Set "
                 "ETRAIN_RUNS to a folder that all machines share, or to s3://BUCKET/PREFIX."
             )
@@ -281,9 +297,10 @@ class GuestCoordinator(Coordinator):
         return q.Done()
 
     async def _stop_jobs(self, request: q.ShutDownCluster) -> q.ShuttingDown:
-        """Stop all jobs, with a checkpoint if there is time for one."""
+        """Stop all studies and jobs, with a checkpoint if there is time for one."""
         drain_s = DRAIN_S if request.drain_s is None else request.drain_s
         deadline = time.monotonic() + drain_s
+        self._studies.stop_all("etrain was removed from the cluster")
         jobs = self._active()
         for job in jobs:
             job.handle(s.StopRequested(now=False))
@@ -297,7 +314,7 @@ class GuestCoordinator(Coordinator):
         return q.ShuttingDown(stopped=tuple(job.order.job_id for job in jobs))
 
     def _is_ending(self) -> bool:
-        return bool(self._active()) or any(job.is_uploading for job in self._jobs.values())
+        return self._has_work or any(job.is_uploading for job in self._jobs.values())
 
     async def _uninstall(self, request: q.RemoveCoordinator) -> q.Done:
         """Restore the scheduler's handlers and plugins."""
