@@ -13,8 +13,9 @@ import msgpack
 
 from etrain_jupyter.errors import EtrainError, FencedError
 from etrain_jupyter.head.coordinator.requests import RequestError
-from etrain_jupyter.head.studies.driver import StudyDriver, TrialHost
+from etrain_jupyter.head.studies.driver import StudyDriver
 from etrain_jupyter.head.studies.study_spec import StudySpec
+from etrain_jupyter.head.studies.trial import TrialHost
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.search.shares import StudyShare
 from etrain_jupyter.storage.study_folder import StudyLease, import_optuna

@@ -92,6 +92,23 @@ class RunRecord:
         return {k: value for k, value in vars(self).items() if k not in ("folder", "place")}
 
 
+class Recorded:
+    """A job or a study, by its record."""
+
+    record: RunRecord
+    """Its record in the run store."""
+
+    @property
+    def id(self) -> str:
+        """Unique id: the name followed by eight hexadecimal digits. Also its folder's name."""
+        return self.record.job_id
+
+    @property
+    def name(self) -> str:
+        """The name, which several may share."""
+        return self.record.name
+
+
 def safe_name(text: str) -> str:
     """Return ``text`` with only portable file name characters; ``job`` if none remain.
 

@@ -10,7 +10,7 @@ from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolEr
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import LatestValues
-from etrain_jupyter.notebook.job.job_record import RunRecord
+from etrain_jupyter.notebook.job.job_record import Recorded
 from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.wire.requests import ControlJob
@@ -30,11 +30,9 @@ _NOTHING_TO = {
 ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
 
 
-class JobRequests(ABC):
+class JobRequests(Recorded, ABC):
     """The part of ``TrainingJob`` that sends requests to the coordinator."""
 
-    record: RunRecord
-    """The job's record in the run store."""
     _link: JobLink | None
     """Connection to its cluster; None if the cluster has ended."""
     _feed: EventFeed

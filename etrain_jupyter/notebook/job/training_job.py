@@ -132,16 +132,6 @@ class TrainingJob(JobRequests):
     # --- identity and progress -------------------------------------------------------------------
 
     @property
-    def id(self) -> str:
-        """The id: the name followed by eight hexadecimal digits."""
-        return self.record.job_id
-
-    @property
-    def name(self) -> str:
-        """The name, which several jobs may share."""
-        return self.record.name
-
-    @property
     def status(self) -> str:
         """One of submitted, waiting, running, paused, finished, stopped, failed."""
         # The log of a lost job has no end, so its last status is the one before the cluster ended.

@@ -12,7 +12,7 @@ from etrain_jupyter.config.search_schema import Parameter
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, JobNotFoundError
 from etrain_jupyter.insight.table import data_frame
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
-from etrain_jupyter.notebook.job.job_record import RunRecord
+from etrain_jupyter.notebook.job.job_record import Recorded, RunRecord
 from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.notebook.job.open_jobs import hold
 from etrain_jupyter.notebook.job.run_store import RunStore
@@ -46,7 +46,7 @@ BEGIN_S = 60.0
 Resume = Callable[["Study", int], JobLink]
 
 
-class Study:
+class Study(Recorded):
     """A search over hyper-parameters, whose trials are jobs.
 
     It belongs to its cluster, as a job does: ``attach_study`` finds it again in another kernel.
@@ -62,16 +62,6 @@ class Study:
         self._link = link
         self._resume = resume
         self._optuna: optuna.Study | None = None
-
-    @property
-    def id(self) -> str:
-        """Unique id, and the name of its folder in the run store."""
-        return self.record.job_id
-
-    @property
-    def name(self) -> str:
-        """Name of the study."""
-        return self.record.name
 
     @property
     def optuna(self) -> optuna.Study:
