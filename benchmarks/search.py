@@ -36,7 +36,7 @@ from benchmarks import ours, report, search_work
 from benchmarks.peers.run import python_path
 from benchmarks.peers.systems import import_error
 from benchmarks.search_log import MOVE_PARTS, moves_of, share_of_spans, utilization_of
-from benchmarks.search_simulated import simulate_asha, train_curves
+from benchmarks.search_simulated import NUM_REPEATS, simulate_asha, train_curves
 from etrain_jupyter import launch
 from etrain_jupyter.head.studies.optuna_study import make_pruner
 from etrain_jupyter.log.event_log import read_events
@@ -55,8 +55,6 @@ PARTS = ("samples", "moves", "pool")
 NUM_WORKERS = 2
 NUM_EPOCHS = 16
 DIVISOR = 4
-NUM_REPEATS = 4
-"""Seeds of one set of values, whose spread is the noise of the best value."""
 
 BODY = """\
 model: Model(width, seed)
@@ -121,12 +119,13 @@ def simulate(models: Sequence[str], trials: int, num_seeds: int) -> dict[str, An
     torch.set_num_threads(1)
     rows = []
     for model in models:
-        curves = [
+        trained = [
             train_curves(model, num_trials=trials, num_epochs=NUM_EPOCHS, seed=seed)
             for seed in range(num_seeds)
         ]
+        noise = float(np.sqrt(np.mean([noise**2 for _, noise in trained])))
         for count, divisor in itertools.product((max(1, trials // 4), trials), (2, DIVISOR)):
-            found = np.array([simulate_asha(some[:count], divisor) for some in curves])
+            found = np.array([simulate_asha(curves[:count], divisor) for curves, _ in trained])
             ratios, lost = found[:, 0], found[:, 1]
             rows.append(
                 {
@@ -136,6 +135,8 @@ def simulate(models: Sequence[str], trials: int, num_seeds: int) -> dict[str, An
                     "ratio": float(ratios.mean()),
                     "most": float(ratios.max()),
                     "lost": float(lost.mean()),
+                    "noise": noise,
+                    "within": int((lost <= 2 * noise).sum()),
                 }
             )
     return {"benchmark": "search", "simulated": rows, "seeds": num_seeds}
@@ -313,10 +314,11 @@ def measure_ray(model: str, tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def table_of(result: dict[str, Any]) -> str:
     """Format the figures as a table."""
     if "simulated" in result:
-        head = ["model", "trials", "divisor", "share of the samples", "at most", "accuracy lost"]
+        head = ["model", "trials", "divisor", "share of the samples", "at most"]
+        head += ["accuracy lost", "noise", f"within twice the noise, of {result['seeds']}"]
         found = [
             [row["model"], str(row["trials"]), str(row["divisor"]), f"{row['ratio']:.2f}",
-             f"{row['most']:.2f}", f"{row['lost']:.4f}"]
+             f"{row['most']:.2f}", f"{row['lost']:.4f}", f"{row['noise']:.4f}", str(row["within"])]
             for row in result["simulated"]
         ]  # fmt: skip
         return report.table(head, found)

@@ -7,7 +7,9 @@ the product, so that no cluster is needed to compare numbers of trials and divis
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,10 +22,16 @@ LENGTH = search_work.NUM_TRAIN
 DELAY_EPOCHS = 0.7
 """Epochs between a rung and the end of a pruned trial: the decision takes some time."""
 CONCURRENT = 2
+NUM_REPEATS = 4
+"""Initial weights of one set of values, whose spread is the noise of the best value."""
 
 
-def train_curves(model: str, *, num_trials: int, num_epochs: int, seed: int) -> list[list[float]]:
-    """Return the accuracy of random trials after each epoch.
+def train_curves(
+    model: str, *, num_trials: int, num_epochs: int, seed: int
+) -> tuple[list[list[float]], float]:
+    """Return the accuracy of random trials after each epoch, and the noise of the best one.
+
+    The noise is the standard deviation of the best trial's accuracy over other initial weights.
 
     Args:
         model: Name of a model in ``search_work``.
@@ -39,13 +47,17 @@ def train_curves(model: str, *, num_trials: int, num_epochs: int, seed: int) -> 
     }
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
     tried = [study.ask(space).params for _ in range(num_trials)]
-    return [_train(model, values["width"], values["lr"], num_epochs) for values in tried]
+    curves = [_train(model, values, num_epochs) for values in tried]
+    best = tried[max(range(num_trials), key=lambda number: curves[number][-1])]
+    inits = range(1, NUM_REPEATS + 1)
+    repeats = [_train(model, best, num_epochs, init=init)[-1] for init in inits]
+    return curves, statistics.pstdev(repeats)
 
 
-def _train(model: str, width: int, lr: float, num_epochs: int) -> list[float]:
+def _train(model: str, values: dict[str, Any], num_epochs: int, *, init: int = 0) -> list[float]:
     train_set, eval_set = search_work.make_digits()
-    net = search_work.MODELS[model](width, 0)
-    optimizer = torch.optim.Adam(net.parameters(), lr=lr)
+    net = search_work.MODELS[model](values["width"], init)
+    optimizer = torch.optim.Adam(net.parameters(), lr=values["lr"])
     inputs, targets = train_set.tensors
     order = torch.Generator().manual_seed(0)
     curve = []
