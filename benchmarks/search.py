@@ -236,6 +236,7 @@ def run(
     study = launch.submit_study(plan)
     status = study.wait(timeout=TIMEOUT_S)
     assert status == "finished", study.view().reason
+    print(f"{study!r}", file=sys.stderr, flush=True)
     return study
 
 
