@@ -42,7 +42,8 @@ def submit_study(plan: StudyPlan) -> Study:
     Raises:
         ConfigError: If the run store is a bucket.
         EtrainError: If Optuna is not installed.
-        PoolError: If the coordinator refuses; the study's folder is removed.
+        PoolError: If the coordinator refuses; the study's folder is removed. A ``NoAnswerError``
+            if it does not reply; the folder is kept, because the study may be running.
     """
     store = plan.trial.runs
     check_store(store)
@@ -75,8 +76,10 @@ def submit_study(plan: StudyPlan) -> Study:
     )
     try:
         link = _submit(record, address)
-    except PoolError:
-        store.discard(record)
+    except PoolError as exc:
+        # Without an answer, the scheduler may be running it, in this folder.
+        if not isinstance(exc, NoAnswerError):
+            store.discard(record)
         raise
     return Study(record, link, _resume_study)
 

@@ -58,8 +58,11 @@ def describe(more: str = "", *, body: str = BODY, **names: Any) -> dict[str, str
     return {line[2:12].strip(): line[12:] for line in lines}
 
 
-@pytest.fixture(autouse=True)
-def _private_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+pytestmark = pytest.mark.usefixtures("private_folders")
+
+
+@pytest.fixture
+def private_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
 
