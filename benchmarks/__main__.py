@@ -38,6 +38,7 @@ from benchmarks import (
     strangers,
     stream,
     uneven,
+    vision,
 )
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -68,11 +69,12 @@ BENCHMARKS: dict[str, ModuleType] = {
     "code": code_table,
     "squad": squad,
     "pretraining": pretraining,
+    "vision": vision,
 }
 
-APART = frozenset({"strangers", "code", "squad", "pretraining"})
+APART = frozenset({"strangers", "code", "squad", "pretraining", "vision"})
 """Excluded from ``all``: ``strangers`` attacks every listener on the machine, ``code`` measures no
-time, and ``squad`` and ``pretraining`` need data sets.
+time, and ``squad``, ``pretraining`` and ``vision`` need data sets.
 """
 
 

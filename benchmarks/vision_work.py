@@ -1,0 +1,285 @@
+"""The three tasks of ``vision``: data, small models, and the settings of their jobs.
+
+The models learn in processor minutes and have no BatchNorm, so that a step does not depend on how
+its batch is divided among the workers. Images are reduced once and stored, because reading a
+photograph takes as long as training on a small one.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from torchvision.transforms import v2
+
+from etrain_jupyter.recipes import vision
+
+CELLS = ("RBC", "WBC", "Platelets")
+CELL_SIZE = (96, 128)
+NUCLEI_SIZE = (64, 64)
+NUM_PHOTOS = {"train": 10_000, "test": 5_000}
+MOMENTUM = 0.9
+STRIDE = 4
+"""Pixels per place of the detector's heat map."""
+MAX_FOUND = 60
+"""Detections per image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTask:
+    """A task of the benchmark."""
+
+    name: str
+    score: str
+    """Score that is compared."""
+    model: Callable[[], nn.Module]
+    batches: Callable[[], Any]
+    """Returns the ``data.collate``."""
+    step: Callable[[nn.Module, Any], Any]
+    """Returns the loss of a batch, or a dict with it."""
+    predict: Callable[[nn.Module, Any], Any]
+    score_records: Callable[[Any], dict[str, float]]
+    """``eval.predict`` and ``eval.score`` of the recipe."""
+    lr: float
+    """Learning rate of one worker."""
+    batch: int
+    """Samples per step of one worker."""
+    epochs: int
+    decay: Literal["none", "cosine"] = "cosine"
+    """Decay of the learning rate."""
+
+
+# --- data ---
+
+
+def store(data: Path, folder: Path) -> None:
+    """Reduce the images of all tasks and store them in ``folder``."""
+    for part in ("train", "test"):
+        torch.save(_photos(data / "cifar10" / "cifar10_jpeg.npz", part), folder / f"photos-{part}")
+        boxes = vision.read_voc(
+            data / "detection" / "bccd",
+            CELLS,
+            split="trainval" if part == "train" else "test",
+            repair=True,
+        )
+        torch.save(_small(boxes, CELL_SIZE), folder / f"cells-{part}")
+        nuclei = data / "segmentation" / "nuclei"
+        split = json.loads((nuclei / "split.json").read_text(encoding="utf-8"))
+        masks = vision.read_masks(
+            nuclei / "images",
+            nuclei / "labels",
+            names=split["train" if part == "train" else "held"],
+            is_instances=True,
+        )
+        torch.save(_small(masks, NUCLEI_SIZE), folder / f"nuclei-{part}")
+
+
+def read(folder: str, name: str, part: str) -> list[Any]:
+    """Return the samples of a task that ``store`` has stored."""
+    found = torch.load(Path(folder) / f"{name}-{part}", weights_only=False, mmap=True)
+    return list(zip(*found, strict=True)) if name == "photos" else found
+
+
+def _photos(file: Path, part: str) -> tuple[torch.Tensor, list[int]]:
+    with np.load(file) as stored:
+        data, begins, labels = (stored[f"{part}_{key}"] for key in ("bytes", "offsets", "labels"))
+    count = NUM_PHOTOS[part]
+    images = [
+        torch.from_numpy(np.array(Image.open(io.BytesIO(data[begins[n] : begins[n + 1]]))))
+        for n in range(count)
+    ]
+    return torch.stack(images).permute(0, 3, 1, 2).contiguous(), labels[:count].tolist()
+
+
+def _small(data: Any, size: tuple[int, int]) -> list[tuple[Any, Any]]:
+    resize = v2.Resize(size)
+    return [resize(image, target) for image, target, _ in (data[n] for n in range(len(data)))]
+
+
+# --- models ---
+
+
+def photo_net() -> nn.Module:
+    """Return a classifier without normalization, which would hide an excessive learning rate."""
+    return nn.Sequential(
+        v2.Normalize([0.5] * 3, [0.25] * 3),
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def conv(num_in: int, num_out: int, stride: int = 1) -> nn.Module:
+    """Return a convolution with its normalization and activation."""
+    return nn.Sequential(
+        nn.Conv2d(num_in, num_out, 3, stride, 1), nn.GroupNorm(4, num_out), nn.ReLU()
+    )
+
+
+class HeatMapDetector(nn.Module):
+    """Detect objects as the peaks of a heat map per class, with the interface of torchvision.
+
+    It returns a dict of losses in training and detections in evaluation. Source: Zhou et al.,
+    "Objects as Points", 2019, arXiv 1904.07850.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.layers = nn.Sequential(
+            *(conv(3, 16, 2), conv(16, 32, 2), conv(32, 48), conv(48, 48, 2), conv(48, 64)),
+            *(nn.Upsample(scale_factor=2), conv(64, 48), nn.Conv2d(48, num_classes + 2, 1)),
+        )
+        bias = self.layers[-1].bias
+        assert isinstance(bias, nn.Parameter)
+        nn.init.constant_(bias[:num_classes], -3.0)
+
+    def forward(self, images: list[torch.Tensor], targets: Any = None) -> Any:
+        """Return the losses in training, and the detections of each image otherwise."""
+        output = self.layers(torch.stack(list(images)) - 0.6)
+        heat, sizes = output[:, : self.num_classes].sigmoid(), output[:, self.num_classes :]
+        if not self.training:
+            return [self._found(*one) for one in zip(heat, sizes, strict=True)]
+        made = [self._wanted(target, heat.shape[2:]) for target in targets]
+        peaks, wanted, places = (torch.stack(parts) for parts in zip(*made, strict=True))
+        return {
+            "heat": _focal_loss(heat.clamp(1e-4, 1 - 1e-4), peaks),
+            "size": ((sizes - wanted).abs() * places).sum() / places.sum().clamp(min=1),
+        }
+
+    def _wanted(self, target: Any, grid: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        boxes, labels = target["boxes"], target["labels"] - 1
+        height, width = grid
+        centers, sides = (boxes[:, :2] + boxes[:, 2:]) / 2 / STRIDE, boxes[:, 2:] - boxes[:, :2]
+        x, y = centers[:, 0].long().clamp(max=width - 1), centers[:, 1].long().clamp(max=height - 1)
+        spread = (sides.amax(dim=1) / STRIDE / 6).clamp(min=0.7)
+        squares = (torch.arange(width) - x[:, None]).square()[:, None] + (
+            torch.arange(height) - y[:, None]
+        ).square()[:, :, None]
+        bumps = torch.exp(-squares / (2 * spread.square())[:, None, None])
+        peaks = torch.zeros(self.num_classes, height, width)
+        for label in range(self.num_classes):
+            if (labels == label).any():
+                peaks[label] = bumps[labels == label].amax(dim=0)
+        wanted, places = torch.zeros(2, height, width), torch.zeros(1, height, width)
+        wanted[:, y, x] = sides.T / 32
+        places[:, y, x] = 1
+        return peaks, wanted, places
+
+    def _found(self, heat: torch.Tensor, sizes: torch.Tensor) -> dict[str, torch.Tensor]:
+        is_peak = heat == F.max_pool2d(heat, 3, 1, 1)
+        scores, places = (heat * is_peak).flatten().topk(MAX_FOUND)
+        width = heat.shape[2]
+        label, place = places // heat[0].numel(), places % heat[0].numel()
+        center = (torch.stack([place % width, place // width], dim=1) + 0.5) * STRIDE
+        half = sizes.flatten(1)[:, place].T.clamp(min=0.03) * 16
+        return {
+            "boxes": torch.cat([center - half, center + half], dim=1),
+            "labels": label + 1,
+            "scores": scores,
+        }
+
+
+def _focal_loss(heat: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+    is_peak = (peaks > 0.99).float()
+    found = is_peak * (1 - heat).square() * heat.log()
+    missed = (1 - is_peak) * (1 - peaks).pow(4) * heat.square() * (1 - heat).log()
+    return -(found + missed).sum() / is_peak.sum().clamp(min=1)
+
+
+class UNet(nn.Module):
+    """A small U-Net for two classes."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.top = nn.Sequential(conv(3, width), conv(width, width))
+        self.middle = nn.Sequential(conv(width, 2 * width), conv(2 * width, 2 * width))
+        self.bottom = nn.Sequential(conv(2 * width, 4 * width), conv(4 * width, 4 * width))
+        self.up = conv(6 * width, 2 * width)
+        self.last = nn.Sequential(conv(3 * width, width), nn.Conv2d(width, 2, 1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits of shape ``(B, 2, H, W)``."""
+        top = self.top(images - images.mean(dim=(1, 2, 3), keepdim=True))
+        middle = self.middle(F.max_pool2d(top, 2))
+        bottom = self.bottom(F.max_pool2d(middle, 2))
+        middle = self.up(torch.cat([F.interpolate(bottom, scale_factor=2), middle], 1))
+        return self.last(torch.cat([F.interpolate(middle, scale_factor=2), top], 1))  # type: ignore[no-any-return]
+
+
+# --- tasks ---
+
+
+def photo_batches() -> Any:
+    """Return the augmentation of photographs."""
+    crop = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()])
+    return vision.classification.Batches(10, train=crop)
+
+
+def photo_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the loss of a batch of photographs."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def cell_batches() -> Any:
+    """Return the augmentation of photographs with boxes."""
+    flips = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()])
+    return vision.detection.Batches(1 + len(CELLS), train=flips)
+
+
+def nuclei_batches() -> Any:
+    """Return the augmentation of photographs with masks."""
+    flips = [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()]
+    return vision.segmentation.Batches(2, train=v2.Compose(flips))
+
+
+TASKS = {
+    "photos": VisionTask(
+        name="photos",
+        score="accuracy",
+        model=photo_net,
+        batches=photo_batches,
+        step=photo_step,
+        predict=vision.classification.predict,
+        score_records=vision.classification.score,
+        lr=0.005,
+        batch=4,
+        epochs=2,
+    ),
+    "cells": VisionTask(
+        name="cells",
+        score="map_50",
+        model=functools.partial(HeatMapDetector, len(CELLS)),
+        batches=cell_batches,
+        step=vision.detection.step,
+        predict=vision.detection.predict,
+        score_records=vision.detection.score,
+        lr=0.01,
+        batch=2,
+        epochs=10,
+    ),
+    "nuclei": VisionTask(
+        name="nuclei",
+        score="mean_iou",
+        model=UNet,
+        batches=nuclei_batches,
+        step=vision.segmentation.step,
+        predict=vision.segmentation.predict,
+        score_records=vision.segmentation.score,
+        lr=0.05,
+        batch=4,
+        epochs=8,
+    ),
+}
