@@ -35,7 +35,7 @@ def draw(runs: Sequence[dict[str, Any]], tasks: Sequence[str], seed: int, path: 
     axes = figure.subplots(2, len(tasks), sharex="col", squeeze=False, height_ratios=(3, 1))
     for task, (top, bottom) in zip(tasks, axes.T, strict=True):
         for run in runs:
-            if (run["task"], run["seed"], run["how"]) != (task, seed, "emulated"):
+            if (run["task"], run["seed"]) != (task, seed):
                 continue
             ends, losses = curve_of(run)
             top.plot(ends, losses, linewidth=1, label=LABELS[run["policy"]])

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
-from torchvision.models.resnet import BasicBlock, ResNet
 from torchvision.transforms import v2
 
 from etrain_jupyter.recipes import vision
@@ -30,7 +29,6 @@ CELL_SIZE = (96, 128)
 NUCLEI_SIZE = (64, 64)
 NUM_PHOTOS = {"train": 10_000, "test": 5_000}
 MOMENTUM = 0.9
-RESNET_BATCH = 64
 STRIDE = 4
 """Pixels per place of the detector's heat map."""
 MAX_FOUND = 60
@@ -120,12 +118,6 @@ def photo_net() -> nn.Module:
         *(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)),
     )
-
-
-def photo_resnet() -> nn.Module:
-    """Return torchvision's smallest ResNet of basic blocks."""
-    model: nn.Module = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
-    return model
 
 
 def conv(num_in: int, num_out: int, stride: int = 1) -> nn.Module:
@@ -262,9 +254,9 @@ TASKS = {
         step=photo_step,
         predict=vision.classification.predict,
         score_records=vision.classification.score,
-        lr=0.02,
-        batch=16,
-        epochs=4,
+        lr=0.005,
+        batch=4,
+        epochs=2,
     ),
     "cells": VisionTask(
         name="cells",
@@ -275,8 +267,8 @@ TASKS = {
         predict=vision.detection.predict,
         score_records=vision.detection.score,
         lr=0.01,
-        batch=4,
-        epochs=20,
+        batch=2,
+        epochs=10,
     ),
     "nuclei": VisionTask(
         name="nuclei",

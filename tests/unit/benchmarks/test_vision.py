@@ -14,8 +14,8 @@ from tests.capabilities import skip_without
 SEED = 3
 
 
-def run_of(policy: str, seed: int, score: float, how: str = "emulated") -> dict[str, Any]:
-    return {"task": "cells", "policy": policy, "seed": seed, "how": how, "score": score}
+def run_of(policy: str, seed: int, score: float) -> dict[str, Any]:
+    return {"task": "cells", "policy": policy, "seed": seed, "score": score}
 
 
 def test_elastic_runs_are_compared_with_the_fixed_run_of_their_seed() -> None:
@@ -23,14 +23,12 @@ def test_elastic_runs_are_compared_with_the_fixed_run_of_their_seed() -> None:
         run_of("ramp", 1, 0.75),
         run_of("ramp", 0, 0.5),
         run_of("ramp", 2, 0.5),  # has no fixed run
-        run_of("ramp", 0, 0.625, "processes"),
         run_of("fixed", 0, 0.75),
         run_of("fixed", 1, 0.5),
     ]
 
-    assert vision.differences(runs, "cells", "ramp", "emulated") == [-0.25, 0.25]
-    assert vision.differences(runs, "cells", "ramp", "processes") == [-0.125]
-    assert "| -0.250 +0.250 |" in vision.scores_table(runs)
+    assert vision.differences(runs, "cells", "ramp") == [-0.25, 0.25]
+    assert "| -0.250 +0.250 |" in vision.table_of({"scores": runs})
 
 
 @pytest.mark.parametrize("policy", ["global", "ramp"])
@@ -51,15 +49,6 @@ def test_curve_is_the_mean_loss_over_equal_parts_of_the_samples() -> None:
 
     assert (ends[29], ends[59]) == (0.5, 1.0)
     assert (losses[0], losses[29], losses[59]) == (4.0, 2.0, 1.0)
-
-
-def test_rate_of_a_block_excludes_its_first_step() -> None:
-    skip_without("torchvision")
-    from benchmarks.vision_turns import WARM_UP, block_rates
-
-    times = [0.0] * WARM_UP + [10.0, 11.0, 12.0, 20.0, 22.0, 24.0]
-
-    assert block_rates(times, 3) == [64.0, 32.0]
 
 
 def test_emulated_run_equals_the_plain_loop_that_twelve_processes_reproduce() -> None:
