@@ -54,6 +54,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm
     with FakeSlurm(kill_wait_s=30.0) as slurm:
         monkeypatch.setenv("PATH", slurm.path)
         yield slurm
+        get_pool("hpc").down(timeout_s=60.0)  # after a failure, too
 
 
 def joined(job: TrainingJob) -> list[str]:
