@@ -25,7 +25,7 @@ from etrain_jupyter.pools.slurm.pool import SlurmPool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.testing.fakeslurm import FakeSlurm
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.capabilities import needs_module
+from tests.capabilities import long, needs_module
 from tests.integration.slow_jobs import PATIENCE_S, await_steps, submit, until
 
 pytestmark = [pytest.mark.timeout(400), needs_module("dask_jobqueue")]
@@ -54,6 +54,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm
     with FakeSlurm(kill_wait_s=30.0) as slurm:
         monkeypatch.setenv("PATH", slurm.path)
         yield slurm
+        get_pool("hpc").down(timeout_s=60.0)  # after a failure, too
 
 
 def joined(job: TrainingJob) -> list[str]:
@@ -97,6 +98,7 @@ def test_workers_leave_at_a_step_boundary_and_are_replaced(slurm: FakeSlurm) -> 
     assert slurm.running() == []
 
 
+@long
 def test_another_head_takes_over_the_jobs_in_the_queue(slurm: FakeSlurm) -> None:
     job = submit("hpc")
     await_steps(job, world_size=2)
