@@ -48,6 +48,8 @@ TIMEOUT_S = 400.0
 BARS = {"cpu": 1.0, "decided_s": 0.1, "formed_s": 1.0}
 """Bars at 1,000 workers: processor seconds per second, the decision, and all ranks formed."""
 
+INSTANTS = ("decided_s", "received_s", "form_decided_s")
+
 _CELLS = b'{"cells": {}}'
 _BUNDLE = HEADER.pack(len(_CELLS)) + _CELLS
 _JOB = "scale"
@@ -335,7 +337,7 @@ def table_of(result: dict[str, Any]) -> str:
             num, f"{steady['cpu']:.3f}", f"{steady['messages_per_step']:.1f}",
             f"{steady['log_bytes_per_step']:.0f}",
             f"{first['formed_s']:.2f} ({first['cpu_s']:.2f})",
-            *(f"{middle[name] * 1e3:.0f}" for name in ("decided_s", "received_s", "form_decided_s")),
+            *(f"{middle[name] * 1e3:.0f}" for name in INSTANTS),
             f"{middle['formed_s'] * 1e3:.0f} ({middle['cpu_s'] * 1e3:.0f})",
             f"{middle['sent_bytes'] / 1e6:.1f}", f"{one['rss_mb']:.0f}",
             f"{one['dashboard']['update_bytes'] / 1e3:.1f} "
