@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from benchmarks import report
+from benchmarks.scale_handlers import measure_handlers
 from etrain_jupyter.bundle.restore import HEADER
 from etrain_jupyter.log import events
 from etrain_jupyter.log.event_log import read_events
@@ -47,6 +48,8 @@ TIMEOUT_S = 400.0
 BARS = {"cpu": 1.0, "decided_s": 0.1, "formed_s": 1.0}
 """Bars at 1,000 workers: processor seconds per second, the decision, and all ranks formed."""
 
+INSTANTS = ("decided_s", "received_s", "form_decided_s")
+
 _CELLS = b'{"cells": {}}'
 _BUNDLE = HEADER.pack(len(_CELLS)) + _CELLS
 _JOB = "scale"
@@ -60,11 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-rendezvous", action="store_true", help="the ranks exchange no keys to connect"
     )
+    parser.add_argument(
+        "--handlers", action="store_true", help="only the coordinator's messages, without a network"
+    )
     parser.add_argument("--no-memory", action="store_true", help="leave out the 100,000 steps")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure each number of workers, then the memory over many steps."""
+    handled = {str(num): measure_handlers(num) for num in options.workers or SIZES}
+    result: dict[str, Any] = {"benchmark": "scale", "rate": RATE, "bars": BARS, "handlers": handled}
+    if options.handlers:
+        return {**result, "workers": {}}
     sizes = options.workers or ([16, 64] if options.quick else list(SIZES))
     kills = options.kills or (1 if options.quick else 3)
     steady_s = options.steady_s or (5.0 if options.quick else STEADY_S)
@@ -74,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with Cluster(num, has_keys=has_keys) as cluster:
             found[str(num)] = one = cluster.run(steady_s, kills)
         print(f"{num} workers: {json.dumps(one)}", flush=True)
-    result: dict[str, Any] = {"benchmark": "scale", "rate": RATE, "bars": BARS, "workers": found}
+    result["workers"] = found
     if not options.no_memory:
         with Cluster(16, has_keys=has_keys) as cluster:
             result["memory"] = cluster.grow(MEMORY_STEPS // 10 if options.quick else MEMORY_STEPS)
@@ -182,9 +192,9 @@ class Cluster:
         [*_, ready] = self._events(events.GenerationReady)
         instants = {
             "decided_s": lost.time,
-            "told_s": after["last"]["BreakGeneration"],
+            "received_s": after["last"]["BreakGeneration"],
             "form_decided_s": formed.time,
-            "form_told_s": after["last"]["JoinGeneration"],
+            "form_received_s": after["last"]["JoinGeneration"],
             "formed_s": ready.time,
         }
         return {
@@ -316,7 +326,7 @@ def table_of(result: dict[str, Any]) -> str:
     """Format the figures as Markdown tables."""
     head = (
         *("workers", "CPU s/s", "messages/step", "log bytes/step", "first formed, s (CPU)"),
-        *("lost, ms", "all told, ms", "form decided, ms", "formed, ms (CPU)", "MB sent"),
+        *("lost, ms", "all informed, ms", "form decided, ms", "formed, ms (CPU)", "MB sent"),
         *("RSS, MB", "dashboard kB/update (CPU ms)"),
     )
     rows = []
@@ -327,13 +337,20 @@ def table_of(result: dict[str, Any]) -> str:
             num, f"{steady['cpu']:.3f}", f"{steady['messages_per_step']:.1f}",
             f"{steady['log_bytes_per_step']:.0f}",
             f"{first['formed_s']:.2f} ({first['cpu_s']:.2f})",
-            *(f"{middle[name] * 1e3:.0f}" for name in ("decided_s", "told_s", "form_decided_s")),
+            *(f"{middle[name] * 1e3:.0f}" for name in INSTANTS),
             f"{middle['formed_s'] * 1e3:.0f} ({middle['cpu_s'] * 1e3:.0f})",
             f"{middle['sent_bytes'] / 1e6:.1f}", f"{one['rss_mb']:.0f}",
             f"{one['dashboard']['update_bytes'] / 1e3:.1f} "
             f"({one['dashboard']['update_cpu_s'] * 1e3:.1f})",
         ))  # fmt: skip
-    text = report.table(head, rows)
+    text = report.table(head, rows) if rows else ""
+    handled = result["handlers"]
+    phases = list(next(iter(handled.values())))
+    text += "\n\nProcessor time of the coordinator without a network, ms:\n\n"
+    text += report.table(
+        ("workers", *phases),
+        [(num, *(f"{1e3 * one[phase]:.0f}" for phase in phases)) for num, one in handled.items()],
+    )
     if memory := result.get("memory"):
         sizes = ", ".join(f"{size:.0f}" for size in memory["rss_mb"])
         text += (
