@@ -78,7 +78,7 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPlan:
-    """The part of each rank in the synchronization, derived from all ranks' reports; the same on all ranks."""
+    """The part of each rank in the synchronization; the same on all ranks."""
 
     completing: tuple[int, ...]
     """Ranks that make the update for which they are prepared."""
