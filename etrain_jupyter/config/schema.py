@@ -602,7 +602,7 @@ class TrainConfig(Section):
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """Compression of the exchanged gradients, for slow networks: none, bf16, fp16 or powersgd."""
     shard: Literal["none", "optimizer"] = "none"
-    """State divided among the workers to save memory: optimizer, for its state, or none."""
+    """Part of the state that the workers divide to save memory: none, or that of the optimizer."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Gradient exchange backend: nccl, gloo, or auto (nccl if each worker has a GPU, else gloo)."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None

@@ -177,13 +177,16 @@ class WarmUp:
         self._beat()
 
     def _check_gradients(self) -> None:
-        if self._config.reproducible is None:
+        if self._config.reproducible is None and self._workload.shards is None:
             return
         for name, parameter in self._workload.model.named_parameters():
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                why, key = "has no reproducible sum", "reproducible: false"
+                if self._config.reproducible is None:
+                    why, key = "cannot be divided among the workers", "shard: none"
                 raise WorkloadError(
-                    f"parameter {name!r} has a sparse gradient, which has no reproducible sum. "
-                    "Build its layer with sparse=False, or write reproducible: false."
+                    f"parameter {name!r} has a sparse gradient, which {why}. Build its layer with "
+                    f"sparse=False, or write {key}."
                 )
 
     # --- batch.micro: auto ---

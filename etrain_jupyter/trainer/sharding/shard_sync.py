@@ -46,7 +46,7 @@ class ShardsLostError(CommunicationError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """State of one rank before the ranks divide theirs."""
+    """The state of one rank before the ranks divide it."""
 
     step: int
     """Newest committed step; ``NO_STEP`` without a state."""
@@ -78,7 +78,7 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPlan:
-    """Tasks of each rank, derived from all ranks' reports; the same on all ranks."""
+    """The part of each rank in the synchronization; the same on all ranks."""
 
     completing: tuple[int, ...]
     """Ranks that make the update for which they are prepared."""

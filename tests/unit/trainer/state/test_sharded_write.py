@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.rules.sharding.optimizer_shards import shards_of
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.storage.checkpoints.base import open_newest
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
 from etrain_jupyter.testing.s3_server import S3Server
 from etrain_jupyter.trainer.boundary import Boundary
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
+from etrain_jupyter.trainer.sharding.held_state import NewShard
+from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
 from etrain_jupyter.trainer.state import sharded_write
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import NEEDED, check_parts, optimizer_parts
@@ -272,3 +275,65 @@ def test_checkpoint_that_lacks_one_of_its_shards_is_refused(tmp_path):
     files = {k: v for k, v in found.files.items() if k != name}
     with pytest.raises(CheckpointError, match=f"does not list {name}"):
         check_parts(found.manifest, files, NEEDED)
+
+
+def divide(ranks: list[Rank]) -> None:
+    """Divide the optimizer's state, which is still empty, among the ranks."""
+    for rank in ranks:
+        workload = rank.state.workload
+        for parameter in workload.model.parameters():
+            parameter.data = parameter.data.contiguous()
+        shards = ShardedOptimizer(workload.optimizer, workload.model)
+        spans = shards_of(rank.rank, len(ranks), shards.layout.starts)
+        shards.replace([NewShard(shards.layout, span, {}) for span in spans])
+        shards.settle(rank.rank, len(ranks))
+        workload.shards = shards
+        rank.checkpointer.begin(rank.group, rank.board)
+
+
+def divided_ranks(*stores) -> list[Rank]:
+    ranks = [Rank(n, len(stores), store, {"every": "1 step"}) for n, store in enumerate(stores)]
+    for rank in ranks:
+        rank.others = [other for other in ranks if other is not rank]
+        torch.manual_seed(0)
+        for value in rank.state.workload.model.parameters():
+            torch.nn.init.normal_(value)
+    divide(ranks)
+    return ranks
+
+
+def test_ranks_write_the_parts_of_a_divided_state(tmp_path):
+    # In a folder, too, in which one rank otherwise writes everything.
+    stores = [RemoteStore(tmp_path) for _ in range(2)]
+    ranks = divided_ranks(*stores)
+    train(ranks)
+    join(ranks)
+    assert ranks[0].kinds() == [CheckpointWritten]
+    assert stores[1].written == ["optimizer-00002-of-00002.safetensors"]
+    check_restored(stores[0], ranks, step=1)
+
+
+def test_checkpoint_fails_without_a_part_that_only_another_rank_has(tmp_path):
+    stores = [RemoteStore(tmp_path) for _ in range(2)]
+    ranks = divided_ranks(*stores)
+    stores[1].is_broken = True
+    train(ranks)
+    join(ranks)
+    [failure] = ranks[0].sent
+    assert isinstance(failure, CheckpointNotWritten)
+    assert "1 of 1 other workers did not write their part" in failure.error
+    assert not stores[0].list_steps()
+
+    stores[1].is_broken = False
+    ranks[0].checkpointer.request()
+    train(ranks)
+    join(ranks)
+    check_restored(stores[0], ranks, step=2)
+
+
+def test_rank_with_a_part_of_the_state_does_not_save_alone(tmp_path):
+    ranks = divided_ranks(*[RemoteStore(tmp_path) for _ in range(2)])
+    ranks[0].checkpointer.save_now(1)
+    [failure] = ranks[0].sent
+    assert isinstance(failure, CheckpointNotWritten)
+    assert "only a part of the optimizer's state" in failure.error
