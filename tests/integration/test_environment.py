@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from etrain_jupyter.errors import StoreError
 from etrain_jupyter.pools.ec2.bootstrap import ROOT, BootFacts, user_data
 from etrain_jupyter.pools.ec2.environment import torch_builds
 from etrain_jupyter.pools.ec2.environment.manifest import Manifest, key_of
@@ -280,3 +281,26 @@ def test_nodes_with_gpus_get_the_cuda_build_with_its_libraries(
     # The second start downloads nothing.
     shutil.rmtree(index)
     assert store(bucket, torch, tmp_path, capabilities=[(8, 6)]).manifest == on_gpus
+
+
+def test_interrupted_start_is_finished_by_the_next_one(
+    bucket: Bucket, packages: list[Package], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = Bucket.upload
+
+    def fail(self: Bucket, key: str, *arguments: Any) -> Any:
+        if "alpha" in key:
+            raise StoreError("the connection was lost")
+        return upload(self, key, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "upload", fail)
+        with pytest.raises(StoreError, match="the connection was lost"):
+            store(bucket, packages, tmp_path)
+    prepared = store(bucket, packages, tmp_path)
+    assert prepared.num_uploaded == 1
+    # A lifecycle rule of the bucket may remove a wheel.
+    [alpha] = [one for one in prepared.manifest.wheels if one.name == "alpha"]
+    bucket.delete(alpha.key, "test")
+    again = store(bucket, packages, tmp_path)
+    assert (again.digest, again.num_uploaded) == (prepared.digest, 1)

@@ -28,7 +28,7 @@ from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects import bucket_owners
 from etrain_jupyter.testing.fakeaws import Account, ApiFault, FakeAws
-from tests.capabilities import LONG
+from tests.capabilities import long
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(300)]
 
@@ -198,9 +198,8 @@ def test_pool_from_an_empty_account_to_a_trained_job_and_back(
     print(f"figures of the simulated cloud: {json.dumps(figures)}")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@LONG
+@long
 def test_kernel_environment_travels_and_its_phases_are_in_the_log(
     cloud: FakeAws, account: Account, become: Become, run: Run, tmp_path: Path
 ) -> None:
