@@ -205,8 +205,8 @@ def figures_of(blocks: dict[str, list[Block]], num_steps: int) -> dict[str, Any]
     pairs = list(zip(blocks["ours"], blocks["ddp"], strict=True))
     samples = num_steps * GLOBAL_BATCH_SIZE
     return {
-        **interval_of([ddp.wall_s / own.wall_s for own, ddp in pairs]),
-        "cpu": interval_of([_total(ddp) / _total(own) for own, ddp in pairs]),
+        **ratio_of([ddp.wall_s / own.wall_s for own, ddp in pairs]),
+        "cpu": ratio_of([_total(ddp) / _total(own) for own, ddp in pairs]),
         **{
             side: samples / statistics.median(block.wall_s for block in found)
             for side, found in blocks.items()
@@ -217,6 +217,12 @@ def figures_of(blocks: dict[str, list[Block]], num_steps: int) -> dict[str, Any]
         "walls": {side: [block.wall_s for block in found] for side, found in blocks.items()},
         "steps": num_steps,
     }
+
+
+def ratio_of(ratios: list[float]) -> dict[str, float]:
+    """Return the median ratio with its 95 % confidence interval."""
+    found = interval_of(ratios)
+    return {"ratio": found["median"], "low": found["low"], "high": found["high"]}
 
 
 def _total(block: Block) -> float:

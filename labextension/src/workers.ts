@@ -3,6 +3,8 @@ import { find, make, reconcile, scrolling, setText } from './dom';
 import * as format from './format';
 import { ISnapshot, IWorkerRow } from './snapshot';
 
+/** The snapshot has at most 100 rows; a saved notebook of another user may have more. */
+const MAX_ROWS = 200;
 const TITLES = [
   'rank',
   'worker',
@@ -62,12 +64,13 @@ export class Workers {
     );
     reconcile(
       this.body,
-      workers,
+      workers.slice(0, MAX_ROWS),
       worker => worker.worker,
       () => this.makeRow(),
       (row, worker) => fill(row, worker, whyNoPreemption)
     );
-    const numMore = snapshot.num_more_workers;
+    const numMore =
+      snapshot.num_more_workers + Math.max(0, workers.length - MAX_ROWS);
     this.more.hidden = numMore === 0;
     setText(this.more, `and ${format.count(numMore)} more`);
   }

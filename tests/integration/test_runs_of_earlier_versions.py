@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,16 @@ def check_reading(about: About, name: str) -> None:
     assert isinstance(job.load_into(Net(), "best"), Net)
 
 
+def without_free_bias(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out the bias before BatchNorm, and the running mean that follows it.
+
+    BatchNorm subtracts the bias again, so its gradient consists of rounding errors, which AdamW
+    scales to full steps: they differ on another CPU.
+    """
+    free = ("layers.0.bias", "layers.1.running_mean")
+    return {name: value for name, value in weights.items() if name not in free}
+
+
 def check_resumed(about: About, name: str, finished: About, *, is_signed: bool) -> None:
     """Resume a run to its end; the result must equal that of an uninterrupted run."""
     if about["python"].split(".")[:2] != platform.python_version().split(".")[:2]:
@@ -144,7 +154,9 @@ def check_resumed(about: About, name: str, finished: About, *, is_signed: bool) 
     assert report.ok, report
     weights = {name: torch.tensor(value) for name, value in finished["weights"].items()}
     # Bitwise equal on the machine that created the archive; other CPUs may round differently.
-    torch.testing.assert_close(dict(job.state_dict()), weights, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        without_free_bias(job.state_dict()), without_free_bias(weights), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("commit", "name"), LOCAL)

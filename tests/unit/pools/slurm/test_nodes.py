@@ -90,6 +90,7 @@ class Head:
             is_busy=self.busy.__contains__,
             on_gone=lambda worker, why: self.gone.append(worker),
             on_warning=self.warnings.append,
+            on_note=self.warnings.append,
             on_notice=lambda worker, at: self.notices.append(worker),
             progress=tuple,
             on_halt=self.halts.append,
