@@ -59,6 +59,7 @@ class LocalNodes:
     """
 
     replaces_early = False
+    trains_after_notice = False
     finish_by_s: float | None = None
 
     def __init__(

@@ -135,6 +135,7 @@ class Rig:
     """A cluster of up to ``slots`` workers; also the node source of its coordinator."""
 
     replaces_early = False
+    trains_after_notice = False
     finish_by_s: float | None = None
 
     def __init__(self, folder: Path, *, slots: int = 4, warms_up: bool = False) -> None:

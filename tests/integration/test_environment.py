@@ -23,7 +23,7 @@ from etrain_jupyter.pools.ec2.environment import torch_builds
 from etrain_jupyter.pools.ec2.environment.manifest import Manifest, key_of
 from etrain_jupyter.pools.ec2.environment.packages import Package, read_packages
 from etrain_jupyter.pools.ec2.environment.prepare import NodeNeeds, Prepared, prepare
-from etrain_jupyter.pools.ec2.environment.sources import MissingWheelsError
+from etrain_jupyter.pools.ec2.environment.sources import MissingWheelsError, find_uv
 from etrain_jupyter.pools.ec2.machine.node_bucket import LIMITS
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
@@ -106,6 +106,11 @@ def write_wheel(folder: Path, name: str, version: str, tag: str, *needs: str) ->
         wheel.writestr(f"{info}/RECORD", "")
 
 
+def num_installers() -> int:
+    """Return the number of stored wheels that belong to no package: uv, if it is installed."""
+    return 1 if find_uv() else 0
+
+
 class Node:
     """A machine on which the user-data runs up to the agent, which is not installed on it."""
 
@@ -163,7 +168,7 @@ def test_environment_is_stored_once_and_installed_from_the_bucket(
 ) -> None:
     first = store(bucket, packages, tmp_path)
     assert [str(one.name) for one in first.manifest.wheels] == ["alpha", "beta", "pip"]
-    assert first.num_uploaded == 3
+    assert first.num_uploaded == 3 + num_installers()
     again = store(bucket, packages, tmp_path)
     assert (again.digest, again.num_uploaded) == (first.digest, 0)
     # Another machine does not know the stored wheels, but makes the same bytes.
@@ -298,7 +303,7 @@ def test_interrupted_start_is_finished_by_the_next_one(
         with pytest.raises(StoreError, match="the connection was lost"):
             store(bucket, packages, tmp_path)
     prepared = store(bucket, packages, tmp_path)
-    assert prepared.num_uploaded == 1
+    assert prepared.num_uploaded == 1 + num_installers()
     # A lifecycle rule of the bucket may remove a wheel.
     [alpha] = [one for one in prepared.manifest.wheels if one.name == "alpha"]
     bucket.delete(alpha.key, "test")

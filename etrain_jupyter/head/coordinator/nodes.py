@@ -59,6 +59,9 @@ class NodeSource(Protocol):
     replaces_early: bool
     """True to replace a worker as soon as its machine is at risk or has an interruption notice, not
     only after its release. Set if each worker has its own machine."""
+    trains_after_notice: bool
+    """True if a worker with an interruption notice trains until its replacement joins. Set if the
+    pool launches the replacement at the notice."""
     finish_by_s: float | None
     """Deadline of every job, in seconds after its submission or resume; None without one."""
 
@@ -99,6 +102,7 @@ class NoNodes:
     """Node source for clusters whose workers are managed elsewhere."""
 
     replaces_early = True
+    trains_after_notice = False
     finish_by_s: float | None = None
 
     def want(self, count: int, *, reason: str) -> None:

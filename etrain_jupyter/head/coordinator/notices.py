@@ -93,8 +93,7 @@ class Notices:
                     job.handle(self._notice_of(name, facts.leaves_at))
 
     def _notice_of(self, worker: str, deadline: float) -> s.WorkerNoticed:
-        # On a shared machine, the replacement starts only after the worker has been released.
-        trains_on = self._nodes.replaces_early
+        trains_on = self._nodes.trains_after_notice
         return s.WorkerNoticed(worker=worker, deadline=deadline, trains_on=trains_on)
 
     def _jobs_on(self, worker: str) -> Iterator[HostedJob]:

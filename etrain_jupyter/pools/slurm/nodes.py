@@ -58,6 +58,8 @@ class SlurmNodes:
     """
 
     replaces_early = True
+    # The replacement of a worker near its time limit starts before its notice.
+    trains_after_notice = False
     finish_by_s: float | None = None
 
     def __init__(self, facts: HeadFacts) -> None:

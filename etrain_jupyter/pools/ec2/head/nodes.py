@@ -61,6 +61,7 @@ class AwsNodes:
     """
 
     replaces_early = True
+    trains_after_notice = True
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ class Nodes:
     """A node source that only remembers."""
 
     replaces_early = False
+    trains_after_notice = False
     finish_by_s: float | None = None
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ def rig(tmp_path, monkeypatch):
 @pytest.fixture
 def cloud(rig):
     """The same where every worker has a machine of its own."""
-    rig.nodes.replaces_early = True
+    rig.nodes.replaces_early = rig.nodes.trains_after_notice = True
     return rig
 
 
@@ -158,7 +158,7 @@ async def test_next_coordinator_knows_the_workers_at_risk_and_logs_each_once(
     interrupt(cloud, "w2", 60.0)
     cloud.job.job_log.close()
     after = Rig(tmp_path, monkeypatch)
-    after.nodes.replaces_early = True
+    after.nodes.replaces_early = after.nodes.trains_after_notice = True
     after.coordinator.recall(tmp_path / "jobs", died_at=1000.0)
     assert isinstance(after.coordinator._mode, Recovering)
     after.hello("w1", "w2")
