@@ -69,8 +69,7 @@ export class Workers {
       () => this.makeRow(),
       (row, worker) => fill(row, worker, whyNoPreemption)
     );
-    const numMore =
-      snapshot.num_more_workers + Math.max(0, workers.length - MAX_ROWS);
+    const numMore = snapshot.num_more_workers + Math.max(0, workers.length - MAX_ROWS);
     this.more.hidden = numMore === 0;
     setText(this.more, `and ${format.count(numMore)} more`);
   }
