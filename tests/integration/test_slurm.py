@@ -62,7 +62,7 @@ def joined(job: TrainingJob) -> list[str]:
 
 
 def await_replacement(job: TrainingJob, num_joined: int) -> None:
-    """Wait until so many workers have joined in total, and two of them train."""
+    """Wait until this number of workers has joined in total, and two of them train."""
     until(lambda: len(set(joined(job))) == num_joined, f"{num_joined} workers have joined")
     await_steps(job, world_size=2)
 

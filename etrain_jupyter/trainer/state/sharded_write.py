@@ -211,7 +211,7 @@ class ShardWriter:
     def begin_own(self, sharded: ShardedWrite, step: int, tensors: Tensors) -> None:
         """Write this rank's part of a state that is divided, after the file in flight."""
         # Only this rank can write it, so it is not skipped while another file is in flight. That
-        # happens only if rank 0 has given up on the other file.
+        # happens only if rank 0 no longer waits for the other file.
         name = sharded.part_of(sharded.rank)
         assert name is not None
         if self.is_busy:

@@ -46,7 +46,7 @@ class PricedPool(LocalPool):
     """A pool whose prices say only for how many workers they are."""
 
     def price(self, max_workers: int) -> str:
-        """Return the price of so many workers as text."""
+        """Return the price of this number of workers as text."""
         return f"price of {max_workers} workers"
 
 
