@@ -55,6 +55,7 @@ PARTS = ("samples", "moves", "pool")
 NUM_WORKERS = 2
 NUM_EPOCHS = 16
 DIVISOR = 4
+"""The default of the product."""
 
 BODY = """\
 model: Model(width, seed)
@@ -73,7 +74,6 @@ search:
   mode: max
   trials: {trials}
   method: {method}
-  divisor: {divisor}
   seed: {seed}
   concurrent: 2
 """
@@ -223,7 +223,7 @@ def run(
     """Run a study to its end."""
     body = BODY.format(
         space=space, trials=trials, method=method, max_workers=max_workers, seed=seed, pool=pool,
-        batch=search_work.BATCH, epochs=NUM_EPOCHS, divisor=DIVISOR,
+        batch=search_work.BATCH, epochs=NUM_EPOCHS,
     )  # fmt: skip
     train_set, eval_set = search_work.make_digits()
     names = {

@@ -212,6 +212,12 @@ def _complete(
         )
     if search.method == "grid":
         _check_grid(search, space, source)
+    if "divisor" in search.model_fields_set and not search.prunes:
+        raise source.error(
+            (KEY, "divisor"),
+            f"divisor={search.divisor} has no effect without a pruner: no trial ends early",
+            hint="add pruner: asha, or remove the line",
+        )
     return search
 
 

@@ -122,6 +122,8 @@ def test_grid_tries_every_combination() -> None:
          "net as a name of its own"),
         ("{choice: [8, 16]}", "8", "not described", "write the number 8 where width is used"),
         ("mode: max", "mode: max\n  grace_period: 2", "unknown key 'grace_period'", "eval: {every"),
+        ("mode: max", "mode: max\n  method: tpe\n  divisor: 3", "no effect without a pruner",
+         "pruner: asha"),
         ("search:", "searcher:", "'search' is missing", "space"),
         ("lr * factor", "'lr * table[1]'", "uses 'table' together with", "arithmetic"),
         ("lr * factor", "lr.real", "more than arithmetic", "arithmetic"),
