@@ -27,7 +27,7 @@ from benchmarks import gate, ours, report
 from benchmarks.accounting import interval_of
 from benchmarks.gate import Gate
 from benchmarks.peers.run import python_path
-from benchmarks.workloads import GLOBAL_BATCH_SIZE, MODELS
+from benchmarks.workloads import GLOBAL_BATCH_SIZE, MODELS, PHOTOS
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 
 BAR = 0.98
@@ -35,7 +35,7 @@ SIDE = "PAIRED_SIDE"
 """Variable with the name of the side, in the environment of all of its processes."""
 READY_S = 180.0
 """Limit for a side's start and its first steps, in seconds."""
-STEPS = {"cnn": 24, "mlp": 10}
+STEPS = {"cnn": 24, "mlp": 10, PHOTOS: 10}
 """Steps of a block: about a second on two ranks."""
 KINDS = ("trainer", "worker", "head", "fork_server")
 """Processes of a job, by a word of their command line."""
@@ -45,18 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
     parser.add_argument("--pairs", type=int, help="pairs of blocks (default 60; quick: 10)")
     parser.add_argument("--world-size", type=int, default=2, help="ranks of each side (default 2)")
-    parser.add_argument("--workload", choices=MODELS, action="append", help="default: all")
+    help = f"default: {' and '.join(MODELS)}; {PHOTOS} needs torchvision"
+    parser.add_argument("--workload", choices=[*MODELS, PHOTOS], action="append", help=help)
+    help = f"data-loading processes per rank of the workload {PHOTOS} (default 0)"
+    parser.add_argument("--num-workers", type=int, default=0, help=help)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure every workload and put the figures of the lowest ratio at the top of the result."""
     num_pairs = options.pairs or (10 if options.quick else 60)
     names = options.workload or (["cnn"] if options.quick else list(MODELS))
-    workloads = {name: measure_workload(name, num_pairs, options.world_size) for name in names}
+    workloads = {
+        name: measure_workload(name, num_pairs, options.world_size, options.num_workers)
+        for name in names
+    }
     worst = min(workloads.values(), key=lambda result: float(result["ratio"]))
     return {
         "benchmark": "paired",
-        "peer": "torchrun DDP, tensors by index",
+        "peer": "torchrun DDP",
         "bar": BAR,
         **{key: worst[key] for key in ("ratio", "low", "high", "ours", "ddp")},
         "world_size": options.world_size,
@@ -75,13 +81,15 @@ class Block:
     """Processor time of the side's processes, in seconds, by kind of process."""
 
 
-def measure_workload(name: str, num_pairs: int, world_size: int) -> dict[str, Any]:
+def measure_workload(
+    name: str, num_pairs: int, world_size: int, num_workers: int
+) -> dict[str, Any]:
     """Run the pairs of blocks of one workload."""
     num_steps = STEPS[name]
     with (
         tempfile.TemporaryDirectory(prefix="etrain-paired-") as folder,
-        running_ddp(name, Path(folder) / "ddp", world_size) as ddp,
-        running_ours(name, Path(folder) / "ours", world_size) as own,
+        running_ddp(name, Path(folder) / "ddp", world_size, num_workers) as ddp,
+        running_ours(name, Path(folder) / "ours", world_size, num_workers) as own,
     ):
         sides = {"ours": own, "ddp": ddp}
         for side in sides.values():
@@ -139,15 +147,19 @@ def processor_times(side: str) -> dict[int, tuple[str, float]]:
 
 
 @contextlib.contextmanager
-def running_ours(name: str, folder: Path, world_size: int) -> Iterator[Side]:
+def running_ours(name: str, folder: Path, world_size: int, num_workers: int) -> Iterator[Side]:
     """Run a job of etrain-jupyter with its normal settings; stop it at the end."""
     folder.mkdir()
     os.environ |= {SIDE: "ours", gate.FOLDER: str(folder)}
     barrier = Gate(folder, world_size)
+    keys: dict[str, Any] = {"workers": {"min": world_size, "max": world_size}}
+    if name == PHOTOS:
+        data = {"train": "benchmarks.photos:Photos", "collate": "benchmarks.photos:collate"}
+        keys |= {"model": "benchmarks.photos:build", "data": {**data, "num_workers": num_workers}}
     with ours.cluster():
         job = ours.submit(
             name, num_steps=ours.NEVER, world_size=world_size, loss="benchmarks.gate:gated_loss",
-            workers={"min": world_size, "max": world_size},
+            **keys,
         )  # fmt: skip
 
         def check() -> None:
@@ -161,7 +173,7 @@ def running_ours(name: str, folder: Path, world_size: int) -> Iterator[Side]:
 
 
 @contextlib.contextmanager
-def running_ddp(name: str, folder: Path, world_size: int) -> Iterator[Side]:
+def running_ddp(name: str, folder: Path, world_size: int, num_workers: int) -> Iterator[Side]:
     """Run plain DDP under ``torchrun``; end it at the end."""
     folder.mkdir()
     barrier = Gate(folder, world_size)
@@ -169,6 +181,7 @@ def running_ddp(name: str, folder: Path, world_size: int) -> Iterator[Side]:
     agent = [f"--nproc-per-node={world_size}", f"--log-dir={folder}"]
     script = ["-m", "benchmarks.peers.ddp_train", "--gated", f"--workload={name}"]
     choice = [f"--steps={ours.NEVER}", f"--json={folder / 'times.json'}"]
+    choice += [f"--num-workers={num_workers}"]
     own = {SIDE: "ddp", gate.FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
     log = folder / "output.log"
     with log.open("wb") as output:

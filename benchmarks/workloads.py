@@ -66,6 +66,9 @@ def _mlp(width: int) -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"cnn": build_cnn, "mlp": build_mlp}
 
+PHOTOS = "photos"
+"""Workload of ``photos.py``, which needs torchvision."""
+
 LARGE_MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": build_mlp, "wide": build_wide}
 """Models with a state that is large enough to measure the cost of saving it."""
 

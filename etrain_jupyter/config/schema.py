@@ -812,14 +812,6 @@ class TrainConfig(Section):
         if not self.sync_batchnorm:
             return
         path = ("sync_batchnorm",)
-        if self.reproducible is not None:
-            raise fault(
-                "sync_batchnorm cannot be used with reproducible, whose shards are computed one by "
-                "one: BatchNorm already normalizes over a shard, on any number of workers",
-                hint="write sync_batchnorm: false, or reproducible: false",
-                path=path,
-                at_key=True,
-            )
         if self.batch.micro_batch_size == "auto":
             raise fault(
                 "sync_batchnorm cannot be used with batch.micro: auto: all workers need the same "

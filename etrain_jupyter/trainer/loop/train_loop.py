@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from etrain_jupyter.trainer.gradients.sharded import ShardedGradients
 from etrain_jupyter.trainer.gradients.step import Gradients, Step
 from etrain_jupyter.trainer.gradients.step_header import StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
+from etrain_jupyter.trainer.gradients.synced_shards import SyncedShardGradients
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.evaluations import Evaluations
 from etrain_jupyter.trainer.loop.experiments import Experiments
@@ -184,6 +186,9 @@ class TrainLoop:
             send=self._send,
             beat=self.places.beat,
         ).run()
+        norms = self.workload.norms
+        if norms is not None and self.state.config.reproducible is not None:
+            norms.check_shards(self._effects.moving)
         if self.workload.average is not None:
             self.workload.average.follow_buffers(self._effects.moving)
         self._fingerprint = WeightFingerprint(self.workload.model, self._averages().values())
@@ -204,7 +209,11 @@ class TrainLoop:
         self.micro.free_failed_pass()
         config, num_shards = self.state.config, self.state.config.num_shards()
         if num_shards is not None:  # ``reproducible``
-            return ShardedGradients(
+            norms = self.workload.norms
+            kind: Callable[..., Gradients] = ShardedGradients
+            if norms is not None:
+                kind = partial(SyncedShardGradients, norms=norms)
+            return kind(
                 group,
                 self.workload.module,
                 moving=self._effects.moving,

@@ -433,14 +433,6 @@ etrain: line 5, column 14: ema.decay must be below 1, not 2
     5 | ema: {decay: 2, warmup: false}
       |              ^""",
     ),
-    "sync_batchnorm with reproducible": (
-        GOOD + "reproducible: true\nsync_batchnorm: true\n",
-        """\
-etrain: line 6, column 1: sync_batchnorm cannot be used with reproducible, whose shards are computed one by one: BatchNorm already normalizes over a shard, on any number of workers
-    6 | sync_batchnorm: true
-      | ^^^^^^^^^^^^^^
-  write sync_batchnorm: false, or reproducible: false""",
-    ),
     "sync_batchnorm with automatic passes": (
         GOOD + "batch: {micro: auto}\nsync_batchnorm: true\n",
         """\
