@@ -21,9 +21,9 @@ from tests.integration.conftest import until
 skip_without("torchvision")
 skip_without("libraries")
 
-from torchvision.models import shufflenet_v2_x0_5  # noqa: E402
 from torchvision.models.detection import FCOS  # noqa: E402
 from torchvision.models.detection.anchor_utils import AnchorGenerator  # noqa: E402
+from torchvision.models.resnet import BasicBlock, ResNet  # noqa: E402
 from torchvision.transforms import v2  # noqa: E402
 
 from etrain_jupyter.recipes import vision  # noqa: E402
@@ -133,13 +133,14 @@ def photo_of(index: int) -> tuple[torch.Tensor, int]:
     """Return an image of noise, which is bright at one of its four sides."""
     generator = torch.Generator().manual_seed(index)
     image = torch.randint(0, 120, (3, 32, 32), dtype=torch.uint8, generator=generator)
-    image.rot90(index % 4, (1, 2))[:, :8] += 100
-    return image, index % 4
+    image[:, :8] += 100
+    return image.rot90(index % 4, (1, 2)), index % 4
 
 
 def synchronized_net() -> nn.Module:
-    """Return torchvision's smallest ShuffleNet with layers of the class ``SyncBatchNorm``."""
-    return nn.SyncBatchNorm.convert_sync_batchnorm(shufflenet_v2_x0_5(num_classes=4))
+    """Return a ResNet of torchvision with 12 layers of the class ``SyncBatchNorm``."""
+    net = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=4)
+    return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
 
 def photo_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -164,10 +165,11 @@ def classify(submit: Any, num_workers: int) -> Any:
             "predict": vision.classification.predict,
             "score": vision.classification.score,
         },
-        optimizer={"name": "SGD", "lr": 0.05, "momentum": 0.9},
+        optimizer={"name": "AdamW", "lr": 1e-3},
         batch={"global": 16},
         ema=0.95,
-        steps=160,
+        sync_batchnorm=True,
+        steps=100,
         reproducible={"shards": 4},
         workers={"min": 1, "max": num_workers},
     )
