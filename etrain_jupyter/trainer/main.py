@@ -164,8 +164,10 @@ def run_trainer(channel: Channel, page: ProgressPage) -> None:
     """Wait for a job and run it."""
     import torch
 
+    from etrain_jupyter.trainer.allocator import keep_freed_memory
     from etrain_jupyter.trainer.trainer import Trainer
 
+    keep_freed_memory()
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         torch.set_num_threads(int(threads))

@@ -240,8 +240,15 @@ def _wrap(model: nn.Module, group: RankGroup, has_unused: bool, hook: CommHook) 
         return model
     # ``init_sync`` is off because all ranks already have the same state, and the broadcasts in the
     # constructor could not be aborted.
+    #
+    # With gradients as views of the buckets, DDP does not copy each sum back into a second set of
+    # tensors, which the end of the step would free and the next step allocate again.
     module = DistributedDataParallel(
-        model, init_sync=False, find_unused_parameters=has_unused, **_NO_BUFFER_SYNC
+        model,
+        init_sync=False,
+        find_unused_parameters=has_unused,
+        gradient_as_bucket_view=True,
+        **_NO_BUFFER_SYNC,
     )
     # A lambda has no annotations. torch requires annotations to be classes, but ours are strings.
     module.register_comm_hook(None, lambda _, bucket: hook(bucket))
