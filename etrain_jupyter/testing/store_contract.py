@@ -7,11 +7,13 @@
         def place(self, tmp_path):
             return MyPlace(tmp_path)
 
-The place opens the store and can modify its data directly, see ``StorePlace``.
+The place opens the store and can modify its data directly, see ``StorePlace``. Its store must
+write a part of 12 MB in several blocks.
 """
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +32,7 @@ from etrain_jupyter.storage.checkpoints import (
 
 _MODEL = bytes(range(256)) * 64
 _STATE = b'{"step": 0}'
+_BIG = bytes(range(251)) * 50_000
 
 
 class StorePlace(Protocol):
@@ -96,6 +99,41 @@ class StoreContract:
         assert store.get_part(from_file).read_bytes() == _MODEL
         assert store.get_part(empty).read_bytes() == b""
         assert store.get_part(view).read_bytes() == _MODEL[3:10]
+
+    def test_blocks_of_a_part_are_read_one_by_one(
+        self, store: CheckpointStore, place: StorePlace
+    ) -> None:
+        """A reader of a range needs only its blocks, each with a digest in the manifest."""
+        folder = store.begin(1)
+        big = store.put_part(folder, "optimizer.safetensors", _BIG)
+        small = store.put_part(folder, "state.json", _STATE)
+        assert big.block_bytes >= 1
+        reader = place.open()
+        for part, data in ((big, _BIG), (small, _STATE)):
+            blocks = [reader.read_block(part, number) for number in range(part.num_blocks)]
+            assert b"".join(blocks) == data
+            first, stop = part.block_range(part.num_blocks - 1)
+            assert (len(blocks[-1]), stop) == (stop - first, len(data))
+        assert Part.from_json(json.loads(json.dumps(big.to_json()))) == big
+        assert set(small.to_json()) == {"key", "sha256", "size"}
+
+    def test_damaged_block_is_refused_and_the_others_are_read(
+        self, store: CheckpointStore, place: StorePlace
+    ) -> None:
+        """Each block is verified by itself."""
+        part = store.put_part(store.begin(1), "optimizer.safetensors", _BIG)
+        last = part.num_blocks - 1
+        place.write(part.key, _BIG[:-1] + bytes([_BIG[-1] ^ 1]))
+        reader = place.open()
+        assert reader.read_block(part, 0) == _BIG[: part.block_bytes]
+        with pytest.raises(CheckpointError, match=r"optimizer\.safetensors was altered"):
+            reader.read_block(part, last)
+        place.write(part.key, _BIG[:-7])
+        with pytest.raises(CheckpointError, match=r"optimizer\.safetensors has \d+ bytes instead"):
+            reader.read_block(part, last)
+        place.remove(part.key)
+        with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is missing"):
+            reader.read_block(part, 0)
 
     def test_checkpoint_without_manifest_does_not_exist(self, store: CheckpointStore) -> None:
         """After an interrupted write, the previous checkpoint is still the newest."""
@@ -217,6 +255,8 @@ class StoreContract:
         part = Part(key=key, sha256="0" * 64, size=1)
         with pytest.raises(CheckpointError, match="refused"):
             store.get_part(part)
+        with pytest.raises(CheckpointError, match="refused"):
+            store.read_block(part, 0)
         good = save(store, 100)
         evil = Manifest(**{**vars(good), "parts": {"model.safetensors": part}})
         place.write(manifest_key(100), evil.to_json().encode())

@@ -693,8 +693,10 @@ class Trainer:
         if group.rank == 0 and plan.behind:
             num_bytes = self._send_state(group, message, plan.behind).num_bytes
         elif group.rank in plan.behind:
-            # A holder receives the weights that it has, with newer counters.
-            drop = (lambda: None) if is_holder else self._drop_state
+            # A holder receives the weights that it has, with newer counters, but after a restore it
+            # has only its part of the optimizer's state.
+            has_weights = is_holder and not message.restore
+            drop = (lambda: None) if has_weights else self._drop_state
             self._receive_state(group, plan.behind, keep=False, on_overwrite=drop)
         num_bytes += sync.divide(plan)
         shards.begin(group)
@@ -710,11 +712,14 @@ class Trainer:
 
     def _restore(self, group: RankGroup, log_end: int) -> None:
         # No trainer has the state. Rank 0 loads it, and ``_share_state`` sends it to the others, so
-        # the store is read only once.
+        # the store is read only once. If the optimizer's state is divided, each rank reads its part
+        # of it, because no process has enough memory for all of it.
         assert self._loop is not None
         assert self._checkpointer is not None
         records: list[dict[str, Any]] | None = []
-        if group.rank == 0:
+        if self._loop.workload.shards is not None:
+            records = self._checkpointer.restore_together(group, logged_step=log_end)
+        elif group.rank == 0:
             records = self._checkpointer.restore_newest(logged_step=log_end)
         if records is None and not self._is_fresh:
             # There is no checkpoint, and this rank's weights are not the initial ones, for example

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import random
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -18,6 +20,7 @@ from etrain_jupyter.log.events import (
     Event,
     GenerationFormed,
     JobRestored,
+    LogLine,
     StepCompleted,
     WeightsHashed,
     WorkerLost,
@@ -25,6 +28,8 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.storage.checkpoints import open_newest, open_store
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
+from etrain_jupyter.testing.s3_faults import S3Fault
+from etrain_jupyter.testing.s3_server import S3Server
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import STEPS_PER_EPOCH, accuracy, make_data
 
@@ -166,6 +171,103 @@ async def test_checkpoint_of_three_ranks_is_resumed_by_one(
     losses, digests = results(job.events())
     assert losses == expected[0]
     assert max(digests) == max(expected[1])
+
+
+def keys_on(server: S3Server, bucket: str, **changes: Any) -> dict[str, Any]:
+    """Return the keys of a job with checkpoints in S3, whose model sets the server's address."""
+    to = {"to": f"s3://{bucket}/runs", "every": "6 steps"}
+    model = functools.partial(wide_with, dict(server.environment))
+    return keys(**{"model": model, "checkpoint": to, "epochs": None, **changes})
+
+
+def wide_with(environment: dict[str, str]) -> nn.Module:
+    """Set the server's address in the trainers: the zygote started before the server."""
+    os.environ.update(environment)
+    return Wide()
+
+
+def messages(job: RigJob, start: str) -> list[str]:
+    return [e.text for e in job.found(LogLine) if e.text.startswith(start)]
+
+
+async def test_checkpoint_of_three_ranks_in_s3_is_resumed_by_two(
+    zygote: Any, folder: Path, limits: None, make: MakeRig, s3_server: S3Server, s3_bucket: str
+) -> None:
+    expected = await undisturbed(make, zygote, folder, steps=20, epochs=None)
+    async with make(zygote, folder / "resumed", slots=3) as rig:
+        three = keys_on(s3_server, s3_bucket, steps=10, workers={"min": 3, "max": 3})
+        job = await run(rig, three)
+        s3_server.set_faults()
+        two = keys_on(s3_server, s3_bucket, steps=20, workers={"min": 2, "max": 2})
+        job = await rig.resume(job, two)
+        await job.end()
+
+    assert job.status == "finished", job.describe()
+    assert not job.hosted.order.run_dir.joinpath("manifests").exists()
+    [read] = messages(job, "each rank read its part of the optimizer's state")
+    assert read.count(",") == 1
+    losses, digests = results(job.events())
+    assert losses == expected[0]
+    assert max(digests) == max(expected[1])
+
+
+async def test_resume_falls_back_if_one_part_of_the_newest_checkpoint_is_corrupt(
+    zygote: Any, folder: Path, limits: None, make: MakeRig, s3_server: S3Server, s3_bucket: str
+) -> None:
+    expected = await undisturbed(make, zygote, folder, steps=20, epochs=None)
+    async with make(zygote, folder / "resumed", slots=3) as rig:
+        three = functools.partial(keys_on, s3_server, s3_bucket, workers={"min": 3, "max": 3})
+        job = await run(rig, three(steps=6))
+        job = await rig.resume(job, three(steps=10))
+        await job.end()
+        assert saved_steps(job) == [6, 10]
+        store = open_store(f"s3://{s3_bucket}/runs/{job.id}")
+        part = store.read_manifest(10).parts["optimizer-00003-of-00003.safetensors"]
+        key = f"runs/{job.id}/{part.key}"
+        data = s3_server.read(s3_bucket, key)
+        s3_server.write(s3_bucket, key, data[:-1] + bytes([data[-1] ^ 1]))
+        two = keys_on(s3_server, s3_bucket, steps=20, workers={"min": 2, "max": 2})
+        job = await rig.resume(job, two)
+        await job.end()
+
+    assert job.status == "finished", job.describe()
+    assert job.found(JobRestored)[-1].step == 6, job.describe()
+    [skipped] = messages(job, "checkpoint skipped: step_00000010: ")
+    assert "optimizer-00003-of-00003.safetensors was altered" in skipped
+    losses, digests = results(job.events())
+    assert losses == expected[0]
+    assert max(digests) == max(expected[1])
+
+
+async def test_ranks_lost_during_a_joint_write_leave_the_previous_checkpoint(
+    zygote: Any, folder: Path, limits: None, make: MakeRig, s3_server: S3Server, s3_bucket: str
+) -> None:
+    expected = await undisturbed(make, zygote, folder, steps=24, epochs=None)
+    # The store is still writing rank 1's part of step 12 when that rank and its neighbor are lost.
+    slow = S3Fault(kind="slow", seconds=4.0, match="step_00000012/optimizer-00002")
+    plan = FaultPlan().kill(rank=1, step=13).kill(rank=2, step=13)
+    body = functools.partial(keys_on, s3_server, s3_bucket, workers={"min": 2, "max": 4})
+    async with make(zygote, folder / "lost", slots=4) as rig:
+        job = await run(rig, body(steps=6))
+        s3_server.set_faults(slow)
+        job = await rig.resume(job, body(steps=24), faults=plan.to_list())
+        await job.end()
+
+    assert job.status == "finished", job.describe()
+    assert [e.step for e in job.found(JobRestored)] == [6, 6], job.describe()
+    assert len(job.found(WorkerLost)) == 2
+    losses, digests = results(job.events())
+    assert losses == expected[0]
+    assert max(digests) == max(expected[1])
+    # The next attempt at step 12 has other keys, and nothing of the first one is left.
+    store = open_store(f"s3://{s3_bucket}/runs/{job.id}")
+    assert {
+        key.split("/")[3] for key in s3_server.list_keys(s3_bucket, f"runs/{job.id}/check")
+    } == {
+        part.key.split("/")[1]
+        for step in store.list_steps()
+        for part in store.read_manifest(step).parts.values()
+    }
 
 
 @pytest.mark.slow

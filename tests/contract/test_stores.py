@@ -8,9 +8,12 @@ import pytest
 
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
+from etrain_jupyter.storage.objects.s3_requests import S3Limits
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 from etrain_jupyter.testing.store_contract import StoreContract
+
+MIB = 1 << 20
 
 
 class FolderPlace:
@@ -18,7 +21,7 @@ class FolderPlace:
         self.root = root
 
     def open(self) -> LocalStore:
-        return LocalStore(self.root)
+        return LocalStore(self.root, block_bytes=MIB)
 
     def list_keys(self) -> set[str]:
         return {
@@ -51,7 +54,7 @@ class BucketPlace:
         self.bucket = bucket
 
     def open(self) -> S3Store:
-        return S3Store(f"s3://{self.bucket}/runs/mine")
+        return S3Store(f"s3://{self.bucket}/runs/mine", limits=S3Limits(chunk_bytes=5 * MIB))
 
     def list_keys(self) -> set[str]:
         keys = self.server.list_keys(self.bucket, "runs/mine/")

@@ -93,6 +93,13 @@ class CheckpointStore(Protocol):
         """Return a local file with the verified bytes of ``part``; it must not be modified."""
         ...
 
+    def read_block(self, part: Part, number: int) -> bytes:
+        """Return the verified bytes of one block, without reading the rest of ``part``.
+
+        Safe to call from several threads.
+        """
+        ...
+
     def prune(self, keep_steps: Collection[int]) -> list[str]:
         """Delete all other checkpoints, and leftovers of crashed writers up to the newest kept one.
 
@@ -108,11 +115,11 @@ class CheckpointStore(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCheckpoint:
-    """A checkpoint whose parts have all been read and verified."""
+    """A checkpoint whose parts have been read and verified."""
 
     manifest: Manifest
     files: dict[str, Path]
-    """Local file of each part, by the part's name."""
+    """Local file of each part that was read, by the part's name."""
     skipped: list[str]
     """Newer checkpoints that were skipped, with reasons, newest first."""
 
@@ -121,6 +128,7 @@ def open_newest(
     store: CheckpointStore,
     *,
     job_id: str | None = None,
+    choose: Callable[[Manifest], Collection[str]] = lambda manifest: manifest.parts,
     check: Callable[[Manifest, dict[str, Path]], None] = lambda manifest, files: None,
 ) -> OpenCheckpoint:
     """Return the newest valid checkpoint, and why newer ones were skipped.
@@ -128,6 +136,8 @@ def open_newest(
     Args:
         store: The store to search.
         job_id: If given, skip checkpoints of other jobs.
+        choose: Returns the names of the parts to read and verify; raises ``CheckpointError`` to
+            skip the checkpoint.
         check: Called with a verified checkpoint and the local files of its parts; raises
             ``CheckpointError`` to skip it.
 
@@ -137,7 +147,7 @@ def open_newest(
     skipped: list[str] = []
     for step in reversed(store.list_steps()):
         try:
-            manifest, files = open_step(store, step, job_id=job_id)
+            manifest, files = open_step(store, step, job_id=job_id, choose=choose)
             check(manifest, files)
         except CheckpointError as exc:
             reason = str(exc)
@@ -154,9 +164,13 @@ def open_newest(
 
 
 def open_step(
-    store: CheckpointStore, step: int, *, job_id: str | None = None
+    store: CheckpointStore,
+    step: int,
+    *,
+    job_id: str | None = None,
+    choose: Callable[[Manifest], Collection[str]] = lambda manifest: manifest.parts,
 ) -> tuple[Manifest, dict[str, Path]]:
-    """Return one step's manifest and the verified local files of its parts.
+    """Return one step's manifest and the verified local files of the chosen parts.
 
     Raises:
         CheckpointError: If anything is missing or corrupt, or belongs to another job.
@@ -164,7 +178,7 @@ def open_step(
     manifest = store.read_manifest(step)
     if job_id is not None and manifest.job_id != job_id:
         raise CheckpointError(f"it belongs to job {manifest.job_id}, not to {job_id}")
-    return manifest, {name: store.get_part(part) for name, part in manifest.parts.items()}
+    return manifest, {name: store.get_part(manifest.parts[name]) for name in choose(manifest)}
 
 
 def newest_valid(

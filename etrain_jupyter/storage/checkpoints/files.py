@@ -15,9 +15,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path, PosixPath
 
 from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.storage.checkpoints.manifest import BLOCK_BYTES
 
 _CHUNK_BYTES = 4 << 20
 _SCRATCH, _LOCK = "etrain-checkpoint-", "lock"
@@ -27,39 +29,59 @@ _SCRATCH_AGE_S = 60.0
 _HAS_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Size and digests of a file that was written."""
+
+    size: int
+    """In bytes."""
+    sha256: str
+    """SHA-256 of all bytes, in hexadecimal digits."""
+    blocks: tuple[str, ...]
+    """SHA-256 of each block."""
+
+
 def write_new(
     path: Path,
     data: bytes | memoryview | Path,
     progress: Callable[[int], None] = lambda num_bytes: None,
-) -> tuple[int, str]:
-    """Write a new file durably; return its size and SHA-256.
+    *,
+    block_bytes: int = BLOCK_BYTES,
+) -> Written:
+    """Write a new file durably.
 
     Args:
         path: Path of the new file.
         data: The bytes, or a file to copy.
         progress: Called with the size of each piece.
+        block_bytes: Size of the blocks that get a digest of their own; up to 4 MiB, or a multiple.
     """
     digest, size = hashlib.sha256(), 0
+    blocks = []
     with path.open("xb") as file:
-        for chunk in _chunks_of(data):
+        for chunk in _chunks_of(data, min(_CHUNK_BYTES, block_bytes)):
             file.write(chunk)
             digest.update(chunk)
+            if size % block_bytes == 0:
+                blocks.append(hashlib.sha256())
+            blocks[-1].update(chunk)
             size += len(chunk)
             progress(len(chunk))
         file.flush()
         os.fsync(file.fileno())
-    return size, digest.hexdigest()
+    digests = tuple(block.hexdigest() for block in blocks)
+    return Written(size=size, sha256=digest.hexdigest(), blocks=digests)
 
 
-def _chunks_of(data: bytes | memoryview | Path) -> Iterator[bytes | memoryview]:
+def _chunks_of(data: bytes | memoryview | Path, size: int) -> Iterator[bytes | memoryview]:
     if isinstance(data, Path):
         with data.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
+            while chunk := file.read(size):
                 yield chunk
     else:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _CHUNK_BYTES):
-            yield view[start : start + _CHUNK_BYTES]
+        for start in range(0, len(view), size):
+            yield view[start : start + size]
 
 
 def link_if_absent(source: Path, target: Path) -> bool:

@@ -7,6 +7,7 @@ import secrets
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from etrain_jupyter.errors import CheckpointError
@@ -19,10 +20,12 @@ from etrain_jupyter.storage.checkpoints.files import (
     write_new,
 )
 from etrain_jupyter.storage.checkpoints.manifest import (
+    BLOCK_BYTES,
     MANIFESTS_FOLDER,
     PARTS_FOLDER,
     Manifest,
     Part,
+    check_block,
     check_file,
     check_key,
     folder_key,
@@ -33,7 +36,7 @@ from etrain_jupyter.storage.checkpoints.manifest import (
     step_of_manifest,
 )
 from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
-from etrain_jupyter.untrusted import read_regular
+from etrain_jupyter.untrusted import open_regular, read_regular
 
 _MAX_MANIFEST_BYTES = 64_000_000
 
@@ -43,13 +46,15 @@ class LocalStore:
 
     Args:
         root: The folder, usually the job's run folder. The first write creates it.
+        block_bytes: Size of the blocks in which parts can be read.
     """
 
     is_remote = False
     notice = ""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, block_bytes: int = BLOCK_BYTES) -> None:
         self.root = Path(root).absolute()
+        self._block_bytes = block_bytes
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.root)!r})"
@@ -93,8 +98,10 @@ class LocalStore:
             # writes a part with a different name.
             if path.exists():
                 raise CheckpointError(f"{key} already exists; keys are never used twice")
-            size, digest = write_new(temporary, data, progress)
-            part = Part(key=key, sha256=digest, size=size)
+            written = write_new(temporary, data, progress, block_bytes=self._block_bytes)
+            part = Part(key=key, sha256=written.sha256, size=written.size)
+            if len(written.blocks) > 1:
+                part = replace(part, block_bytes=self._block_bytes, blocks=written.blocks)
             # Verify before the rename: a file that has its final name is complete and correct.
             check_file(part, temporary)
             os.rename(temporary, path)
@@ -138,6 +145,23 @@ class LocalStore:
         path = self._path_of(part.key)
         check_file(part, path)
         return path
+
+    def read_block(self, part: Part, number: int) -> bytes:
+        """Return the verified bytes of one block."""
+        path = self._path_of(part.key)
+        first, stop = part.block_range(number)
+        try:
+            with open_regular(path, follow=True) as file:
+                size = os.fstat(file.fileno()).st_size
+                data = os.pread(file.fileno(), stop - first, first)
+        except FileNotFoundError as exc:
+            raise CheckpointError(f"{part.key} is missing") from exc
+        except OSError as exc:
+            raise CheckpointError(f"{part.key} cannot be read ({exc.strerror})") from exc
+        if size != part.size:
+            raise CheckpointError(f"{part.key} has {size} bytes instead of {part.size}")
+        check_block(part, number, data)
+        return data
 
     def prune(self, keep_steps: Collection[int]) -> list[str]:
         """Delete other checkpoints, manifests first, and leftovers before the newest kept one."""

@@ -23,6 +23,8 @@ from etrain_jupyter.untrusted import open_regular
 PARTS_FOLDER = "checkpoints"
 MANIFESTS_FOLDER = "manifests"
 FORMAT_VERSION = 1
+BLOCK_BYTES = 16 << 20
+"""Largest part that is one block. Readers hold one block in memory at a time."""
 
 _FOLDER_NAME = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 _MANIFEST_NAME = re.compile(r"step_(\d{8,})\.json")
@@ -38,6 +40,45 @@ class Part:
     """SHA-256 of the bytes, as 64 hexadecimal digits."""
     size: int
     """In bytes."""
+    block_bytes: int = 0
+    """Size of each block but the last; 0 if the part is one block."""
+    blocks: tuple[str, ...] = ()
+    """SHA-256 of each block, to verify a range without reading the rest. Empty if the part is one
+    block, and in checkpoints from older versions."""
+
+    def __post_init__(self) -> None:
+        if self.blocks and (
+            self.block_bytes <= 0 or len(self.blocks) != -(-self.size // self.block_bytes)
+        ):
+            raise ValueError(f"{self.key} has {len(self.blocks)} digests of blocks")
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, at least one."""
+        return len(self.blocks) or 1
+
+    def block_range(self, number: int) -> tuple[int, int]:
+        """Return the offsets of a block's first byte and of the byte after its last."""
+        if not self.blocks:
+            return 0, self.size
+        first = number * self.block_bytes
+        return first, min(first + self.block_bytes, self.size)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this part as JSON; ``from_json`` restores it."""
+        values = asdict(self)
+        # Older versions refuse unknown keys.
+        return values if self.blocks else {k: values[k] for k in ("key", "sha256", "size")}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Part:
+        """Return the part that ``to_json`` has packed.
+
+        Raises:
+            TypeError: If keys are missing or unknown.
+            ValueError: If the blocks do not cover the part.
+        """
+        return cls(**{**values, "blocks": tuple(values.get("blocks", ()))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +104,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the JSON text; it contains a digest of the rest, to detect corruption."""
-        body = {"version": FORMAT_VERSION} | asdict(self)
+        parts = {name: part.to_json() for name, part in self.parts.items()}
+        body = {"version": FORMAT_VERSION} | asdict(self) | {"parts": parts}
         return json.dumps(body | {"digest": _digest_of(body)}, indent=1) + "\n"
 
 
@@ -138,6 +180,25 @@ def check_file(part: Part, path: Path) -> None:
         )
 
 
+def check_block(part: Part, number: int, data: bytes) -> None:
+    """Compare the bytes of a block with its entry in the manifest.
+
+    Raises:
+        CheckpointError: If bytes are missing, or the SHA-256 differs.
+    """
+    first, stop = part.block_range(number)
+    if len(data) != stop - first:
+        raise CheckpointError(f"{part.key} has {first + len(data)} bytes instead of {part.size}")
+    if not is_block(part, number, data):
+        raise AlteredError(f"{part.key} was altered in bytes {first} to {stop}")
+
+
+def is_block(part: Part, number: int, data: bytes) -> bool:
+    """Return True if the bytes have the SHA-256 of the block."""
+    expected = part.blocks[number] if part.blocks else part.sha256
+    return hashlib.sha256(data).hexdigest() == expected
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits."""
     with open_regular(path, follow=True) as file:
@@ -173,9 +234,9 @@ def step_of_manifest(name: str) -> int | None:
 
 def _manifest_from(body: Mapping[str, Any], name: str) -> Manifest:
     try:
-        parts = {part_name: Part(**part) for part_name, part in body["parts"].items()}
+        parts = {name: Part.from_json(part) for name, part in body["parts"].items()}
         manifest = Manifest(**{**body, "parts": parts})
-    except (TypeError, KeyError, AttributeError) as exc:
+    except (TypeError, KeyError, AttributeError, ValueError) as exc:
         raise CheckpointError(f"{name}: its manifest has missing or unknown keys ({exc})") from exc
     # The digest does not protect against a hostile writer, who can compute it, too.
     for part in parts.values():

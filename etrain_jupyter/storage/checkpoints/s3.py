@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -28,9 +29,11 @@ from etrain_jupyter.storage.checkpoints.manifest import (
     AlteredError,
     Manifest,
     Part,
+    check_block,
     check_file,
     check_key,
     folder_key,
+    is_block,
     manifest_key,
     parse_manifest,
     step_name,
@@ -38,7 +41,10 @@ from etrain_jupyter.storage.checkpoints.manifest import (
 )
 from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
-from etrain_jupyter.storage.objects.s3_requests import AccessDeniedError, S3Limits
+from etrain_jupyter.storage.objects.s3_requests import (
+    AccessDeniedError,
+    S3Limits,
+)
 from etrain_jupyter.storage.objects.s3_transfers import Stored
 
 P = ParamSpec("P")
@@ -128,6 +134,8 @@ class S3Store:
             raise CheckpointError(f"{what}: {source} cannot be read ({exc.strerror})") from exc
         stored = self._bucket.upload(key, source, size, what, progress)
         part = Part(key=key, sha256=stored.sha256, size=size)
+        if len(stored.chunks) > 1:
+            part = replace(part, block_bytes=stored.chunk_bytes, blocks=stored.chunks)
         self._read_back(part, stored)
         return part
 
@@ -200,8 +208,39 @@ class S3Store:
             copy = self._local[part] = self._fetch(part)
         return copy
 
+    @_checkpoint_errors
+    def read_block(self, part: Part, number: int) -> bytes:
+        """Return the verified bytes of one block, which are downloaded to memory."""
+        check_key(part.key)
+        data = self._read_block_once(part, number)
+        # As in ``_fetch``: the bytes may have been corrupted in transit.
+        if not is_block(part, number, data):
+            data = self._read_block_once(part, number)
+        check_block(part, number, data)
+        return data
+
+    def _read_block_once(self, part: Part, number: int) -> bytes:
+        first, stop = part.block_range(number)
+        what = f"{part.key} cannot be read"
+        if first == stop:  # S3 has no range without bytes
+            return b""
+        try:
+            return self._bucket.get_range(part.key, first, stop - first, what)
+        except StoreError:
+            self._check_size(part, what)  # an error that says more
+            raise
+
     def _fetch(self, part: Part) -> ScratchFile:
         what = f"{part.key} cannot be read"
+        self._check_size(part, what)
+        try:
+            return self._fetch_once(part, what)
+        except AlteredError:
+            # The bytes may have been corrupted in transit. A second mismatch means that the object
+            # is corrupt, and the caller falls back to an older checkpoint.
+            return self._fetch_once(part, what)
+
+    def _check_size(self, part: Part, what: str) -> None:
         known = self._bucket.head(part.key, what)
         if known is None:
             raise CheckpointError(f"{part.key} is missing")
@@ -209,12 +248,6 @@ class S3Store:
             raise CheckpointError(
                 f"{part.key} has {known['ContentLength']} bytes instead of {part.size}"
             )
-        try:
-            return self._fetch_once(part, what)
-        except AlteredError:
-            # The bytes may have been corrupted in transit. A second mismatch means that the object
-            # is corrupt, and the caller falls back to an older checkpoint.
-            return self._fetch_once(part, what)
 
     def _fetch_once(self, part: Part, what: str) -> ScratchFile:
         path = new_scratch_file()

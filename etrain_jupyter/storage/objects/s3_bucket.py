@@ -307,7 +307,8 @@ class Bucket:
             data = read_chunk(source, 0, size)
             is_ours = self.put_if_absent(key, data, what, token=token)
             digest = hashlib.sha256(data).hexdigest()
-            stored = Stored(sha256=digest, checksum=base64_sha256(data))
+            checksum = base64_sha256(data)
+            stored = Stored(sha256=digest, checksum=checksum, chunk_bytes=size, chunks=(digest,))
             progress(size)
         else:
             is_ours, stored = self._upload_in_chunks(key, source, size, token, what, progress)

@@ -34,6 +34,10 @@ class Stored:
     checksum: str
     """S3's checksum in base64. For a multipart upload, this is the checksum of its parts'
     checksums, followed by ``-`` and the number of parts."""
+    chunk_bytes: int
+    """Size of each chunk but the last."""
+    chunks: tuple[str, ...]
+    """SHA-256 of each chunk, in hexadecimal digits; S3 has verified them."""
 
     def is_confirmed_by(self, known: dict[str, Any]) -> bool:
         """Return whether S3 reports this checksum; some endpoints omit the number of parts."""
@@ -73,9 +77,13 @@ def upload_chunks(
         for first in starts:
             whole.update(read_chunk(source, first, min(chunk, size - first)))
         parts = _results(futures)
-    digests = b"".join(base64.b64decode(part["ChecksumSHA256"]) for part in parts)
-    checksum = f"{base64_sha256(digests)}-{len(parts)}"
-    return parts, Stored(sha256=whole.hexdigest(), checksum=checksum)
+    digests = [base64.b64decode(part["ChecksumSHA256"]) for part in parts]
+    return parts, Stored(
+        sha256=whole.hexdigest(),
+        checksum=f"{base64_sha256(b''.join(digests))}-{len(parts)}",
+        chunk_bytes=chunk,
+        chunks=tuple(digest.hex() for digest in digests),
+    )
 
 
 def _upload_part(

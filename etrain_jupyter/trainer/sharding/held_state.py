@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -120,23 +120,6 @@ class Layout:
         return None if grad is None else grad.reshape(-1)[part.first : part.stop]
 
 
-class StateSource(Protocol):
-    """Optimizer state that can be read in ranges: in memory, or in the files of a checkpoint."""
-
-    @property
-    def spans(self) -> list[Range]:
-        """Ranges of the common index whose state is here."""
-        ...
-
-    def form(self, index: int) -> Form | None:
-        """Return the form of a parameter's state; None if it has no state, or none is here."""
-        ...
-
-    def read(self, name: str, part: Slice) -> torch.Tensor:
-        """Return a part of a vector, which is within ``spans``; may share its memory."""
-        ...
-
-
 class HeldShard:
     """One shard's optimizer state, in an optimizer of its own.
 
@@ -208,11 +191,6 @@ class HeldShard:
         return state
 
     # --- as a source of state ---
-
-    @property
-    def spans(self) -> list[Range]:
-        """The shard's range."""
-        return [self.span]
 
     def form(self, index: int) -> Form | None:
         """Return the form of a parameter's state; None if it has no state, or none is here."""

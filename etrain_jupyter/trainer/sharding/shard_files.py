@@ -1,126 +1,214 @@
-"""Optimizer state in the files of a checkpoint, read in ranges.
+"""Optimizer state in the files of a checkpoint, of which a rank reads only its ranges.
 
 The files have one entry ``INDEX.NAME`` for each tensor of the state, or several entries
 ``INDEX.NAME@FIRST:STOP`` if ranks wrote parts of it. So they do not depend on the number of ranks
-that wrote them or that read them.
+that wrote them or that read them::
+
+    files     optimizer-1-of-3          optimizer-2-of-3          optimizer-3-of-3
+    entries   0.exp_avg  1.exp_avg@0:64 | 1.exp_avg@64:99  2.exp_avg | 3.exp_avg
+    blocks    |  0  |  1  |  2  |  3  |  |  0  |  1  |  2  |  3  |    ...
+    rank 0              2     3            0     1                     reads these blocks only
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from etrain_jupyter.errors import CheckpointError
-from etrain_jupyter.rules.sharding.optimizer_shards import Range
-from etrain_jupyter.trainer.sharding.held_state import SCALARS, Form, Layout, Slice
+from etrain_jupyter.rules.sharding.optimizer_shards import Range, overlap
+from etrain_jupyter.storage.checkpoints.blocks import Overlap, PartBlocks, read_blocks
+from etrain_jupyter.trainer.sharding.held_state import (
+    SCALARS,
+    Form,
+    Layout,
+    NewShard,
+    Slice,
+    vectors_of,
+)
 from etrain_jupyter.trainer.state.packing import TENSOR, Tensors
 from etrain_jupyter.trainer.state.staging import DTYPES
+from etrain_jupyter.trainer.state.transfer_plan import bytes_of
 
 _ENTRY = re.compile(r"(\d+)\.([^.@]+)(?:@(\d+):(\d+))?")
 _TYPES = {short: getattr(torch, name) for name, short in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
+
+Table = dict[str, list[Any]]
+"""Entries of a file by name: type, offset of the first byte, and of the byte after the last. A
+scalar's fourth item is its value. It can be sent as JSON."""
+
+
+def read_table(file: PartBlocks) -> Table:
+    """Return the entries of a file, with the values of its scalars.
+
+    Raises:
+        CheckpointError: If the file is missing, corrupt or malformed.
+    """
+    read = _Cached(file).read
+    try:
+        size = int.from_bytes(read(0, 8), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {size} bytes")
+        header: dict[str, Any] = json.loads(read(8, 8 + size))
+        table: Table = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            first, stop = (8 + size + offset for offset in entry["data_offsets"])
+            dtype = _TYPES[entry["dtype"]]
+            is_inside = 8 + size <= first <= stop <= file.part.size
+            if not is_inside or (stop - first) % dtype.itemsize:
+                raise ValueError(f"{name} is at {first}:{stop}")
+            table[name] = [entry["dtype"], first, stop]
+            if _parse(name)[1] in SCALARS:
+                raw = bytearray(read(first, first + dtype.itemsize))
+                table[name].append(torch.frombuffer(raw, dtype=dtype).item())
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{file.part.key} is not a valid safetensors file: {exc}") from exc
+    return table
+
+
+class _Cached:
+    """Reads small ranges that are next to each other: keeps the last block."""
+
+    def __init__(self, file: PartBlocks) -> None:
+        self._file = file
+        self._number = -1
+        self._block = b""
+
+    def read(self, first: int, stop: int) -> bytes:
+        if stop > self._file.part.size:
+            raise ValueError(f"it ends before byte {stop}")
+        data = b""
+        for number, (start, _, size) in self._file.find(first, stop):
+            if number != self._number:
+                self._block, self._number = self._file.read(number), number
+            data += self._block[start : start + size]
+        return data
 
 
 class _Entry(NamedTuple):
-    """One entry of a file, whose bytes are not in memory until they are read."""
+    """Some elements of a vector, in a file."""
 
-    first: int
-    """First element of the tensor."""
-    values: torch.Tensor
-    """The elements, flat; mapped from the file."""
+    span: Range
+    """Elements of the parameter."""
+    file: PartBlocks
+    at: int
+    """Offset of the first one."""
+    dtype: torch.dtype
+
+
+class _Copy(NamedTuple):
+    """Bytes of a block, and their place in memory."""
+
+    found: Overlap
+    target: torch.Tensor
+    """The memory of the whole range, as bytes."""
 
 
 class ShardFiles:
-    """The optimizer's state in the verified files of a checkpoint.
+    """The optimizer's state in the files of a checkpoint.
 
     Args:
-        files: The files; they must exist as long as this object is used.
+        files: The files, each with its entries.
         layout: The parameters to which the state belongs.
 
     Raises:
         CheckpointError: If the state does not fit the parameters.
     """
 
-    def __init__(self, files: Iterable[Path], layout: Layout) -> None:
+    def __init__(self, files: Iterable[tuple[PartBlocks, Table]], layout: Layout) -> None:
         self._layout = layout
-        self._entries: dict[tuple[int, str], list[_Entry]] = {}
-        for file in files:
-            for name, values in map_tensors(file).items():
+        self._vectors: dict[tuple[int, str], list[_Entry]] = {}
+        self.forms: dict[int, Form] = {}
+        """Form of each parameter's state, by index."""
+        scalars: dict[int, Tensors] = {}
+        for file, table in files:
+            for name, (kind, at, stop, *value) in table.items():
                 index, key, span = _parse(name)
+                dtype = _TYPES[kind]
                 first = span[0] if span is not None else 0
-                self._entries.setdefault((index, key), []).append(_Entry(first, values))
-        for entries in self._entries.values():
-            entries.sort(key=lambda entry: entry.first)
-        self._check()
+                if value:
+                    scalars.setdefault(index, {})[key] = torch.tensor(value[0], dtype=dtype)
+                else:
+                    elements = first, first + (stop - at) // dtype.itemsize
+                    entry = _Entry(elements, file, at, dtype)
+                    self._vectors.setdefault((index, key), []).append(entry)
+        self._check({*scalars, *(index for index, _ in self._vectors)})
+        for index in sorted({*scalars, *(index for index, _ in self._vectors)}):
+            found = [(k, e[0].dtype) for (i, k), e in self._vectors.items() if i == index]
+            self.forms[index] = Form(vectors=tuple(sorted(found)), scalars=scalars.get(index, {}))
 
-    def _check(self) -> None:
-        for (index, key), entries in self._entries.items():
-            if index >= len(self._layout.parameters):
-                raise CheckpointError(f"it has optimizer state of {index + 1} parameters or more")
+    def _check(self, indices: Iterable[int]) -> None:
+        if (index := max(indices, default=-1)) >= len(self._layout.parameters):
+            raise CheckpointError(f"it has optimizer state of {index + 1} parameters or more")
+        for (index, key), entries in self._vectors.items():
+            entries.sort(key=lambda entry: entry.span)
             size, at = self._layout.parameters[index].numel(), 0
-            if key in SCALARS:
-                continue
             for entry in entries:
-                if entry.first != at:
+                if entry.span[0] != at or entry.dtype != entries[0].dtype:
                     break
-                at += entry.values.numel()
+                at = entry.span[1]
             if at != size:
                 raise CheckpointError(
                     f"its optimizer state {key!r} of {self._layout.names[index]} does not have "
                     f"all of the {size} elements"
                 )
 
-    @property
-    def spans(self) -> list[Range]:
-        """Everything."""
-        return [(0, self._layout.size)]
+    def fill(self, shards: Sequence[NewShard], beat: Callable[[], None] = lambda: None) -> int:
+        """Read the state of new shards; return the number of bytes that were read.
 
-    def form(self, index: int) -> Form | None:
-        """Return the form of a parameter's state; None if it has no state."""
-        found = {k: entries[0].values for (i, k), entries in self._entries.items() if i == index}
-        if not found:
-            return None
-        state = {k: v.view(()).clone() if k in SCALARS else v for k, v in found.items()}
-        return Form.of(self._layout.names[index], state)
+        Args:
+            shards: Shards with the forms of these files.
+            beat: Sends a heartbeat; called after each block.
 
-    def read(self, name: str, part: Slice) -> torch.Tensor:
-        """Return a part of a vector, in host memory."""
-        pieces = []
-        for entry in self._entries[part.param, name]:
-            first = max(part.first, entry.first)
-            stop = min(part.stop, entry.first + entry.values.numel())
-            if first < stop:
-                pieces.append(entry.values[first - entry.first : stop - entry.first])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        Raises:
+            CheckpointError: If a block is missing or corrupt.
+        """
+        copies = self._plan(shards)
 
+        def take(file: PartBlocks, number: int, data: bytes) -> None:
+            block = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for (start, at, size), target in copies[file, number]:
+                target[at : at + size].copy_(block[start : start + size])
 
-def map_tensors(file: Path) -> Tensors:
-    """Return the tensors of a safetensors file, flat, without reading them into memory.
+        num_bytes = 0
+        for size in read_blocks(copies, take):
+            num_bytes += size
+            beat()
+        return num_bytes
 
-    Raises:
-        CheckpointError: If the file is malformed.
-    """
-    try:
-        with open(file, "rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header: dict[str, Any] = json.loads(stream.read(size))
-        header.pop("__metadata__", None)
-        # Pages are read when they are used, and the kernel may drop them again.
-        data = np.memmap(file, dtype=np.uint8, mode="c", offset=8 + size) if header else None
-        found: Tensors = {}
-        for name, entry in header.items():
-            first, stop = entry["data_offsets"]
-            dtype = _TYPES[entry["dtype"]]
-            raw = torch.from_numpy(data[first:stop])  # type: ignore[index]
-            found[name] = raw.view(dtype) if stop > first else torch.empty(0, dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as exc:
-        raise CheckpointError(f"{file.name} cannot be read: {exc}") from exc
-    return found
+    def _plan(self, shards: Sequence[NewShard]) -> dict[tuple[PartBlocks, int], list[_Copy]]:
+        # By block, so that each is read once, although two shards may need it.
+        copies: dict[tuple[PartBlocks, int], list[_Copy]] = {}
+        for shard in shards:
+            for part in self._layout.slices(shard.span):
+                for name, _ in vectors_of(part, self.forms):
+                    vector = shard.vectors[part.param, name]
+                    for entry in self._vectors[part.param, name]:
+                        self._add(copies, entry, part, vector)
+        return copies
+
+    def _add(
+        self,
+        copies: dict[tuple[PartBlocks, int], list[_Copy]],
+        entry: _Entry,
+        part: Slice,
+        vector: torch.Tensor,
+    ) -> None:
+        common = overlap(entry.span, (part.first, part.stop))
+        if common is None:
+            return
+        target = bytes_of(vector[common[0] - part.first : common[1] - part.first])
+        first = entry.at + (common[0] - entry.span[0]) * entry.dtype.itemsize
+        for number, found in entry.file.find(first, first + len(target)):
+            copies.setdefault((entry.file, number), []).append(_Copy(found, target))
 
 
 def _parse(name: str) -> tuple[int, str, Range | None]:

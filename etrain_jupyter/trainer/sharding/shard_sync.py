@@ -90,8 +90,6 @@ class SyncPlan:
     """Ranks that receive everything but the optimizer's state from rank 0."""
     lost: tuple[Range, ...]
     """Ranges that no rank has."""
-    is_restored: bool = False
-    """True if rank 0's state is in the files of a checkpoint."""
 
 
 def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = False) -> SyncPlan:
@@ -100,18 +98,21 @@ def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = F
     Args:
         reports: The ranks' reports, by rank.
         size: Number of elements whose state is divided.
-        is_restored: Rank 0 has loaded a checkpoint, so that other states do not count.
+        is_restored: Rank 0 has loaded a checkpoint, so that other states do not count. All ranks
+            have read their shards from it, or dropped them.
     """
     newest = max(report.step for report in reports)
     if is_restored or newest == NO_STEP:
         # At the start of a job, all ranks have initial weights, but rank 0's apply.
+        held = {0: reports[0].spans}
+        if is_restored:
+            held = {rank: report.spans for rank, report in enumerate(reports) if report.spans}
         return SyncPlan(
             completing=(),
-            held={0: reports[0].spans},
+            held=held,
             stale=(),
             behind=tuple(range(1, len(reports))),
-            lost=tuple(find_lost([reports[0].spans], size)),
-            is_restored=is_restored,
+            lost=tuple(find_lost(held.values(), size)),
         )
     completing = [r for r, one in enumerate(reports) if one.is_prepared and one.step == newest - 1]
     current = [r for r, one in enumerate(reports) if one.step == newest]
@@ -198,7 +199,7 @@ class ShardSync:
         wanted = {rank: shards_of(rank, size, self._layout.starts) for rank in range(size)}
         num_bytes = 0
         is_moved = any(plan.held.get(rank) != spans for rank, spans in wanted.items())
-        if is_moved or plan.is_restored:
+        if is_moved:
             moves = plan_moves(plan.held, wanted)
             forms = self._gather_forms(plan)
             new = self._build(plan, moves, forms)

@@ -31,7 +31,6 @@ from etrain_jupyter.trainer.sharding.held_state import (
     HeldShard,
     Layout,
     NewShard,
-    StateSource,
     vectors_of,
 )
 from etrain_jupyter.trainer.sharding.range_exchange import RangeExchange
@@ -66,8 +65,6 @@ class ShardedOptimizer:
         """The shards that this rank updates, its own first."""
         self.previous: list[HeldShard] = []
         """The shards of the previous generation, until all ranks have received their new ones."""
-        self.restored: StateSource | None = None
-        """A checkpoint that this rank has opened, whose state has not been divided yet."""
         self.is_stale = False
         """True if this rank may have old weights in the shards that it does not hold."""
         self._spread: RangeExchange | None = None
@@ -89,11 +86,9 @@ class ShardedOptimizer:
         self._optimizer.state.clear()
         return initial
 
-    def restart(self, source: StateSource | None = None) -> None:
-        """Replace the state by that of a checkpoint, or by that before the first step."""
-        self.held, self.previous, self.restored = [], [], source
-        if source is not None:
-            return
+    def restart(self) -> None:
+        """Replace the state by that before the first step."""
+        self.drop()
         whole = HeldShard(self.layout, (0, self.layout.size), self._optimizer)
         vectors = {}
         for index, (form, values) in self._initial.items():
@@ -156,28 +151,27 @@ class ShardedOptimizer:
     # --- what is here ---
 
     @property
-    def sources(self) -> list[StateSource]:
+    def sources(self) -> list[HeldShard]:
         """All state that this rank has."""
-        found: list[StateSource] = [*self.held, *self.previous]
-        return found if self.restored is None else [self.restored]
+        return [*self.held, *self.previous]
 
     @property
     def spans(self) -> list[Range]:
         """Ranges of which this rank has the state."""
-        return [span for source in self.sources for span in source.spans]
+        return [source.span for source in self.sources]
 
     def form(self, index: int) -> Form | None:
         """Return the form of a parameter's state; None if it has none, or none is here."""
         return next((f for source in self.sources if (f := source.form(index))), None)
 
     def drop(self) -> None:
-        """Forget all state: another rank's applies."""
-        self.held, self.previous, self.restored = [], [], None
+        """Forget all state: another rank's applies, or that of a checkpoint."""
+        self.held, self.previous = [], []
 
     def replace(self, new: Sequence[NewShard]) -> None:
         """Update new shards from now on, but keep the old ones as sources until ``settle``."""
         self.previous = [*self.held, *self.previous]
-        self.held, self.restored = [], None
+        self.held = []
         for shard in new:
             held = HeldShard(self.layout, shard.span, self._optimizer)
             held.adopt(shard.forms, shard.vectors)
@@ -201,8 +195,7 @@ class ShardedOptimizer:
         [source, *_] = [
             source
             for source in self.sources
-            for first, stop in source.spans
-            if first <= span[0] and span[1] <= stop
+            if source.span[0] <= span[0] and span[1] <= source.span[1]
         ]
         return [
             source.read(name, part)

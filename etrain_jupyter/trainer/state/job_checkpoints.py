@@ -17,15 +17,18 @@ import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.rules.membership.lineage import is_of_job
 from etrain_jupyter.storage.checkpoints import Manifest, choose_steps_to_keep
 from etrain_jupyter.storage.checkpoints.base import CheckpointStore, OpenCheckpoint, open_newest
-from etrain_jupyter.trainer.state.parts import NEEDED, check_parts, header_of
+from etrain_jupyter.trainer.state.parts import NEEDED, check_parts, header_of, optimizer_parts
 
 Writers = Mapping[int, int]
 """Generation that wrote the manifest of each step."""
+
+NONE_REFUSED: Mapping[int, str] = MappingProxyType({})
 
 
 class JobCheckpoints:
@@ -108,8 +111,19 @@ class JobCheckpoints:
         self.store.prune(steps)
         return {step: writer for step, writer in writers.items() if step in steps}
 
-    def open_newest(self, *, logged_step: int) -> OpenCheckpoint | None:
+    def open_newest(
+        self,
+        *,
+        logged_step: int,
+        is_divided: bool = False,
+        refused: Mapping[int, str] = NONE_REFUSED,
+    ) -> OpenCheckpoint | None:
         """Open the newest checkpoint that is intact, valid, and contiguous with the log.
+
+        Args:
+            logged_step: Last step in the log.
+            is_divided: Leave out the optimizer's state: each rank reads its part.
+            refused: Steps that cannot be used, with the reason.
 
         Returns:
             None if the job has no checkpoint.
@@ -119,6 +133,12 @@ class JobCheckpoints:
         """
         if not self.store.list_steps():
             return None
+
+        def choose(manifest: Manifest) -> list[str]:
+            if manifest.step in refused:
+                raise CheckpointError(refused[manifest.step])
+            left_out = optimizer_parts(manifest.parts) if is_divided else []
+            return [name for name in manifest.parts if name not in left_out]
 
         def check(manifest: Manifest, files: dict[str, Path]) -> None:
             if not self.is_valid(manifest.generation, manifest.step):
@@ -139,4 +159,4 @@ class JobCheckpoints:
                     f"it has no record of step {min(missing)}, and the log ends at {logged_step}"
                 )
 
-        return open_newest(self.store, job_id=self.job_id, check=check)
+        return open_newest(self.store, job_id=self.job_id, choose=choose, check=check)

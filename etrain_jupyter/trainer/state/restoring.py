@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.trainer.sharding.held_state import COUNTERS
-from etrain_jupyter.trainer.sharding.shard_files import ShardFiles, header_of_state, join_parts
+from etrain_jupyter.trainer.sharding.shard_files import header_of_state, join_parts
 from etrain_jupyter.trainer.state.capture import MODEL, OPTIMIZER
 from etrain_jupyter.trainer.state.checkpoint_metadata import is_of_optimizer, put_checkpoint
 from etrain_jupyter.trainer.state.packing import Tensors
@@ -35,23 +35,18 @@ def restore(
 ) -> list[dict[str, Any]]:
     """Load the parts of one checkpoint and return the records of its last steps.
 
+    A divided optimizer state is not loaded: see ``shard_restore``.
+
     Raises:
         CheckpointError: If the checkpoint belongs to another model.
     """
     header = header_of(files)
     # Tensors have no prefix in these files, because other programs also read model.safetensors.
     tensors = {MODEL + k: v for k, v in load_file(files[MODEL_PART]).items()}
-    shards = state.workload.shards
     header = _load_optimizer(state.workload, header, files, tensors)
     if EXTRA_PART in files:
         tensors |= load_file(files[EXTRA_PART])
     put_checkpoint(state.workload, header, tensors, config=config, warn=warn)
-    if shards is not None:
-        # Each rank reads only its shards, once it knows them.
-        found = None
-        if is_of_optimizer(header, state.workload.optimizer):
-            found = ShardFiles([files[name] for name in optimizer_parts(files)], shards.layout)
-        shards.restart(found)
     # Set the counters last, so that a checkpoint that does not fit leaves them unchanged.
     state.set_counters(header["counters"])
     records: list[dict[str, Any]] = header.get("records", [])

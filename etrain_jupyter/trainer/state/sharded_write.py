@@ -15,7 +15,6 @@ Otherwise, the checkpoint has failed.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from collections.abc import Callable
@@ -128,7 +127,7 @@ class ShardedWrite:
         except CommunicationError:
             return None
         report = json.loads(self._board.get(key))
-        return Part(**report["part"]) if "part" in report else None
+        return Part.from_json(report["part"]) if "part" in report else None
 
     def forget(self, step: int) -> None:
         """Drop the messages about a checkpoint."""
@@ -160,7 +159,7 @@ class ShardedWrite:
             # Without this report, rank 0 would wait until its timeout.
             self._publish(f"{_topic(step)}/{name}", {"error": str(exc)})
         else:
-            self._publish(f"{_topic(step)}/{name}", {"part": dataclasses.asdict(part)})
+            self._publish(f"{_topic(step)}/{name}", {"part": part.to_json()})
         self.forget(step)
 
     def _publish(self, key: str, values: dict[str, object]) -> None:

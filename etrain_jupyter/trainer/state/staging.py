@@ -136,7 +136,11 @@ def _layout(
     starts: dict[str, int] = {}
     end = 0
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    for name in sorted(form, key=lambda name: (-form[name][1].itemsize, name)):
+    # Scalars come before larger tensors of the same element size, so that a reader that needs all
+    # of them finds them next to each other.
+    for name in sorted(
+        form, key=lambda name: (-form[name][1].itemsize, form[name][0].numel() > 1, name)
+    ):
         shape, dtype = form[name]
         starts[name], start = end, end
         end += _num_bytes(shape, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from safetensors.torch import load_file
 
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.rules.sharding.optimizer_shards import shards_of
-from etrain_jupyter.trainer.sharding.held_state import Layout
+from etrain_jupyter.storage.checkpoints import LocalStore, Part
+from etrain_jupyter.storage.checkpoints.blocks import PartBlocks
+from etrain_jupyter.trainer.sharding.held_state import Layout, NewShard
 from etrain_jupyter.trainer.sharding.shard_files import (
     ShardFiles,
     header_of_state,
     join_parts,
-    map_tensors,
+    read_table,
 )
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
 from etrain_jupyter.trainer.state.capture import OPTIMIZER, put_state, take_state
@@ -24,6 +27,7 @@ from etrain_jupyter.trainer.state.parts import shard_name
 from etrain_jupyter.trainer.state.staging import stage
 from tests.unit.trainer.sharding.test_sharded_optimizer import (
     Model,
+    copy_of,
     divide,
     make_step,
     optimizer_of,
@@ -31,6 +35,8 @@ from tests.unit.trainer.sharding.test_sharded_optimizer import (
     sharded,
 )
 
+BLOCK_BYTES = 200
+"""Not a multiple of an element's size, so that elements are cut, too."""
 OPTIONS: dict[str, Any] = {"name": "NAdam", "weight_decay": 0.1, "no_decay": "auto"}
 
 
@@ -41,20 +47,44 @@ def trained(world_size: int) -> list[ShardedOptimizer]:
     return ranks
 
 
-def write(ranks: list[ShardedOptimizer], folder: Path) -> list[Path]:
-    files = []
+class CountingStore(LocalStore):
+    """A folder that records which blocks are read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, block_bytes=BLOCK_BYTES)
+        self.read: list[tuple[str, int]] = []
+
+    def read_block(self, part: Part, number: int) -> bytes:
+        self.read.append((part.key, number))
+        return super().read_block(part, number)
+
+
+def write(ranks: list[ShardedOptimizer], store: LocalStore) -> list[Part]:
+    folder, parts = store.begin(1), []
     for one in ranks:
         name = shard_name(one.rank, one.world_size)
         staged = stage({name: one.own_part()}, {})
-        files.append(folder / name)
-        files[-1].write_bytes(staged[name].data)
-    return files
+        parts.append(store.put_part(folder, name, staged[name].data))
+    return parts
+
+
+def open_files(store: LocalStore, parts: list[Part], layout: Layout) -> ShardFiles:
+    files = [PartBlocks(store, part) for part in parts]
+    return ShardFiles([(file, read_table(file)) for file in files], layout)
+
+
+def shards_read(source: ShardFiles, layout: Layout, rank: int, size: int) -> list[NewShard]:
+    shards = [NewShard(layout, span, source.forms) for span in shards_of(rank, size, layout.starts)]
+    source.fill(shards)
+    return shards
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_job_that_is_not_divided_loads_the_parts_of_all_ranks(tmp_path, world_size):
     ranks = trained(world_size)
-    tensors = {k: v for file in write(ranks, tmp_path) for k, v in load_file(file).items()}
+    store = LocalStore(tmp_path)
+    files = [store.get_part(part) for part in write(ranks, store)]
+    tensors = {k: v for file in files for k, v in load_file(file).items()}
     model = Model()
     optimizer = optimizer_of(model, **OPTIONS)
     for step in range(2):
@@ -75,48 +105,127 @@ def test_job_that_is_not_divided_loads_the_parts_of_all_ranks(tmp_path, world_si
     assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
-@pytest.mark.parametrize(("written", "read"), [(1, 3), (3, 1), (3, 2), (2, 5)])
-def test_divided_job_reads_ranges_of_files_that_any_number_of_ranks_wrote(tmp_path, written, read):
+@pytest.mark.parametrize(("written", "read"), [(1, 3), (3, 1), (3, 2), (2, 5), (4, 4)])
+def test_each_rank_reads_its_ranges_of_files_that_any_number_of_ranks_wrote(
+    tmp_path, written, read
+):
     ranks = trained(written)
-    layout = ranks[0].layout
-    source = ShardFiles(write(ranks, tmp_path), layout)
-    forms = {i: form for i in range(len(layout.names)) if (form := source.form(i))}
+    layout, store = ranks[0].layout, CountingStore(tmp_path)
+    source = open_files(store, write(ranks, store), layout)
+    assert source.forms.keys() == {i for i, name in enumerate(layout.names) if name != "unused"}
     expected = divide(ranks, read)
     for rank in range(read):
-        for span, held in zip(
-            shards_of(rank, read, layout.starts), expected[rank].held, strict=True
-        ):
-            for part in layout.slices(span):
-                state = held.state_of(part)
-                assert bool(state) == (part.param in forms)
-                for name, _ in forms[part.param].vectors if part.param in forms else ():
-                    assert torch.equal(source.read(name, part), state[name])
-                for name, value in forms[part.param].scalars.items() if state else ():
-                    assert torch.equal(value, state[name])
+        shards = shards_read(source, layout, rank, read)
+        own = copy_of(expected[rank])
+        own.replace(shards)
+        for held, known in zip(own.held, expected[rank].held, strict=True):
+            for part, other in zip(held.parts, known.parts, strict=True):
+                state, theirs = held.state_of(part), known.state_of(other)
+                assert state.keys() == theirs.keys()
+                assert all(torch.equal(state[key], theirs[key]) for key in state)
+
+
+def test_rank_reads_each_of_its_blocks_once_and_no_others(tmp_path):
+    ranks = trained(4)
+    layout, store = ranks[0].layout, CountingStore(tmp_path)
+    parts = write(ranks, store)
+    source = open_files(store, parts, layout)
+    total = sum(part.num_blocks for part in parts)
+    for rank in range(4):
+        store.read.clear()
+        shards_read(source, layout, rank, 4)
+        assert len(store.read) == len(set(store.read))
+        # Of the other half of the files, at most blocks that a border cuts.
+        others = [
+            key for key, _ in store.read if key not in {parts[n % 4].key for n in (rank, rank + 1)}
+        ]
+        assert others == []
+        assert len(store.read) <= total / 2 + 4
+
+
+def test_header_and_scalars_are_next_to_each_other(tmp_path):
+    ranks = trained(1)
+    store = CountingStore(tmp_path)
+    [part] = write(ranks, store)
+    file = PartBlocks(store, part)
+    table = read_table(file)
+    scalars = [entry for entry in table.values() if len(entry) == 4]
+    first = min(entry[1] for entry in table.values())
+    assert len(scalars) == 8  # step and mu_product of four parameters
+    stop = max(entry[2] for entry in scalars)
+    assert stop <= first + 10 * 4  # and the vectors of a parameter that is a scalar
+    assert {number for _, number in store.read} == set(range(-(-stop // BLOCK_BYTES)))
+
+
+def test_part_from_an_older_version_is_verified_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("etrain_jupyter.storage.checkpoints.blocks.BLOCK_BYTES", BLOCK_BYTES)
+    ranks = trained(2)
+    layout, store = ranks[0].layout, CountingStore(tmp_path)
+    parts = [replace(part, block_bytes=0, blocks=()) for part in write(ranks, store)]
+    [shard] = shards_read(open_files(store, parts, layout), layout, 0, 1)
+    assert not store.read
+    [expected] = divide(ranks, 1)
+    for part in expected.held[0].parts:
+        for name, _ in shard.forms[part.param].vectors if part.param in shard.forms else ():
+            value = expected.held[0].state_of(part)[name]
+            assert torch.equal(shard.vectors[part.param, name], value)
+    path = store.get_part(parts[1])
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="was altered"):
+        open_files(store, parts, layout)
 
 
 def test_missing_part_is_reported(tmp_path):
-    ranks = trained(3)
-    files = write(ranks, tmp_path)
+    ranks, store = trained(3), LocalStore(tmp_path)
     with pytest.raises(CheckpointError, match="does not have all of the"):
-        ShardFiles(files[1:], ranks[0].layout)
+        open_files(store, write(ranks, store)[1:], ranks[0].layout)
 
 
 def test_state_of_another_model_is_refused(tmp_path):
-    ranks = trained(1)
-    files = write(ranks, tmp_path)
+    ranks, store = trained(1), LocalStore(tmp_path)
     other = Layout([("weight", torch.nn.Parameter(torch.zeros(9)))])
     with pytest.raises(CheckpointError):
-        ShardFiles(files, other)
+        open_files(store, write(ranks, store), other)
 
 
-def test_malformed_file_is_refused(tmp_path):
-    (tmp_path / "bad").write_bytes(b"\x05\0\0\0\0\0\0\0{oops")
-    with pytest.raises(CheckpointError, match="bad cannot be read"):
-        map_tensors(tmp_path / "bad")
+def test_damaged_block_is_reported_by_the_rank_that_needs_it(tmp_path):
+    ranks = trained(4)
+    layout, store = ranks[0].layout, CountingStore(tmp_path)
+    parts = write(ranks, store)
+    source = open_files(store, parts, layout)
+    path = tmp_path / parts[3].key
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    shards_read(source, layout, 0, 4)
+    with pytest.raises(CheckpointError, match=r"00004-of-00004.safetensors was altered in bytes"):
+        shards_read(source, layout, 3, 4)
+
+
+def header(text: str) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x05\0\0\0\0\0\0\0{oops",
+        b"\x05",
+        b"\xff" * 8 + b"{}",
+        header("[]"),
+        header('{"0.exp_avg": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
+        header('{"0.exp_avg": {"dtype": "F32", "shape": [1], "data_offsets": [-9, -5]}}'),
+        header('{"0.exp_avg": {"dtype": "F32", "shape": [1], "data_offsets": [0, 3]}}') + b"123",
+        header('{"0.exp_avg": {"dtype": "X", "shape": [1], "data_offsets": [0, 4]}}') + b"1234",
+        header('{"0.step": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'),
+    ],
+)
+def test_malformed_file_is_refused(tmp_path, data):
+    store = LocalStore(tmp_path)
+    part = store.put_part(store.begin(1), "optimizer.safetensors", data)
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors is not a valid safetensors"):
+        read_table(PartBlocks(store, part))
 
 
 def test_file_without_tensors_is_read(tmp_path):
-    staged = stage({"empty": {}}, {})
-    (tmp_path / "empty").write_bytes(staged["empty"].data)
-    assert map_tensors(tmp_path / "empty") == {}
+    store = LocalStore(tmp_path)
+    part = store.put_part(store.begin(1), "empty", stage({"empty": {}}, {})["empty"].data)
+    assert read_table(PartBlocks(store, part)) == {}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from etrain_jupyter.rules.sharding.optimizer_shards import shards_of
 from etrain_jupyter.trainer.sharding.shard_sync import NO_STEP, RankReport, plan_sync
 
@@ -60,14 +58,25 @@ def test_rank_that_has_not_seen_an_evaluation_keeps_its_shards():
     assert set(plan.held) == {0, 1}
 
 
-@pytest.mark.parametrize("is_restored", [False, True])
-def test_state_of_rank_0_applies_at_the_start_and_after_a_restore(is_restored):
-    first = RankReport(step=50 if is_restored else NO_STEP, spans=((0, SIZE),))
-    plan = plan_sync([first, NEW, report(1, 40)], SIZE, is_restored=is_restored)
-    if is_restored:
-        assert set(plan.held) == {0}
-        assert plan.behind == (1, 2)
-    assert plan.lost == () or not is_restored
+def test_state_of_rank_0_applies_at_the_start():
+    plan = plan_sync([NEW, NEW], SIZE)
+    assert set(plan.held) == {0}
+    assert plan.behind == (1,)
+    assert plan.lost == ()
+
+
+def test_all_ranks_have_shards_after_a_restore_and_receive_the_rest_from_rank_0():
+    plan = plan_sync([report(0, 50), *(report(n, 40) for n in (1, 2, 3))], SIZE, is_restored=True)
+    assert set(plan.held) == {0, 1, 2, 3}
+    assert plan.behind == (1, 2, 3)
+    assert plan.lost == ()
+
+
+def test_initial_state_of_rank_0_applies_if_there_was_no_checkpoint():
+    dropped = RankReport(step=NO_STEP)
+    plan = plan_sync([RankReport(step=0, spans=((0, SIZE),)), dropped], SIZE, is_restored=True)
+    assert set(plan.held) == {0}
+    assert plan.behind == (1,)
 
 
 def test_state_is_lost_with_two_neighbors():
