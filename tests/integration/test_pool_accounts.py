@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -206,8 +207,9 @@ def test_kernel_environment_travels_and_its_phases_are_in_the_log(
     flags = ["--ami", account.image, "--types", "m5.large", "--region", account.region, "--yes"]
     assert run("pools", "init", "spot", *flags)[0] == 0
     shorten(cloud, tmp_path)
-    with (tmp_path / "pools.yaml").open("a") as stream:
-        stream.write(f"  image: {{ami: {account.image}, environment: {{exclude: {NOT_NEEDED}}}}}\n")
+    written = (tmp_path / "pools.yaml").read_text()
+    image = f"{{ami: {account.image}, environment: {{exclude: {NOT_NEEDED}}}}}"
+    (tmp_path / "pools.yaml").write_text(re.sub(r"(?m)^  image: .*$", f"  image: {image}", written))
     # Without this checkout on its path, a node imports only what it has installed.
     cloud.set_variables({"PYTHONPATH": ""})
     surface = cli.Terminal(None)
