@@ -288,6 +288,25 @@ def test_quota_of_zero_is_wrong_and_a_small_one_a_note(cloud: FakeAws, pool: Non
     assert "enough for 2 g4dn.xlarge, not for workers.max 4" in small
 
 
+def test_low_placement_score_names_types_that_raise_it(cloud: FakeAws, pool: None) -> None:
+    spot = {"zone": "us-east-1a", "capacity": 40, "price_usd": 0.2}
+    types = ("g4dn.xlarge", "g5.xlarge", "g6.xlarge")
+    cloud.set_market([{"instance_type": name, **spot} for name in types])
+
+    [text] = proofs("note", only=proof._scores).splitlines()
+
+    assert "1 to 10: us-east-1a 3. Add types to capacity.types" in text
+    assert "for example g5.xlarge, g6.xlarge. With those types: us-east-1a 10" in text
+
+
+def test_placement_scores_without_permission_are_a_note(cloud: FakeAws, pool: None) -> None:
+    cloud.set_faults(ApiFault(action="GetSpotPlacementScores", code="UnauthorizedOperation"))
+
+    [text] = proofs("note", only=proof._scores).splitlines()
+
+    assert "may not use ec2:GetSpotPlacementScores. Zones are chosen by price alone" in text
+
+
 def test_user_without_the_policy_gets_what_is_missing(
     cloud: FakeAws, pool: None, become: Become, run: Run
 ) -> None:
