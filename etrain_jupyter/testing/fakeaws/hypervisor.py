@@ -187,7 +187,7 @@ class Hypervisor:
                 self._network.release(guest.machine.address)
                 guest.off.set()
                 if not self._backend.is_image_source(facts.region, facts.instance_id):
-                    # Nobody waits for this: it takes minutes if an environment was installed.
+                    # In the background: it takes minutes if an environment was installed.
                     self._run(f"erase {facts.instance_id}", guest.machine.erase_disk)
 
     def _on_command(self, instance_id: str, command: PowerCommand) -> str:

@@ -44,7 +44,7 @@ def job_name(pool: str) -> str:
 
 
 class CheckRecord:
-    """What a check has created so far, in the state folder."""
+    """Everything that a check has created so far, in the state folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

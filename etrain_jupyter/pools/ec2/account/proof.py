@@ -39,8 +39,8 @@ from etrain_jupyter.rules.policy.placement_scores import raise_score
 from etrain_jupyter.storage.objects.s3_messages import code_of
 
 PROBES = "aws-probe0"
-"""Prefix of the clusters that the checks pretend to start. What a killed check has left is removed
-by the next one on this machine, by ``remove`` and by ``etrain reap``."""
+"""Prefix of the clusters that the checks pretend to start. The leftovers of a killed check are
+removed by the next one on this machine, by ``remove`` and by ``etrain reap``."""
 PROFILE_S = 30.0
 """Time after which EC2 must know a new instance profile: IAM's changes take a few seconds."""
 RETRY_S = 2.0
