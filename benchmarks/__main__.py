@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks import (
+    account,
     accounting,
     aggregation,
     boot,
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "scale": scale,
     "starts": starts,
     "boot": boot,
+    "account": account,
     "churn": churn,
     "reproducible": reproducible,
     "gpu": gpu,

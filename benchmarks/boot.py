@@ -13,35 +13,33 @@ It also measures a whole life of a pool in an empty account: init, check, a cell
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import boto3
 
 from benchmarks import report
+from benchmarks.empty_account import (
+    QUICK,
+    TYPE,
+    Steps,
+    await_deleted_disks,
+    set_image,
+    shorten,
+    user_of,
+    without_packages,
+)
 from etrain_jupyter import cli
 from etrain_jupyter.notebook.commands import pool_accounts
 from etrain_jupyter.pools.ec2.environment.packages import read_packages, without
 from etrain_jupyter.pools.registry import get_pool
-from etrain_jupyter.testing.fakeaws.cloud import Account, FakeAws
+from etrain_jupyter.testing.fakeaws.cloud import FakeAws
 
-TYPE = "m5.large"
 CASES = ("cold", "cached", "snapshot")
-QUICK = (
-    "jupyter*", "playwright", "pyarrow", "transformers", "scikit-learn", "pandas", "mlflow*",
-    "moto", "cfn-lint", "mkdocs*", "wandb", "mypy", "ruff", "tensorboard", "matplotlib",
-)  # fmt: skip
-"""Packages that the quick run leaves out: a training job needs none of them."""
-ADMIN = {
-    "Version": "2012-10-17",
-    "Statement": [{"Effect": "Allow", "Action": ["*"], "Resource": ["*"]}],
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,21 +62,22 @@ def one_round(exclude: tuple[str, ...]) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="etrain-boot-") as folder,
         # Without the path to this package, a node can only import what it has installed.
         FakeAws(minute_s=5.0, variables={"PYTHONPATH": ""}) as cloud,
-        _user_of(cloud, Path(folder)) as account,
+        user_of(cloud, Path(folder)) as account,
     ):
-        steps = _Steps(cloud, found)
+        steps = Steps(cloud, found)
         surface = _Quiet()
         flags = ["--region", account.region, "--types", TYPE, "--ami", account.image, "--yes"]
         steps.run("init", lambda: cli.main(["pools", "init", "spot", *flags]))
-        with Path("pools.yaml").open("a") as stream:
-            stream.write(
-                f"  head_host: {cloud.host_address}\n  tick: 1 s\n"
-                "  lifetime: {lease_ttl: 60 s, linger: 1 s, boot: 60 min}\n"
-            )
-        _set_image(account.image, exclude)
+        shorten(cloud)
+        set_image(without_packages(account.image, exclude))
+        num_images = 0
         for case in CASES:
             if case == "snapshot":
-                _set_image(steps.run("make the image", _make_image), exclude)
+                image = steps.run("make the image", _make_image)
+                set_image(without_packages(image, exclude))
+                num_images = 1
+            # The disk of the previous node is deleted meanwhile, which delays this one.
+            await_deleted_disks(cloud, num_kept=num_images)
             text = steps.run(f"check, {case}", lambda: pool_accounts.check(surface, "spot"))
             print(f"{case}:\n{text}", flush=True)
             found[case] = phases_of(text)
@@ -97,54 +96,6 @@ class _Quiet(cli.Terminal):
 
     def say(self, line: str) -> None:
         print(line, flush=True)
-
-
-class _Steps:
-    def __init__(self, cloud: FakeAws, found: dict[str, Any]) -> None:
-        self._cloud = cloud
-        self._steps: list[dict[str, Any]] = found.setdefault("steps", [])
-
-    def run(self, name: str, act: Callable[[], Any]) -> Any:
-        """Run a step; record its seconds and its requests to AWS."""
-        self._cloud.set_faults()  # resets the counters
-        started = time.monotonic()
-        result = act()
-        seconds, calls = time.monotonic() - started, sum(self._cloud.calls().values())
-        self._steps.append({"step": name, "seconds": seconds, "calls": calls})
-        print(f"boot {name}: {seconds:.1f} s, {calls} requests", flush=True)
-        return result
-
-
-@contextlib.contextmanager
-def _user_of(cloud: FakeAws, folder: Path) -> Iterator[Account]:
-    """Become the administrator of an account with an image and a market."""
-    spot = {"instance_type": TYPE, "zone": "us-east-1a", "capacity": 4, "price_usd": 0.036}
-    cloud.set_market([spot], [{"instance_type": TYPE, "price_usd": 0.1}])
-    account = cloud.make_account()
-    before, place = dict(os.environ), Path.cwd()
-    for name in [name for name in os.environ if name.startswith(("AWS_", "ETRAIN_"))]:
-        del os.environ[name]
-    os.environ.update(cloud.environment, **cloud.make_user("admin", ADMIN))
-    for name in ("ETRAIN_STATE", "ETRAIN_RUNS"):
-        os.environ[name] = str(folder / name.lower())
-    os.environ["ETRAIN_POOLS"] = str(folder / "pools.yaml")
-    os.chdir(folder)
-    cloud.enforce_iam()
-    try:
-        yield account
-    finally:
-        os.chdir(place)
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _set_image(image: str, exclude: tuple[str, ...]) -> None:
-    """Change the pool's image in pools.yaml."""
-    file = Path("pools.yaml")
-    lines = [line for line in file.read_text().splitlines() if not line.startswith("  image:")]
-    names = ", ".join(f"'{name}'" for name in exclude)
-    lines.append(f"  image: {{ami: {image}, environment: {{exclude: [{names}]}}}}")
-    file.write_text("\n".join(lines) + "\n")
 
 
 def _make_image() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -206,8 +207,9 @@ def test_kernel_environment_travels_and_its_phases_are_in_the_log(
     flags = ["--ami", account.image, "--types", "m5.large", "--region", account.region, "--yes"]
     assert run("pools", "init", "spot", *flags)[0] == 0
     shorten(cloud, tmp_path)
-    with (tmp_path / "pools.yaml").open("a") as stream:
-        stream.write(f"  image: {{ami: {account.image}, environment: {{exclude: {NOT_NEEDED}}}}}\n")
+    written = (tmp_path / "pools.yaml").read_text()
+    image = f"{{ami: {account.image}, environment: {{exclude: {NOT_NEEDED}}}}}"
+    (tmp_path / "pools.yaml").write_text(re.sub(r"(?m)^  image: .*$", f"  image: {image}", written))
     # Without this checkout on its path, a node imports only what it has installed.
     cloud.set_variables({"PYTHONPATH": ""})
     surface = cli.Terminal(None)
@@ -284,6 +286,25 @@ def test_quota_of_zero_is_wrong_and_a_small_one_a_note(cloud: FakeAws, pool: Non
     cloud.set_quota("L-3819A6DF", 8)
     small = proofs("note", only=proof._quotas)
     assert "enough for 2 g4dn.xlarge, not for workers.max 4" in small
+
+
+def test_low_placement_score_names_types_that_raise_it(cloud: FakeAws, pool: None) -> None:
+    spot = {"zone": "us-east-1a", "capacity": 40, "price_usd": 0.2}
+    types = ("g4dn.xlarge", "g5.xlarge", "g6.xlarge")
+    cloud.set_market([{"instance_type": name, **spot} for name in types])
+
+    [text] = proofs("note", only=proof._scores).splitlines()
+
+    assert "1 to 10: us-east-1a 3. Add types to capacity.types" in text
+    assert "for example g5.xlarge, g6.xlarge. With those types: us-east-1a 10" in text
+
+
+def test_placement_scores_without_permission_are_a_note(cloud: FakeAws, pool: None) -> None:
+    cloud.set_faults(ApiFault(action="GetSpotPlacementScores", code="UnauthorizedOperation"))
+
+    [text] = proofs("note", only=proof._scores).splitlines()
+
+    assert "may not use ec2:GetSpotPlacementScores. Zones are chosen by price alone" in text
 
 
 def test_user_without_the_policy_gets_what_is_missing(

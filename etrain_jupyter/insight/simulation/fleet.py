@@ -8,11 +8,11 @@ from etrain_jupyter.insight.simulation.market import TYPE, VirtualMarket, Virtua
 from etrain_jupyter.pools.ec2.fleet_state import Ack, FleetResult, FleetState, LaunchFailure
 from etrain_jupyter.pools.ec2.fleet_state import LaunchRequest as Request
 from etrain_jupyter.pools.ec2.head.fleet import decide
-from etrain_jupyter.pools.ec2.head.launch_plan import MOVE_AFTER_S
 from etrain_jupyter.pools.ec2.head.view import Machine, Rules, View
 from etrain_jupyter.pools.ec2.ledger import FIRST_HOUR_S, PriceBook
 from etrain_jupyter.pools.ec2.placement import Offer
 from etrain_jupyter.rules.membership.departure import last_step_lead_s
+from etrain_jupyter.rules.policy.placement_scores import WAIT_S
 
 MAX_ROUNDS = 20
 """Limit of decisions at the same time: each grants machines, or backs off from a pool."""
@@ -219,7 +219,7 @@ class VirtualFleet:
             return now
         times = [one.until for one in state.back_offs.values()]
         if state.short_since is not None:
-            times += [state.short_since + MOVE_AFTER_S, state.short_since + rules.on_demand_after_s]
+            times += [state.short_since + WAIT_S, state.short_since + rules.on_demand_after_s]
         if state.surplus_since is not None:
             times.append(state.surplus_since + rules.linger_s)
         times += [

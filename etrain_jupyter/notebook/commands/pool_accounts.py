@@ -18,6 +18,7 @@ from etrain_jupyter.pools.catalog import read_catalog
 from etrain_jupyter.pools.registry import get_pool
 
 if TYPE_CHECKING:
+    from etrain_jupyter.pools.ec2.account.check_record import CheckRecord
     from etrain_jupyter.pools.ec2.head.cluster_files import BootPhase
     from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
@@ -173,28 +174,38 @@ def check(surface: Host, pool: str, *, no_boot: bool = False) -> str:
         pools check spot --no-boot
     """
     _need_boto3()
-    from etrain_jupyter.pools.ec2.account.proof import prove
+    from etrain_jupyter.pools.ec2.account.check_record import open_record, remove_killed
+    from etrain_jupyter.pools.ec2.account.proof import new_probe, prove
 
     spec = _spec_of(pool)
-    wrong = []
-    for proof in prove(spec):
-        surface.say(str(proof))
-        if proof.state == "wrong":
-            wrong.append(proof.text)
-    if wrong:
-        raise PoolError(
-            f"{len(wrong)} checks of pool {pool} failed, the first one: {wrong[0].rstrip('.')}. No "
-            f"node was launched. Fix it, and run `%etrain pools check {pool}` again."
-        )
-    if no_boot:
-        return f"pool {pool} can be used. Without --no-boot, this command also boots a node."
-    return _boot(surface, pool, spec)
+    with open_record(pool, spec) as record:
+        if record:
+            surface.say("removing what a previous check has left, which was killed")
+            if left := remove_killed(pool, spec, record):
+                surface.say(f"note  not removed yet: {left}")
+        probe = new_probe()
+        record.note(probe=probe)
+        wrong = []
+        for proof in prove(spec, probe=probe):
+            surface.say(str(proof))
+            if proof.state == "wrong":
+                wrong.append(proof.text)
+        record.forget()
+        if wrong:
+            raise PoolError(
+                f"{len(wrong)} checks of pool {pool} failed, the first one: "
+                f"{wrong[0].rstrip('.')}. No node was launched. Fix it, and run "
+                f"`%etrain pools check {pool}` again."
+            )
+        if no_boot:
+            return f"pool {pool} can be used. Without --no-boot, this command also boots a node."
+        return _boot(surface, pool, spec, record)
 
 
 # --- booting one node ---
 
 
-def _boot(surface: Host, name: str, spec: AwsSpotSpec) -> str:
+def _boot(surface: Host, name: str, spec: AwsSpotSpec, record: CheckRecord) -> str:
     """Train one step on one node, and shut the cluster down; return a table of the phases."""
     from etrain_jupyter.pools.ec2.account.boot import (
         forget_probe,
@@ -215,9 +226,12 @@ def _boot(surface: Host, name: str, spec: AwsSpotSpec) -> str:
     surface.say(f"booting one node, which takes up to {spec.lifetime.boot / 60:.0f} min")
     started_at = time.time()
     pool = get_pool(name)
+    record.note(boots=True)
     try:
+        cluster_id = pool.up().cluster_id
+        record.note(cluster_id=cluster_id)
         job = surface.submit(_body(name))
-        cluster_id = pool.up().cluster_id  # the job has started it
+        record.note(job_id=job.id)
         status = _wait_for_step(job, timeout_s=spec.lifetime.boot + STEPS_S)
         launched_at, machine = launch_of(spec, cluster_id)
         installed = install_phases(spec, cluster_id)
@@ -235,6 +249,7 @@ def _boot(surface: Host, name: str, spec: AwsSpotSpec) -> str:
             f"`%etrain down {name}`, then `%etrain ls --all`."
         )
     kept = forget_probe(spec, job_id=job.id, cluster_id=cluster_id)
+    record.forget()
     if problem:
         raise PoolError(
             f"the check of pool {name} failed: {problem}. All that it launched was terminated. "
@@ -253,8 +268,10 @@ def _boot(surface: Host, name: str, spec: AwsSpotSpec) -> str:
 
 def _body(name: str) -> dict[str, Any]:
     """Return the keys of the job: one step of a linear layer."""
+    from etrain_jupyter.pools.ec2.account.check_record import job_name
+
     return {
-        "name": f"check-{name}",
+        "name": job_name(name),
         "model": "etrain_jupyter.recipes.probe:Probe",
         "data": {"train": "etrain_jupyter.recipes.probe:samples"},
         "loss": "torch.nn.functional:cross_entropy",

@@ -183,10 +183,12 @@ class Hypervisor:
         with guest.switching:
             if not guest.off.is_set():
                 facts = guest.machine.facts
-                is_imaged = self._backend.is_image_source(facts.region, facts.instance_id)
-                guest.machine.power_off(keeps_disk=is_imaged)
+                guest.machine.power_off()
                 self._network.release(guest.machine.address)
                 guest.off.set()
+                if not self._backend.is_image_source(facts.region, facts.instance_id):
+                    # In the background: it takes minutes if an environment was installed.
+                    self._run(f"erase {facts.instance_id}", guest.machine.erase_disk)
 
     def _on_command(self, instance_id: str, command: PowerCommand) -> str:
         """Execute a ``shutdown`` command from inside the machine."""

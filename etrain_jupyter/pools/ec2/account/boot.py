@@ -62,10 +62,19 @@ def total_of(phases: Sequence[Phase]) -> Phase:
 
 def running_clusters(clients: Clients, spec: AwsSpotSpec) -> list[str]:
     """Return the ids of the pool's clusters that have resources on EC2."""
+    # Leftovers of a killed check block nothing.
+    return [one for one in _tagged_ids(clients, spec) if not one.startswith(PROBES)]
+
+
+def killed_probes(clients: Clients, spec: AwsSpotSpec) -> list[str]:
+    """Return the ids of the clusters that checks of the pool only pretended to start."""
+    return [one for one in _tagged_ids(clients, spec) if one.startswith(PROBES)]
+
+
+def _tagged_ids(clients: Clients, spec: AwsSpotSpec) -> list[str]:
     home = f"s3://{spec.bucket}/{spec.prefix}"
-    ids = {one.cluster_id for one in find_tagged(clients, spec.region) if one.home.startswith(home)}
-    # Leftovers of a killed check block nothing, and expire.
-    return sorted(one for one in ids if not one.startswith(PROBES))
+    found = find_tagged(clients, spec.region)
+    return sorted({one.cluster_id for one in found if one.home.startswith(home)})
 
 
 def launch_of(spec: AwsSpotSpec, cluster_id: str) -> tuple[float, str]:

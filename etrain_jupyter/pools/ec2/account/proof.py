@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,24 @@ from etrain_jupyter.pools.ec2.account.site import DENIED, reason_of
 from etrain_jupyter.pools.ec2.aws_messages import AwsErrors
 from etrain_jupyter.pools.ec2.bootstrap import config_of
 from etrain_jupyter.pools.ec2.client.check import check_account
-from etrain_jupyter.pools.ec2.ec2_api import Clients, placement_scores, tag_list
+from etrain_jupyter.pools.ec2.ec2_api import (
+    Clients,
+    placement_scores,
+    read_placement_scores,
+    tag_list,
+)
 from etrain_jupyter.pools.ec2.environment.manifest import FOLDER as ENVIRONMENTS
-from etrain_jupyter.pools.ec2.launch_context import LaunchContext, set_up
+from etrain_jupyter.pools.ec2.launch_context import LaunchContext, set_up, survey
 from etrain_jupyter.pools.ec2.reaping import remove
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.pools.ec2.type_table import similar_types
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
+from etrain_jupyter.rules.policy.placement_scores import raise_score
 from etrain_jupyter.storage.objects.s3_messages import code_of
 
 PROBES = "aws-probe0"
-"""Prefix of the clusters that the checks pretend to start; ``etrain reap`` removes what a killed
-check has left."""
+"""Prefix of the clusters that the checks pretend to start. The leftovers of a killed check are
+removed by the next one on this machine, by ``remove`` and by ``etrain reap``."""
 PROFILE_S = 30.0
 """Time after which EC2 must know a new instance profile: IAM's changes take a few seconds."""
 RETRY_S = 2.0
@@ -52,17 +59,25 @@ class Proof:
         return f"{marks[self.state]} {self.text}"
 
 
-def prove(spec: AwsSpotSpec, *, pause: Callable[[float], object] = time.sleep) -> Iterator[Proof]:
+def new_probe() -> str:
+    """Return the id of a cluster that the checks pretend to start."""
+    return f"{PROBES}-{secrets.token_hex(3)}"
+
+
+def prove(
+    spec: AwsSpotSpec, *, probe: str = "", pause: Callable[[float], object] = time.sleep
+) -> Iterator[Proof]:
     """Yield the result of each check, in order.
 
     Checks that depend on a failed one are left out.
 
     Args:
         spec: The pool.
+        probe: Id of the cluster to pretend; by default a new one.
         pause: Waits between two attempts.
     """
     clients = Clients(spec)
-    probe = f"{PROBES}-{secrets.token_hex(3)}"
+    probe = probe or new_probe()
     try:
         _, arn = clients.caller()
     except AwsErrors as exc:
@@ -314,16 +329,36 @@ def _quota(
 
 
 def _scores(clients: Clients, spec: AwsSpotSpec) -> Iterator[Proof]:
-    if spec.capacity.gpu is not None:
+    what = "spot placement scores"
+    types, subnets = survey(clients, spec)
+    names, count = list(types), spec.workers.max
+    try:
+        scores = read_placement_scores(clients.ec2, names, count, spec.region)
+    except AwsErrors as exc:
+        reason = (
+            "these credentials may not use ec2:GetSpotPlacementScores"
+            if isinstance(exc, ClientError) and code_of(exc) in DENIED
+            else reason_of(exc)
+        )
+        text = f"{what}: unknown, {reason}. Zones are chosen by price alone"
+        yield Proof(state="note", text=text)
         return
-    scores = placement_scores(clients.ec2, spec.capacity.types, spec.workers.max, spec.region)
-    if not scores:
-        yield Proof(state="note", text="spot placement scores: not available")
+    own = {zone: score for zone, score in scores.items() if zone in subnets}
+    if not own:
+        yield Proof(state="note", text=f"{what}: not available")
         return
-    shown = ", ".join(f"{zone} {score}" for zone, score in sorted(scores.items()))
-    best = max(scores.values())
-    yield Proof(
-        state="ok" if best >= 3 else "note",
-        text=f"spot placement scores, 1 to 10: {shown}"
-        + ("" if best >= 3 else ". Capacity is unlikely now: add types or zones"),
-    )
+    others = {zone: score for zone, score in scores.items() if zone not in subnets}
+    similar = similar_types(names)
+    advice = raise_score(num_types=len(names), own=own, others=others, similar=similar)
+    text = f"{what}, 1 to 10: {_by_zone(own)}"
+    if advice:
+        text += f". {advice}"
+        if similar:
+            more = placement_scores(clients.ec2, [*names, *similar], count, spec.region)
+            better = {zone: score for zone, score in more.items() if zone in subnets}
+            text += f". With those types: {_by_zone(better)}" if better else ""
+    yield Proof(state="note" if advice else "ok", text=text)
+
+
+def _by_zone(scores: Mapping[str, int]) -> str:
+    return ", ".join(f"{zone} {score}" for zone, score in sorted(scores.items()))

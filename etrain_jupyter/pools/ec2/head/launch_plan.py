@@ -17,10 +17,8 @@ from etrain_jupyter.pools.ec2.placement import (
     usable,
     within_budget,
 )
+from etrain_jupyter.rules.policy.placement_scores import zone_wait_s
 from etrain_jupyter.rules.policy.zone_traffic import pays_to_spread, traffic_usd_per_h
-
-MOVE_AFTER_S = 60.0
-"""Time without capacity in a zone after which other zones are used, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +153,8 @@ def _candidates(
     placement allows several zones          all usable offers
     no workers yet                          the best zone
     no workers or offers in the zone        the zone of most workers
-    no offers in the zone for 60 s:
+    no offers in the zone for 60 s, or 15 s
+    if EC2's scores favor another zone:
     ``spread``, and ``auto`` if it pays     all usable offers
     ``migrate``                             the best zone; the workers follow
     otherwise                               wait
@@ -176,7 +175,7 @@ def _candidates(
     here = [offer for offer in found if offer.zone == zone]
     short_s = view.now - (state.short_since or view.now)
     # Wait first: many back-offs end within a minute, and traffic between zones costs money.
-    if not here and short_s >= MOVE_AFTER_S:
+    if not here and short_s >= _wait_s(view.offers, found, zone):
         if rules.on_shortage == "spread" or (
             rules.on_shortage == "auto" and _spread_pays(view, count, found, lifecycle)
         ):
@@ -185,6 +184,14 @@ def _candidates(
             zone = best_zone(view.offers, found, lifecycle)
             here = [offer for offer in found if offer.zone == zone]
     return state.with_(zone=zone), here
+
+
+def _wait_s(offers: Sequence[Offer], found: Sequence[Offer], zone: str) -> float:
+    """Return the time for which capacity in the zone is waited for, before other zones are used."""
+    return zone_wait_s(
+        score=max((one.score for one in offers if one.zone == zone), default=0),
+        best_elsewhere=max((one.score for one in found if one.zone != zone), default=0),
+    )
 
 
 def _spread_pays(view: View, count: Count, found: Sequence[Offer], lifecycle: str) -> bool:

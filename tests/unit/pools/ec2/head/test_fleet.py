@@ -229,6 +229,23 @@ def test_shortage_shrinks_moves_or_spreads() -> None:
     assert (only(spread).overrides, spread.state.zone) == ((("g5.xlarge", B),), A)
 
 
+@pytest.mark.parametrize(("score", "spreads"), [(2, True), (8, False)])
+def test_zone_of_which_ec2_expects_no_capacity_is_left_sooner(score: int, spreads: bool) -> None:
+    rules, one = dataclasses.replace(RULES, on_shortage="spread"), (machine(1),)
+    offers = tuple(
+        dataclasses.replace(offer, score=score if offer.zone == A else 9) for offer in OFFERS
+    )
+    first = look(rules=rules, machines=one, offers=offers)
+    state = after(first, refused(only(first)))
+    state = look(state, rules=rules, machines=one, offers=offers, now=T + 1).state
+    first = look(state, rules=rules, machines=one, offers=offers, now=T + 17)
+    if first.launches and first.launches[0].overrides[0][1] == A:
+        state = after(first, refused(only(first)), T + 17)
+        first = look(state, rules=rules, machines=one, offers=offers, now=T + 18)
+
+    assert [r.overrides for r in first.launches] == ([(("g5.xlarge", B),)] if spreads else [])
+
+
 def test_after_a_zone_change_the_other_machines_are_released() -> None:
     both = (machine(1), machine(2, zone=B))
     moved = FleetState(zone=B)
