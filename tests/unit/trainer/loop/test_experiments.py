@@ -149,7 +149,7 @@ def test_rank_lost_in_an_experiment_leaves_the_state_of_the_last_step(ranks):
 def test_error_in_a_trial_leaves_the_variant_out_and_the_job_continues(ranks):
     [first, second] = ranks.train(
         Job(
-            config=keys(steps=20, reproducible=False),
+            config=keys(steps=64, reproducible=False),  # a round may need 20 steps of the job
             names=failing,
             history=[Generation(members=(0, 1))],
             experiment=request("cached", "large"),
