@@ -254,7 +254,8 @@ def test_stopped_study_resumes_its_trials_from_their_checkpoints(
         time.sleep(0.75 if slow.exists() else 0.0)
         return F.cross_entropy(output, target)
 
-    study = submit(BODY.replace("pruner: asha", "pruner: none") + "eval: 2 steps\n", slow_loss=loss)
+    body = BODY.replace("  pruner: asha\n", "").replace("  divisor: 2\n", "")
+    study = submit(body + "eval: 2 steps\n", slow_loss=loss)
     until(lambda: any(trial.curve for trial in study.view().trials), "an evaluation")
     evaluated = [trial.number for trial in study.view().trials if trial.curve]
 

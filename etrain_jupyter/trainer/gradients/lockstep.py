@@ -95,7 +95,7 @@ class Lockstep:
             combine: Called once, with the values of all tasks in their order.
 
         Returns:
-            What ``combine`` has returned.
+            The result of ``combine``.
         """
         number = self._current
         is_alone = len(self._turns) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from etrain_jupyter.log.events import Event, GenerationReady, StepCompleted, Wor
 from etrain_jupyter.notebook.commands import pool_accounts
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.ec2.account import boot
+from etrain_jupyter.pools.ec2.account.check_record import CheckRecord
 from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 
 SPEC = AwsSpotSpec.parse({"region": "us-east-1", "bucket": "my-bucket"})
@@ -37,6 +39,7 @@ def events(device: str = "cpu") -> list[Event]:
 class Rig:
     """A surface, a pool and a job in one, which count what is left running."""
 
+    record: CheckRecord
     status: str = "finished"
     device: str = "cpu"
     error: BaseException | None = None
@@ -70,8 +73,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
-    made = Rig()
+def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rig:
+    made = Rig(record=CheckRecord(tmp_path / "check.json"))
     times = iter([NOW, NOW + 90, NOW + 100])
     monkeypatch.setattr(pool_accounts, "get_pool", lambda name: made)
     monkeypatch.setattr(pool_accounts, "time", SimpleNamespace(time=lambda: next(times)))
@@ -89,7 +92,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 def test_report_has_seconds_and_cents_of_each_phase(rig: Rig) -> None:
     rig.device = "cuda:0"
-    text = pool_accounts._boot(rig, "spot", SPEC)
+    text = pool_accounts._boot(rig, "spot", SPEC, rig.record)
     rows = [line.split() for line in text.splitlines()[1:]]
     assert [(row[0], row[-4], row[-2]) for row in rows] == [
         ("start", "10.0", "0.000"),
@@ -102,11 +105,12 @@ def test_report_has_seconds_and_cents_of_each_phase(rig: Rig) -> None:
     ]
     assert "trained one step on g5.xlarge (cuda:0), $0.36 per hour" in text
     assert (rig.num_down, rig.forgotten) == (1, [rig.id, "aws-1-1"])
+    assert not rig.record, "nothing is left for the next check to remove"
 
 
 def test_gpu_that_torch_does_not_see_is_an_error(rig: Rig) -> None:
     with pytest.raises(PoolError, match=r"g5\.xlarge has a GPU, but torch on the node sees none"):
-        pool_accounts._boot(rig, "spot", SPEC)
+        pool_accounts._boot(rig, "spot", SPEC, rig.record)
     assert rig.num_down == 1
 
 
@@ -117,19 +121,19 @@ def test_job_that_trains_nothing_is_an_error_with_its_status(
     rig.status, rig.error = "waiting", error
     rig.reason = "EC2 has no capacity for g5.xlarge."
     with pytest.raises(PoolError, match=r"check-spot-1a2b3c4d is waiting .EC2 has no capacity"):
-        pool_accounts._boot(rig, "spot", SPEC)
+        pool_accounts._boot(rig, "spot", SPEC, rig.record)
     assert rig.num_down == 1
 
 
 def test_interrupt_terminates_the_node(rig: Rig) -> None:
     rig.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        pool_accounts._boot(rig, "spot", SPEC)
+        pool_accounts._boot(rig, "spot", SPEC, rig.record)
     assert rig.num_down == 1
 
 
 def test_pool_in_use_is_not_shut_down(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boot, "running_clusters", lambda *_: ["aws-1-2"])
     with pytest.raises(PoolError, match="in use by aws-1-2"):
-        pool_accounts._boot(rig, "spot", SPEC)
+        pool_accounts._boot(rig, "spot", SPEC, rig.record)
     assert rig.num_down == 0
