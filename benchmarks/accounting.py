@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import tempfile
@@ -99,9 +98,9 @@ def result_of(ranks: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     return {
         "num_pairs": len(cpu),
         "step_s": statistics.median(one["wall_s"] for own in ranks for one in own),
-        "wall": interval_of([on / off for on, off in wall]),
-        "cpu": interval_of([on / off for on, off in cpu]),
-        "cpu_us": interval_of([1e6 * (on - off) for on, off in cpu]),
+        "wall": report.interval_of([on / off for on, off in wall]),
+        "cpu": report.interval_of([on / off for on, off in cpu]),
+        "cpu_us": report.interval_of([1e6 * (on - off) for on, off in cpu]),
     }
 
 
@@ -116,28 +115,6 @@ def pairs_of(ranks: Sequence[Sequence[dict[str, Any]]], key: str) -> list[tuple[
         means.append((blocks[0]["is_on"], statistics.fmean(one[key] for one in blocks)))
     pairs = zip(means[::2], means[1::2], strict=True)
     return [(a, b) if first_is_on else (b, a) for (first_is_on, a), (_, b) in pairs]
-
-
-def interval_of(values: Sequence[float]) -> dict[str, float]:
-    """Return the median and its 95 % confidence interval, which assumes no distribution.
-
-    The number of values below the true median is binomial, so the interval is between two of the
-    sorted values.
-
-    >>> interval_of([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
-    {'median': 1.3, 'low': 1.0, 'high': 1.6}
-    """
-    ordered, count = sorted(values), len(values)
-    below, outside = 0.0, 0
-    while below + math.comb(count, outside) / 2**count <= 0.025:
-        below += math.comb(count, outside) / 2**count
-        outside += 1
-    first = max(0, outside - 1)
-    return {
-        "median": statistics.median(ordered),
-        "low": ordered[first],
-        "high": ordered[count - 1 - first],
-    }
 
 
 def table_of(result: dict[str, Any]) -> str:

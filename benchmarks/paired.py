@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 
 from benchmarks import gate, ours, report
-from benchmarks.accounting import interval_of
 from benchmarks.gate import Gate
 from benchmarks.peers.run import python_path
 from benchmarks.workloads import GLOBAL_BATCH_SIZE, MODELS, PHOTOS
@@ -234,7 +233,7 @@ def figures_of(blocks: dict[str, list[Block]], num_steps: int) -> dict[str, Any]
 
 def ratio_of(ratios: list[float]) -> dict[str, float]:
     """Return the median ratio with its 95 % confidence interval."""
-    found = interval_of(ratios)
+    found = report.interval_of(ratios)
     return {"ratio": found["median"], "low": found["low"], "high": found["high"]}
 
 

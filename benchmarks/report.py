@@ -43,6 +43,28 @@ def median_and_p95(values: Sequence[float]) -> dict[str, float]:
     return {"median_s": statistics.median(values), "p95_s": percentile(values, 0.95)}
 
 
+def interval_of(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and its 95 % confidence interval, which assumes no distribution.
+
+    The number of values below the true median is binomial, so the interval is between two of the
+    sorted values.
+
+    >>> interval_of([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
+    {'median': 1.3, 'low': 1.0, 'high': 1.6}
+    """
+    ordered, count = sorted(values), len(values)
+    below, outside = 0.0, 0
+    while below + math.comb(count, outside) / 2**count <= 0.025:
+        below += math.comb(count, outside) / 2**count
+        outside += 1
+    first = max(0, outside - 1)
+    return {
+        "median": statistics.median(ordered),
+        "low": ordered[first],
+        "high": ordered[count - 1 - first],
+    }
+
+
 def steady_rate(times: Sequence[float], samples_per_step: int) -> float:
     """Return samples per second over the second half of the steps, given completion times."""
     half = len(times) // 2

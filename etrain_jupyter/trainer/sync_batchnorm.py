@@ -106,7 +106,7 @@ class SyncedNorms:
             )
         self._model, self._layers = model, layers
         self._width = 0
-        """Maximum length of a message; a lazy layer knows its channels only after the warm-up."""
+        """Maximum length of a row; a lazy layer knows its channels only after the warm-up."""
         for number, (name, layer) in enumerate(layers.items()):
             if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
                 raise WorkloadError(

@@ -189,14 +189,9 @@ def check_block(part: Part, number: int, data: bytes) -> None:
     first, stop = part.block_range(number)
     if len(data) != stop - first:
         raise CheckpointError(f"{part.key} has {first + len(data)} bytes instead of {part.size}")
-    if not is_block(part, number, data):
-        raise AlteredError(f"{part.key} was altered in bytes {first} to {stop}")
-
-
-def is_block(part: Part, number: int, data: bytes) -> bool:
-    """Return True if the bytes have the SHA-256 of the block."""
     expected = part.blocks[number] if part.blocks else part.sha256
-    return hashlib.sha256(data).hexdigest() == expected
+    if hashlib.sha256(data).hexdigest() != expected:
+        raise AlteredError(f"{part.key} was altered in bytes {first} to {stop}")
 
 
 def sha256_of(path: Path) -> str:

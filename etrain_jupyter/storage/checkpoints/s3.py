@@ -33,7 +33,6 @@ from etrain_jupyter.storage.checkpoints.manifest import (
     check_file,
     check_key,
     folder_key,
-    is_block,
     manifest_key,
     parse_manifest,
     step_name,
@@ -41,10 +40,7 @@ from etrain_jupyter.storage.checkpoints.manifest import (
 )
 from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
-from etrain_jupyter.storage.objects.s3_requests import (
-    AccessDeniedError,
-    S3Limits,
-)
+from etrain_jupyter.storage.objects.s3_requests import AccessDeniedError, S3Limits
 from etrain_jupyter.storage.objects.s3_transfers import Stored
 
 P = ParamSpec("P")
@@ -213,10 +209,12 @@ class S3Store:
         """Return the verified bytes of one block, which are downloaded to memory."""
         check_key(part.key)
         data = self._read_block_once(part, number)
-        # As in ``_fetch``: the bytes may have been corrupted in transit.
-        if not is_block(part, number, data):
+        try:
+            check_block(part, number, data)
+        except CheckpointError:
+            # As in ``_fetch``: the bytes may have been corrupted in transit.
             data = self._read_block_once(part, number)
-        check_block(part, number, data)
+            check_block(part, number, data)
         return data
 
     def _read_block_once(self, part: Part, number: int) -> bytes:

@@ -140,10 +140,12 @@ class ShardFiles:
                     elements = first, first + (stop - at) // dtype.itemsize
                     entry = _Entry(elements, file, at, dtype)
                     self._vectors.setdefault((index, key), []).append(entry)
-        self._check({*scalars, *(index for index, _ in self._vectors)})
-        for index in sorted({*scalars, *(index for index, _ in self._vectors)}):
-            found = [(k, e[0].dtype) for (i, k), e in self._vectors.items() if i == index]
-            self.forms[index] = Form(vectors=tuple(sorted(found)), scalars=scalars.get(index, {}))
+        kinds: dict[int, list[tuple[str, torch.dtype]]] = {index: [] for index in scalars}
+        for (index, key), entries in sorted(self._vectors.items()):
+            kinds.setdefault(index, []).append((key, entries[0].dtype))
+        self._check(kinds)
+        for index, vectors in sorted(kinds.items()):
+            self.forms[index] = Form(vectors=tuple(vectors), scalars=scalars.get(index, {}))
 
     def _check(self, indices: Iterable[int]) -> None:
         if (index := max(indices, default=-1)) >= len(self._layout.parameters):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accounting, accounting_job
+from benchmarks import accounting, accounting_job, report
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 
 
@@ -35,7 +35,7 @@ def test_interval_contains_the_median_of_most_samples() -> None:
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(400, 40, generator=generator).tolist()
 
-    found = [accounting.interval_of(one) for one in draws]
+    found = [report.interval_of(one) for one in draws]
 
     assert sum(one["low"] <= 0.0 <= one["high"] for one in found) / 400 > 0.94
     assert all(one["low"] <= one["median"] <= one["high"] for one in found)
