@@ -158,6 +158,27 @@ def test_trainers_keep_training_while_the_scheduler_is_dead(
     assert digest == undisturbed
 
 
+def test_divided_optimizer_state_survives_the_scheduler(submit: Submit, undisturbed: str) -> None:
+    SLOW.touch()
+    job = run(submit, shard="optimizer", checkpoint={"every": "1000 steps"})
+    trainers = found(job, GenerationFormed)[-1].trainer_pids
+
+    kill_scheduler()
+    await_restart(job)
+    # The survivor has a copy of the other rank's part. A scheduler that has just been restarted
+    # must let it complete that part.
+    victim = job.workers()[0]
+    os.kill(victim["pid"], signal.SIGKILL)
+    until(lambda: found(job, WorkerLost), "the loss of the worker")
+    kill_scheduler()
+    await_restart(job, 2)
+
+    digest = finish(job)
+    assert found(job, JobRestored) == [], "the survivor had the newest state"
+    assert len(set(trainers) & set(found(job, GenerationFormed)[-1].trainer_pids)) == 1
+    assert digest == undisturbed
+
+
 @long
 def test_worker_that_dies_with_the_scheduler_is_replaced(submit: Submit, undisturbed: str) -> None:
     SLOW.touch()
