@@ -89,6 +89,10 @@ class AveragedGradients:
             else None
         )
         self._module = _wrap(model, group, has_unused, self._hook)
+        # These start sums of their own during a pass, in the training thread. The exchange thread
+        # may be in the middle of the header, and the ranks would start the sums in different
+        # orders.
+        self.overlaps_device = norms is None and not has_unused and compression != "powersgd"
         self._num_steps = 0
 
     def counts(self, span: StepRange) -> tuple[int, ...]:
@@ -146,6 +150,9 @@ class AveragedGradients:
         #     pass 1   forward   backward, without sums
         #     pass 2   forward   header starts   backward: DDP sums each bucket as it is ready
         #     then     wait for the buckets, then for the header, then for the running buffers
+        #
+        # On a GPU, this thread only queues the passes, and the exchange thread waits for the
+        # values of the header and of the running buffers.
         plan = self._plan_of(step.span)
         count = plan.counts[self._group.rank]
         self._group.contributes = count > 0
@@ -177,7 +184,7 @@ class AveragedGradients:
         # Start the header after the last forward pass, because it contains that pass's loss. Its
         # communication overlaps with the backward pass.
         step.start_header()
-        moves = self._start_moves(step.buffers_before, weight)
+        moves = self._start_moves(step, weight)
         loss.backward()  # type: ignore[no-untyped-call]
         # Wait for the gradients first: a failed sum must raise here, before anything uses the
         # header.
@@ -213,14 +220,17 @@ class AveragedGradients:
         if self._num_steps == 2 and isinstance(self._module, DistributedDataParallel):
             self._group.wait_for(self._module.reducer._rebuild_buckets)
 
-    def _start_moves(
-        self, before: list[torch.Tensor], weight: float
-    ) -> tuple[torch.Tensor, Pending] | None:
-        if not before or self._group.world_size == 1:
+    def _start_moves(self, step: Step, weight: float) -> tuple[torch.Tensor, Pending] | None:
+        if not step.buffers_before or self._group.world_size == 1:
             return None
         # A rank without samples has weight 0: changes by its borrowed micro-batch do not count.
-        moves_B = self._moving.moves_from(before, weight)
-        return moves_B, self._group.all_reduce(moves_B)
+        moves_B = self._moving.moves_from(step.buffers_before, weight)
+        copies = step.header.copies
+        if copies is None:
+            moves_B = moves_B.cpu()
+            return moves_B, self._group.all_reduce(moves_B)
+        moves_B = copies.start(moves_B)
+        return moves_B, self._group.all_reduce_after(copies.moment(), moves_B)
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
         if isinstance(self._module, DistributedDataParallel):

@@ -44,6 +44,9 @@ class ShardedGradients:
         ConfigError: If there are more ranks than shards.
     """
 
+    overlaps_device = False
+    """The header's slots are exact only in the training thread's order."""
+
     def __init__(
         self,
         group: RankGroup,

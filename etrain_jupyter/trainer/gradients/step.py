@@ -38,6 +38,8 @@ class Gradients(Protocol):
     """Number of slots in the step header."""
     merges: tuple[Merge, ...]
     """Order in which the slots are added up."""
+    overlaps_device: bool
+    """True if the exchange thread may send the step header, see ``StepHeader``."""
 
     def counts(self, span: StepRange) -> tuple[int, ...]:
         """Return the number of samples in each share of a step: of each rank, or of each shard."""

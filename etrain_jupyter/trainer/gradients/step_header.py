@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from etrain_jupyter.rules.samples import ledger
 from etrain_jupyter.rules.samples.shard_plan import Merge
+from etrain_jupyter.trainer.gradients.host_copies import HostCopies
 from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.state.weight_fingerprint import ranks_agree
@@ -56,6 +57,8 @@ class StepHeader:
         communication_s: This rank's exposed communication in the previous step, in seconds.
         cost_s: This rank's time per sample in seconds, see ``balance.SampleCost``; None if the job
             does not share its samples by speed.
+        copies: Copies the values from a GPU, so that the training thread does not wait for it. The
+            header is then sent by the exchange thread. None if the training thread sends it.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class StepHeader:
         num_ranks: int = 1,
         communication_s: float = 0.0,
         cost_s: float | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         # | pending | requests | checksum | count | fingerprint | its square
         # | communication_s of rank 0 | of rank 1 | ... | cost_s of rank 0 | of rank 1 | ...
@@ -83,8 +87,11 @@ class StepHeader:
         self._merges = merges
         self._world_size = 1
         self._sent: Pending | None = None
+        self.copies = copies
+        self._copied: list[tuple[int, torch.Tensor]] = []
+        """Slots, and copies of shares that are not yet in the vector."""
         self.is_own_loss_finite = True
-        """True if this rank's share of the loss is finite; valid after ``start``."""
+        """True if this rank's share of the loss is finite; valid after ``wait``."""
 
     def corrupt_loss(self) -> None:
         """Set this rank's share of the loss to NaN, for fault injection."""
@@ -107,25 +114,43 @@ class StepHeader:
         """
         self._values[CHECKSUM] += float(ledger.checksum_of(indices))
         self._values[COUNT] += float(len(indices))
-        self._means_SM[slot] += stack_means(loss, others)
+        if self.copies is None:
+            self._means_SM[slot] += stack_means(loss, others)
+        else:
+            self._copied.append((slot, self.copies.start(_stacked(loss, others))))
 
     def start(self, group: RankGroup, requests: RequestFlags, *, fingerprint: torch.Tensor) -> None:
         """Start summing the vector over the ranks."""
-        mine = float(fingerprint)  # waits for the device if the weights are on one
         # Only rank 0 sets bits, so the sum over the ranks is rank 0's number.
         bits = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
         bits += EXPERIMENT * requests.is_experiment_due
         self._values[PENDING] = float(requests.is_change_pending)
         self._values[REQUESTS] = float(bits)
-        self._values[FINGERPRINT], self._values[FINGERPRINT_SQUARED] = mine, mine * mine
         # The other ranks leave this entry at zero, so its sum is this rank's value.
         self._values[NUM_COUNTS + group.rank] = self._communication_s
         if self._cost_s is not None:
             self._values[NUM_COUNTS + self._num_ranks + group.rank] = self._cost_s
         self._world_size = group.world_size
+        if self.copies is None:
+            self._complete(fingerprint)
+            self._sent = group.all_reduce(self._values)
+            return
+        copy, wait = self.copies.start(fingerprint), self.copies.moment()
+
+        def prepare() -> None:
+            wait()
+            self._complete(copy)
+
+        self._sent = group.all_reduce_after(prepare, self._values)
+
+    def _complete(self, fingerprint: torch.Tensor) -> None:
+        # Add what comes from the device, see ``copies``.
+        for slot, shares_M in self._copied:
+            self._means_SM[slot] += shares_M
+        mine = float(fingerprint)
+        self._values[FINGERPRINT], self._values[FINGERPRINT_SQUARED] = mine, mine * mine
         # Check this before the sum, because afterwards the slots contain the shares of all ranks.
         self.is_own_loss_finite = bool(self._means_SM[:, 0].isfinite().all())
-        self._sent = group.all_reduce(self._values)
 
     def wait(self) -> None:
         """Wait for the sum. Raises CommunicationError if a rank is lost."""
@@ -197,5 +222,9 @@ class StepHeader:
 
 def stack_means(loss: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the shares of all means from one pass, in float64 on the CPU, shape ``(M,)``."""
+    return _stacked(loss, others).cpu()
+
+
+def _stacked(loss: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
     shares = [value.detach().to(loss.device, torch.float64) for value in (loss, *others)]
-    return torch.stack(shares).cpu()
+    return torch.stack(shares)

@@ -216,6 +216,25 @@ class RankGroup:
         future = self.launch(dist.all_reduce, tensor).get_future()
         return Pending(self._waiters, future)
 
+    def all_reduce_after(self, prepare: Callable[[], None], tensor: torch.Tensor) -> Pending:
+        """Run ``prepare``, then sum a host tensor over the ranks in place, in the exchange thread.
+
+        All ranks must start the sums of a generation in the same order. So the calling thread must
+        not start another one until this one and all those after it in the exchange thread are
+        complete.
+
+        Args:
+            prepare: Sets the tensor's values; may block.
+            tensor: The tensor.
+        """
+
+        def work() -> None:
+            prepare()
+            if self.world_size > 1:
+                self.sum_on_host(tensor)
+
+        return self.start(work)
+
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the ranks, in place and on any device. Blocks.
 

@@ -26,6 +26,7 @@ from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Delivered
 from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
+from etrain_jupyter.trainer.gradients.host_copies import copies_for
 from etrain_jupyter.trainer.gradients.sharded import ShardedGradients
 from etrain_jupyter.trainer.gradients.step import Gradients, Step
 from etrain_jupyter.trainer.gradients.step_header import StepHeader
@@ -480,6 +481,7 @@ class TrainLoop:
             num_ranks=group.world_size,
             communication_s=self._communication_s,
             cost_s=self._cost.seconds if self.state.config.batch.split == "auto" else None,
+            copies=copies_for(self.workload.device) if gradients.overlaps_device else None,
         )
         # The fingerprint costs a pass over a slice of the weights, and a single rank has no peer to
         # compare it with.

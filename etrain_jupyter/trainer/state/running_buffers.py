@@ -41,14 +41,17 @@ class RunningBuffers:
             now.copy_(old)
 
     def moves_from(self, before: Sequence[torch.Tensor], weight: float) -> torch.Tensor:
-        """Return ``weight`` times the changes since ``before``: float64, CPU, shape ``(B,)``."""
+        """Return ``weight`` times the changes since ``before``: float64, shape ``(B,)``.
+
+        The result stays on the buffers' device, so that this call does not wait for the device.
+        """
         # Always in float64, so that integer buffers (num_batches_tracked) can be averaged.
         moves = [
             ((now.double() - old.double()) * weight).reshape(-1)
             for now, old in zip(self._buffers, before, strict=True)
         ]
-        # One copy from the device for all buffers, because each copy waits for the device.
-        return torch.cat(moves).cpu()
+        # One tensor for all buffers, because each copy from a device may wait for it.
+        return torch.cat(moves)
 
     @torch.no_grad()
     def move(self, before: Sequence[torch.Tensor], moves_B: torch.Tensor) -> None:
