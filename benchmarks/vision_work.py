@@ -158,11 +158,11 @@ class HeatMapDetector(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.num_classes = num_classes
-        self.layers = nn.Sequential(
-            *(Centered(), plain_conv(3, 8, 2), plain_conv(8, 16, 2)),
-            UNet(16, num_classes + 2),
-        )
-        last = self.layers[-1].last[-1]
+        net = UNet(16, num_classes + 2)
+        self.layers = nn.Sequential(Centered(), plain_conv(3, 8, 2), plain_conv(8, 16, 2), net)
+        last = net.last[-1]
+        assert isinstance(last, nn.Conv2d)
+        assert last.bias is not None
         init_plain(self.layers, last)
         nn.init.constant_(last.bias[:num_classes], -3.0)
 
