@@ -40,7 +40,7 @@ ADMIN = {
 ETRAIN = "from etrain_jupyter.cli import main; raise SystemExit(main())"
 QUICKSTART = Path(__file__).parents[1] / "notebooks" / "01_quickstart.ipynb"
 PATIENCE_S = 1800.0
-DISK_S = 300.0
+DISK_S = 1800.0
 """Time for which the disk of a terminated node may be deleted, in seconds."""
 
 
