@@ -9,15 +9,13 @@ import torch
 
 from etrain_jupyter.errors import RecipeError
 from etrain_jupyter.recipes.vision import batches
-from etrain_jupyter.recipes.vision.batches import Sample, plain
+from etrain_jupyter.recipes.vision.batches import Sample, Transform, plain
 from etrain_jupyter.recipes.vision.installed import tv_tensors, v2
 
 Target = dict[str, torch.Tensor]
 """``boxes`` of shape ``(N, 4)`` (left, top, right, bottom, in pixels), ``labels`` of shape ``(N,)``
 and possibly other tensors with one row per box, such as ``iscrowd`` or ``masks``."""
 DetectionBatch = tuple[list[torch.Tensor], list[Target]]
-_MIN_SIZE = 1.0
-"""Boxes with a shorter side after the transform, in pixels, are removed."""
 _SCORES = ("map", "map_50", "map_75", "mar_100")
 
 
@@ -26,7 +24,7 @@ class Batches(batches.Batches[DetectionBatch]):
 
     A batch is ``(images, targets)``: a list of images of shape ``(C, H, W)``, of any sizes, and a
     list of dicts. A transform changes images, boxes and masks alike. Boxes that it moves outside
-    the image are clipped, and removed if less than one pixel is left. An image may have no box.
+    the image are clipped, and removed if less than ``min_size`` is left. An image may have no box.
     Boxes with ``iscrowd`` are scored but not trained.
 
     Args:
@@ -35,7 +33,26 @@ class Batches(batches.Batches[DetectionBatch]):
         train: Transform of ``torchvision.transforms.v2`` for the samples of ``data.train``.
         eval: Transform for the samples of ``data.eval``.
         channels: Number of channels of each image.
+        min_size: Boxes with a shorter side after the transform, in pixels, are removed.
+
+    Raises:
+        RecipeError: If an argument is out of range.
     """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        train: Transform | None = None,
+        eval: Transform | None = None,
+        channels: int = 3,
+        min_size: float = 1.0,
+    ) -> None:
+        super().__init__(num_classes, train=train, eval=eval, channels=channels)
+        # A side of 0 is a box without an area, for which torchvision's detectors raise an error.
+        if not min_size > 0:
+            raise RecipeError(f"min_size={min_size} must be greater than 0 pixels.")
+        self._min_size = min_size
 
     def _check(self, target: Any, image: Any, where: str) -> dict[str, Any]:
         if isinstance(target, Mapping) and list(target) == ["image_id"]:
@@ -71,11 +88,12 @@ class Batches(batches.Batches[DetectionBatch]):
                 f"{boxes.canvas_size}, but the image has {tuple(image.shape[1:])}. Use transforms "
                 "of torchvision.transforms.v2, which change both."
             )
+        _check_rows(target, where)
         boxes = v2.functional.clamp_bounding_boxes(
             v2.functional.convert_bounding_box_format(boxes, new_format="XYXY")
         )
         _, keeps = v2.functional.sanitize_bounding_boxes(
-            plain(boxes), format="XYXY", canvas_size=boxes.canvas_size, min_size=_MIN_SIZE
+            plain(boxes), format="XYXY", canvas_size=boxes.canvas_size, min_size=self._min_size
         )
         if is_training and "iscrowd" in target:
             keeps &= target["iscrowd"] == 0
@@ -83,6 +101,19 @@ class Batches(batches.Batches[DetectionBatch]):
 
     def _join(self, samples: Sequence[Sample]) -> DetectionBatch:
         return [plain(sample.image) for sample in samples], [sample.target for sample in samples]
+
+
+def _check_rows(target: Mapping[str, Any], where: str) -> None:
+    """Raise RecipeError if a transform has removed boxes but not the rows of other tensors."""
+    count = len(target["boxes"])
+    longer = [repr(name) for name, value in target.items() if len(value) != count]
+    if longer:
+        raise RecipeError(
+            f"after its transform, {where} has {count} boxes, but {' and '.join(longer)} still have "
+            "one row for each box before it. v2.SanitizeBoundingBoxes removes only the rows of "
+            "boxes, labels and masks. Leave it out, and set min_size of Batches, which removes "
+            "small boxes with all their rows."
+        )
 
 
 def check_boxes(

@@ -157,6 +157,34 @@ def test_box_that_leaves_the_image_is_clipped_or_removed() -> None:
     assert found["labels"].tolist() == [1]
 
 
+def test_box_smaller_than_the_minimum_is_removed_with_all_its_rows() -> None:
+    target = {
+        "boxes": [[0, 0, 6, 9], [2, 2, 5, 9]],
+        "labels": [1, 2],
+        "area": torch.tensor([54, 21]),
+    }
+
+    _, [found] = detection.Batches(3, min_size=4)([(image_of(0), target)])
+
+    assert found["boxes"].tolist() == [[0, 0, 6, 9]]
+    assert found["labels"].tolist() == [1]
+    assert found["area"].tolist() == [54]
+    with pytest.raises(RecipeError, match="min_size=0"):
+        detection.Batches(3, min_size=0)
+
+
+def test_transform_that_removes_only_some_rows_of_a_box_is_refused() -> None:
+    target = {
+        "boxes": [[0, 0, 6, 9], [2, 2, 5, 9]],
+        "labels": [1, 2],
+        "area": torch.tensor([54, 21]),
+    }
+    collate = detection.Batches(3, train=v2.SanitizeBoundingBoxes(min_size=4))
+
+    with pytest.raises(RecipeError, match="sample 0 has 1 boxes, but 'area' still .* set min_size"):
+        collate([(image_of(0), target)])
+
+
 @pytest.mark.parametrize("target", [{"boxes": [], "labels": []}, {"image_id": 3}])
 def test_image_without_boxes_is_a_valid_sample(target: dict[str, Any]) -> None:
     _, [found] = detection.Batches(2, train=AUGMENT)([(image_of(0), target)])
