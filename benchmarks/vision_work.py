@@ -35,7 +35,7 @@ CELL_SPLITS = {"train": ("train",), "test": ("val", "test")}
 """Splits of the cells: the test split alone (72 images) makes a score too noisy."""
 NUCLEI_SIZE = (64, 64)
 NUM_PHOTOS = {"train": 20_000, "test": 5_000}
-MOMENTUM = 0.9
+MOMENTUM = 0.95
 STRIDE = 4
 """Pixels per place of the detector's heat map."""
 MAX_FOUND = 60
@@ -318,7 +318,7 @@ TASKS = {
         step=vision.segmentation.step,
         predict=vision.segmentation.predict,
         score_records=vision.segmentation.score,
-        lr=0.02,
+        lr=0.015,
         batch=1,
         epochs=40,
     ),
