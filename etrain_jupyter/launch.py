@@ -19,6 +19,7 @@ from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.profile import measure_steps, profile_config
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.runs import open_runs
+from etrain_jupyter.notebook.job.same_cell import warn_of_earlier_jobs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.notebook.study.open_studies import attach_study, studies, submit_study
 from etrain_jupyter.notebook.study.plan import StudyPlan, size_of
@@ -74,10 +75,13 @@ def plan_study(parsed: ParsedSearch, notebook: Mapping[str, Any], *, cell: str =
 
 
 def submit(plan: Plan) -> TrainingJob:
-    """Start the pool if necessary, and submit the job to its coordinator."""
+    """Start the pool if necessary, submit the job, and warn if the cell's previous job trains."""
     plan.print_warnings()
     address = plan.start_pool()
-    return submit_job(plan.config, plan.bundle, address=address, store=plan.runs, cell=plan.cell)
+    job = submit_job(plan.config, plan.bundle, address=address, store=plan.runs, cell=plan.cell)
+    for warning in warn_of_earlier_jobs(job.record, plan.runs, address):
+        print(f"etrain: {warning}")
+    return job
 
 
 def profile(plan: Plan) -> TrainingJob:

@@ -142,11 +142,16 @@ class RunStoreContract:
         self, store: RunStore, place: RunPlace, data: bytes
     ) -> None:
         """Truncated records and other files do not hide valid jobs."""
-        create(store)
+        made = create(store)
         place.write(f"digits-2/{RECORD_FILE}", data)
         place.write("notes/readme", b"something else")
         place.write("stray", b"something else")
         assert [job.job_id for job in store.records()] == ["digits-1"]
+        assert place.open("there").read("digits-1") == replace(
+            made, folder=place.open("there").root / "digits-1"
+        )
+        for name in ("digits-2", "digits-3", "notes", "..", "digits-1/.."):
+            assert store.read(name) is None
 
     def test_log_is_the_same_on_another_machine(self, store: RunStore, place: RunPlace) -> None:
         """History, status and list agree with the log on every machine."""

@@ -36,7 +36,7 @@ from etrain_jupyter.notebook.job.job_record import (
     safe_name,
 )
 from etrain_jupyter.storage.ownership import sign
-from etrain_jupyter.untrusted import check_job_id, open_regular
+from etrain_jupyter.untrusted import check_job_id, is_job_id, open_regular
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -263,6 +263,15 @@ class RunStore:
             except ValueError as exc:
                 found.problems[path.parent.name] = str(exc)
         return found.sorted()
+
+    def read(self, job_id: str) -> RunRecord | None:
+        """Return the record of the job with an id; None if the store has no valid one."""
+        if not is_job_id(job_id):
+            return None  # the id becomes the name of a folder, so it must not be `..`
+        try:
+            return read_record(self.root / job_id)
+        except ValueError:
+            return None
 
     def find(self, name_or_id: str) -> RunRecord:
         """Find a job by id, else the newest one with that name, else one by a prefix of its id.

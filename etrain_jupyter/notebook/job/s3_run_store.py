@@ -99,6 +99,11 @@ class S3RunStore(RunStore):
                     found.jobs.append(record)
         return found.sorted()
 
+    def read(self, job_id: str) -> RunRecord | None:
+        """Return the record of the job with an id; None if the bucket has no valid one."""
+        record = self._read_record(job_id)
+        return None if isinstance(record, ValueError) else record
+
     def _read_record(self, name: str) -> RunRecord | ValueError | None:
         if not is_job_id(name):
             return None  # the name becomes that of a local folder, so it must not be `..`

@@ -482,9 +482,12 @@ class TrainingJob(JobRequests):
     def state_dict(self, which: str | int = "last", *, weights: str = "auto") -> dict[str, Any]:
         """Return saved weights, as tensors by name.
 
+        Only the parts of the checkpoint with the weights are read, not the optimizer's state.
+
         Args:
-            which: ``last`` for the newest valid checkpoint; ``best`` for the one with the best
-                evaluation, see ``checkpoint.best``; a number for the checkpoint at that step.
+            which: ``last`` for the newest checkpoint with valid weights; ``best`` for the one with
+                the best evaluation, see ``checkpoint.best``; a number for the checkpoint at that
+                step.
             weights: With ``ema``: ``averaged`` for the averaged weights, which were evaluated, or
                 ``raw`` for those that are trained. ``auto`` is ``averaged`` if there are any.
 
@@ -492,7 +495,8 @@ class TrainingJob(JobRequests):
             CheckpointError: If the checkpoint does not exist, or has no averaged weights.
             ConfigError: If ``which`` or ``weights`` is invalid.
         """
-        return load_weights(find_saved(self.record, which, self._best_evals()), weights)
+        saved = find_saved(self.record, which, self._best_evals(), weights)
+        return load_weights(saved, weights)
 
     def load_into(self, model: Model, which: str | int = "last", *, weights: str = "auto") -> Model:
         """Load saved weights into ``model`` and return it; arguments as in ``state_dict``.
@@ -539,7 +543,7 @@ class TrainingJob(JobRequests):
         )
 
         is_folder = find_format(format, model) == "transformers"
-        saved = find_saved(self.record, which, self._best_evals())
+        saved = find_saved(self.record, which, self._best_evals(), weights)
         with export_source(saved, weights) as source:
             if is_folder:
                 return export_folder(

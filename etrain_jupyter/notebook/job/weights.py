@@ -1,9 +1,13 @@
-"""Find and load a job's checkpoints without its cluster."""
+"""Find and load a job's checkpoints without its cluster.
+
+Only the parts with the weights are read and verified. A checkpoint also has the optimizer's state,
+which with Adam is twice the size of the weights and is needed only to resume the job.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +40,11 @@ Which = str | int
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint of the job, read and verified."""
+    """A checkpoint of the job, of which the parts with the weights were read and verified."""
 
     step: int
     files: dict[str, Path]
-    """Local file of each part, by the part's name."""
+    """Local file of each part that was read, by the part's name."""
 
 
 def check_which(which: Which) -> None:
@@ -58,24 +62,28 @@ def check_which(which: Which) -> None:
         )
 
 
-def find_saved(record: RunRecord, which: Which, best_evals: Mapping[int, float]) -> Saved:
-    """Return the newest checkpoint, the best one or the one at a step.
+def find_saved(
+    record: RunRecord, which: Which, best_evals: Mapping[int, float], weights: str = "auto"
+) -> Saved:
+    """Return the newest checkpoint, the best one or the one at a step, with its weights.
 
     Args:
         record: The job.
-        which: ``last`` is the newest valid checkpoint.
+        which: ``last`` is the newest checkpoint with valid weights.
         best_evals: Values of the evaluations that were the best so far, by step, from the log.
+        weights: As in ``load_weights``; the averaged weights are read unless this is ``raw``.
 
     Raises:
         CheckpointError: If there is none, with the reason for each checkpoint that was refused.
-        ConfigError: If ``which`` is invalid.
+        ConfigError: If ``which`` or ``weights`` is invalid.
     """
     check_which(which)
+    check_weights(weights)
     if which == "best":
-        return _find_best(record, best_evals)
+        return _find_best(record, best_evals, weights)
     if isinstance(which, int):
-        return _find_step(record, which)
-    newest = _open_newest(record)
+        return _find_step(record, which, weights)
+    newest = _open_newest(record, weights)
     return Saved(step=newest.manifest.step, files=newest.files)
 
 
@@ -99,6 +107,17 @@ def load_weights(saved: Saved, weights: str = "auto") -> dict[str, Any]:
     return load_averaged_state(saved.files)
 
 
+def check_weights(weights: str) -> None:
+    """Check ``weights`` before anything is read.
+
+    Raises:
+        ConfigError: If it is invalid.
+    """
+    if weights not in WEIGHTS:
+        known = ", ".join(map(repr, WEIGHTS))
+        raise ConfigError(f"weights={weights!r} is not supported", hint=f"use one of {known}")
+
+
 def uses_average(saved: Saved, weights: str) -> bool:
     """Return True if ``weights`` selects the averaged weights of a checkpoint.
 
@@ -106,9 +125,7 @@ def uses_average(saved: Saved, weights: str) -> bool:
         ConfigError: If ``weights`` is invalid.
         CheckpointError: If averaged weights are requested, but the checkpoint has none.
     """
-    if weights not in WEIGHTS:
-        known = ", ".join(map(repr, WEIGHTS))
-        raise ConfigError(f"weights={weights!r} is not supported", hint=f"use one of {known}")
+    check_weights(weights)
     if weights == "raw":
         return False
     from etrain_jupyter.trainer.state.parts import has_average
@@ -168,7 +185,7 @@ def _best_first(record: RunRecord, values: Mapping[int, float]) -> list[int]:
     return sorted(values, key=lambda step: (sign * values[step], step))
 
 
-def _find_best(record: RunRecord, best_evals: Mapping[int, float]) -> Saved:
+def _find_best(record: RunRecord, best_evals: Mapping[int, float], weights: str) -> Saved:
     # Candidates, where the log takes precedence for a step that is in both:
     #   state of the newest checkpoint   also has runners-up, in case the best one was not saved
     #   evaluations in the log           may be newer than that state
@@ -177,13 +194,14 @@ def _find_best(record: RunRecord, best_evals: Mapping[int, float]) -> Saved:
             f"job {record.job_id} keeps no best checkpoint: its cell does not set checkpoint.best. "
             "Add checkpoint: {best: {metric: loss}} and run it again, or use which='last'."
         )
-    values = {**_read_best_evals(_open_newest(record).files[STATE_PART]), **best_evals}
+    newest = _open_newest(record, "raw", with_model=False)
+    values = {**_read_best_evals(newest.files[STATE_PART]), **best_evals}
     store, refused = _store_of(record), []
     # The best checkpoint may have been deleted, be damaged, or not be durable yet, because
     # checkpoints are written in the background. Fall back to the next best one.
     for step in _best_first(record, values):
         try:
-            return _open_step(store, step, record)
+            return _open_step(store, step, record, weights)
         except CheckpointError as exc:
             refused.append(f"step {step}: {exc}")
     raise CheckpointError(
@@ -192,11 +210,11 @@ def _find_best(record: RunRecord, best_evals: Mapping[int, float]) -> Saved:
     )
 
 
-def _find_step(record: RunRecord, step: int) -> Saved:
+def _find_step(record: RunRecord, step: int, weights: str) -> Saved:
     store = _store_of(record)
     steps = store.list_steps()
     if not steps:
-        _open_newest(record)  # raises an error that says when the first one is written
+        _open_newest(record, weights)  # raises an error that says when the first one is written
     if step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
         raise CheckpointError(
@@ -205,7 +223,7 @@ def _find_step(record: RunRecord, step: int) -> Saved:
             f"{' and '.join(map(str, near))}. %etrain checkpoints lists all of them."
         )
     try:
-        return _open_step(store, step, record)
+        return _open_step(store, step, record, weights)
     except CheckpointError as exc:
         raise CheckpointError(
             f"the checkpoint at step {step} of job {record.job_id} cannot be used: {exc}. "
@@ -213,7 +231,8 @@ def _find_step(record: RunRecord, step: int) -> Saved:
         ) from exc
 
 
-def _open_newest(record: RunRecord) -> OpenCheckpoint:
+def _open_newest(record: RunRecord, weights: str, *, with_model: bool = True) -> OpenCheckpoint:
+    """Open the newest checkpoint, with its weights or only with its ``state.json``."""
     from etrain_jupyter.trainer.state.parts import check_parts
 
     # A running job with `checkpoint.keep: 1` replaces the checkpoint that is being opened:
@@ -221,10 +240,16 @@ def _open_newest(record: RunRecord) -> OpenCheckpoint:
     #   job:                write 200, delete 100
     # Each further attempt requires another new checkpoint, so the loop ends.
     store = _store_of(record)
+    needed = (MODEL_PART, STATE_PART) if with_model else (STATE_PART,)
     while True:
         steps = store.list_steps()
         try:
-            return open_newest(store, job_id=record.job_id, check=check_parts)
+            return open_newest(
+                store,
+                job_id=record.job_id,
+                choose=_choose_parts(store, weights) if with_model else _choose_state,
+                check=lambda manifest, files: check_parts(manifest, files, needed),
+            )
         except CheckpointError as exc:
             if store.list_steps() == steps:
                 raise CheckpointError(
@@ -238,12 +263,37 @@ def _store_of(record: RunRecord) -> CheckpointStore:
     return open_store(record.checkpoints)
 
 
-def _open_step(store: CheckpointStore, step: int, record: RunRecord) -> Saved:
+def _open_step(store: CheckpointStore, step: int, record: RunRecord, weights: str) -> Saved:
     from etrain_jupyter.trainer.state.parts import check_parts
 
-    manifest, files = open_step(store, step, job_id=record.job_id)
+    choose = _choose_parts(store, weights)
+    manifest, files = open_step(store, step, job_id=record.job_id, choose=choose)
     check_parts(manifest, files)
     return Saved(step=step, files=files)
+
+
+def _choose_state(manifest: Manifest) -> list[str]:
+    return [STATE_PART] if STATE_PART in manifest.parts else []
+
+
+def _choose_parts(store: CheckpointStore, weights: str) -> Callable[[Manifest], list[str]]:
+    """Return a function that names the parts of a checkpoint with the weights."""
+    from etrain_jupyter.trainer.state.parts import EXTRA_PART, lists_average, weight_parts
+
+    # A store in a bucket deletes its local copy of a part when the path is garbage-collected.
+    # Keep state.json, so that it is downloaded once.
+    states: dict[int, Path] = {}
+
+    def choose(manifest: Manifest) -> list[str]:
+        parts, has_average = manifest.parts, False
+        # The extra part has the size of the weights only if it contains their averages, which
+        # state.json lists.
+        if weights != "raw" and EXTRA_PART in parts and STATE_PART in parts:
+            states[manifest.step] = store.get_part(parts[STATE_PART])
+            has_average = lists_average(states[manifest.step])
+        return weight_parts(parts, has_average=has_average)
+
+    return choose
 
 
 def put_weights(state: dict[str, Any], model: Any, record: RunRecord) -> None:

@@ -59,6 +59,19 @@ def optimizer_parts(names: Iterable[str]) -> list[str]:
     return [OPTIMIZER_PART]
 
 
+def weight_parts(names: Collection[str], *, has_average: bool) -> list[str]:
+    """Return the files that contain the weights and their description.
+
+    The optimizer's state is not among them. With Adam it is twice the size of the weights.
+
+    Args:
+        names: Files of the checkpoint.
+        has_average: True to include the averaged weights.
+    """
+    wanted = (MODEL_PART, STATE_PART, CONFIG_PART, *((EXTRA_PART,) if has_average else ()))
+    return [name for name in wanted if name in names]
+
+
 def check_parts(
     manifest: Manifest,
     files: dict[str, Path],
@@ -98,8 +111,17 @@ def has_average(files: dict[str, Path]) -> bool:
     Raises:
         CheckpointError: As ``header_of``.
     """
-    extras = header_of(files).get("extras")
-    return EXTRA_PART in files and isinstance(extras, dict) and AVERAGE in extras
+    return EXTRA_PART in files and lists_average(files[STATE_PART])
+
+
+def lists_average(state_file: Path) -> bool:
+    """Return True if a ``state.json`` lists averaged weights, which are in the extra part.
+
+    Raises:
+        CheckpointError: As ``header_of``.
+    """
+    extras = header_of({STATE_PART: state_file}).get("extras")
+    return isinstance(extras, dict) and AVERAGE in extras
 
 
 def header_of(files: dict[str, Path]) -> dict[str, Any]:
