@@ -1024,6 +1024,15 @@ class TrainConfig(Section):
         }
         return {key: text for key, text in found.items() if text is not None}
 
+    def warnings(self) -> tuple[str, ...]:
+        """Return what the user should know about this configuration before the job starts."""
+        if self.shard != "full":
+            return ()
+        return (
+            "shard: full is an experiment: it runs on CPUs only, is slower than shard: optimizer, "
+            "and may change.",
+        )
+
     def num_shards(self) -> int | None:
         """Return the number of shards in a step; None if ``reproducible`` is not set.
 

@@ -170,6 +170,11 @@ class FullShards(ShardedOptimizer):
         shards = (shard.weights_of(part) for shard in self.held for part in shard.parts)
         return sum(weights.nbytes for weights in shards)
 
+    @property
+    def num_gradient_bytes(self) -> int:
+        """Memory of the gradients between ``prepare`` and the update, in bytes."""
+        return sum(g.nbytes for gradients in self._gradients for g in gradients.values())
+
     # --- one generation ---
 
     def begin(self, group: RankGroup) -> None:
