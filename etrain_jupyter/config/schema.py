@@ -831,7 +831,7 @@ class TrainConfig(Section):
         if found := [name for name, is_set in others.items() if is_set]:
             raise fault(
                 f"shard: full is an experiment that does not support {', '.join(found)}",
-                hint="write shard: optimizer, or remove what is not supported",
+                hint="write shard: optimizer, or remove the unsupported keys",
                 path=("shard",),
             )
 

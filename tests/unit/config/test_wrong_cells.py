@@ -381,7 +381,7 @@ depends on others of the same tensor
 etrain: line 5, column 8: shard: full is an experiment that does not support ema, precision: bf16
     5 | shard: full
       |        ^^^^
-  write shard: optimizer, or remove what is not supported""",
+  write shard: optimizer, or remove the unsupported keys""",
     ),
     "no compression": (
         GOOD + "compression: powersdg\n",
