@@ -1,9 +1,9 @@
-"""Memory and step time of an optimizer state that is divided among the ranks.
+"""Memory and step time of a state that is divided among the ranks.
 
-``shard: optimizer`` next to ``shard: none``, both in the product's training loop, and torch's
-``ZeroRedundancyOptimizer`` next to DDP, both in a plain loop. The four take turns, in blocks of
-steps, in the same rank processes, so that changes of the machine's load affect all of them. Rank 0
-times its steps; the first ones of each block do not count.
+``shard: optimizer`` and ``shard: full`` next to ``shard: none``, all in the product's training
+loop, and torch's ``ZeroRedundancyOptimizer`` next to DDP, both in a plain loop. They take turns, in
+blocks of steps, in the same rank processes, so that changes of the machine's load affect all of
+them. Rank 0 times its steps; the first ones of each block do not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ WORLD_SIZES = (2, 3, 4)
 HOST = "127.0.0.1"
 BAR = 1.05
 """Maximum step time, in multiples of ``shard: none``, that passes."""
-PAIRS = {"optimizer": "none", "ZeRO": "DDP"}
+PAIRS = {"optimizer": "none", "full": "none", "ZeRO": "DDP"}
+NAMES = ("none", "optimizer", "full", "DDP", "ZeRO")
 NUM_SKIPPED = 3
 """Steps at the beginning of a block that do not count: DDP rebuilds its buckets in the second."""
 BATCH = 8
@@ -76,10 +77,11 @@ def measure_size(world_size: int, blocks: int, steps: int, millions: float) -> d
         process.join()
     figures: dict[str, Any] = {}
     [of_rank_0] = [one for one in found if one["rank"] == 0]
-    for name in (*PAIRS.values(), *PAIRS):
+    for name in NAMES:
         figures[name] = {
             "step_s": statistics.median(of_rank_0["times"][name]),
             "state_bytes": [one["state_bytes"][name] for one in sorted(found, key=_rank_of)],
+            "memory_bytes": [one["memory_bytes"][name] for one in sorted(found, key=_rank_of)],
             "is_same": all(one["digests"][name] == found[0]["digests"]["none"] for one in found),
         }
     for name, base in PAIRS.items():
@@ -120,6 +122,7 @@ def serve(
     variants: dict[str, Any] = {
         "none": Ours("none", rank, world_size, width),
         "optimizer": Ours("optimizer", rank, world_size, width),
+        "full": Ours("full", rank, world_size, width),
         "DDP": Plain(rank, world_size, width, is_zero=False),
         "ZeRO": Plain(rank, world_size, width, is_zero=True),
     }
@@ -137,6 +140,7 @@ def serve(
             "times": times,
             "blocks": blocks_s,
             "state_bytes": {name: one.num_state_bytes() for name, one in variants.items()},
+            "memory_bytes": {name: one.memory_bytes for name, one in variants.items()},
             "digests": {name: one.digest() for name, one in variants.items()},
         }
     )
@@ -195,6 +199,16 @@ class Ours:
         state = TrainState(self._workload, config, WorkPlan.of(config, self._workload))
         self._loop = TrainLoop(state, lambda report: None)
         self._loop.warm_up()
+        self._digest = ""
+        self.memory_bytes = 0
+        """Weights, gradients and optimizer state as an update begins."""
+        update = self._workload.optimizer.step
+
+        def measured(closure: Any = None) -> Any:
+            self.memory_bytes = max(self.memory_bytes, self._memory_bytes())
+            return update(closure)
+
+        self._workload.optimizer.step = measured  # type: ignore[method-assign]
 
     def run(self, store: Any, steps: int) -> list[float]:
         """Make ``steps`` steps in a generation of their own; return their durations in seconds."""
@@ -221,8 +235,11 @@ class Ours:
 
         loop.change_pending.clear()
         loop.run(group, loop.wrap(group), Hooks())
-        if self._workload.shards is not None:
-            self._workload.shards.leave()
+        shards = self._workload.shards
+        if shards is not None:
+            with shards.whole(group):
+                self._digest = _digest_of(self._workload.model)
+            shards.leave()
         group.close()
         return [after - before for before, after in itertools.pairwise(ends)]
 
@@ -240,13 +257,21 @@ class Ours:
 
     def num_state_bytes(self) -> int:
         """Return the memory of the optimizer's state on this rank."""
-        if self._workload.shards is not None:
-            return self._workload.shards.num_bytes
-        return _num_bytes(self._workload.optimizer)
+        full, shards = self._workload.full_shards, self._workload.shards
+        if full is not None:
+            return full.num_bytes - full.num_weight_bytes
+        return _num_bytes(self._workload.optimizer) if shards is None else shards.num_bytes
+
+    def _memory_bytes(self) -> int:
+        full, parameters = self._workload.full_shards, [*self._workload.model.parameters()]
+        if full is not None and full.world_size > 1:
+            return full.num_bytes + full.num_gradient_bytes
+        gradients = [p.grad.nbytes for p in parameters if p.grad is not None]
+        return sum(p.nbytes for p in parameters) + sum(gradients) + self.num_state_bytes()
 
     def digest(self) -> str:
         """Return the digest of the weights."""
-        return _digest_of(self._workload.model)
+        return self._digest or _digest_of(self._workload.model)
 
 
 class Plain:
@@ -261,6 +286,8 @@ class Plain:
         self._rows = rows[rank * BATCH : (rank + 1) * BATCH]
         self._optimizer: Any = None
         self._state: Any = None
+        self.memory_bytes = 0
+        """Weights, gradients and optimizer state after an update."""
 
     def run(self, store: Any, steps: int) -> list[float]:
         """Make ``steps`` steps; return their durations in seconds."""
@@ -289,6 +316,8 @@ class Plain:
             model.zero_grad()
             squares(model(self._rows), None).mean().backward()
             optimizer.step()
+            tensors = [t for p in self._model.parameters() for t in (p, p.grad) if t is not None]
+            self.memory_bytes = sum(t.nbytes for t in tensors) + self.num_state_bytes()
             times.append(time.perf_counter() - started)
         dist.barrier()
         dist.destroy_process_group()
@@ -330,7 +359,7 @@ def table_of(result: dict[str, Any]) -> str:
     """Format the figures as a Markdown table."""
     rows = []
     for size, figures in result["sizes"].items():
-        for name in (*PAIRS.values(), *PAIRS):
+        for name in NAMES:
             one = figures[name]
             ratio = one.get("ratio")
             bounds = ""
@@ -339,10 +368,12 @@ def table_of(result: dict[str, Any]) -> str:
             rows.append(
                 [
                     size,
-                    f"shard: {name}" if name in ("none", "optimizer") else name,
+                    name if name in ("DDP", "ZeRO") else f"shard: {name}",
                     f"{one['step_s'] * 1e3:.0f}",
                     bounds,
                     f"{max(one['state_bytes']) / 1e6:.1f}",
+                    f"{max(one['memory_bytes']) / 1e6:.1f}",
                 ]
             )
-    return report.table(["ranks", "", "step, ms", "of its base", "state, MB"], rows)
+    heads = ["ranks", "", "step, ms", "of its base", "state, MB", "with weights, gradients"]
+    return report.table(heads, rows)

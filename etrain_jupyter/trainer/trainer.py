@@ -575,12 +575,20 @@ class Trainer:
         self._is_fresh = self._is_forming = False
         self._num_out_of_memory = 0
         if gradients is None:
-            if group.rank == 0:
-                self._loop.evaluations.report(group.generation)
-            self._beat(phase="saving")
-            self._checkpointer.save_together(group)
+            self._save_together(group)
             return "planned"
         return self._loop.run(group, gradients, self._checkpointer)
+
+    def _save_together(self, group: RankGroup) -> None:
+        assert self._loop is not None
+        assert self._checkpointer is not None
+        shards = self._loop.workload.shards
+        assert shards is not None
+        if group.rank == 0:
+            self._loop.evaluations.report(group.generation)
+        self._beat(phase="saving")
+        with shards.whole(group, ranks=(0,)):
+            self._checkpointer.save_together(group)
 
     def _report_joined(
         self, group: RankGroup, spans: list[float], moved: Transferred | None
@@ -656,7 +664,7 @@ class Trainer:
     def _share_shards(
         self, group: RankGroup, message: JoinGeneration, step: int
     ) -> Transferred | None:
-        # With ``shard: optimizer``: see ``shard_sync`` for the order, and for what a rank may lose.
+        # With ``shard``: see ``shard_sync`` for the order, and for what a rank may lose.
         assert self._loop is not None
         loop, shards = self._loop, self._loop.workload.shards
         assert shards is not None
@@ -685,6 +693,7 @@ class Trainer:
         is_holder = group.rank in plan.held
         if not is_holder:
             shards.drop()
+        self._empty_parameters(is_holder)
         sync.repair(plan)
         if is_holder:
             loop.update.finish()
@@ -703,6 +712,15 @@ class Trainer:
         if not num_bytes:
             return None
         return Transferred(num_bytes=num_bytes, duration_s=time.monotonic() - started)
+
+    def _empty_parameters(self, is_holder: bool) -> None:
+        # With ``shard: full``, the shards have the weights, which ``ShardSync`` divides.
+        assert self._loop is not None
+        full = self._loop.workload.full_shards
+        if full is not None:
+            full.release()
+            self._is_fresh = False
+            self._has_state &= is_holder
 
     def _take_state(self) -> tuple[dict[str, Any], Tensors]:
         assert self._loop is not None

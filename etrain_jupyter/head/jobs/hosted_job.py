@@ -110,7 +110,7 @@ class HostedJob:
             hang_s=self.hang_s,
             pauses_on_nan=order.config.get("on_nan_loss") == "pause",
             backend=order.config.get("backend") or "auto",
-            is_sharded=order.config.get("shard") == "optimizer",
+            is_sharded=order.config.get("shard", "none") != "none",
         )
         #     case                        recalls   log      what happens
         #     submitted                   None      empty    begin

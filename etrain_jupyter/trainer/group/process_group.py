@@ -235,6 +235,17 @@ class RankGroup:
 
         return self.start(work)
 
+    def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> Pending:
+        """Start collecting the ranks' tensors, of one size, in ``output``, in rank order."""
+        # torch's own function for this has another name in each version.
+        work = self.launch(lambda async_op: self._peers()._allgather_base(output, own))
+        return Pending(self._waiters, work.get_future())
+
+    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor) -> Pending:
+        """Start summing ``rows`` over the ranks; ``output`` receives this rank's part of it."""
+        # gloo's ``Work`` for this has no future, and is complete only after ``wait``.
+        return self.start(lambda: self._peers()._reduce_scatter_base(output, rows).wait())
+
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the ranks, in place and on any device. Blocks.
 

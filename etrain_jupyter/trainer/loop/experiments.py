@@ -269,7 +269,8 @@ class Experiments:
             need = f"{in_gib(int(needed))} per worker"
             self._report(group, f"a copy of the state does not fit into memory ({need})")
         elif workload.shards is not None:
-            self._report(group, "shard: optimizer has no copy of the state to return to")
+            mode = workload.shards.mode
+            self._report(group, f"shard: {mode} has no copy of the state to return to")
         elif self._state.config.compression == "powersgd":
             self._report(group, "compression: powersgd carries a residual from step to step")
         elif num_steps < 1:

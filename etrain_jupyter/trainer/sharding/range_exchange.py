@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from etrain_jupyter.rules.sharding.optimizer_shards import Move, Range
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.state.transfer_plan import Buffers, bytes_of, plan_messages
 
@@ -85,3 +86,30 @@ class RangeExchange:
         for work in leaving:
             work.wait()
             group.beat()
+
+
+def exchange_moves(
+    group: RankGroup,
+    moves: Sequence[Move],
+    read: Callable[[Range], list[torch.Tensor]],
+    slots: Callable[[Range], list[torch.Tensor]],
+) -> None:
+    """Make moves of ranges between the ranks.
+
+    Args:
+        group: The generation's process group.
+        moves: All moves, in the same order on all ranks.
+        read: Returns the tensors of a range that this rank sends.
+        slots: Returns the memory for a range that this rank receives, in the same order.
+
+    Raises:
+        CommunicationError: A peer is lost.
+    """
+    sends: dict[int, list[torch.Tensor]] = {}
+    receives: dict[int, list[torch.Tensor]] = {}
+    for move in moves:
+        if move.source == group.rank:
+            sends.setdefault(move.target, []).extend(read(move.span))
+        if move.target == group.rank:
+            receives.setdefault(move.source, []).extend(slots(move.span))
+    RangeExchange(group, sends, receives).start().wait()

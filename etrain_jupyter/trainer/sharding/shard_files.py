@@ -152,7 +152,7 @@ class ShardFiles:
             raise CheckpointError(f"it has optimizer state of {index + 1} parameters or more")
         for (index, key), entries in self._vectors.items():
             entries.sort(key=lambda entry: entry.span)
-            size, at = self._layout.parameters[index].numel(), 0
+            size, at = self._layout.shapes[index].numel(), 0
             for entry in entries:
                 if entry.span[0] != at or entry.dtype != entries[0].dtype:
                     break
@@ -190,7 +190,7 @@ class ShardFiles:
         # By block, so that each is read once, although two shards may need it.
         copies: dict[tuple[PartBlocks, int], list[_Copy]] = {}
         for shard in shards:
-            for part in self._layout.slices(shard.span):
+            for part in shard.parts:
                 for name, _ in vectors_of(part, self.forms):
                     vector = shard.vectors[part.param, name]
                     for entry in self._vectors[part.param, name]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrain_jupyter.errors import CheckpointError
-from etrain_jupyter.rules.sharding.optimizer_shards import shards_of
 from etrain_jupyter.storage.checkpoints import Part
 from etrain_jupyter.storage.checkpoints.base import CheckpointStore
 from etrain_jupyter.storage.checkpoints.blocks import PartBlocks
@@ -65,13 +64,16 @@ def read_shards(
     new, num_bytes, error = [], 0, ""
     try:
         source = ShardFiles(((files[name], table) for name, table in tables.items()), shards.layout)
-        spans = shards_of(group.rank, size, shards.layout.starts)
-        new = [NewShard(shards.layout, span, source.forms) for span in spans]
+        layout = shards.layout
+        held = layout.shards(group.rank, size)
+        forms = shards.complete_forms(source.forms)
+        new = [NewShard(layout, spans, forms) for spans in held]
         num_bytes = source.fill(new, beat)
     except CheckpointError as exc:
         error = str(exc)
     results = gather_json(group, [error, num_bytes])
     error = next((error for error, _ in results if error), "")
     if not error:
+        shards.take_weights(group, new)
         shards.replace(new)
     return ReadReport(error=error, num_bytes=tuple(num for _, num in results))

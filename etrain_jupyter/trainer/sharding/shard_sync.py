@@ -26,13 +26,12 @@ from etrain_jupyter.rules.sharding.optimizer_shards import (
     find_lost,
     overlap,
     plan_moves,
-    shards_of,
     subtract,
 )
 from etrain_jupyter.trainer.group.gathering import gather_json
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.sharding.held_state import Form, NewShard, vectors_of
-from etrain_jupyter.trainer.sharding.range_exchange import RangeExchange
+from etrain_jupyter.trainer.sharding.range_exchange import exchange_moves
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
 from etrain_jupyter.trainer.state.pieces import copy_in_pieces
 
@@ -92,7 +91,13 @@ class SyncPlan:
     """Ranges that no rank has."""
 
 
-def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = False) -> SyncPlan:
+def plan_sync(
+    reports: Sequence[RankReport],
+    size: int,
+    *,
+    is_restored: bool = False,
+    has_weights: bool = True,
+) -> SyncPlan:
     """Plan the synchronization of a generation.
 
     Args:
@@ -100,6 +105,7 @@ def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = F
         size: Number of elements whose state is divided.
         is_restored: Rank 0 has loaded a checkpoint, so that other states do not count. All ranks
             have read their shards from it, or dropped them.
+        has_weights: Each rank has all weights, also those of shards that it does not hold.
     """
     newest = max(report.step for report in reports)
     if is_restored or newest == NO_STEP:
@@ -119,7 +125,7 @@ def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = F
     held = {rank: reports[rank].spans for rank in sorted([*current, *completing])}
     everything = [(0, size)]
     # An update changes the weights of a rank's own shards only.
-    stale = [r for r in completing if subtract(everything, held[r])]
+    stale = [r for r in completing if has_weights and subtract(everything, held[r])]
     stale += [r for r in current if reports[r].is_stale]
     # Rank 0 may have evaluated these weights before another rank has: same state, other counters.
     evals = reports[0].num_evals
@@ -157,11 +163,14 @@ class ShardSync:
         """
         packed = gather_json(self._group, report.to_json())
         reports = [RankReport.from_json(one) for one in packed]
-        plan = plan_sync(reports, self._layout.size, is_restored=is_restored)
+        has_weights = not self._shards.is_full
+        size = self._layout.size
+        plan = plan_sync(reports, size, is_restored=is_restored, has_weights=has_weights)
         if plan.lost:
             num_lost = sum(stop - first for first, stop in plan.lost)
+            what = "weights and the optimizer state" if self._shards.is_full else "optimizer state"
             raise ShardsLostError(
-                f"the optimizer state of {num_lost} of {self._layout.size} parameters is lost: "
+                f"the {what} of {num_lost} of {self._layout.size} parameters is lost: "
                 "two workers that were neighbors in the order of ranks were lost at once. The job "
                 "continues from its newest checkpoint"
             )
@@ -179,7 +188,7 @@ class ShardSync:
         }
         moves = plan_moves(trusted, {rank: everything for rank in plan.stale})
         if moves:
-            self._exchange(moves, self._weights, self._weights)
+            exchange_moves(self._group, moves, self._weights, self._weights)
 
     def _weights(self, span: Range) -> list[torch.Tensor]:
         return [self._layout.weights(part) for part in self._layout.slices(span)]
@@ -196,7 +205,7 @@ class ShardSync:
         """
         group, shards = self._group, self._shards
         size = group.world_size
-        wanted = {rank: shards_of(rank, size, self._layout.starts) for rank in range(size)}
+        wanted = {rank: self._layout.spans(rank, size) for rank in range(size)}
         num_bytes = 0
         is_moved = any(plan.held.get(rank) != spans for rank, spans in wanted.items())
         if is_moved:
@@ -226,38 +235,22 @@ class ShardSync:
         self, plan: SyncPlan, moves: Sequence[Move], forms: Mapping[int, Form]
     ) -> list[NewShard]:
         group, shards = self._group, self._shards
-        wanted = shards_of(group.rank, group.world_size, self._layout.starts)
-        new = [NewShard(self._layout, span, forms) for span in wanted]
+        wanted = self._layout.shards(group.rank, group.world_size)
+        new = [NewShard(self._layout, spans, forms) for spans in wanted]
 
         def slots(span: Range) -> list[torch.Tensor]:
-            [shard] = [one for one in new if overlap(one.span, span) == span]
+            [shard] = [one for one in new if any(overlap(own, span) == span for own in one.spans)]
             return shard.slots(span)
 
         for span in plan.held.get(group.rank, ()):
-            for shard in new:
-                common = overlap(span, shard.span)
+            for common in (overlap(span, own) for shard in new for own in shard.spans):
                 if common is not None:
                     values = shards.read_span(common, forms)
-                    for slot, value in zip(shard.slots(common), values, strict=True):
+                    for slot, value in zip(slots(common), values, strict=True):
                         copy_in_pieces(slot, value, self._beat)
         if moves:
-            self._exchange(moves, lambda span: shards.read_span(span, forms), slots)
+            exchange_moves(group, moves, lambda span: shards.read_span(span, forms), slots)
         return new
-
-    def _exchange(
-        self,
-        moves: Sequence[Move],
-        read: Callable[[Range], list[torch.Tensor]],
-        slots: Callable[[Range], list[torch.Tensor]],
-    ) -> None:
-        sends: dict[int, list[torch.Tensor]] = {}
-        receives: dict[int, list[torch.Tensor]] = {}
-        for move in moves:
-            if move.source == self._group.rank:
-                sends.setdefault(move.target, []).extend(read(move.span))
-            if move.target == self._group.rank:
-                receives.setdefault(move.source, []).extend(slots(move.span))
-        RangeExchange(self._group, sends, receives).start().wait()
 
     def _num_bytes(self, span: Range, forms: Mapping[int, Form]) -> int:
         return sum(

@@ -361,7 +361,7 @@ etrain: line 6, column 17: scaling.rule must be none, linear, sqrt or adascale, 
     "no shard": (
         GOOD + "shard: weights\n",
         """\
-etrain: line 5, column 8: shard must be none or optimizer, not the text 'weights'
+etrain: line 5, column 8: shard must be none, optimizer or full, not the text 'weights'
     5 | shard: weights
       |        ^^^^^^^
   write shard: optimizer""",
@@ -374,6 +374,14 @@ depends on others of the same tensor
     5 | shard: optimizer
       |        ^^^^^^^^^
   write optimizer: {name: AdamW}, or shard: none""",
+    ),
+    "what an experiment does not support": (
+        GOOD + "shard: full\nema: 0.99\nprecision: bf16\n",
+        """\
+etrain: line 5, column 8: shard: full is an experiment that does not support ema, precision: bf16
+    5 | shard: full
+      |        ^^^^
+  write shard: optimizer, or remove the unsupported keys""",
     ),
     "no compression": (
         GOOD + "compression: powersdg\n",

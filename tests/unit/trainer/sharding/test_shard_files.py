@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from etrain_jupyter.errors import CheckpointError
-from etrain_jupyter.rules.sharding.optimizer_shards import shards_of
 from etrain_jupyter.storage.checkpoints import LocalStore, Part
 from etrain_jupyter.storage.checkpoints.blocks import PartBlocks
 from etrain_jupyter.trainer.sharding.held_state import Layout, NewShard
@@ -74,7 +73,7 @@ def open_files(store: LocalStore, parts: list[Part], layout: Layout) -> ShardFil
 
 
 def shards_read(source: ShardFiles, layout: Layout, rank: int, size: int) -> list[NewShard]:
-    shards = [NewShard(layout, span, source.forms) for span in shards_of(rank, size, layout.starts)]
+    shards = [NewShard(layout, spans, source.forms) for spans in layout.shards(rank, size)]
     source.fill(shards)
     return shards
 

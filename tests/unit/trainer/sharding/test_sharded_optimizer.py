@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 
 from etrain_jupyter.config.schema import OptimizerConfig
 from etrain_jupyter.config.vocabulary import ELEMENTWISE, NAMED_LR
-from etrain_jupyter.rules.sharding.optimizer_shards import Range, overlap, shards_of
+from etrain_jupyter.rules.sharding.optimizer_shards import Range, overlap
 from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.sharding.held_state import Form, NewShard
@@ -50,8 +52,8 @@ def divide(ranks: list[ShardedOptimizer], world_size: int) -> list[ShardedOptimi
     new: list[ShardedOptimizer] = []
     for rank in range(world_size):
         own = copy_of(ranks[rank % len(ranks)])
-        spans = shards_of(rank, world_size, layout.starts)
-        own.replace([filled(span, forms, ranks) for span in spans])
+        held = layout.shards(rank, world_size)
+        own.replace([filled(spans, forms, ranks) for spans in held])
         own.settle(rank, world_size)
         new.append(own)
     return new
@@ -67,10 +69,12 @@ def forms_of(ranks: list[ShardedOptimizer]) -> dict[int, Form]:
     return found
 
 
-def filled(span: Range, forms: dict[int, Form], ranks: list[ShardedOptimizer]) -> NewShard:
-    shard = NewShard(ranks[0].layout, span, forms)
+def filled(
+    spans: Sequence[Range], forms: dict[int, Form], ranks: list[ShardedOptimizer]
+) -> NewShard:
+    shard = NewShard(ranks[0].layout, spans, forms)
     for other in ranks:
-        for held in other.spans:
+        for held, span in itertools.product(other.spans, spans):
             if common := overlap(held, span):
                 values = other.read_span(common, forms)
                 for slot, value in zip(shard.slots(common), values, strict=True):
@@ -138,7 +142,7 @@ def test_both_holders_of_a_shard_have_equal_state():
     make_step(ranks, 0)
     for rank, one in enumerate(ranks):
         own, copied = one.held[0], ranks[(rank - 1) % 3].held[1]
-        assert own.span == copied.span
+        assert own.spans == copied.spans
         for part, other in zip(own.parts, copied.parts, strict=True):
             mine, theirs = own.state_of(part), copied.state_of(other)
             assert mine.keys() == theirs.keys()
