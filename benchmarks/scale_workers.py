@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dask.config
 from distributed.batched import BatchedSend
 from distributed.comm.core import connect
 from distributed.core import rpc
@@ -32,6 +33,9 @@ from etrain_jupyter.process.tls import configure_dask, read_security
 from etrain_jupyter.worker.supervisor import Supervisor
 
 _DASK: Any = SimpleNamespace(BatchedSend=BatchedSend, connect=connect, rpc=rpc)  # without types
+
+CONNECT_TIMEOUT = "120s"
+"""Hundreds of TLS handshakes share two cores, perhaps with other processes."""
 
 CONNECTING = 8
 """Workers of a process that connect at the same time."""
@@ -168,6 +172,7 @@ def main() -> None:
     """Run until the parent closes this process's standard input."""
     folder, scheduler, first, count, rate, *keys = sys.argv[1:]
     configure_dask(Path(folder) / "scratch")
+    dask.config.set({"distributed.comm.timeouts.connect": CONNECT_TIMEOUT})
     read_plain_values_only()
     collect_garbage_rarely()
     steps = Steps(float(rate), has_keys=bool(keys))
