@@ -8,7 +8,7 @@ from pathlib import Path
 
 from etrain_jupyter.head.coordinator.coordinator import Coordinator
 from etrain_jupyter.head.coordinator.nodes import NoNodes
-from etrain_jupyter.process.entry import log_to_stderr
+from etrain_jupyter.process.entry import collect_garbage_rarely, log_to_stderr
 from etrain_jupyter.process.peers import WORKER_REQUESTS, restricted
 from etrain_jupyter.process.tls import configure_dask, read_security, without_http
 
@@ -38,6 +38,7 @@ def main() -> None:
     """Run until the parent closes this process's standard input."""
     folder = Path(sys.argv[1])
     log_to_stderr()
+    collect_garbage_rarely()
     configure_dask(folder / "scratch")
     asyncio.run(serve(folder))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +14,13 @@ from typing import Any
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.codec import Encoded, encode
 from etrain_jupyter.wire.progress_page import TrainerProgress
-from etrain_jupyter.wire.rank_values import unpack_values
+from etrain_jupyter.wire.rank_values import (
+    CONNECTIONS,
+    DIGEST_BYTES,
+    WHOLE,
+    pack_digest,
+    unpack_values,
+)
 
 PLAN = {
     **{"num_train_samples": 10**8, "num_eval_samples": 0, "global_batch_size": 4096},
@@ -137,7 +143,7 @@ class SleepingTrainer:
         self._say(m.RankKey, topic=topic, value=VALUES[topic](self._world_size))
 
     def _take_keys(self, topic: str, values: bytes) -> None:
-        assert len(unpack_values(values)) == self._world_size
+        assert num_values(values) == self._world_size
         if topic == GLOO:  # gloo connects, and the connections are authenticated
             self._publish(CONNECTIONS)
         else:
@@ -184,6 +190,12 @@ class SleepingTrainer:
             self._stepping = None
 
 
+@functools.lru_cache(maxsize=2)
+def num_values(values: bytes) -> int:
+    """Return the number of packed values. In a cluster, the ranks unpack them at the same time."""
+    return len(unpack_values(values))
+
+
 def gloo_key(world_size: int) -> bytes:
     """Return a key like gloo's, as a rank publishes it: an address in uninitialized memory."""
     return b"\x01" + bytes(64) + os.urandom(40) + bytes(GLOO_KEY_BYTES - 104)
@@ -191,9 +203,9 @@ def gloo_key(world_size: int) -> bytes:
 
 def digest(world_size: int) -> bytes:
     """Return a digest of connections like that of ``trainer.group.authentication``."""
-    value = {"num": world_size - 1, "digest": os.urandom(16).hex(), "error": ""}
-    return json.dumps(value).encode()
+    num = int.from_bytes(os.urandom(DIGEST_BYTES), "little")
+    return WHOLE + pack_digest(num=world_size - 1, digest=num)
 
 
-GLOO, CONNECTIONS = "0", "connections"
+GLOO = "0"
 VALUES: dict[str, Callable[[int], bytes]] = {GLOO: gloo_key, CONNECTIONS: digest}

@@ -28,7 +28,7 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.head.head_coordinator import HeadCoordinator
 from etrain_jupyter.head.node_source import HeadFacts, HeadNodes
 from etrain_jupyter.process.cluster_dir import READY, START_FAILED, ClusterDir
-from etrain_jupyter.process.entry import load_factory, log_to_stderr
+from etrain_jupyter.process.entry import collect_garbage_rarely, load_factory, log_to_stderr
 from etrain_jupyter.process.machine_load import Load, write_load
 from etrain_jupyter.process.parent_pipe import die_with_parent
 from etrain_jupyter.process.peers import WORKER_REQUESTS, restricted
@@ -357,6 +357,7 @@ def main() -> None:
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     log_to_stderr()
+    collect_garbage_rarely()
     code = 0
     try:
         configure_dask(cluster.scratch)

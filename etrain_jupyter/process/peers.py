@@ -25,6 +25,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from etrain_jupyter.process.frame_reader import FrameReader
+
 logger = logging.getLogger(__name__)
 
 WORKER_REQUESTS = frozenset(
@@ -163,7 +165,9 @@ def role_of(comm: Any) -> str:
 
 
 def _limit(comm: Any, role: str, allowed: frozenset[str]) -> None:
-    read = comm.read
+    # A connection within a process has no stream.
+    is_socket = getattr(comm, "stream", None) is not None
+    read = FrameReader(comm, decode_plain).read if is_socket else comm.read
 
     async def read_allowed(deserializers: Any = None) -> Any:
         message = await read(deserializers)

@@ -13,11 +13,11 @@ from typing import Any, assert_never
 
 from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
-from distributed.comm.core import CommClosedError
 
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.codec import KIND, Encoded, encode
 from etrain_jupyter.wire.requests import FetchBundle, RefusedRequestError, call_scheduler
+from etrain_jupyter.wire.stream import MessageStream
 from etrain_jupyter.wire.versions import read_fingerprint
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
 from etrain_jupyter.worker.forks import ForkServer
@@ -98,6 +98,7 @@ class Supervisor(WorkerPlugin):
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio itself keeps only weak references
         self._closing = False
         self._is_connected = False
+        self._stream: MessageStream | None = None  # to the coordinator
         self._outbox = Outbox()
         self._notices = PreemptionWatch(self._send)
         self._bundles = MachineBundles(self._fetch_bundle)
@@ -505,11 +506,13 @@ class Supervisor(WorkerPlugin):
         """Send a message if a coordinator is connected. The next one gets the kept reports."""
         if self._closing or not self._is_connected:
             return
-        frame = {"op": "etrain_report", "message": message}
-        try:
-            self._worker.batched_stream.send(frame)  # Dask queues the message, and may lose it
-        except CommClosedError:
+        stream = self._stream
+        if stream is None or stream.batched is not self._worker.batched_stream:
+            stream = self._stream = MessageStream(self._worker.batched_stream, "etrain_report")
+        if stream.is_closed:
             self._is_connected = False  # the worker is about to close, or to reconnect
+        else:
+            stream.send(message)  # it is lost if the connection ends before it is written
 
     def _go(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from etrain_jupyter.rules.membership.silence import BEAT_S, choose_beat_s
 from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
+from etrain_jupyter.wire.stream import MessageStream, SharedFields
 
 logger = logging.getLogger("etrain.coordinator")
 
@@ -105,6 +106,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._defects = Defects()
         self._bundles = HeadBundles(lambda: (job.order for job in self._active()))
         self._serve(JobRecords(None))
+        self._streams: dict[str, MessageStream] = {}  # to the supervisors, by address
         self._refused: set[str] = set()  # addresses of supervisors with another wire version
         self._ticked_at: float | None = None
         self._acknowledged_at = -math.inf
@@ -162,6 +164,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         return HostedJob(
             order=order,
             send_to=self._send_to,
+            send_all=self._send_all,
             describe_worker=self._machine_of,
             before_end=self._money.report_final,
             on_events=self._report_to_studies,
@@ -340,6 +343,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         # An evicted worker is no longer in the roster, and its loss was handled when it was
         # evicted.
         self._refused.discard(worker)
+        self._streams.pop(worker, None)
         facts = self._workers.remove(worker)
         if facts is not None:
             self._records.forget_worker(facts.name)
@@ -488,9 +492,31 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._send(facts.address, message)
 
     def _send(self, address: str, message: m.ToSupervisor | m.ToTrainer) -> None:
-        stream = self._scheduler.stream_comms.get(address)
+        stream = self._stream_to(address)
         if stream is not None:
-            stream.send({"op": "etrain_order", "message": codec.encode(message)})
+            stream.send(codec.encode(message))
+
+    def _send_all(
+        self, message: m.ToTrainer, recipients: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> None:
+        """Send a message to several workers, each with its own values of some fields."""
+        differing = {name for _, own in recipients for name in own}
+        encoded = codec.encode(message).items()
+        shared = SharedFields({name: value for name, value in encoded if name not in differing})
+        for worker, own in recipients:
+            facts = self._workers.get(worker)
+            stream = self._stream_to(facts.address) if facts is not None else None
+            if stream is not None:
+                stream.send_shared(shared, own)
+
+    def _stream_to(self, address: str) -> MessageStream | None:
+        batched = self._scheduler.stream_comms.get(address)
+        if batched is None:
+            return None
+        stream = self._streams.get(address)
+        if stream is None or stream.batched is not batched:
+            stream = self._streams[address] = MessageStream(batched, "etrain_order")
+        return stream
 
     def _allocate(self) -> None:
         self._mode.allocate()

@@ -56,6 +56,10 @@ Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
 """Sends a message to a worker's supervisor, given the worker's name."""
 
 
+SendAll = Callable[[m.ToTrainer, Sequence[tuple[str, Mapping[str, Any]]]], None]
+"""Sends a message to several workers, given each one's name and the fields in which it differs."""
+
+
 @dataclass(kw_only=True)
 class HostedJob:
     """Own a job's state; turn messages into stimuli, and carry out commands.
@@ -69,6 +73,7 @@ class HostedJob:
 
     order: JobSpec
     send_to: Send
+    send_all: SendAll
     describe_worker: Callable[[str], dict[str, Any]] = lambda worker: {}
     """Returns the facts about a worker's machine, as fields of ``WorkerJoined``."""
     before_end: Callable[[HostedJob], None] = lambda job: None
@@ -440,13 +445,24 @@ class HostedJob:
         """Send a message to a trainer, through its supervisor."""
         self.send_to(self.trainers[message.trainer].worker, message)
 
+    def _send_all(
+        self,
+        message: m.ForwardedOrder,
+        trainers: Iterable[str],
+        own: Callable[[str], dict[str, Any]] = lambda trainer: {},
+    ) -> None:
+        """Send a message to several trainers; ``own`` returns the fields in which they differ."""
+        recipients = [
+            (self.trainers[trainer].worker, {"trainer": trainer, **own(trainer)})
+            for trainer in trainers
+        ]
+        self.send_all(message, recipients)
+
     def _announce(self, command: c.AnnounceChange) -> None:
-        for trainer in command.trainers:
-            self.send(m.LeaveGeneration(trainer=trainer, generation=command.generation))
+        self._send_all(m.LeaveGeneration(generation=command.generation), command.trainers)
 
     def _abort(self, command: c.AbortGeneration) -> None:
-        for trainer in command.trainers:
-            self.send(m.BreakGeneration(trainer=trainer, generation=command.generation))
+        self._send_all(m.BreakGeneration(generation=command.generation), command.trainers)
 
     def _form(self, command: c.FormGeneration) -> None:
         # Rank 0 sends the records of steps after ``logged_step``. With ``restore``, steps after the
@@ -456,29 +472,32 @@ class HostedJob:
         #     log    ... 38 39 40    generation begins at 35    logged_step = 35, log_end = 40
         self.step_clock.ranks = command.trainers
         world_size, starts = len(command.trainers), tuple(self.record.starts)
-        pace, secret = self._pace(restore=command.restore), secrets.token_bytes(SECRET_BYTES)
-        for rank, trainer in enumerate(command.trainers):
-            num_starts = self.trainers[trainer].num_starts
-            self.send(
-                m.JoinGeneration(
-                    trainer=trainer,
-                    generation=command.generation,
-                    rank=rank,
-                    world_size=world_size,
-                    is_guarded=command.is_guarded,
-                    behind=command.behind,
-                    restore=command.restore,
-                    logged_step=min(self.record.logged_step, command.step),
-                    log_end=self.record.logged_step,
-                    backend=command.backend,
-                    faults=tuple(self.planned.of_rank(rank, world_size)),
-                    starts=starts[num_starts:],
-                    num_starts=num_starts,
-                    secret=secret,
-                    pace=pace,
-                    saves=command.saves,
-                )
-            )
+        ranks = {trainer: rank for rank, trainer in enumerate(command.trainers)}
+        message = m.JoinGeneration(
+            generation=command.generation,
+            rank=0,
+            world_size=world_size,
+            is_guarded=command.is_guarded,
+            behind=command.behind,
+            restore=command.restore,
+            logged_step=min(self.record.logged_step, command.step),
+            log_end=self.record.logged_step,
+            backend=command.backend,
+            secret=secrets.token_bytes(SECRET_BYTES),
+            pace=self._pace(restore=command.restore),
+            saves=command.saves,
+        )
+
+        def own(trainer: str) -> dict[str, Any]:
+            rank, num_starts = ranks[trainer], self.trainers[trainer].num_starts
+            return {
+                "rank": rank,
+                "faults": tuple(self.planned.of_rank(rank, world_size)),
+                "starts": starts[num_starts:],
+                "num_starts": num_starts,
+            }
+
+        self._send_all(message, command.trainers, own)
 
     def _save(self, command: c.SaveCheckpoint) -> None:
         self.send(
@@ -561,8 +580,7 @@ class HostedJob:
         for item in consequences:
             match item:
                 case Relay():
-                    for trainer in item.trainers:
-                        self.send(dataclasses.replace(item.message, trainer=trainer))
+                    self._send_all(item.message, item.trainers)
                 case KeepExhibit():
                     self._keep_exhibit(item)
                 case events.Event():

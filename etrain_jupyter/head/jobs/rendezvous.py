@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etrain_jupyter.wire import messages as m
-from etrain_jupyter.wire.rank_values import pack_values
+from etrain_jupyter.wire.rank_values import CONNECTIONS, pack_values, sum_digests
 
 
 class Rendezvous:
@@ -40,5 +40,8 @@ class Rendezvous:
         if len(values) < len(ranks) or any(trainer not in values for trainer in ranks):
             return None
         del self._values[report.topic]
-        packed = pack_values([values[trainer] for trainer in ranks])
+        in_order = [values[trainer] for trainer in ranks]
+        if report.topic == CONNECTIONS:
+            in_order = sum_digests(in_order)
+        packed = pack_values(in_order)
         return m.RankKeys(generation=report.generation, topic=report.topic, values=packed)

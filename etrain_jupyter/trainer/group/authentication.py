@@ -4,7 +4,8 @@ gloo has no authentication: its listener gives a rank's place to the first conne
 8-byte number of a pair (0, 1, 2 ...). So after gloo has connected, each rank publishes a keyed
 digest of both ends of its connections over the authenticated control channel. The digests of all
 ranks cancel out if and only if each connection is listed once from each end. All ranks add up the
-same digests, so all of them accept the group or all refuse it, before any tensor is sent.
+same digests, so all of them accept the group or all refuse it, before any tensor is sent. The
+coordinator, which chose the key, may already have summed them (``wire.rank_values.sum_digests``).
 
 A digest has the same size in a group of any size. Only if the digests do not cancel out, the ranks
 of a small group publish the connections themselves, to name the stranger in the error.
@@ -22,7 +23,6 @@ from datetime import timedelta
 from typing import Any
 
 from etrain_jupyter.trainer.group.connections import (
-    MODULUS,
     Pair,
     decode,
     digest_of,
@@ -33,6 +33,7 @@ from etrain_jupyter.trainer.group.connections import (
 )
 from etrain_jupyter.trainer.group.gloo_device import GlooDevice
 from etrain_jupyter.trainer.group.rendezvous import FORM_TIMEOUT_S, CommunicationError
+from etrain_jupyter.wire.rank_values import CONNECTIONS, DIGEST_MODULUS, pack_digest
 
 MAX_UNCLAIMED = 1024
 """Maximum number of connections that have not sent a rank's number. Each rank opens only one
@@ -45,9 +46,6 @@ DESCRIPTION_TIMEOUT_S = 5.0
 MAX_LISTED = 64
 """Maximum number of ranks that publish their connections to name a stranger: the lists grow with
 the square of their number, and each rank reads them all."""
-
-CONNECTIONS = "connections"
-"""Topic of the digests, see ``rank_keys``."""
 
 MAX_DESCRIBED = 3
 """Maximum number of unknown connections listed in a message; the rest are only counted."""
@@ -94,7 +92,7 @@ def authenticate(
     if errors:
         raise CommunicationError("; ".join(errors))
     is_complete = all(value["num"] == world_size - 1 for value in reports.values())
-    total = sum(int(value["digest"], 16) for value in reports.values()) % MODULUS
+    total = sum(int(value["digest"], 16) for value in reports.values()) % DIGEST_MODULUS
     if is_complete and total == 0:
         return
     if world_size > MAX_LISTED:
@@ -141,8 +139,7 @@ def raise_if_flooded(device: GlooDevice) -> None:
 
 
 def _publish(store: Any, rank: int, *, num: int, digest: int, error: str = "") -> None:
-    value = {"num": num, "digest": f"{digest:x}", "error": error}
-    store.set(f"{CONNECTIONS}/{rank}", json.dumps(value))
+    store.set(f"{CONNECTIONS}/{rank}", pack_digest(num=num, digest=digest, error=error))
 
 
 def _collect(

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-DIGEST_BYTES = 16
-MODULUS = 1 << 8 * DIGEST_BYTES
-"""Digests of connections are summed modulo this number."""
+from etrain_jupyter.wire.rank_values import DIGEST_BYTES, DIGEST_MODULUS
 
 End = tuple[str, int]
 """Address and port."""
@@ -61,16 +59,16 @@ def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
 
 
 def digest_of(pairs: Sequence[Pair], secret: bytes) -> int:
-    """Return a digest of one rank's connections; those of all ranks cancel out modulo ``MODULUS``.
+    """Return a digest of one rank's connections; those of all ranks sum to 0 modulo DIGEST_MODULUS.
 
     They do so only if each connection is listed as often from one end as from the other, as for
     connections between ranks. A connection to a stranger or a relay is listed from one end only.
     The secret keeps strangers from choosing addresses whose digests cancel out.
 
     >>> a, b, c = ("h", 1), ("h", 2), ("h", 3)
-    >>> (digest_of([(a, b)], b"s") + digest_of([(b, a)], b"s")) % MODULUS
+    >>> (digest_of([(a, b)], b"s") + digest_of([(b, a)], b"s")) % DIGEST_MODULUS
     0
-    >>> (digest_of([(a, c)], b"s") + digest_of([(b, a)], b"s")) % MODULUS == 0
+    >>> (digest_of([(a, c)], b"s") + digest_of([(b, a)], b"s")) % DIGEST_MODULUS == 0
     False
     """
     total = 0
@@ -79,7 +77,7 @@ def digest_of(pairs: Sequence[Pair], secret: bytes) -> int:
         hashed = blake2b(repr((first, second)).encode(), key=secret, digest_size=DIGEST_BYTES)
         sign = 1 if near == first else -1
         total += sign * int.from_bytes(hashed.digest(), "little")
-    return total % MODULUS
+    return total % DIGEST_MODULUS
 
 
 def pair_of(connection: socket.socket) -> Pair:

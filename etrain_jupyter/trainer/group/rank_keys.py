@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from etrain_jupyter.trainer.group.authentication import CONNECTIONS
 from etrain_jupyter.wire.messages import RankKey, RankKeys, StoreEntry
-from etrain_jupyter.wire.rank_values import unpack_values
+from etrain_jupyter.wire.rank_values import CONNECTIONS, WHOLE, unpack_values
 
 GLOO = "0"
 """Prefix of gloo's keys: the number of its device, and a generation has one."""
@@ -20,7 +19,7 @@ GLOO = "0"
 TOPICS = frozenset({GLOO, CONNECTIONS})
 """Topics under which every rank sets exactly one key, and needs those of all ranks."""
 
-_WHOLE, _SHORTENED = b"\x00", b"\x01"
+_SHORTENED = b"\x01"
 
 
 def message_of(
@@ -50,7 +49,7 @@ def _shorten(value: bytes, world_size: int) -> bytes:
     numbers = _numbers(world_size)
     if value.endswith(numbers):
         return _SHORTENED + value[: -len(numbers)]
-    return _WHOLE + value
+    return WHOLE + value
 
 
 def _numbers(world_size: int) -> bytes:

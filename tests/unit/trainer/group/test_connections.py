@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etrain_jupyter.trainer.group.connections import (
-    MODULUS,
     Pair,
     decode,
     digest_of,
@@ -20,6 +19,7 @@ from etrain_jupyter.trainer.group.connections import (
     format_end,
     pair_of,
 )
+from etrain_jupyter.wire.rank_values import DIGEST_MODULUS
 
 
 def whole(count: int) -> dict[int, list[Pair]]:
@@ -39,7 +39,7 @@ def test_one_connection_per_pair_of_ranks_is_accepted(count):
 
 
 def total_of(listed: dict[int, list[Pair]]) -> int:
-    return sum(digest_of(pairs, b"secret") for pairs in listed.values()) % MODULUS
+    return sum(digest_of(pairs, b"secret") for pairs in listed.values()) % DIGEST_MODULUS
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
