@@ -110,8 +110,8 @@ def _check_rows(target: Mapping[str, Any], where: str) -> None:
     if longer:
         raise RecipeError(
             f"after its transform, {where} has {count} boxes, but {' and '.join(longer)} still "
-            "have one row for each box before it. v2.SanitizeBoundingBoxes removes only the rows of "
-            "boxes, labels and masks. Leave it out, and set min_size of Batches, which removes "
+            "have one row for each box before it. v2.SanitizeBoundingBoxes removes only the rows "
+            "of boxes, labels and masks. Leave it out, and set min_size of Batches, which removes "
             "small boxes with all their rows."
         )
 

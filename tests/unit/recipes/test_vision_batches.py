@@ -181,7 +181,9 @@ def test_transform_that_removes_only_some_rows_of_a_box_is_refused() -> None:
     }
     collate = detection.Batches(3, train=v2.SanitizeBoundingBoxes(min_size=4))
 
-    with pytest.raises(RecipeError, match="sample 0 has 1 boxes, but 'area' still .* set min_size"):
+    with pytest.raises(
+        RecipeError, match=r"sample 0 has 1 boxes, but 'area' still .* set min_size"
+    ):
         collate([(image_of(0), target)])
 
 
