@@ -73,15 +73,7 @@ def write_shards(
         PoolError: If the pool cannot be reached, or runs no tasks.
         ConfigError: If ``pools.yaml`` is invalid.
     """
-    if block_bytes < 1:
-        raise ShardError(f"block_bytes={block_bytes} is less than 1.")
-    if workers is not None and workers < 1:
-        raise ShardError(f"workers={workers} is less than 1.")
-    if not shuffle and (workers is not None or pool is not None):
-        raise ShardError(
-            "workers and pool need shuffle=True: the files of a set in the order of its source are "
-            "written one after the other. Nothing was written. Leave out workers and pool."
-        )
+    _check_options(shuffle=shuffle, block_bytes=block_bytes, workers=workers, pool=pool)
     place = absolute_path(to)
     writer = _writer()
     writer(
@@ -96,6 +88,20 @@ def write_shards(
         open_workers=_opener_of(workers, pool),
     )
     return Shards(place)
+
+
+def _check_options(
+    *, shuffle: bool, block_bytes: int, workers: int | None, pool: str | None
+) -> None:
+    if block_bytes < 1:
+        raise ShardError(f"block_bytes={block_bytes} is less than 1.")
+    if workers is not None and workers < 1:
+        raise ShardError(f"workers={workers} is less than 1.")
+    if not shuffle and (workers is not None or pool is not None):
+        raise ShardError(
+            "workers and pool need shuffle=True: the files of a set in the order of its source are "
+            "written one after the other. Nothing was written. Leave out workers and pool."
+        )
 
 
 def _opener_of(workers: int | None, pool: str | None) -> OpenWorkers | None:

@@ -225,46 +225,20 @@ class JobRecord:
         match event:
             case StepCompleted():
                 self._apply_step(event)
-            # Any report from a member shows that the generation began at the planned step, because
-            # otherwise ``JobRestored`` would precede the report.
             case GenerationReady() | WeightsHashed() | RankTimed():
-                if isinstance(event, GenerationReady):
-                    self.is_ready = self.has_trained = True
-                if isinstance(event, RankTimed):
-                    self._apply_times(event)
-                self._begin(event.generation, self._planned_start)
-            case EvalCompleted():
-                self.evaluated_step = event.step
-                self.metrics = self.metrics | {f"eval_{k}": v for k, v in event.values.items()}
-                self._begin(event.generation, self._planned_start)
-            case EvalScored():
-                self.scored_step = event.step
-                self.metrics = self.metrics | {f"eval_{k}": v for k, v in event.values.items()}
-            case CheckpointCommitted():
-                self.saved_step = event.step
-                self.saved_steps = tuple(sorted({*self.saved_steps, event.step})[-KEEP_SAVED:])
-                self.stalls[event.step] = event.stall_s
-            case BestReached():  # a new rank 0 may report it again; the newest report counts
-                self.best = [*(b for b in self.best if b.step != event.step), event]
-                self.best_reported = event
+                self._apply_report(event)
+            case EvalCompleted() | EvalScored():
+                self._apply_eval(event)
+            case CheckpointCommitted() | BestReached():
+                self._apply_saved(event)
             case ExhibitStored() | ExhibitsRemoved():
                 apply_exhibit(self.exhibits, event)
-            case CostUpdated():
-                self.cost = event
             case GenerationFormed():
                 self._apply_formed(event)
             case JobRestored():
                 self._apply_restored(event)
-            case JobStatusChanged():
-                self._apply_status(event)
-            case WorkerJoined():
-                # Same names as in ``rules.membership.turn.Turn.start``.
-                self.num_started += 1
-                self.machine_types[event.worker] = event.machine
-                self.trainers[event.worker] = f"{event.job_id}/{event.worker}/{self.num_started}"
-            case WorkerLost() | WorkerLeft():
-                self.num_lost += isinstance(event, WorkerLost)
-                self._remove_worker(event.worker)
+            case WorkerJoined() | WorkerLost() | WorkerLeft():
+                self._apply_worker(event)
             case PreemptionNoticed():
                 self.num_preempted += 1
                 self.notices[event.worker] = event.deadline
@@ -278,10 +252,14 @@ class JobRecord:
             case JobPlanned():
                 self.plan, self.is_planned = event, True
                 self.total_steps = event.total_steps
+            case JobStatusChanged():
+                self._apply_status(event)
             case WorkersScaled():
                 self.workers = (event.min_workers, event.max_workers)
             case WorkersSized():
                 self.sized = event
+            case CostUpdated():
+                self.cost = event
             case EarlyStopped():
                 self.early_stop = event
             case UserErrorRaised():
@@ -316,11 +294,44 @@ class JobRecord:
         """
         self._begin(self.generation, step)
 
-    def _apply_times(self, event: RankTimed) -> None:
-        # The time for which a rank waits for others depends on their machines.
-        machine = self.machine_types.get(event.worker, "")
-        busy_s = event.elapsed_s - event.communication_s
-        self.work[machine] = self.work.get(machine, TypeWork()).plus(event.samples, busy_s)
+    def _apply_report(self, event: GenerationReady | WeightsHashed | RankTimed) -> None:
+        if isinstance(event, GenerationReady):
+            self.is_ready = self.has_trained = True
+        if isinstance(event, RankTimed):
+            # The time for which a rank waits for others depends on their machines.
+            machine = self.machine_types.get(event.worker, "")
+            busy_s = event.elapsed_s - event.communication_s
+            self.work[machine] = self.work.get(machine, TypeWork()).plus(event.samples, busy_s)
+        # Any report from a member shows that the generation began at the planned step, because
+        # otherwise ``JobRestored`` would precede the report.
+        self._begin(event.generation, self._planned_start)
+
+    def _apply_eval(self, event: EvalCompleted | EvalScored) -> None:
+        self.metrics = self.metrics | {f"eval_{k}": v for k, v in event.values.items()}
+        if isinstance(event, EvalScored):
+            self.scored_step = event.step
+        else:
+            self.evaluated_step = event.step
+            self._begin(event.generation, self._planned_start)
+
+    def _apply_saved(self, event: CheckpointCommitted | BestReached) -> None:
+        if isinstance(event, CheckpointCommitted):
+            self.saved_step = event.step
+            self.saved_steps = tuple(sorted({*self.saved_steps, event.step})[-KEEP_SAVED:])
+            self.stalls[event.step] = event.stall_s
+        else:  # a new rank 0 may report it again; the newest report counts
+            self.best = [*(b for b in self.best if b.step != event.step), event]
+            self.best_reported = event
+
+    def _apply_worker(self, event: WorkerJoined | WorkerLost | WorkerLeft) -> None:
+        if isinstance(event, WorkerJoined):
+            # Same names as in ``rules.membership.turn.Turn.start``.
+            self.num_started += 1
+            self.machine_types[event.worker] = event.machine
+            self.trainers[event.worker] = f"{event.job_id}/{event.worker}/{self.num_started}"
+        else:
+            self.num_lost += isinstance(event, WorkerLost)
+            self._remove_worker(event.worker)
 
     def _apply_step(self, event: StepCompleted) -> None:
         self.step = self.logged_step = event.step

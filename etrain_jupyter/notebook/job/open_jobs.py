@@ -67,8 +67,25 @@ def submit_job(
             job may have started.
     """
     store = store or open_runs()
+    record = _create_record(config, bundle, address=address, store=store, cell=cell)
+    link = open_link(address)
     try:
-        record = store.create(
+        hand_over(link, _spec_of(record, config, faults), record.bundle_path)
+    except PoolError:
+        # The job was refused and did not start, so keep nothing. A JobLostError is not caught,
+        # because the job may have started.
+        store.discard(record)
+        raise
+    note_scheduler(address)
+    return _remember(TrainingJob(record, link))
+
+
+def _create_record(
+    config: TrainConfig, bundle: Bundle, *, address: SchedulerAddress, store: RunStore, cell: str
+) -> RunRecord:
+    """Create the job's folder with its record and its bundle."""
+    try:
+        return store.create(
             {
                 "name": safe_name(config.name or name_of_model(config.model)),
                 "created": time.time(),
@@ -89,8 +106,12 @@ def submit_job(
             f"was submitted. Free space there, or set {ROOT_VARIABLE} to a folder elsewhere and "
             "restart the kernel."
         ) from exc
-    # The fields of `head.jobs.job_spec.JobSpec`, which the coordinator validates.
-    link = open_link(address)
+
+
+def _spec_of(
+    record: RunRecord, config: TrainConfig, faults: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the fields of ``head.jobs.job_spec.JobSpec``, which the coordinator validates."""
     spec = {
         "job_id": record.job_id,
         "name": record.name,
@@ -107,15 +128,7 @@ def submit_job(
         spec["place"] = record.place
     if faults:
         spec["faults"] = [dict(fault) for fault in faults]
-    try:
-        hand_over(link, spec, record.bundle_path)
-    except PoolError:
-        # The job was refused and did not start, so keep nothing. A JobLostError is not caught,
-        # because the job may have started.
-        store.discard(record)
-        raise
-    note_scheduler(address)
-    return _remember(TrainingJob(record, link))
+    return spec
 
 
 def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> TrainingJob:

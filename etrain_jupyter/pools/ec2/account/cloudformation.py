@@ -42,29 +42,43 @@ def template_of(site: Site, *, vpc: str, subnets: tuple[str, ...] = ()) -> str:
         subnets: Subnets for the command in the outputs.
     """
     name, spec = site.name, site.spec
-    tags = tag_pairs(site.tags())
-    node = spec.iam.instance_profile
     head = spec.iam.head_profile if spec.head == "on-demand" else ""
+    document = {
+        "AWSTemplateFormatVersion": "2010-09-09",
+        "Description": f"Resources of the etrain-jupyter pool {name} in {spec.region}",
+        "Parameters": {
+            VPC_TOKEN: {
+                "Type": "AWS::EC2::VPC::Id",
+                "Description": "VPC of the machines",
+                **({"Default": vpc} if vpc else {}),
+            }
+        },
+        "Resources": _resources(site, head),
+        "Outputs": {
+            "Command": {
+                "Description": "Writes the pool's entry in pools.yaml",
+                "Value": {"Fn::Sub": _command(site, subnets, head)},
+            }
+        },
+    }
+    # Aliases, which the same object in two places would become, are not allowed in templates.
+    plain = json.loads(json.dumps(document))
+    text: str = yaml.safe_dump(plain, sort_keys=False, width=100)
+    return text
+
+
+def _resources(site: Site, head: str) -> dict[str, Any]:
+    """Return the resources by logical id.
+
+    Args:
+        site: The pool's place in the account.
+        head: Role of the scheduler's own machine; empty if it has none.
+    """
+    name, spec, tags = site.name, site.spec, tag_pairs(site.tags())
+    node = spec.iam.instance_profile
     resources: dict[str, Any] = {
         "Bucket": _bucket(site, tags),
-        "Group": {
-            "Type": "AWS::EC2::SecurityGroup",
-            "Properties": {
-                "GroupName": site.group_name,
-                "GroupDescription": f"etrain-jupyter pool {name}: its own members only",
-                "VpcId": {"Ref": VPC_TOKEN},
-                "Tags": tags,
-            },
-        },
-        # A rule of its own: a group cannot refer to itself while it is created.
-        "Members": {
-            "Type": "AWS::EC2::SecurityGroupIngress",
-            "Properties": {
-                "GroupId": {"Fn::GetAtt": ["Group", "GroupId"]},
-                "IpProtocol": "-1",
-                "SourceSecurityGroupId": {"Fn::GetAtt": ["Group", "GroupId"]},
-            },
-        },
+        **_security_group(site, tags),
         **_role("Node", node, lambda: node_policy(spec), tags),
     }
     network = spec.network.model_copy(update={"security_group": GROUP_TOKEN})
@@ -86,28 +100,30 @@ def template_of(site: Site, *, vpc: str, subnets: tuple[str, ...] = ()) -> str:
                 "PolicyDocument": _with_group(part),
             },
         }
-    document = {
-        "AWSTemplateFormatVersion": "2010-09-09",
-        "Description": f"Resources of the etrain-jupyter pool {name} in {spec.region}",
-        "Parameters": {
-            VPC_TOKEN: {
-                "Type": "AWS::EC2::VPC::Id",
-                "Description": "VPC of the machines",
-                **({"Default": vpc} if vpc else {}),
-            }
+    return resources
+
+
+def _security_group(site: Site, tags: list[dict[str, str]]) -> dict[str, Any]:
+    return {
+        "Group": {
+            "Type": "AWS::EC2::SecurityGroup",
+            "Properties": {
+                "GroupName": site.group_name,
+                "GroupDescription": f"etrain-jupyter pool {site.name}: its own members only",
+                "VpcId": {"Ref": VPC_TOKEN},
+                "Tags": tags,
+            },
         },
-        "Resources": resources,
-        "Outputs": {
-            "Command": {
-                "Description": "Writes the pool's entry in pools.yaml",
-                "Value": {"Fn::Sub": _command(site, subnets, head)},
-            }
+        # A rule of its own: a group cannot refer to itself while it is created.
+        "Members": {
+            "Type": "AWS::EC2::SecurityGroupIngress",
+            "Properties": {
+                "GroupId": {"Fn::GetAtt": ["Group", "GroupId"]},
+                "IpProtocol": "-1",
+                "SourceSecurityGroupId": {"Fn::GetAtt": ["Group", "GroupId"]},
+            },
         },
     }
-    # Aliases, which the same object in two places would become, are not allowed in templates.
-    plain = json.loads(json.dumps(document))
-    text: str = yaml.safe_dump(plain, sort_keys=False, width=100)
-    return text
 
 
 def _command(site: Site, subnets: tuple[str, ...], head: str) -> str:
