@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ours, report
+from benchmarks import ours, report, uneven_virtual
 from benchmarks.uneven_work import BATCH as SLEEPING_BATCH
 from benchmarks.uneven_work import SPEEDS_FILE, set_speed
 from etrain_jupyter import TrainingJob
@@ -98,10 +98,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, help="runs of each kind (default 3, quick 1)")
     parser.add_argument("--workload", default="cnn", choices=("cnn", "mlp", "sleeping"))
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; repeatable")
+    parser.add_argument("--virtual", action="store_true", help="only the rules, in virtual time")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the ranks alone and together, in turns."""
+    if options.virtual:
+        changes = uneven_virtual.measure_changes()
+        return {"benchmark": "uneven", "bar": BAR, "cases": {}, "changed": [], "virtual": changes}
     rounds = options.rounds or (1 if options.quick else 3)
     window_s = WINDOW_S / 2 if options.quick else WINDOW_S
     cases: dict[str, Any] = {}
@@ -248,6 +252,8 @@ def ended(job: TrainingJob) -> dict[str, Any]:
 
 def table_of(result: dict[str, Any]) -> str:
     """Return the tables."""
+    if virtual := result.get("virtual"):
+        return _virtual_table(virtual)
     rows = [
         (
             name,
@@ -277,3 +283,20 @@ def table_of(result: dict[str, Any]) -> str:
             report.table(("samples/s before", "after", "time to adapt", "audit"), changes),
         ]
     )
+
+
+def _virtual_table(changes: Sequence[dict[str, Any]]) -> str:
+    head = ("speeds", "then", "noise", "steps to adapt", "time", "changes before", "after")
+    rows = [
+        (
+            ", ".join(f"{speed:g}" for speed in one["before"]),
+            ", ".join(f"{speed:g}" for speed in one["after"]),
+            f"{one['noise']:g}",
+            f"{one['steps']:g}",
+            f"{one['seconds']:.1f} s",
+            f"{one['changes_before']:.1f}",
+            f"{one['changes_after']:.1f}",
+        )
+        for one in changes
+    ]
+    return report.table(head, rows)

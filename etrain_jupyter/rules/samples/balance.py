@@ -9,6 +9,13 @@ same numbers and compute the same shares, without asking the coordinator::
 A rank's time per sample depends on its share, because a part of a step takes the same time for any
 share. The shares are therefore computed again from the new times, and approach those with which
 all ranks take equally long.
+
+A lasting change of a rank's speed is followed within about ten steps, and noise does not move the
+shares. Two rules together achieve this:
+
+- Each rank takes the median of all its steps since its speed last changed, see ``change_point``.
+  The median becomes more accurate with each step, and begins again after a change.
+- The shares change only if the gain is larger than the accuracy of the medians can explain.
 """
 
 from __future__ import annotations
@@ -19,49 +26,110 @@ from collections.abc import Sequence
 from statistics import median
 
 from etrain_jupyter.rules.samples.batch_plan import share_by_speed, share_samples
+from etrain_jupyter.rules.samples.change_point import ChangeDetector
 
 MIN_GAIN = 0.05
-"""Smallest relative reduction of the slowest rank's time for which the shares change. Below it,
-the change may be noise, and each change costs the samples that were fetched ahead."""
+"""Smallest relative reduction of the slowest rank's time for which the shares change. Each change
+costs the samples that were fetched ahead."""
 MIN_STEPS, MAX_STEPS = 8, 200
-"""Steps between two decisions."""
+"""Steps between two changes of the shares."""
 MIN_S = 1.0
-"""Duration of the steps between two decisions, in seconds, unless they are ``MAX_STEPS``."""
+"""Duration of the steps between two changes, in seconds, unless they are ``MAX_STEPS``."""
 MIN_MEASURED = 4
 """Steps that a median needs."""
-NUM_MEASURED = 32
+MIN_MEASURED_S = 0.1
+"""Duration of the steps that a median needs, in seconds. A shorter hiccup does not count."""
+NUM_MEASURED = 128
 """Maximum number of steps in a median."""
+NUM_DIFFERENCES = 64
+"""Maximum number of steps from which the noise is estimated."""
 NUM_SETTLING = 2
 """Steps after a change that are not measured: their samples are not fetched ahead."""
+PRIOR_NOISE, PRIOR_STEPS = 0.1, 4
+"""Relative noise that is assumed before it is measured, and its weight as a number of steps."""
+NUM_ERRORS = 3.0
+"""Standard errors by which a gain must differ from zero, for one rank; see ``Balance._bar``."""
+_NORMAL = 1 / (0.6745 * math.sqrt(2))
+"""Standard deviation of normal values, by the median of the absolute differences of neighbors."""
+_MEDIAN = math.sqrt(math.pi / 2)
+"""Standard error of the median of normal values, relative to that of their mean."""
 
 
 class SampleCost:
-    """Time that one rank takes for a sample, without the time that it waits for the others."""
+    """Time that one rank takes for a sample, without the time that it waits for the others.
+
+    Noise is relative to the time, so the median, the noise and the changes are those of its
+    logarithm.
+    """
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self.seconds = 0.0
+        """Median of the steps since the last change; 0 before the first measurement."""
+        self.error = 0.0
+        """Standard error of ``seconds``, relative to it."""
         self._measured: deque[float] = deque(maxlen=NUM_MEASURED)
+        self._differences: deque[float] = deque(maxlen=NUM_DIFFERENCES)
+        """Absolute differences between neighbors. A change of the level adds only one large one, so
+        they are kept after it."""
+        self._detector = ChangeDetector()
+        self._level = 0.0
+        """Median of the steps that are at the present level without doubt."""
+        self._measured_s = 0.0
         self._num_to_skip = NUM_SETTLING
 
     def add(self, seconds: float, num_samples: int) -> None:
         """Add a step of this rank."""
         if self._num_to_skip:
             self._num_to_skip -= 1
-        elif num_samples:
-            self._measured.append(seconds / num_samples)
+        elif num_samples and seconds > 0:
+            self._add(math.log(seconds / num_samples), seconds)
 
-    @property
-    def seconds(self) -> float:
-        """Median of the last steps; 0 before the first measurement."""
-        # Computed here and not in ``add``, which every job calls in every step.
+    def _add(self, value: float, seconds: float) -> None:
+        if self._measured:
+            self._differences.append(abs(value - self._measured[-1]))
+        self._measured.append(value)
+        self._measured_s += seconds
+        noise = self._noise()
         if len(self._measured) >= MIN_MEASURED:
-            self._seconds = median(self._measured)
-        return self._seconds
+            num_changed = self._detector.add((value - self._level) / noise)
+            if num_changed:
+                self._restart(num_changed, seconds)
+        found = median(self._measured)
+        if not self._detector.num_suspect:
+            self._level = found
+        self._report(found, noise)
+
+    def _restart(self, num_changed: int, seconds: float) -> None:
+        """Keep only the steps since a change."""
+        kept = list(self._measured)[-num_changed:]
+        self._measured.clear()
+        self._measured.extend(kept)
+        self._measured_s = len(kept) * seconds
+        self._detector.reset()
+
+    def _report(self, found: float, noise: float) -> None:
+        num_steps = len(self._measured)
+        if num_steps < MIN_MEASURED or self._measured_s < MIN_MEASURED_S:
+            return
+        # Steps 1 to 3 were slow and the fourth is not: a hiccup that was taken for a change, and
+        # that the detector corrects two steps later.
+        if num_steps < 2 * MIN_MEASURED and self._detector.num_suspect:
+            return
+        self.seconds = math.exp(found)
+        self.error = _MEDIAN * noise / math.sqrt(num_steps)
+
+    def _noise(self) -> float:
+        """Return the standard deviation of the logarithms: about the relative noise."""
+        num_steps = len(self._differences)
+        measured = _NORMAL * median(self._differences) if num_steps else 0.0
+        total = PRIOR_STEPS * PRIOR_NOISE**2 + num_steps * measured**2
+        return math.sqrt(total / (PRIOR_STEPS + num_steps))
 
     def begin(self) -> None:
         """Begin to measure with another share; ``seconds`` stays until it is known better."""
-        self._seconds = self.seconds
         self._measured.clear()
+        self._measured_s = 0.0
+        self._detector.reset()
         self._num_to_skip = NUM_SETTLING
 
 
@@ -90,28 +158,54 @@ class Balance:
         # The ranks may have measured their times in the previous generation.
         self._decide_at = 1
 
-    def observe(self, costs_s: Sequence[float]) -> bool:
+    def observe(self, costs_s: Sequence[float], errors: Sequence[float] = ()) -> bool:
         """Observe a step; return True if the shares change from the next step on.
 
         Args:
             costs_s: ``SampleCost.seconds`` of each rank, shape ``(world_size,)``. A rank that has
                 not measured one is assumed to be as fast as the mean of the others.
+            errors: ``SampleCost.error`` of each rank; empty if the times are exact.
         """
         self._num_steps += 1
         known = [cost for cost in costs_s if cost > 0]
-        if self._num_steps < self._decide_at or not known:
+        is_small = self._batch_size < self._min_share * len(costs_s)
+        if self._num_steps < self._decide_at or not known or is_small:
             return False
         costs = [cost if cost > 0 else sum(known) / len(known) for cost in costs_s]
-        before_s = max(cost * count for cost, count in zip(costs, self.counts, strict=True))
-        wanted = MIN_S / before_s if before_s else MAX_STEPS
-        num_steps = NUM_SETTLING + min(max(MIN_STEPS, math.ceil(wanted)), MAX_STEPS)
-        self._decide_at = self._num_steps + num_steps
+        times_s = [cost * count for cost, count in zip(costs, self.counts, strict=True)]
+        before_s = max(times_s)
         speeds = tuple(1 / cost for cost in costs)
-        if self._batch_size < self._min_share * len(costs):
+        # Check this first, in every step, because it takes less time than to compute the shares.
+        best_s = self._batch_size / sum(speeds)
+        if math.log(before_s / best_s) <= self._bar(times_s.index(before_s), speeds, errors):
             return False
         counts = share_by_speed(self._batch_size, speeds, min_share=self._min_share)
         after_s = max(cost * count for cost, count in zip(costs, counts, strict=True))
         if counts == self.counts or after_s > (1 - MIN_GAIN) * before_s:
             return False
+        wanted = MIN_S / before_s
+        num_steps = NUM_SETTLING + min(max(MIN_STEPS, math.ceil(wanted)), MAX_STEPS)
+        self._decide_at = self._num_steps + num_steps
         self.speeds, self.counts = speeds, counts
         return True
+
+    def _bar(self, slowest: int, speeds: Sequence[float], errors: Sequence[float]) -> float:
+        """Return the logarithm of the gain below which the shares stay.
+
+        The gain is the time of the slowest rank, relative to the time T = batch / sum(speeds) that
+        all ranks would take with ideal shares. An error of rank i changes T by its part of the
+        speeds, and the time of the slowest rank only if i is that rank::
+
+            log gain = log(cost[slowest] * count[slowest]) - log(T)
+            d log(T) / d log(cost[i]) = speeds[i] / sum(speeds)
+
+        With more ranks, the largest error among them is larger: the maximum of n normal values is
+        about sqrt(2 * log(n)) standard deviations.
+        """
+        total = sum(speeds)
+        variance = sum(
+            ((rank == slowest) - speed / total) ** 2 * error**2
+            for rank, (speed, error) in enumerate(zip(speeds, errors, strict=False))
+        )
+        num_errors = NUM_ERRORS + math.sqrt(2 * math.log(len(speeds)))
+        return max(-math.log(1 - MIN_GAIN), num_errors * math.sqrt(variance))

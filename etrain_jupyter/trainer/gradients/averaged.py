@@ -147,7 +147,10 @@ class AveragedGradients:
 
     def rebalance(self, step: Step) -> bool:
         """Observe the ranks' times per sample; return True if the shares change."""
-        return self._balance is not None and self._balance.observe(step.header.costs_s)
+        header = step.header
+        return self._balance is not None and self._balance.observe(
+            header.costs_s, header.cost_errors
+        )
 
     def compute(self, step: Step) -> None:
         """Run this rank's micro-batches; the last backward pass sums over the ranks."""

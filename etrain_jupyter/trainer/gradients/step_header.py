@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from etrain_jupyter.rules.samples import ledger
+from etrain_jupyter.rules.samples.balance import SampleCost
 from etrain_jupyter.rules.samples.shard_plan import Merge
 from etrain_jupyter.trainer.gradients.host_copies import HostCopies
 from etrain_jupyter.trainer.gradients.tree_sum import merge
@@ -55,8 +56,7 @@ class StepHeader:
         merges: Order in which the slots are added up.
         num_ranks: Number of ranks that sum their headers.
         communication_s: This rank's exposed communication in the previous step, in seconds.
-        cost_s: This rank's time per sample in seconds, see ``balance.SampleCost``; None if the job
-            does not share its samples by speed.
+        cost: This rank's time per sample; None if the job does not share its samples by speed.
         copies: Copies the values from a GPU, so that the training thread does not wait for it. The
             header is then sent by the exchange thread. None if the training thread sends it.
     """
@@ -69,20 +69,21 @@ class StepHeader:
         merges: Sequence[Merge] = (),
         num_ranks: int = 1,
         communication_s: float = 0.0,
-        cost_s: float | None = None,
+        cost: SampleCost | None = None,
         copies: HostCopies | None = None,
     ) -> None:
         # | pending | requests | checksum | count | fingerprint | its square
-        # | communication_s of rank 0 | of rank 1 | ... | cost_s of rank 0 | of rank 1 | ...
+        # | communication_s of rank 0 | of rank 1 | ...
+        # | cost.seconds of rank 0 | of rank 1 | ... | cost.error of rank 0 | of rank 1 | ...
         # | means of slot 0 | of slot 1 | ...
         #
         # One vector, because a step should need one small collective rather than several.
-        num_costs = 0 if cost_s is None else num_ranks
-        means_at = NUM_COUNTS + num_ranks + num_costs
+        num_costs = 0 if cost is None else num_ranks
+        means_at = NUM_COUNTS + num_ranks + 2 * num_costs
         self._values = torch.zeros(means_at + num_slots * num_means, dtype=torch.float64)
         self._means_SM = self._values[means_at:].view(num_slots, num_means)
         self._communication_s = communication_s
-        self._cost_s, self._num_costs = cost_s, num_costs
+        self._cost, self._num_costs = cost, num_costs
         self._num_ranks = num_ranks
         self._merges = merges
         self._world_size = 1
@@ -128,8 +129,10 @@ class StepHeader:
         self._values[REQUESTS] = float(bits)
         # The other ranks leave this entry at zero, so its sum is this rank's value.
         self._values[NUM_COUNTS + group.rank] = self._communication_s
-        if self._cost_s is not None:
-            self._values[NUM_COUNTS + self._num_ranks + group.rank] = self._cost_s
+        if self._cost is not None:
+            mine_at = NUM_COUNTS + self._num_ranks + group.rank
+            self._values[mine_at] = self._cost.seconds
+            self._values[mine_at + self._num_costs] = self._cost.error
         self._world_size = group.world_size
         if self.copies is None:
             self._complete(fingerprint)
@@ -201,9 +204,17 @@ class StepHeader:
     @property
     def costs_s(self) -> list[float]:
         """Time per sample of each rank, in seconds; empty if the header was created without."""
-        first = NUM_COUNTS + self._num_ranks
-        costs_s: list[float] = self._values[first : first + self._num_costs].tolist()
-        return costs_s
+        return self._costs(0)
+
+    @property
+    def cost_errors(self) -> list[float]:
+        """Relative standard error of each of ``costs_s``."""
+        return self._costs(self._num_costs)
+
+    def _costs(self, offset: int) -> list[float]:
+        first = NUM_COUNTS + self._num_ranks + offset
+        values: list[float] = self._values[first : first + self._num_costs].tolist()
+        return values
 
     @property
     def ranks_agree(self) -> bool:

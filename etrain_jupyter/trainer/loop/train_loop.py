@@ -147,6 +147,7 @@ class TrainLoop:
         """Exposed communication of the previous step in this generation."""
         self._data_s = 0.0
         """Wait for samples in the previous step."""
+        self._splits_by_speed = self.state.config.batch.split == "auto"
         self._cost = SampleCost()
         self._metrics_began_s = 0.0
         """``measures.spent_s`` at the beginning of the step: evaluations use the metrics, too."""
@@ -518,7 +519,7 @@ class TrainLoop:
             merges=gradients.merges,
             num_ranks=group.world_size,
             communication_s=self._communication_s,
-            cost_s=self._cost.seconds if self.state.config.batch.split == "auto" else None,
+            cost=self._cost if self._splits_by_speed else None,
             copies=copies_for(self.workload.device) if gradients.overlaps_device else None,
         )
         # The fingerprint costs a pass over a slice of the weights, and a single rank has no peer to
@@ -605,7 +606,8 @@ class TrainLoop:
             metrics_s=self._take_metrics_s(),
         )
         self._communication_s, self._data_s = times.communication_s, times.data_s
-        self._cost.add(times.data_s + times.compute_s + times.optimizer_s, step.num_own)
+        if self._splits_by_speed:
+            self._cost.add(times.data_s + times.compute_s + times.optimizer_s, step.num_own)
         record = step_record(
             step,
             means,
