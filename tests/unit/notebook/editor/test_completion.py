@@ -438,8 +438,8 @@ def test_every_completion_is_valid(name: str) -> None:
                 continue
             checked[body] = fault = fault_of(body)
 
-            if fault and "with batch.micro: auto" in fault:
-                continue  # each of the two keys may have the value, and an offer is for one key
+            if fault and ("with batch.micro: auto" in fault or "shard: full is" in fault):
+                continue  # each of the keys may have its value, and an offer is for one key
             assert fault is None, f"{text[-80:]!r} + {offer}: {fault}"
     assert checked
 
