@@ -301,7 +301,7 @@ TASKS = {
         step=vision.detection.step,
         predict=vision.detection.predict,
         score_records=vision.detection.score,
-        lr=0.002,
+        lr=0.0015,
         batch=1,
         epochs=120,
     ),
