@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,10 +28,12 @@ from etrain_jupyter.rules.sharding.row_shards import padded_rows, row_shards
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.sharding.fsdp_wrap import WrappedModel
 from etrain_jupyter.trainer.sharding.held_state import Form, HeldShard, Layout, NewShard, Slice
 from etrain_jupyter.trainer.sharding.range_exchange import RangeExchange, exchange_moves
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from etrain_jupyter.trainer.sharding.fsdp_wrap import WrappedModel
 
 WEIGHTS = "param"
 """Name of the weights among the vectors of a parameter's state."""
@@ -87,7 +89,12 @@ class FullShards(ShardedOptimizer):
     held: list[WeightShard]  # type: ignore[assignment]
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        # It uses private functions, which another version of torch may not have. Jobs without
+        # ``shard: full`` must not depend on them.
+        from etrain_jupyter.trainer.sharding.fsdp_wrap import WrappedModel
+
         _check_model(optimizer, model)
+        self._wrapper = WrappedModel
         self._module: nn.Module | None = None
         """The module to wrap, in a generation of several ranks."""
         self._wrapped: WrappedModel | None = None
@@ -206,7 +213,7 @@ class FullShards(ShardedOptimizer):
             )
         ]
         self._module = module
-        self._wrapped = WrappedModel(
+        self._wrapped = self._wrapper(
             module, group, watch, self.layout.parameters, self.layout.shapes, memory
         )
         self._watch = watch
