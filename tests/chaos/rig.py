@@ -29,6 +29,8 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.rules.membership import stalls
+from etrain_jupyter.testing import FaultPlan
+from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
@@ -456,3 +458,12 @@ def plan_of(keys: Mapping[str, Any]) -> launch.Plan:
     if text not in _plans:
         _plans[text] = launch.plan_job(parse_mapping(dict(keys), {}), {})
     return _plans[text]
+
+
+async def run_job(rig: Rig, body: dict[str, Any], faults: FaultPlan | None = None) -> RigJob:
+    """Train a job to its end, and assert that it has finished with a valid log."""
+    job = await rig.submit(body, faults=faults.to_list() if faults is not None else ())
+    await job.end()
+    assert job.status == "finished", job.describe()
+    assert_invariants(job.events())
+    return job

@@ -24,7 +24,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.storage.checkpoints import open_newest, open_store
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.chaos.rig import Rig, RigJob
+from tests.chaos.rig import Rig, RigJob, run_job
 from tests.chaos.workload import STEPS_PER_EPOCH, accuracy, make_data
 
 pytestmark = pytest.mark.forked
@@ -93,19 +93,11 @@ def assert_same_results(job: RigJob, expected: list[Event]) -> None:
     assert found == pytest.approx(calm, rel=2e-3, abs=2e-4)
 
 
-async def run(rig: Rig, body: dict[str, Any], faults: FaultPlan | None = None) -> RigJob:
-    job = await rig.submit(body, faults=faults.to_list() if faults is not None else ())
-    await job.end()
-    assert job.status == "finished", job.describe()
-    assert_invariants(job.events())
-    return job
-
-
 async def undisturbed(make: MakeRig, zygote: Any, folder: Path, **changes: Any) -> list[Event]:
     """Return the log of a job whose state is not divided, on one worker."""
     body = keys(shard="none", workers={"min": 1, "max": 1}, **changes)
     async with make(zygote, folder / "calm") as rig:
-        return (await run(rig, body)).events()
+        return (await run_job(rig, body)).events()
 
 
 async def test_kills_at_every_point_of_a_step_lose_no_weights(
@@ -116,7 +108,7 @@ async def test_kills_at_every_point_of_a_step_lose_no_weights(
     for number, place in enumerate(PLACES):
         plan = plan.kill(rank=number % 3, step=8 + 12 * number, at=place)
     async with make(zygote, folder / "killed", slots=4) as rig:
-        job = await run(rig, keys(), plan)
+        job = await run_job(rig, keys(), plan)
 
     assert len(job.found(WorkerLost)) == len(PLACES), job.describe()
     assert not job.found(JobRestored), job.describe()
@@ -135,7 +127,7 @@ async def test_loss_of_two_neighbors_restores_the_newest_checkpoint(
     plan = FaultPlan().kill(rank=1, step=14).kill(rank=2, step=14)
     body = keys(**changes, checkpoint={"every": "6 steps"}, workers={"min": 2, "max": 4})
     async with make(zygote, folder / "lost", slots=4) as rig:
-        job = await run(rig, body, plan)
+        job = await run_job(rig, body, plan)
 
     [restored] = job.found(JobRestored)
     assert restored.step == 12, job.describe()
@@ -173,7 +165,7 @@ async def test_worker_with_a_notice_hands_over_its_shards(
     expected = await undisturbed(make, zygote, folder, **changes)
     plan = FaultPlan().notice(rank=1, step=10)
     async with make(zygote, folder / "noticed", slots=3) as rig:
-        job = await run(rig, keys(**changes, workers={"min": 2, "max": 3}), plan)
+        job = await run_job(rig, keys(**changes, workers={"min": 2, "max": 3}), plan)
 
     assert not job.found(JobRestored), job.describe()
     assert not job.found(WorkerLost), job.describe()
@@ -186,7 +178,7 @@ async def test_checkpoint_of_three_ranks_is_resumed_with(
 ) -> None:
     expected = await undisturbed(make, zygote, folder, steps=20, epochs=None)
     async with make(zygote, folder / "resumed", slots=3) as rig:
-        job = await run(rig, keys(steps=10, epochs=None, workers={"min": 3, "max": 3}))
+        job = await run_job(rig, keys(steps=10, epochs=None, workers={"min": 3, "max": 3}))
         parts = open_newest(open_store(str(job.folder)), job_id=job.id).manifest.parts
         assert {f"optimizer-0000{number}-of-00003.safetensors" for number in (1, 2, 3)} <= {*parts}
         workers = {"min": num_workers, "max": num_workers}
@@ -209,7 +201,7 @@ async def test_best_weights_of_divided_evaluations_are_saved(
     }
     expected = await undisturbed(make, zygote, folder, **changes)
     async with make(zygote, folder / "best", slots=3) as rig:
-        job = await run(rig, keys(**changes, workers={"min": 3, "max": 3}))
+        job = await run_job(rig, keys(**changes, workers={"min": 3, "max": 3}))
 
     assert [e.step for e in job.found(EvalCompleted)] == [4, 8, 12]
     assert {4, 8, 12} >= {e.step for e in job.found(CheckpointCommitted)} >= {12}

@@ -30,7 +30,7 @@ from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
-from tests.chaos.rig import Rig, RigJob
+from tests.chaos.rig import Rig, RigJob, run_job
 from tests.chaos.workload import STEPS_PER_EPOCH, accuracy, make_data
 
 pytestmark = pytest.mark.forked
@@ -79,21 +79,13 @@ def results(log: list[Event]) -> tuple[dict[int, float], set[tuple[int, str]]]:
     return steps, {(e.step, e.digest) for e in log if isinstance(e, WeightsHashed)}
 
 
-async def run(rig: Rig, body: dict[str, Any], faults: FaultPlan | None = None) -> RigJob:
-    job = await rig.submit(body, faults=faults.to_list() if faults is not None else ())
-    await job.end()
-    assert job.status == "finished", job.describe()
-    assert_invariants(job.events())
-    return job
-
-
 async def undisturbed(
     make: MakeRig, zygote: Any, folder: Path, **changes: Any
 ) -> tuple[dict[int, float], set[tuple[int, str]]]:
     """Return the results of a job whose state is not divided, on one worker."""
     body = keys(shard="none", workers={"min": 1, "max": 1}, **changes)
     async with make(zygote, folder / "calm") as rig:
-        return results((await run(rig, body)).events())
+        return results((await run_job(rig, body)).events())
 
 
 def saved_steps(job: RigJob) -> list[int]:
@@ -108,7 +100,7 @@ async def test_kills_at_every_point_of_a_step_change_no_bit(
     for number, place in enumerate(PLACES):
         plan = plan.kill(rank=number % 3, step=8 + 12 * number, at=place)
     async with make(zygote, folder / "killed", slots=4) as rig:
-        job = await run(rig, keys(), plan)
+        job = await run_job(rig, keys(), plan)
 
     assert len(job.found(WorkerLost)) == len(PLACES), job.describe()
     assert not job.found(JobRestored), job.describe()
@@ -127,7 +119,7 @@ async def test_loss_of_two_neighbors_restores_the_newest_checkpoint(
     plan = FaultPlan().kill(rank=1, step=14).kill(rank=2, step=14)
     body = keys(**changes, checkpoint={"every": "6 steps"}, workers={"min": 2, "max": 4})
     async with make(zygote, folder / "lost", slots=4) as rig:
-        job = await run(rig, body, plan)
+        job = await run_job(rig, body, plan)
 
     [restored] = job.found(JobRestored)
     assert restored.step == 12, job.describe()
@@ -160,7 +152,7 @@ async def test_checkpoint_of_three_ranks_is_resumed_by_one(
 ) -> None:
     expected = await undisturbed(make, zygote, folder, steps=20, epochs=None)
     async with make(zygote, folder / "resumed", slots=3) as rig:
-        job = await run(rig, keys(steps=10, epochs=None, workers={"min": 3, "max": 3}))
+        job = await run_job(rig, keys(steps=10, epochs=None, workers={"min": 3, "max": 3}))
         parts = open_newest(open_store(str(job.folder)), job_id=job.id).manifest.parts
         assert {f"optimizer-0000{number}-of-00003.safetensors" for number in (1, 2, 3)} <= {*parts}
         more = keys(steps=20, epochs=None, shard=shard, workers={"min": 1, "max": 1})
@@ -196,7 +188,7 @@ async def test_checkpoint_of_three_ranks_in_s3_is_resumed_by_two(
     expected = await undisturbed(make, zygote, folder, steps=20, epochs=None)
     async with make(zygote, folder / "resumed", slots=3) as rig:
         three = keys_on(s3_server, s3_bucket, steps=10, workers={"min": 3, "max": 3})
-        job = await run(rig, three)
+        job = await run_job(rig, three)
         s3_server.set_faults()
         two = keys_on(s3_server, s3_bucket, steps=20, workers={"min": 2, "max": 2})
         job = await rig.resume(job, two)
@@ -217,7 +209,7 @@ async def test_resume_falls_back_if_one_part_of_the_newest_checkpoint_is_corrupt
     expected = await undisturbed(make, zygote, folder, steps=20, epochs=None)
     async with make(zygote, folder / "resumed", slots=3) as rig:
         three = functools.partial(keys_on, s3_server, s3_bucket, workers={"min": 3, "max": 3})
-        job = await run(rig, three(steps=6))
+        job = await run_job(rig, three(steps=6))
         job = await rig.resume(job, three(steps=10))
         await job.end()
         assert saved_steps(job) == [6, 10]
@@ -248,7 +240,7 @@ async def test_ranks_lost_during_a_joint_write_leave_the_previous_checkpoint(
     plan = FaultPlan().kill(rank=1, step=13).kill(rank=2, step=13)
     body = functools.partial(keys_on, s3_server, s3_bucket, workers={"min": 2, "max": 4})
     async with make(zygote, folder / "lost", slots=4) as rig:
-        job = await run(rig, body(steps=6))
+        job = await run_job(rig, body(steps=6))
         s3_server.set_faults(slow)
         job = await rig.resume(job, body(steps=24), faults=plan.to_list())
         await job.end()
@@ -280,7 +272,7 @@ async def test_twenty_random_kills_cost_no_step_from_a_checkpoint(
     for number in range(20):
         plan = plan.kill(rank=rng.randrange(3), step=10 + 20 * number, at=rng.choice(PLACES))
     async with make(zygote, folder / "killed", slots=4) as rig:
-        job = await run(rig, keys(**changes), plan)
+        job = await run_job(rig, keys(**changes), plan)
 
     assert len(job.found(WorkerLost)) == 20, job.describe()
     assert not job.found(JobRestored), job.describe()

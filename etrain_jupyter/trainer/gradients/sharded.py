@@ -45,7 +45,7 @@ class ShardedGradients:
     """
 
     overlaps_device = False
-    """The header's slots are exact only in the training thread's order."""
+    """Each shard's changes of the running buffers are copied to the host in any case."""
 
     def __init__(
         self,

@@ -36,7 +36,10 @@ class Place(NamedTuple):
 
 
 class _InHostMemory:
-    """Allocates the buffers of a collective."""
+    """A collective of the generation's group, whose buffers are in host memory."""
+
+    def __init__(self, group: RankGroup, watch: Stopwatch) -> None:
+        self._group, self._watch = group, watch
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -44,9 +47,6 @@ class _InHostMemory:
 
 class _AllGather(_InHostMemory, AllGather):
     """Collects the shards of a block's weights."""
-
-    def __init__(self, group: RankGroup, watch: Stopwatch) -> None:
-        self._group, self._watch = group, watch
 
     def __call__(
         self,
@@ -61,9 +61,6 @@ class _AllGather(_InHostMemory, AllGather):
 
 class _ReduceScatter(_InHostMemory, ReduceScatter):
     """Sums a block's gradients; each rank receives its shard of the sum."""
-
-    def __init__(self, group: RankGroup, watch: Stopwatch) -> None:
-        self._group, self._watch = group, watch
 
     def __call__(
         self,

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.config.schema import OptimizerConfig
 from etrain_jupyter.config.vocabulary import ELEMENTWISE
-from etrain_jupyter.rules.sharding.optimizer_shards import overlap
-from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.sharding.full_shards import WEIGHTS, FullShards
-from etrain_jupyter.trainer.sharding.held_state import Form, NewShard
+from tests.unit.trainer.sharding.shards import filled, optimizer_of
 
 
 class Model(nn.Module):
@@ -33,11 +29,6 @@ class Model(nn.Module):
 def gradients_of(model: Model, shapes: list[torch.Size], step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step + 1)
     return [torch.randn(shape, generator=generator) * 0.1 for shape in shapes]
-
-
-def optimizer_of(model: nn.Module, name: str, **options: Any) -> torch.optim.Optimizer:
-    config = OptimizerConfig.model_validate({"name": name, "lr": 0.01, **options})
-    return build_optimizer(config, None, model)  # type: ignore[arg-type]
 
 
 def new_rank(options: dict[str, Any]) -> FullShards:
@@ -60,17 +51,6 @@ def divide(ranks: list[FullShards], world_size: int, options: dict[str, Any]) ->
         one.replace(shards[rank])
         one.settle(rank, world_size)
     return new
-
-
-def filled(spans: Any, forms: dict[int, Form], ranks: list[FullShards]) -> NewShard:
-    shard = NewShard(ranks[0].layout, spans, forms)
-    for other in ranks:
-        for held, span in itertools.product(other.spans, spans):
-            if common := overlap(held, span):
-                values = other.read_span(common, forms)
-                for slot, value in zip(shard.slots(common), values, strict=True):
-                    slot.copy_(value)
-    return shard
 
 
 def make_step(one: FullShards, gradients: list[torch.Tensor]) -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from etrain_jupyter.config.schema import OptimizerConfig
 from etrain_jupyter.config.vocabulary import ELEMENTWISE, NAMED_LR
-from etrain_jupyter.rules.sharding.optimizer_shards import Range, overlap
-from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.sharding.held_state import Form, NewShard
+from etrain_jupyter.trainer.sharding.held_state import Form
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
+from tests.unit.trainer.sharding.shards import filled, optimizer_of
 
 NUM_STEPS = 4
 
@@ -38,11 +34,6 @@ def set_gradients(model: Model, step: int) -> None:
     generator = torch.Generator().manual_seed(step + 1)
     for parameter in model.all:
         parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.1
-
-
-def optimizer_of(model: Model, name: str, **options: Any) -> torch.optim.Optimizer:
-    config = OptimizerConfig.model_validate({"name": name, "lr": 0.01, **options})
-    return build_optimizer(config, None, model)  # type: ignore[arg-type]
 
 
 def divide(ranks: list[ShardedOptimizer], world_size: int) -> list[ShardedOptimizer]:
@@ -67,19 +58,6 @@ def forms_of(ranks: list[ShardedOptimizer]) -> dict[int, Form]:
             if form := one.form(index):
                 found[index] = Form.from_json(json.loads(json.dumps(form.to_json())))
     return found
-
-
-def filled(
-    spans: Sequence[Range], forms: dict[int, Form], ranks: list[ShardedOptimizer]
-) -> NewShard:
-    shard = NewShard(ranks[0].layout, spans, forms)
-    for other in ranks:
-        for held, span in itertools.product(other.spans, spans):
-            if common := overlap(held, span):
-                values = other.read_span(common, forms)
-                for slot, value in zip(shard.slots(common), values, strict=True):
-                    slot.copy_(value)
-    return shard
 
 
 def copy_of(one: ShardedOptimizer) -> ShardedOptimizer:
