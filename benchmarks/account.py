@@ -97,8 +97,14 @@ STAGES: Mapping[str, Sequence[Stage]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
-    parser.add_argument("--rounds", type=int, default=1, help="rounds of both lives (default 1)")
-    parser.add_argument("--no-kills", action="store_true", help="without the killed commands")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of both lives (0 for none)")
+    parser.add_argument(
+        "--kills",
+        nargs="*",
+        choices=tuple(STAGES),
+        default=tuple(STAGES),
+        help="commands to kill at each of their stages (default: all; without a name: none)",
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -112,8 +118,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     # Without the packages that no node needs: each case uploads the environment again.
     kills = [
         one_kill(command, stage)
-        for command, stages in ({} if options.no_kills else STAGES).items()
-        for stage in (stages[-2:-1] if options.quick else stages)
+        for command in options.kills
+        for stage in (STAGES[command][-2:-1] if options.quick else STAGES[command])
     ]
     return {"benchmark": "account", "lives": lives, "kills": kills}
 
@@ -241,7 +247,7 @@ def table_of(result: Mapping[str, Any]) -> str:
     lives = result["lives"]
     sides = [[one for one in lives if one["iam"] is enforces] for enforces in (False, True)]
     rows = []
-    for number, step in enumerate(sides[0][0]["steps"]):
+    for number, step in enumerate(sides[0][0]["steps"] if lives else ()):
         row = [step["step"]]
         for side in sides:
             seconds = sorted(one["steps"][number]["seconds"] for one in side)
@@ -250,7 +256,7 @@ def table_of(result: Mapping[str, Any]) -> str:
             row += [f"{seconds[len(seconds) // 2]:.1f}", f"{one['calls']} ({by_service})"]
         rows.append(row)
     head = ["step", "seconds", "requests", "with IAM: seconds", "requests"]
-    parts = [report.table(head, rows)]
+    parts = [report.table(head, rows)] if lives else []
     parts += [f"left behind, IAM {one['iam']}: {one['left']}" for one in lives]
     if result["kills"]:
         names = (

@@ -6,8 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import pytest_asyncio
 from etrain_jupyter.head.fork_server import ForkServerProcess
 from etrain_jupyter.testing.fakeaws import FakeAws
 from tests.chaos.forks import THREADS, Zygote
-from tests.chaos.rig import Rig, make_rig
+from tests.chaos.rig import MakeRig, Rig, make_rig
 from tests.chaos.spot import Spot, open_cloud, open_spot
 from tests.chaos.trainers import Served, Spawned, Trainers
 
@@ -26,8 +25,6 @@ LOCAL_WORKER = {
     "CUDA_VISIBLE_DEVICES": os.environ.get("ETRAIN_CHAOS_GPU", ""),
 }
 """Environment that a local pool sets for a worker: without a GPU, or with ``ETRAIN_CHAOS_GPU``."""
-
-MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
 
 @pytest.fixture(scope="session")

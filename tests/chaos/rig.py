@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +400,10 @@ class RigJob:
             if e.kind not in ("StepCompleted", "WeightsHashed")
         ]
         return "\n".join(["", str(self.hosted.state), *lines[-60:]])
+
+
+MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
+"""Type of ``make_rig``, for tests that open several rigs."""
 
 
 @asynccontextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,10 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.notebook.audit import audit_log
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.chaos.rig import Rig
+from tests.chaos.rig import MakeRig, Rig
 from tests.chaos.trainers import Trainers
 from tests.chaos.workload import STEPS_PER_EPOCH, Net, body
 
-MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 SAME_BITS = {"reproducible": {"shards": 4}}
 
 

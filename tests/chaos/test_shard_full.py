@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,11 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.storage.checkpoints import open_newest, open_store
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.chaos.rig import Rig, RigJob, run_job
+from tests.chaos.rig import MakeRig, RigJob, run_job
 from tests.chaos.workload import STEPS_PER_EPOCH, accuracy, make_data
 
 pytestmark = pytest.mark.forked
 
-MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 PLACES = ("forward", "all_reduce", "commit", "agree", "agreed")
 
 

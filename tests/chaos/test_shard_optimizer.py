@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +28,11 @@ from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
-from tests.chaos.rig import Rig, RigJob, run_job
+from tests.chaos.rig import MakeRig, RigJob, run_job
 from tests.chaos.workload import STEPS_PER_EPOCH, accuracy, make_data
 
 pytestmark = pytest.mark.forked
 
-MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 NUM_STEPS = 3 * STEPS_PER_EPOCH
 PLACES = ("forward", "all_reduce", "commit", "agree", "agreed", "updated")
 

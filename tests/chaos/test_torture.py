@@ -34,12 +34,11 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 from tests.capabilities import long
-from tests.chaos.rig import Rig, RigJob
+from tests.chaos.rig import MakeRig, Rig, RigJob
 from tests.chaos.workload import Net, body
 
 pytestmark = pytest.mark.slow
 
-MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 NUM_KILLS = int(os.environ.get("ETRAIN_TORTURE", "10"))
 EPOCHS = 3 * NUM_KILLS
 PATIENCE_S = 120.0
