@@ -50,6 +50,8 @@ BARS = {"cpu": 1.0, "decided_s": 0.1, "formed_s": 1.0}
 
 INSTANTS = ("decided_s", "received_s", "form_decided_s")
 
+SETTLE_S = 2.0
+"""Seconds between the end of a change and what is measured next."""
 _CELLS = b'{"cells": {}}'
 _BUNDLE = HEADER.pack(len(_CELLS)) + _CELLS
 _JOB = "scale"
@@ -155,7 +157,7 @@ class Cluster:
             "cpu_s": self._cpu_s() - cpu,
             "sent_bytes": self._sent_bytes() - sent,
         }
-        time.sleep(2.0)
+        time.sleep(SETTLE_S)
         found["steady"] = self._measure_steady(steady_s)
         found["kills"] = [self._kill_one() for _ in range(kills)]
         found["dashboard"] = self._measure_dashboard()
@@ -180,6 +182,7 @@ class Cluster:
 
     def _kill_one(self) -> dict[str, Any]:
         """Kill one worker, and return when the others learned of it and had formed again."""
+        time.sleep(SETTLE_S)
         [*_, formed] = self._events(events.GenerationFormed)
         victim = formed.ranks[len(formed.ranks) // 2]
         cpu, sent = self._cpu_s(), self._sent_bytes()

@@ -28,9 +28,13 @@ START_POLL_S = 0.002
 """Interval in seconds at which messages wait for a connection that Dask has not started yet."""
 
 
+_OPTIONS: dict[str, Any] = {"use_bin_type": True, "unicode_errors": "backslashreplace"}
+"""As Dask packs values, except that text that is not valid UTF-8 is escaped instead of refused."""
+
+
 def pack(value: Any) -> bytes:
-    """Pack a value as Dask does, but escape text that is not valid UTF-8 instead of failing."""
-    packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="backslashreplace")
+    """Pack a value."""
+    packed: bytes = msgpack.packb(value, **_OPTIONS)
     return packed
 
 
@@ -38,19 +42,24 @@ class SharedFields:
     """The fields of a message that are the same for all recipients, packed once.
 
     >>> shared = SharedFields({"kind": "BreakGeneration", "generation": 3})
-    >>> msgpack.unpackb(shared.pack_with({"trainer": "j/w1/1"}))
+    >>> msgpack.unpackb(b"".join(shared.pack_with({"trainer": "j/w1/1"})))
     {'trainer': 'j/w1/1', 'kind': 'BreakGeneration', 'generation': 3}
     """
 
     def __init__(self, fields: Encoded) -> None:
         self._fields = fields
+        # For short values, eight times faster than ``packb``, which allocates a buffer for each.
+        self._pack = pack = msgpack.Packer(**_OPTIONS).pack
         self._packed = b"".join([pack(part) for pair in fields.items() for part in pair])
 
-    def pack_with(self, own: Mapping[str, Any]) -> bytes:
-        """Return the packed message with a recipient's own fields."""
+    def pack_with(self, own: Mapping[str, Any]) -> list[bytes]:
+        """Return the parts of the packed message with a recipient's own fields."""
+        pack = self._pack
         parts = [_map_header(len(own) + len(self._fields))]
         parts += [pack(part) for pair in own.items() for part in pair]
-        return b"".join([*parts, self._packed])
+        # Not copied here, because the values of all ranks are long.
+        parts.append(self._packed)
+        return parts
 
     def merge(self, own: Mapping[str, Any]) -> Encoded:
         """Return the message with a recipient's own fields, not packed."""
@@ -73,6 +82,7 @@ class MessageStream:
         self._prefix = _map_header(2) + pack("op") + pack(op) + pack("message")
         self._is_direct = hasattr(batched, "comm")
         self._waiting: list[bytes] = []
+        self._num_waiting = 0
 
     @property
     def is_closed(self) -> bool:
@@ -82,7 +92,7 @@ class MessageStream:
     def send(self, message: Encoded) -> None:
         """Send a message at the end of this turn of the event loop; drop it if that is too late."""
         if self._is_direct:
-            self._put(pack(message))
+            self._put([pack(message)])
         else:
             self.batched.send({"op": self._op, "message": message})
 
@@ -93,10 +103,11 @@ class MessageStream:
         else:
             self.send(shared.merge(own))
 
-    def _put(self, packed: bytes) -> None:
+    def _put(self, parts: list[bytes]) -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting += (self._prefix, packed)
+        self._waiting += (self._prefix, *parts)
+        self._num_waiting += 1
 
     def _flush(self) -> None:
         comm = self.batched.comm
@@ -104,16 +115,17 @@ class MessageStream:
             asyncio.get_running_loop().call_later(START_POLL_S, self._flush)
             return
         waiting, self._waiting = self._waiting, []
+        num, self._num_waiting = self._num_waiting, 0
         # Dask writes a whole message without waiting, so none is cut in two here.
         if not comm.closed() and not comm.stream.closed():
-            comm.stream.write(frame_of(waiting, num=len(waiting) // 2))
+            comm.stream.write(frame_of(waiting, num=num))
 
 
-def frame_of(packed: list[bytes], *, num: int) -> bytes:
+def frame_of(parts: list[bytes], *, num: int) -> bytes:
     """Return a frame in Dask's format with ``num`` messages, given their packed parts in order."""
     header = _array_header(num)
-    length = len(header) + sum(map(len, packed))
-    return b"".join([_HEADER.pack(_NUM_LENGTHS + length, 1, length), header, *packed])
+    length = len(header) + sum(map(len, parts))
+    return b"".join([_HEADER.pack(_NUM_LENGTHS + length, 1, length), header, *parts])
 
 
 @functools.cache

@@ -61,6 +61,10 @@ SILENCE_S = 10.0
 """Supervisor heartbeat timeout in seconds, unless ``ETRAIN_SILENCE_S`` is set. Dask would need
 minutes to detect a machine that vanished without closing its connections."""
 
+MANY_WORKERS = 100
+REMOVAL_DELAY_S = 1.0
+"""Seconds for which Dask delays the end of a removal in a cluster of more than ``MANY_WORKERS``."""
+
 LAST_UPLOADS_S = 3.0
 """Timeout in seconds for uploading logs to a bucket when the cluster shuts down."""
 
@@ -338,8 +342,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     # --- workers ---
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """Handle a worker's closed connection. Called by the scheduler."""
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> Awaitable[None] | None:
+        """Handle a worker's closed connection. Called by the scheduler, which awaits the result."""
         # An evicted worker is no longer in the roster, and its loss was handled when it was
         # evicted.
         self._refused.discard(worker)
@@ -349,7 +353,14 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             self._records.forget_worker(facts.name)
             self._acknowledgements.forget(facts.name)
             cause = "preempted" if facts.leaves_at else f"worker process {facts.pid} is gone"
+            is_used = self._mode.is_busy(facts.name)
             self._mode.lose(facts, cause)
+            # Next, the scheduler tells each other worker that this one is gone, for the sake of
+            # Dask's own tasks. In a large cluster, that takes a sixth of the time in which the
+            # survivors form, so it waits.
+            if is_used and len(self._workers) > MANY_WORKERS:
+                return asyncio.sleep(REMOVAL_DELAY_S)
+        return None
 
     def _drop_silent(self, now: float) -> None:
         """Evict workers whose heartbeats have timed out, even if their connections are open."""

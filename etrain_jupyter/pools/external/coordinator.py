@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
@@ -182,12 +183,14 @@ class GuestCoordinator(Coordinator):
         for job in self._active():
             _log_unfit(job, msg["name"], msg["why"])
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **values: Any) -> None:
-        """Handle a worker's closed connection. Called by the scheduler."""
+    def remove_worker(
+        self, scheduler: Scheduler, worker: str, **values: Any
+    ) -> Awaitable[None] | None:
+        """Handle a worker's closed connection. Called by the scheduler, which awaits the result."""
         # Forget the reasons for workers that are gone: a new worker with the same name may work.
         present = {str(state.name) for state in scheduler.workers.values()}
         self._unfit = {name: why for name, why in self._unfit.items() if name in present}
-        super().remove_worker(scheduler, worker, **values)
+        return super().remove_worker(scheduler, worker, **values)
 
     # --- requests of kernels ---
 

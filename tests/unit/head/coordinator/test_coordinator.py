@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from etrain_jupyter.head.coordinator import coordinator as coordinator_module
-from etrain_jupyter.head.coordinator.coordinator import Coordinator
+from etrain_jupyter.head.coordinator.coordinator import MANY_WORKERS, Coordinator
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS
@@ -204,6 +204,24 @@ def test_supervisors_of_a_large_cluster_send_fewer_heartbeats(rig):
         rig.coordinator.remove_worker(None, f"tls://{name}")
     rig.tick()
     assert [x.interval_s for x in rig.orders("w0", m.SetHeartbeatInterval)] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("num_workers", [MANY_WORKERS, MANY_WORKERS + 2])
+async def test_dask_tells_a_large_cluster_of_a_lost_worker_after_the_survivors_formed(
+    rig, monkeypatch, num_workers
+):
+    monkeypatch.setattr(coordinator_module, "REMOVAL_DELAY_S", 0.0)
+    names = [f"w{number}" for number in range(num_workers)]
+    rig.hello(*names)
+    await rig.submit(max_workers=num_workers - 1)
+    rig.hello("unused")
+    is_large = num_workers > MANY_WORKERS
+    waits = rig.coordinator.remove_worker(None, "tls://w1")
+    assert rig.events(events.WorkerLost)[-1].worker == "w1"
+    assert (waits is not None) == is_large
+    if is_large:
+        await waits
+    assert rig.coordinator.remove_worker(None, "tls://unused") is None
 
 
 async def test_workers_that_join_a_large_cluster_are_shared_together_at_the_next_tick(rig):
