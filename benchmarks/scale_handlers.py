@@ -77,7 +77,7 @@ class _Head:
         self._time("heartbeats", lambda: self._say_all(beats))
         self._time("ticks", lambda: [self.coordinator.tick() for _ in range(TICKS)])
         left = [name for name in names if name != victim]
-        self._time("loss", lambda: self.coordinator.remove_worker(None, f"tls://{victim}"))
+        self._time("loss", lambda: self._lose(f"tls://{victim}"))
         report = {"progress": (0, 0), "why": "failed", "undone": True}
         self._time("reports", lambda: self._report(left, m.GenerationLeft, **report))
         self._form("next", left)
@@ -96,6 +96,10 @@ class _Head:
         joined = {"connect_s": 0.1, "wrap_s": 0.001}
         self._time(f"{which} joined", lambda: self._report(names, m.GenerationJoined, **joined))
         assert self._job.state.current.is_ready
+
+    def _lose(self, address: str) -> None:
+        if (wait := self.coordinator.remove_worker(None, address)) is not None:
+            wait.close()  # no scheduler waits to tell the others
 
     def _time(self, phase: str, work: Callable[[], Any]) -> None:
         started = time.process_time()

@@ -16,12 +16,11 @@ After an abort the next generation starts from the newest state that any trainer
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.members import Member, MemberPhase
 from etrain_jupyter.rules.membership.membership import JobState
+from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 
 LOST_MEANWHILE = "lost while the scheduler was down"

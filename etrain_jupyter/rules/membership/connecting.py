@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from etrain_jupyter.rules.membership.failed_forms import MAX_FAILED_FORMS, FailedForms
 from etrain_jupyter.rules.membership.members import Member
 from etrain_jupyter.rules.membership.membership import JobState, UserError
+from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.turn import Turn
 from etrain_jupyter.rules.policy.backend import (
     AUTO,

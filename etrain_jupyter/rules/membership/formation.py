@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
@@ -14,6 +13,7 @@ from etrain_jupyter.rules.membership.connecting import count_failed_form, why_re
 from etrain_jupyter.rules.membership.forming import form_generation
 from etrain_jupyter.rules.membership.members import Member
 from etrain_jupyter.rules.membership.membership import JobState, UserError
+from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.saving import (
     close_job,
     is_newest_durable,

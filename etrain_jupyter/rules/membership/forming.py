@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
@@ -11,6 +10,7 @@ from etrain_jupyter.rules.membership.commands import FormGeneration
 from etrain_jupyter.rules.membership.connecting import backend_for, why_gloo
 from etrain_jupyter.rules.membership.members import Member
 from etrain_jupyter.rules.membership.membership import GenerationState, JobState
+from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.turn import Turn
 
 GUARDED_S = 600.0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import ReleaseTrainer
 from etrain_jupyter.rules.membership.health import after_fault
 from etrain_jupyter.rules.membership.members import Member
 from etrain_jupyter.rules.membership.membership import UserError
+from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting, start_missing
 
 

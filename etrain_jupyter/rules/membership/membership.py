@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from etrain_jupyter.log.events import TERMINAL_STATUSES, JobStatus
@@ -11,6 +11,7 @@ from etrain_jupyter.rules.membership.failed_forms import NO_FAILED_FORMS, Break,
 from etrain_jupyter.rules.membership.health import Health
 from etrain_jupyter.rules.membership.members import Member, MemberPhase, Members
 from etrain_jupyter.rules.membership.nan_loss import NanLoss
+from etrain_jupyter.rules.membership.replacing import replace
 
 JobPhase = Literal["gathering", "running", "changing", "collecting", "closing"]
 Outcome = Literal["finished", "stopped", "failed"]

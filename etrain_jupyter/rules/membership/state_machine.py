@@ -15,7 +15,6 @@ Each pass through this loop is one generation::
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import assert_never
 
 from etrain_jupyter.log import events
@@ -34,6 +33,7 @@ from etrain_jupyter.rules.membership.losses import (
 from etrain_jupyter.rules.membership.members import Member
 from etrain_jupyter.rules.membership.membership import Failing, JobState, UserError
 from etrain_jupyter.rules.membership.nan_loss import NanLoss
+from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.saving import take_saved
 from etrain_jupyter.rules.membership.stalls import check_stalls, excuse_sleep, take_progress
 from etrain_jupyter.rules.membership.turn import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from etrain_jupyter.log import events
@@ -29,6 +28,7 @@ from etrain_jupyter.rules.membership.membership import (
     Timings,
     UserError,
 )
+from etrain_jupyter.rules.membership.replacing import replace
 
 
 class Turn:
