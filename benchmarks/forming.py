@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 from benchmarks import report
+from etrain_jupyter.rules.membership.forming import MAX_GUARDED_RANKS
 
 WAYS = ("plain", "checked", "guarded")
 WORLD_SIZES = (2, 4, 8)
@@ -51,9 +52,10 @@ def measure_size(world_size: int, count: int) -> dict[str, Any]:
         process.start()
         pipes.append(ours)
         ranks.append(process)
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    ways = WAYS if world_size <= MAX_GUARDED_RANKS else WAYS[:-1]
+    times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(-2, count):  # the first two load libraries and are discarded
-        for way in WAYS:
+        for way in ways:
             slowest = form_once(pipes, way)
             if number >= 0:
                 times[way].append(slowest)
@@ -61,10 +63,10 @@ def measure_size(world_size: int, count: int) -> dict[str, Any]:
         pipe.send(None)
     for process in ranks:
         process.join(30)
-    for way in WAYS:
+    for way in ways:
         median = statistics.median(times[way]) * 1e3
         print(f"forming {way}, {world_size} ranks: {median:.1f} ms", flush=True)
-    return {way: report.median_and_p95(times[way]) for way in WAYS}
+    return {way: report.median_and_p95(times[way]) for way in ways}
 
 
 def form_once(pipes: list[Connection], way: str) -> float:
@@ -142,7 +144,10 @@ def table_of(result: dict[str, Any]) -> str:
     head = ("ranks", *(f"{way}: median, p95" for way in WAYS), "checked adds")
     rows = []
     for size, ways in result["sizes"].items():
-        times = [f"{ways[w]['median_s'] * 1e3:.1f}, {ways[w]['p95_s'] * 1e3:.1f}" for w in WAYS]
+        times = [
+            f"{ways[w]['median_s'] * 1e3:.1f}, {ways[w]['p95_s'] * 1e3:.1f}" if w in ways else "-"
+            for w in WAYS
+        ]
         added = (ways["checked"]["median_s"] - ways["plain"]["median_s"]) * 1e3
         rows.append((size, *times, f"{added:.1f}"))
     return "Milliseconds until the slowest rank has connected.\n\n" + report.table(head, rows)

@@ -18,6 +18,11 @@ GUARDED_S = 600.0
 costs a few milliseconds per generation, and lets a job form even if other processes connect to its
 ports."""
 
+MAX_GUARDED_RANKS = 32
+"""Maximum number of ranks of such a generation. Each rank announces its connections to all others
+while it makes them, which takes the third power of the number of ranks: with 64 on two cores, it
+exceeded its timeout (``benchmarks forming``), so that the job would never form again."""
+
 
 def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = False) -> None:
     """Form the next generation from these members.
@@ -54,12 +59,11 @@ def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = Fals
     turn.update_faults(replace(state.faults, lost=_still_missing(turn.state, len(ranks))))
     for member in ranks:
         turn.put(replace(member, phase="ranked", since=turn.now, formed=False))
-    form_at = state.faults.form_at
     turn.do(
         FormGeneration(
             generation=current.number,
             trainers=tuple(m.trainer for m in ranks),
-            is_guarded=form_at > 0.0 and turn.now < form_at + GUARDED_S,
+            is_guarded=_is_guarded(turn, len(ranks)),
             behind=behind,
             step=current.first_step,
             restore=restore,
@@ -73,6 +77,12 @@ def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = Fals
     if slow and current.backend != previous.backend:
         turn.log(slow)
     turn.set_status("running", slow)
+
+
+def _is_guarded(turn: Turn, num_ranks: int) -> bool:
+    failed_at = turn.state.faults.form_at
+    has_failed = failed_at > 0.0 and turn.now < failed_at + GUARDED_S
+    return has_failed and num_ranks <= MAX_GUARDED_RANKS
 
 
 def _publish_formed(
