@@ -355,7 +355,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             cause = "preempted" if facts.leaves_at else f"worker process {facts.pid} is gone"
             is_used = self._mode.is_busy(facts.name)
             self._mode.lose(facts, cause)
-            # Next, the scheduler tells each other worker that this one is gone, for the sake of
+            # Next, the scheduler informs each other worker that this one is gone, for the sake of
             # Dask's own tasks. In a large cluster, that takes a sixth of the time in which the
             # survivors form, so it waits.
             if is_used and len(self._workers) > MANY_WORKERS:

@@ -21,7 +21,7 @@ else:
             **changes: New values of fields.
 
         Raises:
-            TypeError: If there is no such field.
+            TypeError: If the class lacks such a field.
         """
         values = instance.__dict__
         if not changes.keys() <= values.keys():

@@ -207,7 +207,7 @@ def test_supervisors_of_a_large_cluster_send_fewer_heartbeats(rig):
 
 
 @pytest.mark.parametrize("num_workers", [MANY_WORKERS, MANY_WORKERS + 2])
-async def test_dask_tells_a_large_cluster_of_a_lost_worker_after_the_survivors_formed(
+async def test_dask_announces_a_lost_worker_of_a_large_cluster_after_the_survivors_formed(
     rig, monkeypatch, num_workers
 ):
     monkeypatch.setattr(coordinator_module, "REMOVAL_DELAY_S", 0.0)
