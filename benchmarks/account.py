@@ -244,10 +244,16 @@ def start_cell(user: User) -> Callable[[], None]:
 
 def table_of(result: Mapping[str, Any]) -> str:
     """Return a table of the lives, and one of the killed commands."""
-    lives = result["lives"]
+    parts = _parts_of_lives(result["lives"]) if result["lives"] else []
+    if result["kills"]:
+        parts.append(_table_of_kills(result["kills"]))
+    return "\n\n".join(parts)
+
+
+def _parts_of_lives(lives: Sequence[Mapping[str, Any]]) -> list[str]:
     sides = [[one for one in lives if one["iam"] is enforces] for enforces in (False, True)]
     rows = []
-    for number, step in enumerate(sides[0][0]["steps"] if lives else ()):
+    for number, step in enumerate(sides[0][0]["steps"]):
         row = [step["step"]]
         for side in sides:
             seconds = sorted(one["steps"][number]["seconds"] for one in side)
@@ -256,23 +262,24 @@ def table_of(result: Mapping[str, Any]) -> str:
             row += [f"{seconds[len(seconds) // 2]:.1f}", f"{one['calls']} ({by_service})"]
         rows.append(row)
     head = ["step", "seconds", "requests", "with IAM: seconds", "requests"]
-    parts = [report.table(head, rows)] if lives else []
-    parts += [f"left behind, IAM {one['iam']}: {one['left']}" for one in lives]
-    if result["kills"]:
-        names = (
-            "command",
-            "stage",
-            "again_s",
-            "clusters",
-            "machines",
-            "running_after",
-            "uploads",
-            "left",
-        )
-        kills = [
-            [*(f"{one[name]:.1f}" if name == "again_s" else str(one[name]) for name in names),
-             str(len(one["orphans"]))]
-            for one in result["kills"]
-        ]  # fmt: skip
-        parts.append(report.table([*names, "orphans"], kills))
-    return "\n\n".join(parts)
+    left = [f"left behind, IAM {one['iam']}: {one['left']}" for one in lives]
+    return [report.table(head, rows), *left]
+
+
+def _table_of_kills(kills: Sequence[Mapping[str, Any]]) -> str:
+    names = (
+        "command",
+        "stage",
+        "again_s",
+        "clusters",
+        "machines",
+        "running_after",
+        "uploads",
+        "left",
+    )
+    rows = [
+        [*(f"{one[name]:.1f}" if name == "again_s" else str(one[name]) for name in names),
+         str(len(one["orphans"]))]
+        for one in kills
+    ]  # fmt: skip
+    return report.table([*names, "orphans"], rows)

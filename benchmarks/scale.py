@@ -52,6 +52,7 @@ INSTANTS = ("decided_s", "received_s", "form_decided_s")
 
 SETTLE_S = 2.0
 """Seconds between the end of a change and what is measured next."""
+
 _CELLS = b'{"cells": {}}'
 _BUNDLE = HEADER.pack(len(_CELLS)) + _CELLS
 _JOB = "scale"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -81,8 +82,8 @@ class MessageStream:
         self._op = op
         self._prefix = _map_header(2) + pack("op") + pack(op) + pack("message")
         self._is_direct = hasattr(batched, "comm")
-        self._waiting: list[bytes] = []
-        self._num_waiting = 0
+        self._waiting: list[list[bytes]] = []
+        """The parts of each message."""
 
     @property
     def is_closed(self) -> bool:
@@ -106,8 +107,7 @@ class MessageStream:
     def _put(self, parts: list[bytes]) -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting += (self._prefix, *parts)
-        self._num_waiting += 1
+        self._waiting.append([self._prefix, *parts])
 
     def _flush(self) -> None:
         comm = self.batched.comm
@@ -115,17 +115,16 @@ class MessageStream:
             asyncio.get_running_loop().call_later(START_POLL_S, self._flush)
             return
         waiting, self._waiting = self._waiting, []
-        num, self._num_waiting = self._num_waiting, 0
         # Dask writes a whole message without waiting, so none is cut in two here.
         if not comm.closed() and not comm.stream.closed():
-            comm.stream.write(frame_of(waiting, num=num))
+            comm.stream.write(frame_of(waiting))
 
 
-def frame_of(parts: list[bytes], *, num: int) -> bytes:
-    """Return a frame in Dask's format with ``num`` messages, given their packed parts in order."""
-    header = _array_header(num)
-    length = len(header) + sum(map(len, parts))
-    return b"".join([_HEADER.pack(_NUM_LENGTHS + length, 1, length), header, *parts])
+def frame_of(messages: list[list[bytes]]) -> bytes:
+    """Return a frame in Dask's format, given the packed parts of each message."""
+    parts = [_array_header(len(messages)), *itertools.chain.from_iterable(messages)]
+    length = sum(map(len, parts))
+    return b"".join([_HEADER.pack(_NUM_LENGTHS + length, 1, length), *parts])
 
 
 @functools.cache
