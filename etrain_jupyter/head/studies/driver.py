@@ -306,8 +306,8 @@ class StudyDriver:
         """Continue the trials that a previous scheduler has begun."""
         for stored in await self._call(self._store.trials):
             if stored.state == "RUNNING" and not stored.job_id:
-                await self._call(self._store.forget, stored)
-                continue
+                # The previous scheduler died while it chose the values.
+                stored = await self._call(self._store.complete, stored)
             trial = Trial(
                 number=stored.number, values=stored.values, job_id=stored.job_id,
                 state=stored.state, reason=stored.reason, samples=stored.samples,

@@ -30,7 +30,7 @@ class StoredTrial:
     state: TrialState
     values: dict[str, Value]
     job_id: str = ""
-    """Empty if the previous scheduler died before it had chosen all values."""
+    """Empty while its values are chosen; then, `OptunaStudy.complete` chooses the rest."""
     reason: str = ""
     reported: dict[int, float] = field(default_factory=dict)
     """Values of the metric by number of samples."""
@@ -59,9 +59,8 @@ class OptunaStudy:
         self._distributions = {
             name: self._distribution(parameter) for name, parameter in spec.parameters.items()
         }
-        if self._config.method == "grid" and not self._study.trials:
-            for values in all_combinations(spec.parameters) or []:
-                self._study.enqueue_trial(values)
+        if self._config.method == "grid":
+            self._enqueue(all_combinations(spec.parameters) or [])
         self.set_status("running", num_trials=spec.num_trials)
 
     def _distribution(self, parameter: Parameter) -> Any:
@@ -71,6 +70,12 @@ class OptunaStudy:
         low, high = parameter.bounds
         kind = kinds.IntDistribution if parameter.int_range else kinds.FloatDistribution
         return kind(low, high, log=parameter.log)
+
+    def _enqueue(self, grid: list[dict[str, Value]]) -> None:
+        # In order, and the first trials of the study: a scheduler that died among them has stored
+        # the first ones.
+        for values in grid[len(self._study.get_trials(deepcopy=False)) :]:
+            self._study.enqueue_trial(values)
 
     @property
     def rungs(self) -> tuple[int, ...] | None:
@@ -105,16 +110,36 @@ class OptunaStudy:
 
     def ask(self) -> StoredTrial:
         """Begin a trial: choose its values, and store them with its job's id."""
-        # A sampler made for this trial alone: its randomness follows from the seed and the number
-        # of trials, so that a restarted scheduler neither repeats nor changes what it chooses.
-        count = len(self._study.get_trials(deepcopy=False))
-        seed = (self._config.seed * 1_000_003 + count) % 2**32
-        samplers = self._optuna.samplers
-        sampler = samplers.TPESampler if self._config.method == "tpe" else samplers.RandomSampler
-        self._study.sampler = sampler(seed=seed)
+        self._study.sampler = self._make_sampler(len(self._study.get_trials(deepcopy=False)))
         trial = self._study.ask(self._distributions)
         trial.set_user_attr(names.JOB, self._spec.job_id_of(trial.number))
         return _stored(self._frozen(trial.number))
+
+    def complete(self, begun: StoredTrial) -> StoredTrial:
+        """Choose the rest of a trial's values: the scheduler died in ``ask``.
+
+        Returns:
+            The trial with the values that ``ask`` would have chosen.
+        """
+        frozen = self._frozen(begun.number)
+        sampler = self._study.sampler = self._make_sampler(begun.number)
+        trial = self._optuna.trial.Trial(self._study, frozen._trial_id)
+        for name, distribution in self._distributions.items():
+            if name in begun.values:
+                # Only to draw the random numbers of the stored value once more.
+                sampler.sample_independent(self._study, frozen, name, distribution)
+            else:
+                trial._suggest(name, distribution)
+        trial.set_user_attr(names.JOB, self._spec.job_id_of(trial.number))
+        return _stored(self._frozen(trial.number))
+
+    def _make_sampler(self, count: int) -> optuna.samplers.BaseSampler:
+        # A sampler made for this trial alone: its randomness follows from the seed and the number
+        # of trials, so that a restarted scheduler neither repeats nor changes what it chooses.
+        seed = (self._config.seed * 1_000_003 + count) % 2**32
+        samplers = self._optuna.samplers
+        sampler = samplers.TPESampler if self._config.method == "tpe" else samplers.RandomSampler
+        return sampler(seed=seed)  # type: ignore[no-any-return]
 
     def report(self, number: int, samples: int, value: float) -> str:
         """Store an evaluation of a trial; return why the trial is pruned, or an empty string."""
@@ -159,13 +184,6 @@ class OptunaStudy:
         if reason:
             self._storage.set_trial_user_attr(trial_id, names.REASON, reason)
         self._study.tell(number, value, state=self._optuna.trial.TrialState[state])
-
-    def forget(self, trial: StoredTrial) -> None:
-        """End a trial without a job: the scheduler died while it chose the values."""
-        fixed = self._frozen(trial.number).system_attrs.get("fixed_params")
-        self.tell(trial.number, "FAIL", reason="the scheduler restarted before it began")
-        if fixed:
-            self._study.enqueue_trial(fixed)
 
     def end(self, verdict: Verdict) -> None:
         """Store the end of the study."""

@@ -322,6 +322,77 @@ def _die(*_: Any) -> None:
     raise SystemExit
 
 
+@pytest.mark.parametrize("method", ["grid", "random", "tpe"])
+def test_scheduler_that_dies_at_any_write_chooses_the_same_trials(
+    tmp_path: Path, method: str
+) -> None:
+    (tmp_path / "calm").mkdir()
+    expected = _finish(method_spec_of(tmp_path / "calm", method))
+    for num_writes in range(1, 100):
+        (root := tmp_path / str(num_writes)).mkdir()
+        spec = method_spec_of(root, method)
+
+        is_alive = _ask_and_die(spec, num_writes)
+
+        assert _finish(spec) == expected
+        if is_alive:
+            break
+    assert 10 < num_writes < 99
+
+
+def test_trial_whose_values_were_not_all_chosen_runs_once(tmp_path: Path) -> None:
+    spec = method_spec_of(tmp_path, "random")
+    num_writes = 0
+    while (stored := OptunaStudy(spec).trials()) == [] or not stored[-1].values:
+        (tmp_path / "study-00c0ffee" / "optuna.journal").unlink(missing_ok=True)
+        num_writes += 1
+        assert not _ask_and_die(spec, num_writes)
+    assert (len(stored), stored[0].job_id, len(stored[0].values)) == (1, "", 1)
+
+    asyncio.run(drive(spec, host := Host(lambda width, epoch: 1.0)))
+
+    assert [t.state for t in OptunaStudy(spec).trials()] == ["COMPLETE"] * 4
+    assert len(host.orders) == 4
+
+
+def method_spec_of(root: Path, method: str) -> StudySpec:
+    search = {"method": method, "metric": "accuracy", "mode": "max"}
+    choices = {"width": {"choice": [3, 5]}, "lr": {"choice": [1.0, 2.0]}}
+    return spec_of(root, search=search, **({"space": choices} if method == "grid" else {}))
+
+
+def _finish(spec: StudySpec) -> list[tuple[int, Any, str]]:
+    """Choose the values of the trials that are left; return all four."""
+    store = OptunaStudy(spec)
+    for trial in store.trials():
+        if not trial.job_id:
+            store.complete(trial)
+    while len(store.trials()) < 4:
+        store.ask()
+    return [(t.number, t.values, t.job_id) for t in store.trials()]
+
+
+def _ask_and_die(spec: StudySpec, num_writes: int) -> bool:
+    """Begin two trials, but die before a write to the journal; return whether it did not die."""
+    backend = import_optuna().storages.journal.JournalFileBackend
+    append, left = backend.append_logs, num_writes
+
+    def append_or_die(self: Any, logs: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            _die()
+        append(self, logs)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(backend, "append_logs", append_or_die)
+        store = OptunaStudy(spec)
+        store.ask()
+        store.ask()
+        return True
+    return False
+
+
 def test_recovered_decision_stores_its_value_and_ends_the_trial(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, num_trials=1)
     store = OptunaStudy(spec)
