@@ -46,6 +46,11 @@ def build_mlp() -> nn.Module:
     return _mlp(2048)
 
 
+def build_small() -> nn.Module:
+    """Return a model with a negligible step, for benchmarks that do not measure training."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, NUM_CLASSES))
+
+
 def build_wide() -> nn.Module:
     """Return an MLP of 59 million parameters, for costs that grow with the state."""
     return _mlp(5248)
