@@ -10,11 +10,15 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 
+from etrain_jupyter.trainer.control.busy_cores import BusyCores
 from etrain_jupyter.wire.channel import Channel
 from etrain_jupyter.wire.messages import StepRecord, StepsTrained, TrainerReport
 
 FLUSH_EVERY_S = 0.05
 """Minimum interval between two batches. Records of steps longer than this are sent immediately."""
+BUSY_FLUSH_EVERY_S = 0.2
+"""The same while training needs all cores of the machine. Then each batch delays the next step: on
+its way to the notebook, it wakes the worker, the scheduler and the kernel, which may run here."""
 KEEP_RECORDS = 10_000
 """Number of records that a rank keeps in case rank 0 dies before sending them."""
 
@@ -26,15 +30,22 @@ Send = Callable[[Report], None]
 
 
 class Reporter:
-    """Send reports over the control channel."""
+    """Send reports over the control channel.
+
+    Args:
+        are_cores_busy: Returns whether training needs all cores of this machine.
+    """
 
     # Every rank keeps the records of its latest steps, because a step's statistics are the same on
     # all of them. Rank 0 sends them. If it dies, the next rank 0 sends those missing from the log:
     #
     #     rank 0   step 7 ── sent ──▶ log      step 8 ── (dies)
     #     rank 1   step 7, step 8 kept ── becomes rank 0, logged_step=7 ── sends step 8 ──▶ log
-    def __init__(self, channel: Channel) -> None:
+    def __init__(
+        self, channel: Channel, *, are_cores_busy: Callable[[], bool] | None = None
+    ) -> None:
         self._channel = channel
+        self._are_cores_busy = are_cores_busy or BusyCores().are_busy
         self._lock = threading.Lock()
         self._kept: deque[StepRecord] = deque(maxlen=KEEP_RECORDS)
         self._unsent: list[StepRecord] = []
@@ -116,4 +127,4 @@ class Reporter:
             self._has_unsent.clear()
             with contextlib.suppress(OSError):
                 self.flush()
-            self._ended.wait(FLUSH_EVERY_S)
+            self._ended.wait(BUSY_FLUSH_EVERY_S if self._are_cores_busy() else FLUSH_EVERY_S)

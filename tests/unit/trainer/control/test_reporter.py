@@ -74,3 +74,22 @@ def test_first_record_after_a_pause_is_sent_immediately_and_later_ones_together(
         reporter.send(step(number))
     reporter.close()
     assert [len(message.records) for message in channel.sent] == [1, 3]
+
+
+def test_batches_are_rarer_while_training_needs_all_cores(monkeypatch):
+    monkeypatch.setattr(reporter_module, "FLUSH_EVERY_S", 0.0)
+    monkeypatch.setattr(reporter_module, "BUSY_FLUSH_EVERY_S", 3600.0)
+    channel = Channel()
+    are_busy = [False, False, True]
+    reporter = Reporter(channel, are_cores_busy=lambda: are_busy.pop(0))
+    reporter.begin(generation=1, rank=0, logged_step=0)
+    while len(are_busy) == 3:  # ``begin`` has woken the thread
+        time.sleep(0.001)
+    for number in (1, 2):
+        reporter.send(step(number))
+        while len(channel.sent) < number or len(are_busy) > 2 - number:
+            time.sleep(0.001)
+    for number in (3, 4):
+        reporter.send(step(number))
+    reporter.close()
+    assert [len(message.records) for message in channel.sent] == [1, 1, 2]
