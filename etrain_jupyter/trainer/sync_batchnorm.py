@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from etrain_jupyter.trainer.gradients.lockstep import Lockstep
+from etrain_jupyter.trainer.group.peers import Peers
 from etrain_jupyter.trainer.references import WorkloadError
 
 TAG = 1 << 20
@@ -43,22 +44,11 @@ class Pending(Protocol):
         ...
 
 
-class Peers(Protocol):
+class StartingPeers(Peers, Protocol):
     """The ranks of a generation, see ``group.process_group.RankGroup``."""
-
-    rank: int
-    world_size: int
 
     def start(self, work: Any) -> Pending:
         """Run ``work`` in the exchange thread."""
-        ...
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        """Start sending a contiguous CPU tensor, inside ``work``."""
-        ...
-
-    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
-        """Start receiving into a contiguous CPU tensor, inside ``work``."""
         ...
 
 
@@ -95,7 +85,7 @@ class SyncedNorms:
         self.num_rows: Sequence[int] = ()
         """Number of rows of each rank in the current pass: 1, or with ``reproducible`` the number
         of its shards that have samples."""
-        self._peers: Peers | None = None
+        self._peers: StartingPeers | None = None
         self._lockstep: Lockstep | None = None
         self._watch: Watch = NO_WATCH
         layers = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
@@ -152,7 +142,7 @@ class SyncedNorms:
 
     @contextlib.contextmanager
     def over(
-        self, peers: Peers, watch: Watch = NO_WATCH, lockstep: Lockstep | None = None
+        self, peers: StartingPeers, watch: Watch = NO_WATCH, lockstep: Lockstep | None = None
     ) -> Iterator[None]:
         """Synchronize the layers over these ranks within the context.
 

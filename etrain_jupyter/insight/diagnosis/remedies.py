@@ -22,6 +22,7 @@ from etrain_jupyter.insight.diagnosis.step_parts import (
     step_s,
     transfer_s,
 )
+from etrain_jupyter.rules.policy.small_sums import num_rounds, num_sent
 
 FACTOR = 4
 """Factor for batches, passes and intervals."""
@@ -325,7 +326,7 @@ def _add_workers(facts: Facts) -> Remedy:
         is_global = facts.config.batch.per_worker_batch_size is None
         sample_share, work = (0.5, 1) if is_global else (1.0, 2)
         after_s = facts.step_s - (1 - sample_share) * per_sample_s
-        after_s += _ring_s(transfer, facts.gradient_bytes, now=now, then=2 * now) - transfer
+        after_s += _exchange_s(transfer, facts.gradient_bytes, now=now, then=2 * now) - transfer
         more_s = _core_sharing_s(facts, sample_share=sample_share, alone_s=after_s)
         gain = _gain(work * facts.step_s, after_s + more_s)
     shared = f"the {facts.cores:.0f} cores of this machine"
@@ -345,18 +346,20 @@ def _add_workers(facts: Facts) -> Remedy:
     )
 
 
-def _ring_s(transfer_s: float, gradient_bytes: float | None, *, now: int, then: int) -> float:
+def _exchange_s(transfer_s: float, gradient_bytes: float | None, *, now: int, then: int) -> float:
     """Return the time of the exchange between another number of workers, in seconds.
 
-    A ring of ``W`` workers sends ``2 (W - 1) / W`` times the gradients, in ``2 (W - 1)`` rounds.
-    Small gradients take as long as the rounds, so their exchange grows faster.
+    A part of the exchange grows with the bytes that a worker sends, and the rest with the number of
+    messages, see ``rules.policy.small_sums``.
     """
+    size = gradient_bytes if gradient_bytes is not None else math.inf
     volume_s = transfer_s
     if gradient_bytes is not None:
-        slowest_s = 2 * (now - 1) / now * gradient_bytes * SLOW_LINK_S_PER_BYTE
+        slowest_s = num_sent(size, now) * gradient_bytes * SLOW_LINK_S_PER_BYTE
         volume_s = min(transfer_s, slowest_s)
     latency_s = transfer_s - volume_s
-    return (volume_s * now / then + latency_s) * (then - 1) / (now - 1)
+    volume_s *= num_sent(size, then) / num_sent(size, now)
+    return volume_s + latency_s * num_rounds(size, then) / num_rounds(size, now)
 
 
 def _core_sharing_s(facts: Facts, *, sample_share: float, alone_s: float) -> float:

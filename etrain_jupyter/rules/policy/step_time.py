@@ -4,8 +4,9 @@ A step of ``W`` workers with ``m`` samples each takes ``compute(W, m) + exposed(
 
     compute    c(W) (a + b m)              a: fixed time of a step, b: time of a sample
     c(W)       max(1, threads of the workers on a machine / its cores)
-    exchange   2 (W - 1) buckets latency + v(W) bytes seconds_per_byte
-    v(W)       2 (W - 1) / W               the ring all-reduce, over links between machines
+    exchange   n(W) buckets latency + v(W) bytes seconds_per_byte
+    n(W)       2 (W - 1)                   messages of a ring; ceil(log2 W) for small gradients
+    v(W)       2 (W - 1) / W               the ring, over links between machines; else ceil(log2 W)
                ... max(1, r W threads / cores)     on one machine: the exchange needs its cores
     exposed    max(last bucket's share of the exchange, exchange - hidden)
     hidden     f 2/3 c(W) b m              f: overlap of the exchange with a backward pass
@@ -28,6 +29,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from etrain_jupyter.rules.policy.small_sums import num_rounds, num_sent
 
 Floats: TypeAlias = NDArray[np.float64]
 Unknown = Literal["batch", "exchange"]
@@ -105,11 +108,10 @@ class Placement:
         """Return the factor by which workers that share cores slow each other down."""
         return max(1.0, self._busy_cores(workers) / self.cores)
 
-    def volume(self, workers: int) -> float:
-        """Return the time of an exchange, relative to sending all gradients once over a link."""
+    def sending_contention(self, workers: int) -> float:
+        """Return the factor by which workers that share cores slow their exchange down."""
         waiting = LOOPBACK_CPU_SHARE * workers * self.threads / self.cores
-        is_on_one_machine = not self.workers_per_machine
-        return 2 * (workers - 1) / workers * (max(1.0, waiting) if is_on_one_machine else 1.0)
+        return 1.0 if self.workers_per_machine else max(1.0, waiting)
 
     def has_idle_cores(self, workers: int) -> bool:
         """Return True if an exchange can run while all workers compute."""
@@ -295,8 +297,10 @@ def _parts(
     compute: float = contention * (fixed_s + sample_s * batch)
     if workers == 1:
         return compute, 0.0
-    exchange_s = latency_s * 2 * (workers - 1) * exchange.num_buckets
-    exchange_s += placement.volume(workers) * exchange.num_bytes * s_per_byte
+    bucket_bytes = exchange.num_bytes / exchange.num_buckets
+    exchange_s = latency_s * num_rounds(bucket_bytes, workers) * exchange.num_buckets
+    volume = num_sent(bucket_bytes, workers) * placement.sending_contention(workers)
+    exchange_s += volume * exchange.num_bytes * s_per_byte
     if not placement.has_idle_cores(workers):
         overlap = 0.0
     hidden = overlap * BACKWARD_SHARE * contention * sample_s * batch / exchange.passes

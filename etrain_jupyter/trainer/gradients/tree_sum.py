@@ -13,33 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from etrain_jupyter.rules.samples.batch_plan import share_range
 from etrain_jupyter.rules.samples.shard_plan import Merge, ShardPlan
+from etrain_jupyter.trainer.group.peers import Peers
 
 DIRECT_BYTES = 1 << 20
 """If each rank receives at most this number of bytes, all ranks send everything to each other, and
 each rank adds up the whole vector. This takes one round trip instead of two."""
 SEGMENT_BYTES = 4 << 20
 """Approximate size of a segment. One segment is added up while the next one is received."""
-
-
-class Peers(Protocol):
-    """The part of the process group that a sum uses."""
-
-    rank: int
-    world_size: int
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        """Start sending; return an object with ``wait``."""
-        ...
-
-    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
-        """Start receiving; return an object with ``wait``."""
-        ...
 
 
 class TreeSum:

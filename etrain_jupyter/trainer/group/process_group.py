@@ -39,6 +39,7 @@ from etrain_jupyter.trainer.group.forming import Forming
 from etrain_jupyter.trainer.group.gloo_device import GlooDevice
 from etrain_jupyter.trainer.group.pending import Pending, Waiters, text_of
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore, CommunicationError
+from etrain_jupyter.trainer.group.small_sum import is_small, sum_small
 from etrain_jupyter.trainer.group.transports import GlooTransport, NcclTransport, Transport
 from etrain_jupyter.wire.progress_page import ProgressPage
 
@@ -212,9 +213,20 @@ class RankGroup:
         """Start summing ``tensor`` over the ranks, in place."""
         if self.world_size == 1:
             return Pending(self._waiters, None)
-        # The future completes before Work.is_completed() becomes true, so query the future.
-        future = self.launch(dist.all_reduce, tensor).get_future()
-        return Pending(self._waiters, future)
+        return Pending(self._waiters, self.start_sum(tensor))
+
+    def start_sum(self, tensor: torch.Tensor) -> Any:
+        """Start summing a host tensor over the ranks, in place; return a future.
+
+        Raises:
+            CommunicationError: If the generation has failed.
+        """
+        if is_small(tensor, self.world_size):
+            self.raise_if_failed()
+            self.count()
+            return self.submit(partial(sum_small, self, tensor))
+        # The future completes before Work.is_completed() becomes true, so return the future.
+        return self.launch(dist.all_reduce, tensor).get_future()
 
     def all_reduce_after(self, prepare: Callable[[], None], tensor: torch.Tensor) -> Pending:
         """Run ``prepare``, then sum a host tensor over the ranks in place, in the exchange thread.
@@ -352,7 +364,10 @@ class RankGroup:
 
         Call this only inside the ``work`` of ``start``.
         """
-        self._peers().allreduce([tensor]).wait()
+        if is_small(tensor, self.world_size):
+            sum_small(self, tensor)
+        else:
+            self._peers().allreduce([tensor]).wait()
 
     # --- gradients ---
 

@@ -3,7 +3,7 @@
 =========  =================  ==========================================  ======================
 backend    gradients          a bucket goes                               its future completes
 =========  =================  ==========================================  ======================
-``gloo``   in host memory     to gloo directly                            with gloo's, or on abort
+``gloo``   in host memory     to gloo, small ones in the exchange thread  with gloo's, or on abort
 ``gloo``   on a GPU           through host memory, in the exchange thread with that, or on abort
 ``nccl``   on a GPU           to NCCL directly                            on the device
 =========  =================  ==========================================  ======================
@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from etrain_jupyter.trainer.group.backends import GLOO, NCCL, end_nccl
 from etrain_jupyter.trainer.group.cuda_buckets import (
@@ -32,8 +31,8 @@ from etrain_jupyter.trainer.group.rendezvous import CommunicationError
 class Collectives(Protocol):
     """The operations of a rank's process group that a transport uses."""
 
-    def launch(self, collective: Callable[..., Any], *args: Any) -> Any:
-        """Start a collective on the default group; return torch's ``Work``."""
+    def start_sum(self, tensor: torch.Tensor) -> Any:
+        """Start summing a host tensor over the ranks, in place; return a future."""
         ...
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
@@ -99,7 +98,7 @@ class GlooTransport:
         future: Any  # from torch or from the exchange thread
         try:
             if not buffer.is_cuda:
-                future = self._collectives.launch(dist.all_reduce, buffer).get_future()
+                future = self._collectives.start_sum(buffer)
             else:
                 self._collectives.raise_if_failed()
                 self._collectives.count()
@@ -125,9 +124,7 @@ class GlooTransport:
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Sum a tensor, in place; a GPU tensor goes through host memory."""
         on_host = tensor.cpu()  # the tensor itself if it is in host memory
-        # The future completes before Work.is_completed() becomes true, so query the future.
-        future = self._collectives.launch(dist.all_reduce, on_host).get_future()
-        Pending(self._waiters, future).wait()
+        Pending(self._waiters, self._collectives.start_sum(on_host)).wait()
         if tensor.is_cuda:
             tensor.copy_(on_host)
 

@@ -131,18 +131,19 @@ NUM_SAMPLES, BATCH = 90, 16
 
 
 class AfterBackward(LateCopies):
-    """A device that has caught up when the training thread has queued the backward pass."""
+    """A device that catches up when the training thread has queued the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
-        settle = RankGroup.settle
+        sum_bucket = RankGroup.ddp_hook
 
-        @functools.wraps(settle)
-        def settled(group: RankGroup) -> None:
-            settle(group)
+        @functools.wraps(sum_bucket)
+        def summed(group: RankGroup, bucket: Any) -> Any:
+            future = sum_bucket(group, bucket)
             self.caught_up.set()
+            return future
 
-        RankGroup.settle = settled  # type: ignore[method-assign]
+        RankGroup.ddp_hook = summed  # type: ignore[method-assign]
 
 
 def names(*, is_late: bool) -> dict[str, Any]:

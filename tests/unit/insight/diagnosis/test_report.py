@@ -301,8 +301,9 @@ def test_gain_of_a_second_worker_is_not_predicted_but_that_of_the_fourth_is() ->
     ("gradient_bytes", "transfer_ms"),
     [
         (1e9, 2 * 1.5),  # the volume: 3/4 instead of 1/2 of the gradients, twice
-        (0.0, 2 * 3),  # the latency of 6 rounds instead of 2
-        (125_000, 1 * 1.5 + 1 * 3),  # 1 ms over a link of 1 Gbit/s
+        (1.5e6, 2 * 1.5),  # one message between two workers, a ring of four
+        (0.0, 2 * 2),  # the latency of 2 messages instead of 1
+        (125_000, 1 * 2 + 1 * 2),  # 1 ms of it over a link of 1 Gbit/s
     ],
 )
 def test_exchange_of_small_gradients_grows_with_the_rounds(

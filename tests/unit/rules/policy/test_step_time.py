@@ -63,11 +63,20 @@ def test_exchange_over_links_is_the_ring_formula(workers: int, seconds: float) -
     assert model.predict(workers, 16).exposed_s == pytest.approx(seconds, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("workers", "volume"), [(1, 0.0), (2, 1.0), (3, 4 / 3 * 1.125), (4, 1.5 * 1.5)]
-)
-def test_exchange_on_one_machine_waits_for_its_cores(workers: int, volume: float) -> None:
-    assert TWO_CORES.volume(workers) == pytest.approx(volume)
+@pytest.mark.parametrize(("workers", "factor"), [(1, 1.0), (2, 1.0), (3, 1.125), (4, 1.5)])
+def test_exchange_on_one_machine_waits_for_its_cores(workers: int, factor: float) -> None:
+    assert TWO_CORES.sending_contention(workers) == pytest.approx(factor)
+    assert LINKS.sending_contention(workers) == 1.0
+
+
+def test_exchange_of_small_gradients_doubles_the_ranks_in_each_round() -> None:
+    small = replace(GIGABIT, num_bytes=125_000.0, num_buckets=1)
+    model = model_of(LINKS, small, fixed_s=1e-3, sample_s=1e-9, s_per_byte=8e-9, latency_s=1e-3)
+
+    found = [model.predict(workers, 16).exposed_s for workers in (2, 3, 4, 8)]
+
+    # A message of 1 Mbit takes 1 ms plus its latency.
+    assert found == pytest.approx([2e-3, 4e-3, 4e-3, 6e-3], rel=1e-4)
 
 
 def test_workers_with_a_gpu_each_do_not_slow_each_other_down() -> None:

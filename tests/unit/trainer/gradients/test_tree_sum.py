@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from typing import Any
 
@@ -18,52 +17,9 @@ from etrain_jupyter.rules.samples.shard_plan import (
 )
 from etrain_jupyter.trainer.gradients import tree_sum
 from etrain_jupyter.trainer.gradients.tree_sum import TreeSum, merge
+from tests.unit.trainer.memory_peers import Mail, MemoryPeers
 
 SIZES = [1, 3, 1000]
-
-
-class Mail:
-    """Messages by sender, receiver and tag; sending the same one twice is an error."""
-
-    def __init__(self) -> None:
-        self.boxes: dict[tuple[int, int, int], queue.Queue] = {}
-        self.num_bytes = 0
-
-    def box(self, src: int, dst: int, tag: int) -> queue.Queue:
-        # Not a defaultdict: two threads must get the same queue at the same time.
-        return self.boxes.setdefault((src, dst, tag), queue.Queue())
-
-
-class Done:
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class Arriving:
-    def __init__(self, box: queue.Queue, tensor: torch.Tensor) -> None:
-        self.box, self.tensor = box, tensor
-
-    def wait(self) -> None:
-        self.tensor.copy_(self.box.get(timeout=30))
-
-
-class MemoryPeers:
-    """One rank's end."""
-
-    def __init__(self, mail: Mail, rank: int, world_size: int) -> None:
-        self.mail, self.rank, self.world_size = mail, rank, world_size
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        assert tensor.numel()
-        assert tensor.is_contiguous()
-        self.mail.box(self.rank, dst, tag).put(tensor.clone())
-        self.mail.num_bytes += tensor.numel() * tensor.element_size()
-        return Done()
-
-    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
-        assert tensor.numel()
-        assert tensor.is_contiguous()
-        return Arriving(self.mail.box(src, self.rank, tag), tensor)
 
 
 def values_of(num_shards: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
