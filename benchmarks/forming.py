@@ -10,7 +10,6 @@ reports the slowest rank of each generation.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import threading
@@ -19,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 from benchmarks import report
+from benchmarks.rank_pipes import rank_pipes
 from etrain_jupyter.rules.membership.forming import MAX_GUARDED_RANKS
 
 WAYS = ("plain", "checked", "guarded")
@@ -43,26 +43,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_size(world_size: int, count: int) -> dict[str, Any]:
     """Return the median and p95 of each mode at one world size."""
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    ranks = []
-    for rank in range(world_size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(rank, world_size, theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        ranks.append(process)
     ways = WAYS if world_size <= MAX_GUARDED_RANKS else WAYS[:-1]
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(-2, count):  # the first two load libraries and are discarded
-        for way in ways:
-            slowest = form_once(pipes, way)
-            if number >= 0:
-                times[way].append(slowest)
-    for pipe in pipes:
-        pipe.send(None)
-    for process in ranks:
-        process.join(30)
+    with rank_pipes(serve, world_size) as pipes:
+        for number in range(-2, count):  # the first two load libraries and are discarded
+            for way in ways:
+                slowest = form_once(pipes, way)
+                if number >= 0:
+                    times[way].append(slowest)
     for way in ways:
         median = statistics.median(times[way]) * 1e3
         print(f"forming {way}, {world_size} ranks: {median:.1f} ms", flush=True)

@@ -8,7 +8,6 @@ reports the processor time of all ranks per sum, and the time until the slowest 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -18,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks import report
+from benchmarks.rank_pipes import rank_pipes
 
 WORLD_SIZES = (2, 3, 4, 8)
 SIZES = (160, 200_000, 1_000_000, 4_000_000)
@@ -47,24 +47,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_ranks(world_size: int, rounds: int, count: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="etrain-sums-") as folder:
-        pipes: list[Connection] = []
-        ranks = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            place = (rank, world_size, os.path.join(folder, "store"))
-            process = context.Process(target=serve, args=(*place, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            ranks.append(process)
-        found = {str(size): _measure_size(pipes, size, rounds, count) for size in SIZES}
-        for pipe in pipes:
-            pipe.send(None)
-        for process in ranks:
-            process.join(30)
-    return found
+    with (
+        tempfile.TemporaryDirectory(prefix="etrain-sums-") as folder,
+        rank_pipes(serve, world_size, os.path.join(folder, "store")) as pipes,
+    ):
+        return {str(size): _measure_size(pipes, size, rounds, count) for size in SIZES}
 
 
 def _measure_size(pipes: list[Connection], size: int, rounds: int, count: int) -> dict[str, Any]:

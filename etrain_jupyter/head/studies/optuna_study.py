@@ -111,9 +111,7 @@ class OptunaStudy:
     def ask(self) -> StoredTrial:
         """Begin a trial: choose its values, and store them with its job's id."""
         self._study.sampler = self._make_sampler(len(self._study.get_trials(deepcopy=False)))
-        trial = self._study.ask(self._distributions)
-        trial.set_user_attr(names.JOB, self._spec.job_id_of(trial.number))
-        return _stored(self._frozen(trial.number))
+        return self._begin(self._study.ask(self._distributions))
 
     def complete(self, begun: StoredTrial) -> StoredTrial:
         """Choose the rest of a trial's values: the scheduler died in ``ask``.
@@ -130,6 +128,9 @@ class OptunaStudy:
                 sampler.sample_independent(self._study, frozen, name, distribution)
             else:
                 trial._suggest(name, distribution)
+        return self._begin(trial)
+
+    def _begin(self, trial: optuna.Trial) -> StoredTrial:
         trial.set_user_attr(names.JOB, self._spec.job_id_of(trial.number))
         return _stored(self._frozen(trial.number))
 

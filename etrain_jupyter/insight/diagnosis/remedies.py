@@ -353,10 +353,7 @@ def _exchange_s(transfer_s: float, gradient_bytes: float | None, *, now: int, th
     messages, see ``rules.policy.small_sums``.
     """
     size = gradient_bytes if gradient_bytes is not None else math.inf
-    volume_s = transfer_s
-    if gradient_bytes is not None:
-        slowest_s = num_sent(size, now) * gradient_bytes * SLOW_LINK_S_PER_BYTE
-        volume_s = min(transfer_s, slowest_s)
+    volume_s = min(transfer_s, num_sent(size, now) * size * SLOW_LINK_S_PER_BYTE)
     latency_s = transfer_s - volume_s
     volume_s *= num_sent(size, then) / num_sent(size, now)
     return volume_s + latency_s * num_rounds(size, then) / num_rounds(size, now)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import psutil
 
@@ -18,53 +17,35 @@ MAX_WINDOW_S = 1.0
 """A longer measurement contains a pause in the training and is not used, in seconds."""
 
 
-class Usage(NamedTuple):
-    """Times in seconds since an arbitrary moment."""
-
-    now_s: float
-    own_s: float
-    """Processor time of this process."""
-    idle_s: float
-    """Idle time of all cores together."""
-    total_s: float
-    """Idle and busy time of all cores together."""
-
-
-def read_usage() -> Usage:
-    """Return the current times."""
-    times = psutil.cpu_times()
-    # Linux counts the time of guests in ``user`` as well.
-    guests_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    return Usage(
-        now_s=time.monotonic(),
-        own_s=time.process_time(),
-        idle_s=times.idle + getattr(times, "iowait", 0.0),
-        total_s=sum(times) - guests_s,
-    )
-
-
 class BusyCores:
     """Measure whether all cores are busy, and this process is one of those that keep them busy.
 
     Args:
-        read: Returns the current times.
+        now_s: Returns the time, in seconds.
+        own_s: Returns the processor time of this process, in seconds.
+        busy_percent: Returns the busy share of all cores since the last call, in percent.
     """
 
-    def __init__(self, read: Callable[[], Usage] = read_usage) -> None:
-        self._read = read
-        self._since = read()
+    def __init__(
+        self,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        own_s: Callable[[], float] = time.process_time,
+        busy_percent: Callable[[], float] = psutil.cpu_percent,
+    ) -> None:
+        self._now_s, self._own_s, self._busy_percent = now_s, own_s, busy_percent
+        self._since_s, self._own_since_s = now_s(), own_s()
         self._are_busy = False
 
     def are_busy(self) -> bool:
         """Return the result for the last fraction of a second."""
-        now, since = self._read(), self._since
-        elapsed_s = now.now_s - since.now_s
+        now_s = self._now_s()
+        elapsed_s = now_s - self._since_s
         if elapsed_s < WINDOW_S:
             return self._are_busy
-        self._since = now
-        total_s = now.total_s - since.total_s
-        if elapsed_s <= MAX_WINDOW_S and total_s > 0:
-            own_cores = (now.own_s - since.own_s) / elapsed_s
-            idle = (now.idle_s - since.idle_s) / total_s
+        own_s, idle = self._own_s(), 1 - self._busy_percent() / 100
+        own_cores = (own_s - self._own_since_s) / elapsed_s
+        self._since_s, self._own_since_s = now_s, own_s
+        if elapsed_s <= MAX_WINDOW_S:
             self._are_busy = own_cores >= MIN_OWN_CORES and idle <= MAX_IDLE
         return self._are_busy

@@ -18,6 +18,7 @@ from etrain_jupyter.rules.samples import ledger
 from etrain_jupyter.rules.samples.balance import SampleCost
 from etrain_jupyter.rules.samples.shard_plan import Merge
 from etrain_jupyter.trainer.gradients.host_copies import HostCopies
+from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.state.weight_fingerprint import ranks_agree
 
@@ -160,8 +161,8 @@ class StepHeader:
         """Wait for the sum. Raises CommunicationError if a rank is lost."""
         assert self._sent is not None
         self._sent.wait()
-        for into, other in self._merges:
-            self._means_SM[into] += self._means_SM[other]
+        if self._merges:
+            merge(list(torch.from_numpy(self._means_SM)), self._merges)
 
     @property
     def is_pending(self) -> bool:

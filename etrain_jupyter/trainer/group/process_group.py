@@ -222,9 +222,7 @@ class RankGroup:
             CommunicationError: If the generation has failed.
         """
         if is_small(tensor, self.world_size):
-            self.raise_if_failed()
-            self.count()
-            return self.submit(partial(sum_small, self, tensor))
+            return self.submit(partial(sum_small, self, tensor), is_counted=True)
         # The future completes before Work.is_completed() becomes true, so return the future.
         return self.launch(dist.all_reduce, tensor).get_future()
 
@@ -312,14 +310,13 @@ class RankGroup:
             is_counted: True if every rank runs this work, so that it counts as progress, like a
                 collective.
         """
+        return Pending(self._waiters, self.submit(work, is_counted=is_counted))
+
+    def submit(self, work: Callable[[], None], *, is_counted: bool = False) -> Future[None]:
+        """Run ``work`` in the exchange thread, see ``start``; return its future."""
         self.raise_if_failed()
         if is_counted:
             self.count()
-        future = self.submit(work)
-        return Pending(self._waiters, future)
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Run ``work`` in the exchange thread; return its future."""
         with self._lock:
             # Created on demand, because many generations never use it. It is never created after a
             # failure, because ``abort`` has already run, so nothing would end the thread.

@@ -35,7 +35,7 @@ class Collectives(Protocol):
         """Start summing a host tensor over the ranks, in place; return a future."""
         ...
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
+    def submit(self, work: Callable[[], None], *, is_counted: bool = False) -> Future[None]:
         """Run ``work`` in the exchange thread."""
         ...
 
@@ -101,10 +101,9 @@ class GlooTransport:
                 future = self._collectives.start_sum(buffer)
             else:
                 self._collectives.raise_if_failed()
-                self._collectives.count()
                 sum_on_host = self._collectives.sum_on_host
                 work = sum_through_host(buffer, sum_on_host=sum_on_host, complete=complete)
-                future = self._collectives.submit(work)
+                future = self._collectives.submit(work, is_counted=True)
         except CommunicationError:
             # torch may replace an exception raised in autograd's callback.
             complete()
