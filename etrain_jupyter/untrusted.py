@@ -113,3 +113,14 @@ def read_regular(
     if most_bytes is not None and len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
     return data
+
+
+def is_private_folder(path: Path) -> bool:
+    """Return True if this user owns the folder and no other user can write to it."""
+    try:
+        # lstat: a symbolic link could point to a folder that another user prepared.
+        status = path.lstat()
+    except OSError:
+        return False
+    is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and is_closed

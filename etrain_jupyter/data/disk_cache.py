@@ -17,13 +17,14 @@ import errno
 import fcntl
 import hashlib
 import os
-import stat
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from etrain_jupyter.untrusted import is_private_folder
 
 _DIGEST_BYTES = 32
 _SUFFIX = ".block"
@@ -167,13 +168,16 @@ class DiskCache:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder that only this user can write to.
+    """Create a folder to which only this user has access.
 
     Raises:
-        OSError: If it belongs to another user or is writable by others, who could plant data.
+        OSError: If it exists and is a link, belongs to another user or is writable by others, who
+            could have planted data or links in it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(errno.EACCES, "it is writable by other users")
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not is_private_folder(folder):
+            message = "another user may have prepared it: it is a link, or not private to this user"
+            raise PermissionError(errno.EACCES, message) from None

@@ -213,7 +213,7 @@ class Shards:
         return self._own_reader
 
     def _cache_folder(self) -> Path:
-        return Path(self.cache_dir).expanduser() if self.cache_dir else default_folder()
+        return Path(self.cache_dir).expanduser().resolve() if self.cache_dir else default_folder()
 
 
 def _engine() -> Any:

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,16 +65,27 @@ class WriteState:
 
 
 def folder_for(to: str, place: Place, spill_dir: str | None) -> Path:
-    """Return the folder of an unfinished write, which is created."""
+    """Return the folder of an unfinished write, which is created; its rows may be private.
+
+    Raises:
+        ShardError: If another user may have prepared it, in a folder that users share.
+    """
     key = hashlib.sha256(to.encode()).hexdigest()[:16]
     if spill_dir is not None:
         folder = Path(spill_dir).expanduser().absolute() / f"write-{key}"
     elif place.is_remote:
-        make_private(default_folder())
         folder = default_folder() / f"write-{key}"
     else:
         folder = Path(to) / ".writing"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if folder.parent == default_folder():
+            make_private(folder.parent)
+        make_private(folder)
+    except OSError as exc:
+        raise ShardError(
+            f"{folder} cannot hold the rows of an unfinished write: {exc.strerror}. Nothing was "
+            "written. Choose another spill_dir, or delete that folder."
+        ) from exc
     return folder
 
 
@@ -82,9 +94,17 @@ def locked(folder: Path, to: str) -> Iterator[None]:
     """Lock the folder of a write for the time of a context.
 
     Raises:
-        ShardError: If another process has locked it.
+        ShardError: If another process has locked it, or the lock is a link.
     """
-    with (folder / "lock").open("w") as file:
+    path = folder / "lock"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as exc:
+        raise ShardError(
+            f"{path} cannot be opened: {exc.strerror}. Nothing was written. Delete {folder}, or "
+            "choose another spill_dir."
+        ) from exc
+    try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
@@ -93,6 +113,8 @@ def locked(folder: Path, to: str) -> Iterator[None]:
                 "another folder."
             ) from exc
         yield
+    finally:
+        os.close(file)
 
 
 def load_state(folder: Path, to: str, arguments: dict[str, Any]) -> WriteState:

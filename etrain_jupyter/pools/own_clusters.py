@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import stat
 from pathlib import Path
 
 from etrain_jupyter.errors import EtrainError
@@ -23,7 +22,7 @@ from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.state_root import state_root
 from etrain_jupyter.storage.bucket_log.place import private_root
-from etrain_jupyter.untrusted import read_regular
+from etrain_jupyter.untrusted import is_private_folder, read_regular
 
 NOTES = "schedulers"
 """Folder with the addresses of existing schedulers to which this user submitted a job."""
@@ -131,17 +130,6 @@ def forget_scheduler(address: str) -> None:
         known = _read_note(note)
         if known is not None and known.address == address:
             note.unlink(missing_ok=True)
-
-
-def is_private_folder(path: Path) -> bool:
-    """Return True if this user owns the folder and no other user can write to it."""
-    try:
-        # lstat: a symbolic link could point to a folder that another user prepared.
-        status = path.lstat()
-    except OSError:
-        return False
-    is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and is_closed
 
 
 def _noted(cluster_id: str) -> SchedulerAddress | None:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.own_clusters import is_private_folder
 from etrain_jupyter.process.files import write_private
 from etrain_jupyter.process.tls import write_certificates
+from etrain_jupyter.untrusted import is_private_folder
 
 TLS_FILES = ("ca.pem", "worker.pem", "worker.key")
 """Files that workers need. The keys of the scheduler and of clients stay on the head's machine."""

@@ -106,7 +106,18 @@ def test_folder_that_others_can_write_to_is_not_used(tmp_path: Path, source: Sou
 
     assert source.get(cache, "a").startswith(b"a")
     assert entries(tmp_path) == []
-    assert "writable by other users" in warnings[0]
+    assert "another user" in warnings[0]
+
+
+def test_folder_that_is_a_link_is_not_used(tmp_path: Path, source: Source) -> None:
+    (tmp_path / "private").mkdir(mode=0o700)
+    (tmp_path / "cache").symlink_to(tmp_path / "private")
+
+    cache, warnings = make_cache(tmp_path)
+
+    assert source.get(cache, "a").startswith(b"a")
+    assert entries(tmp_path) == []
+    assert "another user" in warnings[0]
 
 
 @pytest.mark.parametrize("max_bytes", [0, 50])

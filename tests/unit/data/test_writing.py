@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -316,3 +317,62 @@ def test_progress_is_printed_on_one_line(
 
     shown = capsys.readouterr().err.split("\n")[0].split("\r")[-1]
     assert shown.startswith("shuffling  [==============================]  300 of 300 rows")
+
+
+# --- shared spill folders ---
+
+
+def spill_folder(tmp_path: Path) -> Path:
+    """Return the folder of an unfinished write that another user can foresee."""
+    (tmp_path / "shared").mkdir()
+    key = hashlib.sha256(str(tmp_path / "set").encode()).hexdigest()[:16]
+    return tmp_path / "shared" / f"write-{key}"
+
+
+def write_shared(tmp_path: Path, source: Any = None) -> Shards:
+    rows = table() if source is None else source
+    return write(rows, tmp_path / "set", spill_dir=tmp_path / "shared")
+
+
+def test_lock_that_is_a_link_is_not_opened(tmp_path: Path) -> None:
+    folder = spill_folder(tmp_path)
+    folder.mkdir(mode=0o700)
+    (tmp_path / "thesis.txt").write_text("precious")
+    (folder / "lock").symlink_to(tmp_path / "thesis.txt")
+
+    with pytest.raises(ShardError, match=r"lock.*Nothing was written"):
+        write_shared(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("plant", ["link", "open", "other"])
+def test_folder_that_another_user_may_have_prepared_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: str
+) -> None:
+    folder = spill_folder(tmp_path)
+    (tmp_path / "victim").mkdir(mode=0o700)
+    if plant == "link":
+        folder.symlink_to(tmp_path / "victim")
+    else:
+        folder.mkdir(mode=0o700)
+        if plant == "open":
+            folder.chmod(0o777)
+        else:
+            monkeypatch.setattr("os.getuid", lambda: os.geteuid() + 1)
+
+    with pytest.raises(ShardError, match=r"another user.*Nothing was written.*spill_dir"):
+        write_shared(tmp_path)
+    assert list((tmp_path / "victim").iterdir()) == []
+
+
+def test_rows_of_an_unfinished_write_are_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill, "FLUSH_BYTES", 800)
+    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 20)
+    folder = spill_folder(tmp_path)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_shared(tmp_path, Rows(fail_at=200))
+
+    assert folder.stat().st_mode & 0o077 == 0
