@@ -91,7 +91,7 @@ def _files_of_hugging_face(place: Place, listed: dict[str, FileFacts]) -> list[S
     data = place.read("state.json", 0, listed["state.json"].size, version="", check=None)
     try:
         names = [str(entry["filename"]) for entry in json.loads(data)["_data_files"]]
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ShardError(f"state.json in {place} is invalid ({exc}).") from exc
     missing = [name for name in names if name not in listed]
     if missing:

@@ -340,6 +340,8 @@ class ShardReader:
         expected = block.rows if num_rows is None else num_rows
         try:
             table = self._table_of(block, data)
+            # Otherwise, offsets out of range would read other memory of this process.
+            table.validate(full=True)
         except (pa.ArrowException, OSError, LookupError, ValueError, StopIteration) as exc:
             raise ShardError(
                 f"{self._describe(block)} cannot be decoded: {str(exc).partition(chr(10))[0]}. "

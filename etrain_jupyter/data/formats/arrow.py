@@ -31,7 +31,10 @@ def index_arrow(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
     for number, file in enumerate(files):
         read = partial(_read, place, file)
         messages = _messages_of(place, file)
-        own = pa.ipc.read_schema(pa.py_buffer(read(messages[0].first, messages[0].size)))
+        try:
+            own = pa.ipc.read_schema(pa.py_buffer(read(messages[0].first, messages[0].size)))
+        except (pa.ArrowException, OSError, ValueError) as exc:
+            raise _undecodable("the schema", place, file, exc) from exc
         if schema is None:
             schema = own
         check_same_schema(schema, own, place, files[0].name, file.name)
@@ -43,7 +46,12 @@ def index_arrow(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
         # of all, as an estimate.
         first = read(batches[0].first, batches[0].size)
         known.append(file._replace(fingerprint=hashlib.sha256(first).hexdigest()))
-        ratio = max(1.0, decode_arrow(first, own).nbytes / batches[0].size)
+        try:
+            table = decode_arrow(first, own)
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as exc:
+            raise _undecodable("the first record batch", place, file, exc) from exc
+        ratio = max(1.0, table.nbytes / batches[0].size)
         blocks += _join(batches, number, ratio)
     assert schema is not None
     return ShardIndex(
@@ -71,7 +79,7 @@ def first_batch_digest(place: Place, file: ShardFile) -> str:
 
 
 def decode_arrow(data: bytes, schema: pa.Schema) -> pa.Table:
-    """Return the rows of one or more record batch messages."""
+    """Return the rows of one or more record batch messages, not validated."""
     source = pa.BufferReader(data)
     batches = []
     while source.tell() < len(data):
@@ -94,6 +102,13 @@ def batches_of(data: bytes) -> list[Message]:
 
 def _read(place: Place, file: ShardFile, first: int, size: int) -> bytes:
     return place.read(file.name, first, size, version=file.version, check=None)
+
+
+def _undecodable(part: str, place: Place, file: ShardFile, exc: Exception) -> ShardError:
+    return ShardError(
+        f"{part} of {file.name} in {place} cannot be decoded: {str(exc).partition(chr(10))[0]}. "
+        "Nothing was skipped. Restore it, or write the set again."
+    )
 
 
 def _messages_of(place: Place, file: ShardFile) -> list[Message]:

@@ -103,7 +103,7 @@ def _check_last_line(place: Place, file: ShardFile) -> None:
         return
     try:
         json.loads(lines[-1])
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ShardError(
             f"{file.name} in {place} ends within a line: it is truncated. Nothing was skipped. "
             "Restore it, or remove the incomplete line."

@@ -17,7 +17,9 @@ import base64
 import json
 from typing import Any
 
-from etrain_jupyter.data.index import Block, ShardFile, ShardIndex
+import pyarrow as pa
+
+from etrain_jupyter.data.index import MAX_BLOCK_BYTES, Block, ShardFile, ShardIndex
 from etrain_jupyter.data.places import FileFacts, Place
 from etrain_jupyter.errors import ShardError
 
@@ -62,7 +64,9 @@ def index_own(place: Place, listed: dict[str, FileFacts]) -> ShardIndex:
     data = place.read(MANIFEST, 0, facts.size, version="", check=None)
     try:
         content = json.loads(data)
-        if content["format"] != "etrain-shards" or content["version"] != VERSION:
+        if content["format"] != "etrain-shards":
+            raise ValueError(f"format is {str(content['format'])[:50]!r}")
+        if content["version"] != VERSION:
             raise ShardError(
                 f"{MANIFEST} in {place} has version {content['version']}, and this version of "
                 f"etrain-jupyter reads version {VERSION}. Upgrade etrain-jupyter."
@@ -71,7 +75,9 @@ def index_own(place: Place, listed: dict[str, FileFacts]) -> ShardIndex:
         for number, file in enumerate(content["files"]):
             version = listed[file["name"]].version if file["name"] in listed else ""
             files.append(ShardFile(str(file["name"]), int(file["size"]), version))
-            blocks += [Block(number, *block) for block in file["blocks"]]
+            blocks += [_block_of(number, files[-1].size, *block) for block in file["blocks"]]
+        if content["sample"] not in ("dict", "tuple"):
+            raise ValueError("its samples are neither dicts nor tuples")
         index = ShardIndex(
             format="etrain",
             schema=base64.b64decode(content["schema"]),
@@ -79,10 +85,32 @@ def index_own(place: Place, listed: dict[str, FileFacts]) -> ShardIndex:
             blocks=tuple(blocks),
             sample=content["sample"],
         )
-    except (ValueError, KeyError, TypeError) as exc:
+        pa.ipc.read_schema(pa.py_buffer(index.schema))
+    except (ValueError, LookupError, TypeError, OSError, RecursionError, pa.ArrowException) as exc:
         raise ShardError(f"{MANIFEST} in {place} is not a valid manifest ({exc}).") from exc
     _compare(index, listed, place)
     return index
+
+
+def _block_of(
+    number: int, file_size: int, first: int, size: int, rows: int, num_bytes: int, sha256: str
+) -> Block:
+    """Return a block of a manifest.
+
+    Raises:
+        ValueError: If it cannot be a part of its file.
+    """
+    numbers = (first, size, rows, num_bytes)
+    # The size in memory is limited for every format, and a row has at least one bit.
+    is_possible = (
+        all(type(value) is int and value >= 0 for value in numbers)
+        and first + size <= file_size
+        and rows <= 8 * MAX_BLOCK_BYTES
+        and isinstance(sha256, str)
+    )
+    if not is_possible:
+        raise ValueError(f"file {number} has a block {[*numbers, sha256]}")
+    return Block(number, *numbers, sha256)
 
 
 def _compare(index: ShardIndex, listed: dict[str, FileFacts], place: Place) -> None:
