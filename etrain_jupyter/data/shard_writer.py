@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -117,6 +118,8 @@ class _SetWriter:
         self._seed: int | None = arguments["seed"]
         self._out = sys.stderr if progress else None
         self._state = load_state(folder, to, arguments)
+        self._last_rows: tuple[int, pa.Table] | None = None
+        """Number of the first of the rows that were read last, and these rows."""
 
     def run(self, open_workers: OpenWorkers | None) -> None:
         """Write everything that is missing.
@@ -141,6 +144,12 @@ class _SetWriter:
         self._place.delete(PROGRESS)
 
     def _write(self, workers: Workers | None) -> None:
+        state, source = self._state, self._source
+        # Other sources can only be read once, from the beginning: ``_tables`` checks their row.
+        if state.known_row and source.num_rows is not None:
+            number = state.known_row[0]
+            table = next(source.tables(number, number + 1, state.arrow_schema()))
+            self._check_row(number, conform(table, state.arrow_schema()))
         try:
             self._place.create(PROGRESS, json.dumps(self._state.arguments).encode())
             if self._seed is None:
@@ -184,8 +193,25 @@ class _SetWriter:
     def _tables(self, first: int) -> Iterator[pa.Table]:
         """Yield all rows from a number on, with the schema of the first ones."""
         schema = self._state.arrow_schema() if self._state.schema else None
-        for table in self._source.tables(first, None, schema):
-            yield conform(table, self._schema_of(table))
+        repeats_row = bool(first and self._state.known_row) and self._source.num_rows is None
+        first -= repeats_row
+        for source_table in self._source.tables(first, None, schema):
+            table = conform(source_table, self._schema_of(source_table))
+            if repeats_row:
+                self._check_row(first, table)
+                table, first, repeats_row = table.slice(1), first + 1, False
+            self._last_rows = first, table
+            first += len(table)
+            yield table
+
+    def _check_row(self, number: int, table: pa.Table) -> None:
+        """Raise if the first row of a table is not the known one."""
+        if _digest_of(table, 0) != self._state.known_row[1]:
+            raise ShardError(
+                f"row {number} of the source has changed since {self._to} was begun. Nothing more "
+                "was written, because the set would mix rows of two sources. Restore the source "
+                f"to complete the set, or delete {self._to} and {self._folder} to begin again."
+            )
 
     def _schema_of(self, table: pa.Table) -> pa.Schema:
         """Return the schema of the set, given its first rows."""
@@ -280,7 +306,7 @@ class _SetWriter:
         if not source.is_described or not source.num_rows or state.num_gathered:
             return False
         head = next(source.tables(0, None, None))
-        self._schema_of(head)
+        self._last_rows = 0, conform(head, self._schema_of(head)).slice(0, 1)
         row_bytes = head.nbytes / max(1, len(head))
         state.ranges = [
             list(bounds) for bounds in plan_ranges(source.num_rows, row_bytes, workers.num_workers)
@@ -323,4 +349,13 @@ class _SetWriter:
     # --- state ---
 
     def _save_state(self) -> None:
+        # While rows are read, a save follows each time all rows up to here are stored.
+        if self._last_rows is not None and len(self._last_rows[1]):
+            first, table = self._last_rows
+            self._state.known_row = [first + len(table) - 1, _digest_of(table, len(table) - 1)]
+            self._last_rows = None
         save_state(self._folder, self._state)
+
+
+def _digest_of(table: pa.Table, row: int) -> str:
+    return hashlib.sha256(repr(table.slice(row, 1).to_pylist()).encode()).hexdigest()

@@ -35,6 +35,8 @@ class WriteState:
     """Valid size of each shuffle file."""
     weights: list[list[int]] = field(default_factory=list)
     """Number of rows and their size, of each bucket; empty before the first rows."""
+    known_row: list[Any] = field(default_factory=list)
+    """Number and digest of a row of the source, usually of the last one that is stored."""
     num_gathered: int = 0
     """Rows in the shuffle files."""
     is_gathered: bool = False

@@ -36,9 +36,9 @@ def write_shards(
     GB of memory in each process.
 
     The set is complete once its manifest exists, which is written last. After an interruption, call
-    the function again with the same arguments: it continues after the last rows that it had stored.
-    A source without an index, such as a generator, is then read again from its beginning and must
-    yield the same rows.
+    the function again with the same arguments: it continues after the last rows that it had stored,
+    unless one of them differs from the source. A source without an index, such as a generator, is
+    then read again from its beginning and must yield the same rows.
 
     With ``workers`` or ``pool``, several processes read, compress and write. The files are equal to
     those of a single process. Files and data sets with an index are read in parallel; rows in

@@ -346,6 +346,19 @@ def test_other_arguments_do_not_continue_a_write_of_workers(
         write(Rows(), tmp_path / "set", seed=2, workers=2)
 
 
+@pytest.mark.usefixtures("small_groups")
+def test_changed_source_does_not_continue_a_write_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write_inline(monkeypatch, Rows(), tmp_path / "set", Inline(interrupt_at=2))
+
+    read = Rows.__getitem__
+    monkeypatch.setattr(Rows, "__getitem__", lambda self, number: read(self, number + 1))
+    with pytest.raises(ShardError, match="row 0 of the source has changed"):
+        write_inline(monkeypatch, Rows(), tmp_path / "set", Inline())
+
+
 # ------------------------------------------------------------------------------------------- errors
 
 

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from etrain_jupyter.data import Shards, spill, write_shards
+from etrain_jupyter.data.shard_writer import _SetWriter
 from etrain_jupyter.errors import ShardError
 
 NUM_ROWS = 300
@@ -202,7 +203,7 @@ def test_write_that_is_killed_between_two_files_continues(
     shards = write(rest, to, block_bytes=200)
 
     assert ids(shards) == expected
-    assert rest.read == [0], "only looks at the form of a row"
+    assert rest.read == [0, 299], "only looks at the form of a row, and at the last one"
 
 
 def test_other_arguments_do_not_continue_an_interrupted_write(
@@ -232,6 +233,48 @@ def test_unfinished_write_of_an_earlier_version_is_refused(
 
     with pytest.raises(ShardError, match="unfinished write of an earlier version"):
         write(Rows(), tmp_path / "set")
+
+
+def other_rows(num_rows: int = NUM_ROWS) -> list[dict[str, Any]]:
+    return [{"id": number, "text": f"changed {number}"} for number in range(num_rows)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_changed_source_does_not_continue_an_interrupted_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_index: bool, shuffle: bool
+) -> None:
+    monkeypatch.setattr(spill, "FLUSH_BYTES", 800)
+    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 20)
+
+    def one_by_one(rows: Any) -> Any:
+        return rows if has_index else (rows[number] for number in range(NUM_ROWS))
+
+    options = {"shuffle": shuffle, "block_bytes": 100 if not shuffle else 1000}
+    with pytest.raises(KeyboardInterrupt):
+        write(one_by_one(Rows(fail_at=299)), tmp_path / "set", **options)
+
+    expected = r"row \d+ of the source has changed.*Nothing more was written.*delete .*set"
+    with pytest.raises(ShardError, match=expected):
+        write(one_by_one(other_rows()), tmp_path / "set", **options)
+    shards = write(one_by_one(Rows()), tmp_path / "set", **options)
+    assert {sample["text"][:4] for sample in shards} == {"row "}
+
+
+def test_changed_source_does_not_complete_a_write_that_has_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_SetWriter, "_write_groups", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write(Rows(), tmp_path / "set")
+    monkeypatch.undo()
+
+    with pytest.raises(ShardError, match="row 299 of the source has changed"):
+        write(other_rows(), tmp_path / "set")
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_write_that_stored_nothing_does_not_bind_the_next_one(tmp_path: Path) -> None:
