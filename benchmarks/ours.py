@@ -51,7 +51,7 @@ def cluster() -> Iterator[None]:
         yield
     finally:
         with signals_ignored():
-            clusters.down()
+            clusters.down(all_clusters=True)
 
 
 @contextlib.contextmanager

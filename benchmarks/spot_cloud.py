@@ -171,7 +171,7 @@ def run_day(
         record = record_of(job, cloud, player, back_offs, begin=began_at, end=began_at + took_s)
         if not audit.ok:
             raise RuntimeError(f"the audit failed: {audit}")
-        clusters.down()
+        clusters.down(all_clusters=True)
         bill, ledger = cloud.bill(), ledger_of(cloud)
         left = cloud.leftovers()
     if left:

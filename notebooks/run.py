@@ -25,7 +25,7 @@ from nbformat.v4 import new_code_cell
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.pools import clusters
 
-DOWN = "from etrain_jupyter.pools import clusters\nclusters.down()"
+DOWN = "from etrain_jupyter.pools import clusters\nclusters.down(all_clusters=True)"
 
 
 def main() -> int:
@@ -87,7 +87,7 @@ def end_from_kernel(client: NotebookClient) -> None:
 def end_clusters() -> str:
     """End what the notebook has started; return what could not be ended, or an empty string."""
     try:
-        clusters.down()
+        clusters.down(all_clusters=True)
     except EtrainError as exc:
         return str(exc)
     return ""

@@ -7,15 +7,23 @@ import time
 from typing import TYPE_CHECKING
 
 from etrain_jupyter.errors import ConfigError, PoolError
+from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.pools.base import Leftovers, Pool
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.local.pool import LocalPool, describe_load, list_cluster_ids
-from etrain_jupyter.pools.own_clusters import forget_scheduler, note_scheduler, noted_schedulers
+from etrain_jupyter.pools.own_clusters import (
+    address_of,
+    forget_scheduler,
+    note_scheduler,
+    noted_schedulers,
+)
 from etrain_jupyter.pools.registry import get_pool, pool_names
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
-from etrain_jupyter.wire.requests import DescribeCluster, ListCosts, ListNodes
+from etrain_jupyter.process.start_lock import start_lock
+from etrain_jupyter.process.state_root import local_prefix
+from etrain_jupyter.wire.requests import DescribeCluster, ListCosts, ListJobs, ListNodes
 
 if TYPE_CHECKING:
     from etrain_jupyter.pools.ec2.reaping import Tagged
@@ -86,17 +94,22 @@ def location_of(entry: PoolEntry) -> str:
     return f", {place}" if isinstance(place, str) else ""
 
 
-def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
-    """Shut down one cluster, a pool's clusters, or all clusters of this user on this machine.
+def down(cluster: str | None = None, *, all_clusters: bool = False, timeout_s: float = 10.0) -> str:
+    """Shut down one cluster, a pool's clusters, or this notebook's idle clusters.
+
+    Running jobs save a checkpoint first. Without ``cluster``, clusters with running jobs are kept,
+    because the jobs may be those of another notebook.
 
     Args:
         cluster: Cluster id; or a pool name or address, for all clusters of that pool. On an
-            existing Dask cluster, only our plugins are removed. None for all clusters, including
-            dead ones, and all Dask schedulers to which this user submitted a job.
+            existing Dask cluster, only our plugins are removed.
+        all_clusters: Without ``cluster``, shut down all clusters of this user on this machine,
+            with their jobs, and remove our plugins from all Dask schedulers to which this user
+            submitted a job.
         timeout_s: Timeout per cluster for processes. EC2 gets at least ``AWS_DOWN_S``.
 
     Returns:
-        One line per cluster.
+        One line per cluster that has ended, and why the others were kept.
 
     Raises:
         PoolError: If there is no cluster with this id, or if processes or files remain.
@@ -115,34 +128,87 @@ def down(cluster: str | None = None, *, timeout_s: float = 10.0) -> str:
     # Bind each pool to one cluster, so that the cluster's own settings apply, not the current
     # pools.yaml.
     here = {found.cluster_id: found for found in cluster_dirs()}
+    keeps_busy = cluster is None and not all_clusters
     leftovers: dict[str, Leftovers] = {}
+    kept: list[str] = []
     for cluster_id in ids if cluster is None else [cluster]:
+        if keeps_busy and (why := _why_kept(here[cluster_id])):
+            kept.append(f"{cluster_id} was kept: {why}")
+            continue
         pool = _pool_of(here[cluster_id])
-        is_local = isinstance(pool, LocalPool)
         # The default of a few seconds is for processes; machines need minutes.
-        limit_s = timeout_s if is_local else max(AWS_DOWN_S, timeout_s)
+        limit_s = timeout_s if isinstance(pool, LocalPool) else max(AWS_DOWN_S, timeout_s)
         leftovers[cluster_id] = pool.down(timeout_s=limit_s)
-    unreachable = []
     for address in noted_schedulers() if cluster is None else []:
         try:
-            end = _uninstall_from(address, timeout_s=timeout_s)
+            end = _uninstall_from(address, keeps_busy=keeps_busy)
         except PoolError as exc:
             # The scheduler may be gone for good, which is not an error here.
-            unreachable.append(f"{address.address} was not changed: {exc}")
+            kept.append(f"{address.address} was not changed: {exc}")
         else:
             # None means that our plugins were not installed, so there is nothing to report.
             if end is not None:
                 leftovers[f"etrain on {address.address}"] = end
-    text = _report(leftovers, "" if unreachable else "No cluster is up.")
-    return "\n".join([text] * bool(text) + unreachable)
+    text = _report(leftovers, "" if kept else "No cluster is up.")
+    return "\n".join([text] * bool(text) + kept)
 
 
-def _uninstall_from(address: SchedulerAddress, *, timeout_s: float) -> Leftovers | None:
-    """Remove our plugins from a Dask scheduler; return None if it has none."""
+def _why_kept(cluster: ClusterDir) -> str:
+    """Return why ``down`` without a name keeps a cluster; empty if it may end."""
+    address = address_of(cluster)
+    if address is None:
+        try:
+            with start_lock(cluster.path.parent, cluster.lock_key, timeout_s=0.0):
+                return ""  # dead
+        except TimeoutError:
+            return f"it is starting or shutting down. {_how_to_end(cluster.cluster_id)}"
+    if cluster.cluster_id.startswith("local-"):
+        is_ours, owner = cluster.prefix == local_prefix(), "another Python environment"
+    else:
+        is_ours, owner = cluster.settings().pool in pool_names(), "a pools.yaml in another folder"
+    if not is_ours:
+        return f"it belongs to {owner}. {_how_to_end(cluster.cluster_id)}"
+    return _jobs_at(address, cluster.cluster_id)
+
+
+def _jobs_at(address: SchedulerAddress, name: str) -> str:
+    """Return which jobs keep a scheduler running; empty if it is idle.
+
+    ``name`` is the argument with which ``down`` ends it in any case.
+    """
+    how = _how_to_end(name)
+    try:
+        if ask(address, DescribeCluster()).idle_s > 0:
+            return ""
+        jobs = ask(address, ListJobs()).jobs
+    except PoolError as exc:
+        return f"it may have running jobs, but {exc} {how}"
+    lines = [
+        f"  {job['job_id']}: {job['status']}, step {job['step']:,} of {job['total_steps'] or '?'}"
+        for job in jobs
+        if job["status"] not in TERMINAL_STATUSES
+    ]
+    return "\n".join(["it has running jobs." if lines else "it runs a search.", *lines, how])
+
+
+def _how_to_end(name: str) -> str:
+    return f"To save and end it: %etrain down {name}. To end all clusters: %etrain down --all"
+
+
+def _uninstall_from(address: SchedulerAddress, *, keeps_busy: bool) -> Leftovers | None:
+    """Remove our plugins from a Dask scheduler; return None if it has none.
+
+    Raises:
+        PoolError: If the scheduler cannot be reached, or if ``keeps_busy`` and it has jobs.
+    """
     from etrain_jupyter.pools.external.pool import AddressPool
 
     pool = AddressPool.at(address)
-    end = pool.down(timeout_s=timeout_s) if pool.is_installed() else None
+    end = None
+    if pool.is_installed():
+        if keeps_busy and (why := _jobs_at(address, address.address)):
+            raise PoolError(why)
+        end = pool.down()
     # Forget the scheduler only if nothing remains there; otherwise the next `down` retries.
     if not end:
         forget_scheduler(address.address)

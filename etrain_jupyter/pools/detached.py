@@ -28,7 +28,7 @@ from typing import IO
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.base import Leftovers, Node
-from etrain_jupyter.pools.rpc import ANSWER_S, ask
+from etrain_jupyter.pools.rpc import ANSWER_S, ask, describe_caller
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import READY, ClusterDir, ClusterRecord, cluster_dirs
 from etrain_jupyter.process.cluster_settings import ClusterSettings
@@ -36,6 +36,8 @@ from etrain_jupyter.process.processes import MARKER, kill_processes_of, processe
 from etrain_jupyter.process.start_lock import lock_key_of, start_lock
 from etrain_jupyter.process.state_root import open_state_root
 from etrain_jupyter.wire.requests import (
+    SAVE_S,
+    DescribeCluster,
     KillWorker,
     ListNodes,
     ReleaseWorker,
@@ -115,7 +117,7 @@ class DetachedPool:
         ask(self._address(), KillWorker(worker=node_id))
 
     def down(self, *, timeout_s: float = 10.0) -> Leftovers:
-        """Shut down the cluster and its jobs, by force after ``timeout_s`` seconds.
+        """Save and stop the jobs, then shut down the cluster, by force after ``timeout_s`` seconds.
 
         Returns:
             Remaining processes and files; empty after success or if no cluster was running.
@@ -140,8 +142,12 @@ class DetachedPool:
             return cluster.cluster_id == self._cluster_id
         return cluster.prefix == self._prefix
 
+    def _is_usable(self, cluster: ClusterDir) -> bool:
+        """Return whether this kernel's jobs may run on a cluster of the pool."""
+        return self._is_ours(cluster)
+
     def _address(self) -> SchedulerAddress:
-        for cluster in filter(self._is_ours, cluster_dirs()):
+        for cluster in filter(self._is_usable, cluster_dirs()):
             record = _serving_record(cluster)
             if record is not None and record.is_alive:
                 return cluster.address(record)
@@ -152,7 +158,7 @@ class DetachedPool:
 
     def _find(self) -> SchedulerAddress | None:
         # Newest first: if there are several clusters, use the one started last.
-        for cluster in filter(self._is_ours, cluster_dirs()):
+        for cluster in filter(self._is_usable, cluster_dirs()):
             record = _serving_record(cluster)
             if record is not None and record.is_alive and _answers(cluster, record):
                 return cluster.address(record)
@@ -306,8 +312,9 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
 def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
     """Shut down a cluster on this machine: by request, then with SIGTERM, then with SIGKILL.
 
-    The three steps may take 0.6, 0.2 and 0.2 of ``timeout_s``. SIGKILL is sent to every process
-    that has the cluster's marker in its environment.
+    The jobs save first, for at most ``SAVE_S``. The three steps may then take 0.6, 0.2 and 0.2 of
+    ``timeout_s``. SIGKILL is sent to every process that has the cluster's marker in its
+    environment.
     """
     record = cluster.record()
     if record is not None and not record.is_here:
@@ -329,7 +336,9 @@ def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
 def _stop_scheduler(address: SchedulerAddress, record: ClusterRecord, timeout_s: float) -> None:
     """Request a shutdown; send SIGTERM to the keeper if the scheduler does not shut down."""
     with contextlib.suppress(PoolError):
-        ask(address, ShutDownCluster(), timeout_s=min(2.0, timeout_s))
+        # A scheduler that hangs cannot save: detect that before the long wait for checkpoints.
+        ask(address, DescribeCluster(), timeout_s=min(2.0, timeout_s))
+        ask(address, ShutDownCluster(by=describe_caller()), timeout_s=SAVE_S + ANSWER_S)
         wait_until(lambda: not record.is_alive, timeout_s=timeout_s * 0.6)
     if record.is_alive:
         with contextlib.suppress(ProcessLookupError):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
+import os
+import platform
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from etrain_jupyter.errors import PoolError
@@ -38,7 +43,7 @@ def ask(address: SchedulerAddress, request: Request[R], *, timeout_s: float = AN
         raise PoolError(
             f"the scheduler of cluster {address.cluster_id} at {address.address} did not answer "
             f"{request.op} within {timeout_s:g} s ({exc or type(exc).__name__}). Retry; `%etrain "
-            "doctor` shows the cause, and `%etrain down` shuts the cluster down."
+            f"doctor` shows the cause, and `%etrain down {address.cluster_id}` shuts it down."
         ) from exc
     except NotOursError as exc:
         raise PoolError(
@@ -47,6 +52,20 @@ def ask(address: SchedulerAddress, request: Request[R], *, timeout_s: float = AN
         ) from exc
     except RefusedRequestError as exc:
         raise PoolError(str(exc)) from exc
+
+
+def describe_caller() -> str:
+    """Return who runs this process and where, for the log of a job that it ends."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a user id without a name
+        user = f"user {os.getuid()}"
+    # Jupyter's server sets the variable to the path of the notebook.
+    notebook = Path(os.environ.get("JPY_SESSION_NAME", "")).name
+    place = f"notebook {notebook}" if notebook else "a notebook"
+    if not notebook and "ipykernel" not in sys.modules:
+        place = "a terminal or script"
+    return f"{user} in {place} (process {os.getpid()} on {platform.node()})"
 
 
 async def _exchange(address: SchedulerAddress, request: Request[R], timeout_s: float) -> R:

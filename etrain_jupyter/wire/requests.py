@@ -30,6 +30,9 @@ from etrain_jupyter.wire.versions import WIRE_VERSION
 
 logger = logging.getLogger("etrain.coordinator")
 
+SAVE_S = 60.0
+"""Timeout in seconds for the last checkpoints of a cluster that is being shut down."""
+
 R = TypeVar("R")
 
 
@@ -133,11 +136,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ShuttingDown:
-    """The cluster is shutting down."""
-
-    message: str = ""
-    stopped: tuple[str, ...] = ()
-    """Jobs stopped by the shutdown."""
+    """The jobs have ended, and the cluster is shutting down."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,13 +267,15 @@ class DescribeCluster(Request[ClusterFacts]):
 
 @dataclass(frozen=True, kw_only=True)
 class ShutDownCluster(Request[ShuttingDown]):
-    """Stop all jobs, and shut down the cluster unless it has a foreign scheduler."""
+    """Save and stop all jobs, and shut down the cluster unless it has a foreign scheduler."""
 
     op: ClassVar[str] = "etrain_down"
     reply: ClassVar[type[Any]] = ShuttingDown
 
-    drain_s: float | None = None
-    """Maximum wait for checkpoints in seconds; None for the scheduler's default."""
+    drain_s: float = SAVE_S
+    """Maximum wait for checkpoints in seconds; the reply comes after it."""
+    by: str = ""
+    """Who requested it and where; logged with the end of each job."""
 
 
 @dataclass(frozen=True, kw_only=True)

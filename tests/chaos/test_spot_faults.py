@@ -172,7 +172,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
             live(cloud, keys, seen, first_key=first_key, sign_in=sign_in)
         finally:
             cloud.set_faults()
-            clusters.down()
+            clusters.down(all_clusters=True)
             seen.leftovers = cloud.leftovers()
             seen.leftovers.pop("objects", None) if seen.leftovers.get("objects") == [
                 f"s3://{keys['bucket']}/{STRANGERS_KEY}"

@@ -17,7 +17,13 @@ import pytest
 from nbclient import NotebookClient
 
 from etrain_jupyter.log.event_log import read_events
-from etrain_jupyter.log.events import Event, GenerationFormed, StepCompleted
+from etrain_jupyter.log.events import (
+    CheckpointCommitted,
+    Event,
+    GenerationFormed,
+    JobStatusChanged,
+    StepCompleted,
+)
 from tests.integration.conftest import processes_of, until
 from tests.integration.notebook import Notebook, Shown
 
@@ -113,7 +119,7 @@ class Desk:
     def close(self) -> None:
         for notebook in self._open:
             notebook.close()
-        self.terminal("down")
+        self.terminal("down", "--all")
         assert processes_of(self.folder) == []
 
 
@@ -241,15 +247,29 @@ def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, jo
     assert notebook.run("job.load_into(Net())").status == "ok"
 
 
-def test_down_during_a_job_stops_it_and_leaves_no_process(desk: Desk) -> None:
-    notebook = desk.notebook()
+def test_down_keeps_the_job_of_another_notebook_and_saves_it_with_all(desk: Desk) -> None:
+    notebook, other = desk.notebook(), desk.notebook()
     job_id = desk.begin(notebook)
+
+    kept = other.run("%etrain down")
+
+    assert kept.status == "ok"
+    assert f" was kept: it has running jobs.\n  {job_id}: running, step " in kept.text
+    steps = len(steps_of(desk.events(job_id)))
+    until(lambda: len(steps_of(desk.events(job_id))) > steps + 20, "20 more steps")
+
     waiting = notebook.send("%etrain wait")
+    down = other.run("%etrain down --all")
 
-    down = desk.terminal("down")
-
-    assert down.returncode == 0, down.stderr
+    assert down.status == "ok", down.text
     assert desk.cluster() == []
+    events = desk.events(job_id)
+    [*_, saved] = [event.step for event in events if isinstance(event, CheckpointCommitted)]
+    assert saved == steps_of(events)[-1], "no step is lost"
+    end = events[-1]
+    assert isinstance(end, JobStatusChanged)
+    assert end.reason.startswith("the cluster was shut down by ")
+    assert f" in a notebook (process {other.pid} on " in end.reason
     shown = notebook.finish(waiting)
     assert shown.status == "error"  # "Run All" must not continue with an untrained model
     assert f"job {job_id} was stopped at step " in shown.text

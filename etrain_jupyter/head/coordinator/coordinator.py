@@ -331,11 +331,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def idle_s(self) -> float:
         """Return the seconds since the last job ended; 0.0 while a job or its upload is active."""
-        if self._active() or self._studies.is_active:
-            return 0.0
-        if any(job.is_uploading for job in self._jobs.values()):
-            return 0.0
-        return time.monotonic() - self._idle_since
+        return 0.0 if self._has_unfinished() else time.monotonic() - self._idle_since
 
     def _active(self) -> list[HostedJob]:
         return [job for job in self._jobs.values() if not job.state.is_ended]
@@ -677,12 +673,33 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         )
 
     async def _down(self, request: q.ShutDownCluster) -> q.ShuttingDown:
-        self._studies.stop_all("the cluster was shut down")
-        for job in self._active():
-            job.handle(s.StopRequested(now=True))
+        await self._save_and_stop(request)
         # Delay the shutdown, so that the reply is sent before the scheduler closes its connections.
         asyncio.get_running_loop().call_later(0.05, self._on_shutdown)
-        return q.ShuttingDown(message="the cluster is shutting down")
+        return q.ShuttingDown()
+
+    async def _save_and_stop(self, request: q.ShutDownCluster) -> None:
+        """Stop all studies and jobs, each with a checkpoint if there is time for one."""
+        why = f"the cluster was shut down by {request.by or 'an unknown process'}"
+        deadline = time.monotonic() + request.drain_s
+        # A job that is being taken over does not know its trainers yet: it could not save.
+        while self._mode is not self._serving and time.monotonic() < deadline:
+            await asyncio.sleep(COALESCE_S)
+        #   StopRequested(now=False)  deadline                 StopRequested(now=True)
+        #       |--- last checkpoint ----|--- if still active ------|
+        self._studies.stop_all(why)
+        for job in self._active():
+            job.handle(s.StopRequested(reason=why))
+        while self._has_unfinished() and time.monotonic() < deadline:
+            await asyncio.sleep(COALESCE_S)
+        unsaved = f"{why}; no checkpoint was saved within {request.drain_s:g} s"
+        for job in self._active():
+            job.handle(s.StopRequested(now=True, reason=unsaved))
+        self._after_change()
+
+    def _has_unfinished(self) -> bool:
+        is_uploading = any(job.is_uploading for job in self._jobs.values())
+        return bool(self._active()) or self._studies.is_active or is_uploading
 
     async def _control(self, request: q.ControlJob) -> q.Outcome:
         job = self._job(request.job_id)

@@ -857,16 +857,18 @@ def up(
     return clusters.bring_up(pool, num_workers=workers)
 
 
-def down(surface: Surface, cluster: str | None = None) -> str:
-    """Shut down your clusters.
+def down(surface: Surface, cluster: str | None = None, *, all: bool = False) -> str:
+    """Shut down clusters; their running jobs save a checkpoint first.
 
     Args:
-        cluster: Id of a cluster, or a pool for all of its clusters; by default all clusters.
+        cluster: Id of a cluster, or a pool for all of its clusters, also if jobs run there; by
+            default the idle clusters of this notebook's pools.
+        all: All your clusters on this machine, with their jobs.
 
     Example:
         down
     """
-    return clusters.down(cluster)
+    return clusters.down(cluster, all_clusters=all)
 
 
 def reap(

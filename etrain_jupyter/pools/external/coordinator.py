@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,6 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log.events import LogLine
 from etrain_jupyter.pools.external.guest import UNFIT
-from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
 
@@ -41,10 +39,6 @@ logger = logging.getLogger("etrain.coordinator")
 SILENCE_S = 60.0
 """Heartbeat timeout in seconds. It is long because other users' tasks run in the supervisor's
 process, and some hold the GIL for a long time."""
-
-POLL_S = 0.1
-DRAIN_S = 10.0
-"""Default timeout in seconds for the last checkpoints."""
 
 ANSWER_S = 10.0
 """Timeout in seconds for workers to check whether they see a job's folder."""
@@ -110,7 +104,6 @@ class GuestCoordinator(Coordinator):
 
     def _handlers(self) -> dict[type[q.Request[Any]], Handler]:
         return super()._handlers() | {
-            q.ShutDownCluster: self._stop_jobs,
             q.RemoveCoordinator: self._uninstall,
             q.ListNodes: self._list_nodes,
             q.WantWorkers: self._want,
@@ -299,25 +292,9 @@ class GuestCoordinator(Coordinator):
         self._guests.release(worker, drain_s=drain_s)
         return q.Done()
 
-    async def _stop_jobs(self, request: q.ShutDownCluster) -> q.ShuttingDown:
-        """Stop all studies and jobs, with a checkpoint if there is time for one."""
-        drain_s = DRAIN_S if request.drain_s is None else request.drain_s
-        deadline = time.monotonic() + drain_s
-        self._studies.stop_all("etrain was removed from the cluster")
-        jobs = self._active()
-        for job in jobs:
-            job.handle(s.StopRequested(now=False))
-        #   StopRequested(now=False)  deadline                 StopRequested(now=True)
-        #       |--- last checkpoint ----|--- if still active ------|
-        while self._is_ending() and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
-        for job in self._active():
-            job.handle(s.StopRequested(now=True))
-        self._after_change()
-        return q.ShuttingDown(stopped=tuple(job.order.job_id for job in jobs))
-
-    def _is_ending(self) -> bool:
-        return self._has_work or any(job.is_uploading for job in self._jobs.values())
+    async def _down(self, request: q.ShutDownCluster) -> q.ShuttingDown:
+        await self._save_and_stop(request)
+        return q.ShuttingDown()
 
     async def _uninstall(self, request: q.RemoveCoordinator) -> q.Done:
         """Restore the scheduler's handlers and plugins."""

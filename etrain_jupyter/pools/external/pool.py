@@ -31,9 +31,10 @@ from etrain_jupyter.pools.external.messages import (
     unreachable,
 )
 from etrain_jupyter.pools.external.tasks import find_fit_workers, open_tasks
-from etrain_jupyter.pools.rpc import ask
+from etrain_jupyter.pools.rpc import ask, describe_caller
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.wire.requests import (
+    SAVE_S,
     ListNodes,
     NotOursError,
     RefusedRequestError,
@@ -218,7 +219,7 @@ class AddressPool:
         except NotListeningError:
             return False
 
-    def down(self, *, timeout_s: float = 30.0) -> Leftovers:
+    def down(self, *, timeout_s: float = SAVE_S) -> Leftovers:
         """Stop etrain's jobs with a checkpoint and remove the plugins; Dask keeps running.
 
         Returns:
@@ -233,7 +234,7 @@ class AddressPool:
             #   RemoveCoordinator   handlers and plugin leave the scheduler
             #
             # The coordinator goes last: without it, the supervisors' last reports would be lost.
-            stop = ShutDownCluster(drain_s=timeout_s)
+            stop = ShutDownCluster(drain_s=timeout_s, by=describe_caller())
             ask(self._address, stop, timeout_s=timeout_s + CONNECT_S)
             return self._with_client(self._uninstall)
         except NotListeningError:

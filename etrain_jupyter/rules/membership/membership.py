@@ -167,6 +167,9 @@ class Finishing:
 class Stopping:
     """The user has stopped the job."""
 
+    reason: str = ""
+    """Who stopped it and how, if that is not the job's own user interface."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failing:

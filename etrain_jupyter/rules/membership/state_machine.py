@@ -329,8 +329,9 @@ def _take_resume(turn: Turn) -> None:
 def _take_stop(turn: Turn, stimulus: s.StopRequested) -> None:
     outcome = turn.state.outcome
     # A job that has trained all its steps still finishes, unless it must stop ``now``.
-    if not outcome or (stimulus.now and outcome == "finished"):
-        turn.stop()
+    is_new = not outcome or (stimulus.now and outcome == "finished")
+    if is_new or (stimulus.reason and outcome == "stopped"):
+        turn.stop(stimulus.reason)
     if stimulus.now:
         end_job(turn)
 

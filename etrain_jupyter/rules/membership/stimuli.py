@@ -197,6 +197,8 @@ class StopRequested:
     """The user stops the job: at the next step boundary with a checkpoint, or ``now`` without."""
 
     now: bool = False
+    reason: str = ""
+    """Reason that is logged with the job's end; a later one replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,9 +87,9 @@ class Turn:
         if isinstance(self.state.ending, Finishing | None):
             self.state = replace(self.state, ending=Finishing(reason=reason))
 
-    def stop(self) -> None:
+    def stop(self, reason: str) -> None:
         """Plan to end the job as ``stopped``."""
-        self.state = replace(self.state, ending=Stopping())
+        self.state = replace(self.state, ending=Stopping(reason=reason))
 
     def fail(self, error: UserError) -> None:
         """Plan to end the job as ``failed``, in place of any other planned end."""
@@ -291,7 +291,10 @@ def end_job(turn: Turn, *, unsaved: str = "") -> None:
         case Finishing(reason=reason):
             status = "failed" if unsaved else "finished"
             reasons.append(reason)
-        case Stopping() | None:
+        case Stopping(reason=reason):
+            status = "stopped"
+            reasons.append(reason)
+        case None:
             status = "stopped"
     for member in list(turn.state.members.values()):
         turn.remove(member)

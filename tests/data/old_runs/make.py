@@ -237,7 +237,7 @@ def finish(job: Any, status: str) -> Any:
 
 def down() -> None:
     """Shut the cluster down."""
-    if status := cli.main(["down"]):
+    if status := cli.main(["down", "--all"]):
         raise RuntimeError(f"etrain down returned {status}")
     until(lambda: not processes(), "the end of all processes")
 

@@ -74,7 +74,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     async def _down(self, request: ShutDownCluster) -> ShuttingDown:
         asyncio.get_running_loop().call_later(0.01, self._on_shutdown)
-        return ShuttingDown(message="going down")
+        return ShuttingDown()
 
     async def _set_job(self, request: PretendJob) -> Done:
         self._has_job = request.num_workers > 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,17 @@ from etrain_jupyter.pools import (
 )
 from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
+from etrain_jupyter.process.start_lock import start_lock
+from etrain_jupyter.process.state_root import local_prefix
+from etrain_jupyter.wire.requests import (
+    ClusterFacts,
+    DescribeCluster,
+    JobList,
+    ListJobs,
+    Request,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +63,27 @@ def test_without_clusters_nothing_is_listed_or_stopped(state: Path) -> None:
 DASK = SchedulerAddress(address="tcp://10.0.3.7:8786", cluster_id="Scheduler-1")
 
 
+IDLE = ClusterFacts(cluster_id="c", pid=1, idle_s=7.0)
+BUSY = ClusterFacts(cluster_id="c", pid=1, jobs=1)
+JOBS = JobList(
+    jobs=(
+        {"job_id": "bbb-1", "status": "running", "step": 1584, "total_steps": 5000},
+        {"job_id": "aaa-1", "status": "finished", "step": 10, "total_steps": 10},
+    )
+)
+HOW = "To save and end it: %etrain down {}. To end all clusters: %etrain down --all"
+
+
 @pytest.fixture
-def is_installed(monkeypatch: pytest.MonkeyPatch) -> list[bool | PoolError]:
+def answers() -> dict[type[Request[Any]], Any]:
+    """Replies of all schedulers."""
+    return {DescribeCluster: IDLE, ListJobs: JOBS}
+
+
+@pytest.fixture
+def is_installed(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[type[Request[Any]], Any]
+) -> list[bool | PoolError]:
     """Let a Dask scheduler have our part, not have it, or not answer."""
     state: list[bool | PoolError] = [True]
 
@@ -60,7 +93,8 @@ def is_installed(monkeypatch: pytest.MonkeyPatch) -> list[bool | PoolError]:
         return state[0]
 
     monkeypatch.setattr(AddressPool, "is_installed", look)
-    monkeypatch.setattr(AddressPool, "down", lambda self, *, timeout_s: Leftovers())
+    monkeypatch.setattr(AddressPool, "down", lambda self, *, timeout_s=0.0: Leftovers())
+    monkeypatch.setattr(clusters, "ask", lambda address, request: answers[type(request)])
     own_clusters.note_scheduler(DASK)
     return state
 
@@ -70,6 +104,75 @@ def test_down_removes_our_part_from_a_dask_scheduler(
 ) -> None:
     assert clusters.down() == "etrain on tcp://10.0.3.7:8786 has ended"
     assert clusters.down() == "No cluster is up.", "the scheduler is forgotten"
+
+
+def test_down_without_a_name_keeps_a_dask_scheduler_with_jobs(
+    is_installed: list[bool | PoolError], answers: dict[type[Request[Any]], Any]
+) -> None:
+    answers[DescribeCluster] = BUSY
+
+    lines = clusters.down().splitlines()
+
+    assert lines[0] == "tcp://10.0.3.7:8786 was not changed: it has running jobs."
+    assert lines[1:] == ["  bbb-1: running, step 1,584 of 5000", HOW.format(DASK.address)]
+    assert clusters.down(all_clusters=True) == "etrain on tcp://10.0.3.7:8786 has ended"
+
+
+@pytest.fixture
+def local(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[type[Request[Any]], Any]
+) -> Callable[[str], None]:
+    """Return a function that creates the folder of a running local cluster."""
+    monkeypatch.setattr(clusters, "ask", lambda address, request: answers[type(request)])
+    monkeypatch.setattr(LocalPool, "down", lambda self, *, timeout_s: Leftovers())
+
+    def create(cluster_id: str) -> None:
+        cluster = ClusterDir.make(Path(os.environ["ETRAIN_STATE"]) / cluster_id, ClusterSettings())
+        cluster.publish("tls://127.0.0.1:1")
+
+    return create
+
+
+def test_down_without_a_name_keeps_a_cluster_with_running_jobs(
+    local: Callable[[str], None], answers: dict[type[Request[Any]], Any]
+) -> None:
+    name = f"{local_prefix()}-1"
+    local(name)
+    answers[DescribeCluster] = BUSY
+
+    kept = clusters.down()
+
+    assert kept.splitlines() == [
+        f"{name} was kept: it has running jobs.",
+        "  bbb-1: running, step 1,584 of 5000",
+        HOW.format(name),
+    ]
+    assert clusters.down(name) == f"{name} has ended"
+    assert clusters.down(all_clusters=True) == f"{name} has ended"
+
+
+def test_down_without_a_name_ends_idle_clusters_of_this_python_environment_only(
+    local: Callable[[str], None],
+) -> None:
+    name = f"{local_prefix()}-1"
+    local(name)
+    local("local-f00-1")
+
+    assert clusters.down().splitlines() == [
+        f"{name} has ended",
+        "local-f00-1 was kept: it belongs to another Python environment. "
+        + HOW.format("local-f00-1"),
+    ]
+
+
+def test_down_without_a_name_keeps_a_cluster_that_is_starting(state: Path) -> None:
+    cluster = ClusterDir.create(state, ClusterSettings())
+
+    with start_lock(state, cluster.lock_key, timeout_s=0.0):
+        kept = clusters.down()
+
+    assert kept.startswith(f"{cluster.cluster_id} was kept: it is starting or shutting down. ")
+    assert clusters.down() == f"{cluster.cluster_id} has ended", "dead: the lock is free"
 
 
 def test_down_does_not_mention_a_dask_scheduler_without_our_part(

@@ -6,11 +6,11 @@ import json
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools.ec2.client.tunnel import close_tunnel
-from etrain_jupyter.pools.rpc import ask
+from etrain_jupyter.pools.rpc import ask, describe_caller
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.files import write_private
-from etrain_jupyter.wire.requests import ShutDownCluster, TouchCluster
+from etrain_jupyter.wire.requests import SAVE_S, ShutDownCluster, TouchCluster
 
 HEAD_FILE = "head.json"
 """File in the cluster's folder: the head's address and instance, and its address from here."""
@@ -47,7 +47,7 @@ def end_head(cluster: ClusterDir) -> None:
     # A head that does not respond is found by its tags and terminated later, see
     # `AwsSpotPool.down`.
     if (address := head_address_of(cluster)) is not None and is_answering(address):
-        ask(address, ShutDownCluster(), timeout_s=ANSWER_S)
+        ask(address, ShutDownCluster(by=describe_caller()), timeout_s=SAVE_S + ANSWER_S)
     close_tunnel(cluster)
 
 

@@ -314,6 +314,34 @@ async def test_checkpoint_of_a_released_trainer_counts(rig):
     assert rig.job.state.saved_step == 3
 
 
+async def test_shutdown_waits_for_the_jobs_checkpoint_and_logs_its_author(rig):
+    await rig.start("w1")
+    trainer = rig.trainer("w1")
+    down = q.ShutDownCluster(drain_s=30.0, by="maria in notebook a.ipynb")
+    reply = asyncio.create_task(rig.coordinator._down(down))
+    await asyncio.sleep(0)
+    assert rig.job.state.status == "running"
+
+    rig.report("w1", 3, why="planned")
+    assert rig.orders("w1", m.SaveState)
+    record = {"step": 3, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+    rig.tell("w1", m.CheckpointWritten, trainer=trainer, record=record)
+    await reply
+
+    assert rig.job.state.saved_step == 3
+    end = rig.events(events.JobStatusChanged)[-1]
+    assert end.status == "stopped"
+    assert end.reason == "the cluster was shut down by maria in notebook a.ipynb"
+
+
+async def test_shutdown_ends_a_job_that_cannot_save_after_the_timeout(rig):
+    await rig.start("w1")
+    await rig.coordinator._down(q.ShutDownCluster(drain_s=0.01, by="maria"))
+    end = rig.events(events.JobStatusChanged)[-1]
+    assert end.status == "stopped"
+    assert end.reason.endswith("by maria; no checkpoint was saved within 0.01 s")
+
+
 async def test_message_of_a_trainer_from_another_worker_is_dropped(rig):
     await rig.start("w1", "w2")
     before = rig.job.state

@@ -181,7 +181,7 @@ async def test_released_worker_retires_after_its_job_has_left_it(rig):
 async def test_uninstalling_restores_the_scheduler_and_ignores_late_messages(rig):
     before = {"theirs"}
     assert rig.scheduler.handlers.keys() > before
-    await rig.coordinator._stop_jobs(q.ShutDownCluster(drain_s=0.0))
+    await rig.coordinator._down(q.ShutDownCluster(drain_s=0.0))
     await rig.coordinator._uninstall(q.RemoveCoordinator())
 
     assert rig.scheduler.handlers.keys() == rig.scheduler.plugins.keys() == before
@@ -201,7 +201,7 @@ async def test_study_keeps_the_scheduler_busy_until_etrain_is_removed(rig, tmp_p
     assert rig.scheduler.idle_since is None
     assert not StudyLease.is_free(spec.folder)
 
-    await rig.coordinator._stop_jobs(q.ShutDownCluster(drain_s=30.0))
+    await rig.coordinator._down(q.ShutDownCluster(drain_s=30.0))
     assert StudyLease.is_free(spec.folder)
     attributes = OptunaStudy(spec)._study.user_attrs
     assert attributes["ended_at"] > 0
