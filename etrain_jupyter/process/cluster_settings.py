@@ -32,6 +32,9 @@ class ClusterSettings:
     """The pool's name, as used in cells."""
     prefix: str = ""
     """Prefix of the cluster's id; if empty, that of this environment's local pool."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Digests of the launcher's environment variables, see ``environment_digests``; empty except in
+    local clusters."""
     host: str = "127.0.0.1"
     """Address on which the scheduler listens."""
     port: int = 0

@@ -5,11 +5,20 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import re
 import stat
 import sys
 from pathlib import Path
 
 from etrain_jupyter.errors import PoolError
+
+_INHERITED = re.compile(
+    r"AWS_.*|.*(CUDA|NCCL).*|.*_(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS)|(LD_LIBRARY_|PYTHON)?PATH"
+)
+"""Environment variables whose values decide what the workers of a local cluster can do."""
+
+_VARYING = re.compile(r"JPY_.*|JUPYTER.*|CUDA_MODULE_LOADING")
+"""Variables that Jupyter sets in each kernel, or torch in a kernel that uses a GPU."""
 
 
 def open_state_root() -> Path:
@@ -54,6 +63,21 @@ def environment_key() -> str:
     # Kernels in another environment may have different package versions than a cluster's workers.
     text = f"{sys.executable}\n{package_version()}"
     return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def environment_digests() -> dict[str, str]:
+    """Return digests of the environment variables that a local cluster's workers depend on.
+
+    A cluster keeps the variables of the process that started it, so a kernel uses only a cluster
+    with equal digests. The values may be credentials and are not stored.
+    """
+    found = {}
+    for name, value in os.environ.items():
+        if _INHERITED.fullmatch(name) and not _VARYING.fullmatch(name):
+            if name == "PATH":  # Jupyter repeats the folder of its own command
+                value = os.pathsep.join(dict.fromkeys(value.split(os.pathsep)))
+            found[name] = hashlib.sha256(os.fsencode(value)).hexdigest()[:16]
+    return found
 
 
 def package_version() -> str:

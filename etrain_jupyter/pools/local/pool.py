@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from etrain_jupyter.pools.base import CostReport
 from etrain_jupyter.pools.detached import DetachedPool
-from etrain_jupyter.process.cluster_dir import cluster_dirs, remove_stale
+from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs, remove_stale
 from etrain_jupyter.process.cluster_settings import ClusterSettings
-from etrain_jupyter.process.state_root import local_prefix
+from etrain_jupyter.process.state_root import environment_digests, local_prefix
 from etrain_jupyter.wire.requests import ClusterFacts
 
 
 class LocalPool(DetachedPool):
     """Workers on this machine: one per GPU, or CPU slots if there is no GPU.
+
+    Kernels share a cluster if they have the same Python environment and equal values of the
+    variables in ``environment_digests``.
 
     Args:
         cluster_id: Bind this object to one cluster. By default it uses the running cluster of this
@@ -29,11 +33,26 @@ class LocalPool(DetachedPool):
 
     def settings(self) -> ClusterSettings:
         """Return the settings for a new cluster."""
-        return self._settings or ClusterSettings.from_environment()
+        settings = self._settings or ClusterSettings.from_environment()
+        return dataclasses.replace(settings, environment=environment_digests())
 
     def prepare_start(self, root: Path) -> None:
         """Remove the folders of dead clusters. Their workers exited with their keepers."""
         remove_stale(root)
+        for cluster in filter(self._is_ours, cluster_dirs(root)):
+            theirs, ours = _environment_of(cluster), environment_digests()
+            differing = sorted(name for name, _ in theirs.items() ^ ours.items())
+            print(
+                f"etrain: starting another local cluster, because {cluster.cluster_id} was started "
+                f"with other values of {', '.join(dict.fromkeys(differing))}."
+            )
+
+    def _is_usable(self, cluster: ClusterDir) -> bool:
+        # A kernel that is bound to a cluster by its id already has a job there.
+        is_bound = self._cluster_id is not None
+        return self._is_ours(cluster) and (
+            is_bound or _environment_of(cluster) == environment_digests()
+        )
 
     def shared_place(self) -> str:
         """Return an empty string: the workers see this machine's folders."""
@@ -46,6 +65,14 @@ class LocalPool(DetachedPool):
     def cost(self) -> CostReport:
         """Return zeros: the user's own machine is free."""
         return CostReport()
+
+
+def _environment_of(cluster: ClusterDir) -> dict[str, str]:
+    """Return the digests of a cluster's environment; empty while another process removes it."""
+    try:
+        return cluster.settings().environment
+    except OSError:
+        return {}
 
 
 def list_cluster_ids() -> list[str]:

@@ -126,7 +126,9 @@ def end_heads_at(endpoint: str) -> None:
                 if is_other or process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 known = process.environ()
-                if MARKER in known and known.get("AWS_ENDPOINT_URL") == endpoint:
+                # A local cluster only stores checkpoints there. Its jobs are not the cloud's.
+                is_local = known.get(MARKER, "local-").startswith("local-")
+                if not is_local and known.get("AWS_ENDPOINT_URL") == endpoint:
                     found.append(process)
         for process in found:
             with contextlib.suppress(psutil.Error):

@@ -17,6 +17,7 @@ from etrain_jupyter.pools import (
     Leftovers,
     SchedulerAddress,
     clusters,
+    detached,
     get_pool,
     own_clusters,
 )
@@ -192,6 +193,30 @@ def test_down_names_a_dask_scheduler_that_it_cannot_reach(
     expected = "tcp://10.0.3.7:8786 was not changed: 10.0.3.7 cannot be reached"
     assert clusters.down() == expected
     assert own_clusters.noted_schedulers() == [DASK]
+
+
+def test_kernel_with_other_credentials_gets_its_own_local_cluster(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(detached, "ask", lambda *_, **__: None)
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    cluster = ClusterDir.create(state, LocalPool().settings())
+    cluster.publish("tls://127.0.0.1:1")
+    found = cluster.address(cluster.record())
+
+    monkeypatch.setenv("PATH", "/bin:/bin:/usr/bin")  # the same folders in the same order
+    assert LocalPool().up() == found
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert LocalPool()._find() is None
+    assert LocalPool(cluster_id=cluster.cluster_id).up() == found
+
+    monkeypatch.setattr("etrain_jupyter.pools.local.pool.remove_stale", lambda root: None)
+    LocalPool().prepare_start(state)
+    assert capsys.readouterr().out == (
+        f"etrain: starting another local cluster, because {cluster.cluster_id} was started with "
+        "other values of AWS_PROFILE, PATH.\n"
+    )
 
 
 def test_pool_is_stopped_by_its_name() -> None:

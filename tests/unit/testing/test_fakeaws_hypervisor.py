@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from etrain_jupyter.process.processes import MARKER
 from etrain_jupyter.testing.fakeaws import hypervisor
 from etrain_jupyter.testing.fakeaws.bill import Usage
 from etrain_jupyter.testing.fakeaws.market import CapacityPool
+from etrain_jupyter.testing.fakeaws.process import end_heads_at
 
 
 class SlowDisk:
@@ -75,3 +79,20 @@ def test_disk_of_an_image_is_kept(tmp_path: Path, machine: SlowDisk) -> None:
     cloud.close()
 
     assert not machine.is_erased.wait(0.2)
+
+
+def test_cloud_that_ends_kills_its_heads_but_no_local_cluster() -> None:
+    endpoint = "http://127.0.0.1:5001"
+    heads = [
+        subprocess.Popen(
+            ["sleep", "60"], env={MARKER: cluster_id, "AWS_ENDPOINT_URL": endpoint, "PATH": "/bin"}
+        )
+        for cluster_id in ("aws-1-1", "local-1-1")
+    ]
+    try:
+        end_heads_at(endpoint)
+        assert heads[0].wait(10) == -signal.SIGKILL
+        assert heads[1].poll() is None
+    finally:
+        heads[1].kill()
+        heads[1].wait(10)
