@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.errors import EtrainError, FencedError
+from etrain_jupyter.untrusted import open_regular
 
 if TYPE_CHECKING:
     import optuna
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 STUDY_FILE = "study.json"
 JOURNAL_FILE = "optuna.journal"
 LEASE_FILE = "study.lease"
+LEASE_BYTES = 1000
+"""Size of the lease: its holder, and in the next line why the journal cannot be written."""
 
 NUM_ATTEMPTS = 3
 """Attempts to take the lease."""
@@ -76,7 +79,7 @@ class StudyLease:
         try:
             self._lock()
         except OSError as exc:
-            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").partition("\n")[0]
             # Any other error: the file system has no locks. The logs of the trials still fence a
             # second scheduler where they can.
             if exc.errno in (errno.EWOULDBLOCK, errno.EACCES):
@@ -86,8 +89,7 @@ class StudyLease:
                     f"({holder or 'its scheduler is unknown'}). Nothing was started. Follow it "
                     f"with %etrain study {folder.name}, or stop it there and resume it then"
                 ) from exc
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"scheduler process {os.getpid()} on {platform.node()}".encode(), 0)
+        self.show("")
 
     def _lock(self) -> None:
         # The kernel releases the lock when a process exits, even if it is killed. A reader that
@@ -100,6 +102,24 @@ class StudyLease:
                 if attempt == NUM_ATTEMPTS - 1:
                     raise
                 time.sleep(RETRY_S)
+
+    def show(self, trouble: str) -> None:
+        """Store why the study cannot write its journal, for the kernels that follow it."""
+        # The size never changes, so that a full disk accepts the text.
+        holder = f"scheduler process {os.getpid()} on {platform.node()}"
+        text = f"{holder}\n{trouble}".encode()[:LEASE_BYTES].ljust(LEASE_BYTES)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, text, 0)
+
+    @staticmethod
+    def read_trouble(folder: Path) -> str:
+        """Return the text that the holder of a study's lease has shown last."""
+        try:
+            with open_regular(folder / LEASE_FILE) as file:
+                text = file.read(LEASE_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+        return text.partition("\n")[2].strip()
 
     @staticmethod
     def is_free(folder: Path) -> bool:

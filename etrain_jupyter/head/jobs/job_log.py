@@ -44,6 +44,22 @@ CATCH_UP_S = 0.1
 """Maximum time in seconds for one call to ``retry``, which blocks the scheduler's event loop."""
 
 
+def describe_refusal(error: OSError, folder: Path) -> str:
+    """Return why a disk rejected a write in a folder, with the free space."""
+    try:
+        free = f", {shutil.disk_usage(folder).free:,} bytes free"
+    except OSError:
+        free = ""
+    return f"{error.strerror or error} ({folder}{free})"
+
+
+def remedy_of(error: OSError) -> str:
+    """Return what a user can do about a disk that rejects writes."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space there, and writing continues"
+    return "writing continues as soon as the disk accepts it"
+
+
 class JobLog:
     """Append events to the durable log, and serve them to listeners."""
 
@@ -96,21 +112,8 @@ class JobLog:
             return ""
         num, one = len(self._waiting), len(self._waiting) == 1
         kept = f"{num:,} {'event is' if one else 'events are'} kept in memory"
-        return f"the log cannot be written: {self._why()}; {kept}; {self._remedy()}"
-
-    def _why(self) -> str:
-        assert self._refusal is not None
-        try:
-            free = f", {shutil.disk_usage(self._path.parent).free:,} bytes free"
-        except OSError:
-            free = ""
-        return f"{self._refusal.strerror or self._refusal} ({self._path.parent}{free})"
-
-    def _remedy(self) -> str:
-        assert self._refusal is not None
-        if self._refusal.errno in (errno.ENOSPC, errno.EDQUOT):
-            return "free space there, and writing continues"
-        return "writing continues as soon as the disk accepts it"
+        what = describe_refusal(self._refusal, self._path.parent)
+        return f"the log cannot be written: {what}; {kept}; {remedy_of(self._refusal)}"
 
     def append(self, new: list[events.Event]) -> None:
         """Append events to the durable log first, then make them available to listeners."""

@@ -9,12 +9,17 @@
 
 Optuna's journal is the study's only durable state. A restarted scheduler finds each trial there
 with its job's id and what the trial has reported; everything else follows from the job's log.
+
+A disk that rejects writes (full, read-only, failing) does not end a study: the driver repeats the
+rejected call on each tick, and the trials continue to train. Calls can be repeated, because each of
+them also completes what a scheduler that died in it has left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.head.jobs.job_log import describe_refusal, remedy_of
 from etrain_jupyter.head.studies.optuna_study import OptunaStudy, StoredTrial
 from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.head.studies.trial import Trial, TrialHost
@@ -39,6 +45,7 @@ from etrain_jupyter.rules.search.verdicts import (
     judge_study,
     num_to_start,
 )
+from etrain_jupyter.storage.study_folder import JOURNAL_FILE
 
 logger = logging.getLogger("etrain.coordinator")
 
@@ -57,16 +64,23 @@ class StudyDriver:
         spec: The study.
         host: Runs the trials.
         on_end: Called once the study has ended, and its end is stored.
+        on_trouble: Called with a text for the user when the journal cannot be written, and with an
+            empty text once it is written again.
     """
 
     def __init__(
-        self, spec: StudySpec, host: TrialHost, *, on_end: Callable[[StudyDriver], None]
+        self,
+        spec: StudySpec,
+        host: TrialHost,
+        *,
+        on_end: Callable[[StudyDriver], None],
+        on_trouble: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.spec = spec
         self.verdict: Verdict | None = None
         """Its end; None while it continues."""
         self._host = host
-        self._on_end = on_end
+        self._on_end, self._on_trouble = on_end, on_trouble
         self._trials: dict[int, Trial] = {}
         self._by_job: dict[str, Trial] = {}
         self._news: list[tuple[Trial, Evaluation]] = []
@@ -128,7 +142,8 @@ class StudyDriver:
             self.verdict = Verdict(status="failed", reason=f"{type(exc).__name__}: {exc}")
             self._stop_jobs()
             if self._optuna is not None:
-                await self._call(self._optuna.end, self.verdict)
+                with contextlib.suppress(FileNotFoundError):
+                    await self._call(self._optuna.end, self.verdict)
         finally:
             self._thread.shutdown(wait=False)
             self._on_end(self)
@@ -139,8 +154,29 @@ class StudyDriver:
         self._changed.clear()
 
     async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        call = functools.partial(function, *args, **kwargs)
+        trouble = ""
+        while True:
+            try:
+                found = await asyncio.get_running_loop().run_in_executor(self._thread, call)
+            except FileNotFoundError:
+                raise  # the folder was deleted
+            except OSError as exc:
+                if not trouble:
+                    what = describe_refusal(exc, self.spec.folder)
+                    trouble = (
+                        f"{JOURNAL_FILE} cannot be written: {what}; running trials continue, and "
+                        f"no trial starts or ends until then; {remedy_of(exc)}"
+                    )
+                    logger.error("study %s: %s", self.spec.study_id, trouble)
+                    self._on_trouble(trouble)
+            else:
+                if trouble:
+                    self._on_trouble("")
+                return found
+            if self.verdict is not None:
+                self._stop_jobs()  # the user need not wait for the disk
+            await asyncio.sleep(TICK_S)
 
     @property
     def _store(self) -> OptunaStudy:

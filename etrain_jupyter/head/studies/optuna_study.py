@@ -7,9 +7,11 @@ one at a time.
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.config.search_schema import Parameter, Value, all_combinations
@@ -49,7 +51,7 @@ class OptunaStudy:
         self._optuna = names.import_optuna()
         self._spec = spec
         self._config = spec.config
-        self._storage = names.open_storage(spec.folder)
+        self._storage = _open_for_writing(self._optuna, spec.folder / names.JOURNAL_FILE)
         self._study: optuna.Study = self._optuna.create_study(
             study_name=spec.study_id,
             storage=self._storage,
@@ -110,6 +112,9 @@ class OptunaStudy:
 
     def ask(self) -> StoredTrial:
         """Begin a trial: choose its values, and store them with its job's id."""
+        for trial in self.trials():
+            if not trial.job_id:  # an earlier call could not write all of it
+                return self.complete(trial)
         self._study.sampler = self._make_sampler(len(self._study.get_trials(deepcopy=False)))
         return self._begin(self._study.ask(self._distributions))
 
@@ -123,7 +128,7 @@ class OptunaStudy:
         sampler = self._study.sampler = self._make_sampler(begun.number)
         trial = self._optuna.trial.Trial(self._study, frozen._trial_id)
         for name, distribution in self._distributions.items():
-            if name in begun.values:
+            if name in frozen.params:
                 # Only to draw the random numbers of the stored value once more.
                 sampler.sample_independent(self._study, frozen, name, distribution)
             else:
@@ -156,7 +161,8 @@ class OptunaStudy:
             reported.intermediate_values = {**frozen.intermediate_values, samples: value}
             pruner = make_pruner(self._optuna, rungs, self._config.divisor)
             is_pruned = pruner.prune(decision, reported)
-        reason = ""
+        # Not empty if an earlier call could not write all of its decision to a full disk.
+        reason: str = frozen.user_attrs.get(names.REASON, "")
         if is_pruned:
             reason = (
                 f"pruned at rung {rung_of(samples, rungs)} of {len(rungs)} with {value:.6g} after "
@@ -221,6 +227,39 @@ def make_pruner(optuna: Any, rungs: tuple[int, ...], divisor: int) -> Any:
     return optuna.pruners.SuccessiveHalvingPruner(
         min_resource=rungs[0], reduction_factor=divisor, min_early_stopping_rate=0
     )
+
+
+def _open_for_writing(optuna: Any, path: Path) -> optuna.storages.BaseStorage:
+    """Open the journal such that a failed write leaves nothing; the caller holds the lease.
+
+    A full disk, or a kill, leaves half a line. The next line would be glued to it, and no reader
+    could read either.
+    """
+    backend = optuna.storages.journal.JournalFileBackend
+
+    class Journal(backend):  # type: ignore[misc, valid-type]
+        def append_logs(self, logs: list[dict[str, Any]]) -> None:
+            size = _size_of_lines(path)
+            try:
+                super().append_logs(logs)
+            except OSError:
+                os.truncate(path, size)
+                raise
+
+    return optuna.storages.JournalStorage(Journal(str(path)))  # type: ignore[no-any-return]
+
+
+def _size_of_lines(path: Path) -> int:
+    """Return a file's size, without half a line at its end, which is removed."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if file.read() in (b"", b"\n"):
+            return size
+        file.seek(0)
+        size = file.read().rfind(b"\n") + 1
+        file.truncate(size)
+    return size
 
 
 def _stored(trial: Any) -> StoredTrial:

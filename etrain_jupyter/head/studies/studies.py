@@ -138,7 +138,10 @@ class Studies:
         return [driver.share for driver in self._drivers.values()]
 
     def _drive(self, spec: StudySpec) -> None:
-        self._drivers[spec.study_id] = StudyDriver(spec, self._host, on_end=self._forget)
+        lease = self._leases[spec.study_id]
+        self._drivers[spec.study_id] = StudyDriver(
+            spec, self._host, on_end=self._forget, on_trouble=lease.show
+        )
 
     def _forget(self, driver: StudyDriver) -> None:
         study_id = driver.spec.study_id

@@ -95,6 +95,8 @@ class Study(Recorded):
         reason = attributes.get(names.REASON, "")
         if status == "running" and self._is_gone():
             status, reason = "lost", "its cluster has ended; study.resume() continues it"
+        elif status == "running":
+            reason = names.StudyLease.read_trouble(self.record.folder)
         search = self.record.config["search"]
         return StudyView(
             name=self.name,

@@ -54,3 +54,23 @@ def test_released_lease_can_be_taken_again_and_its_holder_is_forgotten(tmp_path:
     with pytest.raises(FencedError):
         StudyLease(tmp_path)
     again.release()
+
+
+def test_text_in_the_lease_is_read_until_it_is_cleared_and_keeps_the_size_of_the_file(
+    tmp_path: Path,
+) -> None:
+    lease = StudyLease(tmp_path)
+    assert StudyLease.read_trouble(tmp_path) == ""
+    size = (tmp_path / "study.lease").stat().st_size
+
+    lease.show("optuna.journal cannot be written: No space left on device")
+    assert StudyLease.read_trouble(tmp_path) == (
+        "optuna.journal cannot be written: No space left on device"
+    )
+    assert (tmp_path / "study.lease").stat().st_size == size, "a full disk has no room for more"
+    with pytest.raises(FencedError, match=r"another cluster \(scheduler process \d+ on [^\n]+\)"):
+        StudyLease(tmp_path)
+
+    lease.show("")
+    assert StudyLease.read_trouble(tmp_path) == ""
+    lease.release()

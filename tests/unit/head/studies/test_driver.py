@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -416,3 +418,96 @@ def test_recovered_decision_stores_its_value_and_ends_the_trial(tmp_path: Path) 
     assert (found.state, found.reason) == ("PRUNED", "pruned at rung 1")
     assert found.reported == {LENGTH: 0.3}
     assert host.orders == []
+
+
+@pytest.mark.parametrize(
+    ("method", "written"),
+    [("grid", 0.5), ("tpe", 0.5), ("random", 1.0)],
+    ids=["half a line", "half a line, pruned", "the line, but not its sync"],
+)
+def test_full_disk_at_every_write_changes_no_trial_and_stops_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, written: float
+) -> None:
+    monkeypatch.setattr("etrain_jupyter.head.studies.driver.TICK_S", 0.002)
+    found = []
+    for name in ("calm", "full"):
+        (tmp_path / name).mkdir()
+        host = Host(lambda width, epoch: -width + epoch / 100, capacity=1)
+        with monkeypatch.context() as patch:
+            if name == "full":
+                fail_each_write_once(patch, written)
+            store = run(method_spec_of(tmp_path / name, method), host)
+        found.append([(t.values, t.state, t.reason, t.reported) for t in store.trials()])
+        assert host.driver is not None
+        assert host.driver.verdict is not None
+        assert host.driver.verdict.status == "finished"
+        assert len(host.stopped) == sum(t.state == "PRUNED" for t in store.trials())
+
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
+def test_full_disk_is_shown_until_the_journal_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_each_write_once(monkeypatch, 0.5)
+    shown: list[str] = []
+
+    async def drive_and_watch() -> None:
+        ended = asyncio.Event()
+        host = Host(lambda width, epoch: 1.0)
+        host.driver = StudyDriver(
+            spec_of(tmp_path, num_trials=1), host, on_end=lambda _: ended.set(),  # type: ignore[arg-type]
+            on_trouble=shown.append,
+        )  # fmt: skip
+        await ended.wait()
+
+    monkeypatch.setattr("etrain_jupyter.head.studies.driver.TICK_S", 0.002)
+    asyncio.run(drive_and_watch())
+
+    assert shown[0].startswith("optuna.journal cannot be written: No space left on device (")
+    assert shown[0].endswith("free space there, and writing continues")
+    assert shown[1] == shown[-1] == ""
+
+
+def fail_each_write_once(patch: pytest.MonkeyPatch, written: float) -> None:
+    """Make the disk full for the first write of each kind, of which it takes this fraction."""
+    backend = import_optuna().storages.journal.JournalFileBackend
+    append, failed = backend.append_logs, set()
+
+    def append_or_fail(self: Any, logs: Any) -> None:
+        names = [list(logs[0].get(kind, ())) for kind in ("user_attr", "system_attr")]
+        keys = ("op_code", "trial_id", "param_name", "step")
+        what = str(([logs[0].get(key) for key in keys], names))
+        if what not in failed:
+            failed.add(what)
+            line = (json.dumps(logs[0], separators=(",", ":")) + "\n").encode()
+            with open(self._file_path, "ab") as file:
+                file.write(line[: int(len(line) * written)])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, logs)
+
+    patch.setattr(backend, "append_logs", append_or_fail)
+
+
+def test_stop_ends_the_jobs_although_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(lambda width, epoch: 1.0)
+    backend = import_optuna().storages.journal.JournalFileBackend
+
+    def refuse(self: Any, logs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def stop_on_a_full_disk() -> None:
+        driver = await drive(spec_of(tmp_path), host, until=lambda: len(host.orders) == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "append_logs", refuse)
+            driver.stop("stopped by the user")
+            async with asyncio.timeout(10):
+                while len(set(host.stopped)) < 2:
+                    await asyncio.sleep(0.005)
+            assert not driver.task.done()
+        await driver.task
+
+    asyncio.run(stop_on_a_full_disk())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from etrain_jupyter import launch
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.head.studies.optuna_study import OptunaStudy
+from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import NoAnswerError
 from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.study import open_studies
+from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.storage.study_folder import StudyLease
+from tests.unit.head.studies.test_driver import spec_of
 from tests.unit.notebook.study.test_study_plan import BODY, NAMES, private_folders
 
 __all__ = ["private_folders"]
@@ -38,3 +44,25 @@ def test_folder_is_removed_only_if_the_study_cannot_be_running(
         launch.submit_study(plan)
 
     assert len(launch.studies()) == num_kept
+
+
+def test_study_that_cannot_write_its_journal_says_so_in_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(tmp_path)
+    OptunaStudy(spec)
+    lease = StudyLease(spec.folder)
+    lease.show("optuna.journal cannot be written: No space left on device")
+    config = {"search": spec.config.model_dump(mode="json"), "space": {}}
+    record = RunRecord(
+        job_id=spec.study_id, name="study", created=0.0, folder=spec.folder, config=config
+    )
+    monkeypatch.setattr(Study, "_is_gone", lambda _: False)
+    study = Study(record, None, lambda *_: None)  # type: ignore[arg-type, return-value]
+
+    assert (study.view().status, study.view().reason) == (
+        "running", "optuna.journal cannot be written: No space left on device"
+    )  # fmt: skip
+    lease.show("")
+    assert study.view().reason == ""
+    lease.release()
