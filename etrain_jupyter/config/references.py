@@ -16,7 +16,7 @@ import keyword
 import re
 import symtable
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -139,6 +139,8 @@ class _Check:
         found, value = self._resolve(tree)
         if found:
             check_kind(self.key, self.text, value, self._fault)
+        elif isinstance(tree, ast.Lambda):
+            check_call(self.key, "this lambda", _without_body(tree), self._fault)
         elif isinstance(tree, ast.Call):
             self._check_call(tree)
 
@@ -292,7 +294,7 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
             "run the cell that builds it, or name a class or a function",
         )
     if isinstance(value, str | bytes | int | float | complex | ModuleType):
-        raise fault(f"{key}: '{text}' is {_kind(value)}", _WANTED[key.split(".")[0]])
+        raise fault(f"{key}: '{text}' is {_kind(value)}", _wanted(key))
     if key == "model":
         _check_model(text, value, fault)
     elif key in ("data.train", "data.eval"):
@@ -307,9 +309,9 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
             hint,
         )
     elif not callable(value):
-        raise fault(
-            f"{key}: '{text}' is {_kind(value)} and cannot be called", _WANTED[key.split(".")[0]]
-        )
+        raise fault(f"{key}: '{text}' is {_kind(value)} and cannot be called", _wanted(key))
+    else:
+        check_call(key, f"'{text}'", value, fault)
     # The rank calls a class without arguments, except for these two keys.
     called = isinstance(value, type) and key not in ("optimizer", "data.collate")
     if called or (key in ("model", "data.train", "data.eval") and inspect.isfunction(value)):
@@ -325,13 +327,59 @@ _WANTED = {
     "model": "name an nn.Module, its class, or a function that builds it",
     "data": "name a data set with len and [i], a data frame, a pair of tensors, or a function that "
     "builds it",
+    "data.collate": "name a function (samples) that makes a batch from a list of samples",
     "loss": "name a function (output, target) such as F.cross_entropy",
-    "step": "name a function (model, batch) that returns the loss",
+    "step": "name a function (model, batch) that returns the loss; the job itself calls backward "
+    "and updates the weights",
     "weight": "name a function (batch) that returns a number",
     "eval": "name a function: predict(model, batch) returns records, score(records) numbers",
-    "metrics": "name a function (output, target)",
-    "optimizer": "name one of torch.optim, or a function (parameters) that returns an optimizer",
+    "metrics": "name a function (output, target) of one batch; to compute a metric over all of "
+    "data.eval, use eval: {predict: predict, score: score}",
+    "optimizer": "name one of torch.optim, or a function (parameters), (named_parameters) or "
+    "(model) that returns an optimizer",
 }
+_ARGUMENTS = {
+    "data.collate": "samples", "loss": "output, target", "metrics": "output, target",
+    "step": "model, batch", "weight": "batch", "eval.predict": "model, batch",
+    "eval.score": "records", "optimizer": "parameters",
+}  # fmt: skip
+"""Positional arguments with which the job calls the notebook's functions."""
+
+
+def _wanted(key: str) -> str:
+    return _WANTED.get(key) or _WANTED[key.split(".")[0]]
+
+
+def check_call(key: str, name: str, value: Any, fault: Callable[[str, str], Exception]) -> None:
+    """Raise an error if the job cannot call the object of ``key`` with its arguments.
+
+    Args:
+        key: A key of ``TrainConfig.references()``; keys that are not called always pass.
+        name: Name of the object, for the message.
+        value: The object. One whose signature is unknown passes.
+        fault: Builds the error from a message and a hint.
+    """
+    wanted = _ARGUMENTS.get("metrics" if key.startswith("metrics.") else key)
+    # Of a class such as nn.CrossEntropyLoss, an instance is called.
+    if wanted is None or (isinstance(value, type) and key not in ("optimizer", "data.collate")):
+        return
+    if not isinstance(value, type) and hasattr(value, "state_dict"):
+        value = getattr(value, "forward", value)  # __call__ of nn.Module takes any arguments
+    if _misfit(value, [None] * len(wanted.split(", ")), {}):
+        message = f"{key}: the job calls {name} with ({wanted}), but it takes {_signature(value)}"
+        raise fault(message, _wanted(key))
+
+
+def _without_body(tree: ast.Lambda) -> Any:
+    """Return a function with the parameters of a lambda; no code of the notebook runs."""
+    nothing = ast.Constant(None)
+    defaults = {
+        "defaults": [nothing for _ in tree.args.defaults],
+        "kw_defaults": [default and nothing for default in tree.args.kw_defaults],
+    }
+    args = ast.arguments(**{**dict(ast.iter_fields(tree.args)), **defaults})
+    bare = ast.fix_missing_locations(ast.Expression(ast.Lambda(args=args, body=nothing)))
+    return eval(compile(bare, "<lambda>", "eval"), {})
 
 
 def _check_model(text: str, value: Any, fault: Any) -> None:

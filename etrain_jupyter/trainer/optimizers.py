@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from etrain_jupyter.config.schema import OptimizerConfig
 from etrain_jupyter.config.vocabulary import EXTRA_LR
-from etrain_jupyter.trainer.references import References, WorkloadError
+from etrain_jupyter.trainer.references import References, WorkloadError, check_fit
 
 Optimizers = Callable[..., torch.optim.Optimizer]
 
@@ -42,11 +43,11 @@ def build_optimizer(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.name is None:
-        made = references.evaluate("optimizer")(parameters)
+        made = _call(references.evaluate("optimizer"), model)
         if not isinstance(made, torch.optim.Optimizer):
             raise WorkloadError(
-                f"optimizer returned a {type(made).__name__}. Give a function (parameters) -> "
-                "Optimizer."
+                f"optimizer returned a {type(made).__name__}. Give a function (parameters), "
+                "(named_parameters) or (model) that returns one optimizer."
             )
         return made
     kind, defaults = _find(config.name)
@@ -58,6 +59,19 @@ def build_optimizer(
         return kind(_groups(config, parameters), **options, **kernel)
     except (TypeError, ValueError, NotImplementedError) as exc:
         raise WorkloadError(f"optimizer {config.name} does not take {options}: {exc}") from exc
+
+
+def _call(function: Callable[..., Any], model: nn.Module) -> Any:
+    """Call the notebook's function with the object that its first parameter names."""
+    check_fit("optimizer", function)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    try:
+        first = next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):  # built-in code has no signature
+        first = ""
+    # "self" is a method of the model's class, such as configure_optimizers of a LightningModule.
+    given = {"model": model, "self": model, "named_parameters": named, "named_params": named}
+    return function(given.get(first, [p for _, p in named]))
 
 
 def _can_be_fused(config: OptimizerConfig, parameters: list[nn.Parameter]) -> bool:

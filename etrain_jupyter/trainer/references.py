@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from etrain_jupyter.config.references import check_call
+
 
 class References(Protocol):
     """The notebook's expressions, to be evaluated on this rank; an opened bundle."""
@@ -19,3 +21,13 @@ class WorkloadError(ValueError):
 
 class DataError(ValueError):
     """The notebook's data cannot be used; the message says how to fix it."""
+
+
+def check_fit(key: str, value: Any) -> None:
+    """Check that the job can call a value with its arguments, as the kernel did for plain names.
+
+    Raises:
+        WorkloadError: If it cannot.
+    """
+    name = repr(getattr(value, "__name__", type(value).__name__))
+    check_call(key, name, value, lambda text, hint: WorkloadError(f"{text}. To fix it, {hint}."))

@@ -27,7 +27,7 @@ from etrain_jupyter.trainer.objective.weight import Weight
 from etrain_jupyter.trainer.objective.whole_set import WholeSetMetric, is_torchmetric
 from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.precision import Precision
-from etrain_jupyter.trainer.references import References, WorkloadError
+from etrain_jupyter.trainer.references import References, WorkloadError, check_fit
 from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.sharding.full_shards import FullShards
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
@@ -218,9 +218,7 @@ def build_workload(
         device=device,
         weight=_build_weight(config, references, model),
         whole_set=whole_set,
-        predict=_callable(references.evaluate("eval.predict"), "eval.predict")
-        if config.eval.predict
-        else None,
+        predict=_callable(references, "eval.predict") if config.eval.predict else None,
         loss_source="step" if config.step else "loss" if config.loss else "the model's loss",
         precision=precision,
         norms=SyncedNorms(model) if config.sync_batchnorm else None,
@@ -231,7 +229,7 @@ def build_workload(
 def _build_weight(config: TrainConfig, references: References, model: nn.Module) -> Weight | None:
     if config.weight is None:
         return None
-    return Weight(_callable(references.evaluate("weight"), "weight"), model)
+    return Weight(_callable(references, "weight"), model)
 
 
 def _build_average(config: TrainConfig, model: nn.Module) -> dict[str, Stateful]:
@@ -243,10 +241,10 @@ def _build_average(config: TrainConfig, model: nn.Module) -> dict[str, Stateful]
 
 def _build_objective(config: TrainConfig, references: References) -> Objective:
     if config.step is not None:
-        return StepFunction(_callable(references.evaluate("step"), "step"))
+        return StepFunction(_callable(references, "step"))
     if config.loss is None:
         return LossOfOutput(None)
-    return LossOfOutput(_callable(references.evaluate("loss"), "loss"))
+    return LossOfOutput(_callable(references, "loss"))
 
 
 def _build_metrics(
@@ -256,7 +254,7 @@ def _build_metrics(
     functions: dict[str, Callable[[Any, Any], Any]] = {}
     whole_set: dict[str, WholeSetMetric] = {}
     for name in config.metrics:
-        value = _callable(references.evaluate(f"metrics.{name}"), f"metric {name!r}")
+        value = _callable(references, f"metrics.{name}")
         if not is_torchmetric(value):
             functions[name] = value
             continue
@@ -290,13 +288,15 @@ def _build_model(value: Any) -> nn.Module:
     return model.train()
 
 
-def _callable(value: Any, what: str) -> Callable[..., Any]:
+def _callable(references: References, key: str) -> Callable[..., Any]:
+    value = references.evaluate(key)
     # For example, ``loss: nn.CrossEntropyLoss``, without parentheses.
     if isinstance(value, type) and issubclass(value, nn.Module):
         value = value()
     if not callable(value):
         raise WorkloadError(
-            f"{what} is a {type(value).__name__}, which cannot be called. Give a function, a "
+            f"{key} is a {type(value).__name__}, which cannot be called. Give a function, a "
             "module, or a module's class."
         )
+    check_fit(key, value)
     return value  # type: ignore[no-any-return]

@@ -15,9 +15,14 @@ from etrain_jupyter.trainer.control.faults import InjectedError
 from etrain_jupyter.trainer.micro_batch import is_out_of_memory
 
 _PACKAGE = Path(etrain_jupyter.__file__).parent
-_BORDER = frozenset({"workload.py", "optimizers.py", "data.py", "restore.py"})
-"""Modules that call the notebook's objects. If such a call passes the wrong arguments, the
-exception is raised in a frame of these modules."""
+_BORDER = frozenset(
+    (
+        *("workload.py", "optimizers.py", "data.py", "restore.py", "one_pass.py", "measures.py"),
+        *("weight.py", "whole_set.py"),
+    )
+)
+"""Modules that call the notebook's objects. If such an object is built-in code (``torch.dot``), or
+the call does not fit its parameters, the exception is raised in a frame of these modules."""
 
 
 def is_our_defect(exc: BaseException) -> bool:

@@ -243,6 +243,79 @@ def test_invalid_references_are_refused_before_submit(keys: dict[str, Any], mess
     assert refusal(**keys).startswith(message)
 
 
+class Criterion(Net):
+    """As much of an nn.Module as the checks look at; torch's ``__call__`` takes any arguments."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def forward(self, output: Any, target: Any) -> None: ...  # type: ignore[override]
+
+
+def one(batch: Any) -> None: ...
+
+
+def two(model: Any, batch: Any) -> None: ...
+
+
+def three(model: Any, batch: Any, optimizer: Any) -> None: ...
+
+
+FUNCTIONS = {
+    "one": one,
+    "two": two,
+    "three": three,
+    "criterion": Criterion(),
+    "Criterion": Criterion,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"loss": "one"}, "loss: the job calls 'one' with (output, target), but it takes (batch)"),
+        ({"loss": "lambda output: 0"}, "loss: the job calls this lambda with (output, target)"),
+        ({"loss": None, "step": "three"}, "step: the job calls 'three' with (model, batch), but"),
+        ({"metrics": {"f1": "one"}}, "metrics.f1: the job calls 'one' with (output, target)"),
+        (
+            {"weight": "two"},
+            "weight: the job calls 'two' with (batch), but it takes (model, batch)",
+        ),
+        ({"data": {"train": "train_set", "collate": "two"}}, "data.collate: the job calls 'two'"),
+        ({"eval": {"predict": "one", "score": "one"}}, "eval.predict: the job calls 'one' with"),
+        ({"eval": {"predict": "two", "score": "two"}}, "eval.score: the job calls 'two' with (rec"),
+        ({"optimizer": "two"}, "optimizer: the job calls 'two' with (parameters), but it takes"),
+        ({"optimizer": "lambda: 0"}, "optimizer: the job calls this lambda with (parameters)"),
+        ({"loss": "criterion", "weight": "criterion"}, "weight: the job calls 'criterion' with"),
+    ],
+)
+def test_function_with_the_wrong_parameters_is_refused_before_submit(
+    keys: dict[str, Any], message: str
+) -> None:
+    keys = {"data": {"train": "train_set", "eval": "train_set"}, **keys}
+    assert refusal(**{"names": FUNCTIONS, **keys}).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"loss": "criterion"},
+        {"loss": "Criterion"},
+        {"loss": "lambda output, target, scale=no_such_name_is_evaluated: 0"},
+        {"loss": None, "step": "lambda *args: 0"},
+        {"loss": None, "step": "functools.partial(three, optimizer=None)"},
+        {"optimizer": "one"},
+    ],
+)
+def test_function_with_fitting_parameters_passes(keys: dict[str, Any]) -> None:
+    check(names={**FUNCTIONS, "no_such_name_is_evaluated": 1}, **keys)
+
+
+def test_error_for_a_hugging_face_metric_suggests_eval_score() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(metrics={"f1": "one"}, names=FUNCTIONS)
+    assert "eval: {predict: predict, score: score}" in caught.value.hint
+
+
 def test_error_for_a_data_loader_suggests_its_data_set() -> None:
     class Loader:
         batch_sampler, dataset = 1, (1, 2)

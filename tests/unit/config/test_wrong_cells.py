@@ -552,7 +552,7 @@ etrain: line 5, column 9: weight: 'train_set' is a list and cannot be called
 etrain: line 4, column 7: step: 'train_set' is a list and cannot be called
     4 | step: train_set
       |       ^^^^^^^^^
-  name a function (model, batch) that returns the loss""",
+  name a function (model, batch) that returns the loss; the job itself calls backward and updates the weights""",
     ),
     "no model": (
         "data: {train: train_set}\nloss: loss\n",

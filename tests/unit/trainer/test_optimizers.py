@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,3 +171,27 @@ def test_no_decay_makes_one_group_if_no_parameter_is_excluded():
 def test_error_names_options_that_the_optimizer_refuses():
     with pytest.raises(WorkloadError, match=r"optimizer Adam does not take .*'betas'"):
         optimizer_of(make_model(), name="Adam", betas=[2.0, 0.9])
+
+
+def of_model(model):
+    return torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+
+def of_self(self):
+    return of_model(self)
+
+
+def of_names(named_parameters):
+    return torch.optim.SGD([p for name, p in named_parameters if name.startswith("0.")], lr=0.1)
+
+
+def of_parameters(params, lr=0.1):
+    return torch.optim.SGD(params[:2], lr=lr)
+
+
+@pytest.mark.parametrize("function", [of_model, of_self, of_names, of_parameters])
+def test_function_gets_what_its_parameter_is_named_after(function):
+    model = make_model()
+    names = SimpleNamespace(evaluate=lambda key: function)
+    made = build_optimizer(OptimizerConfig(name=None, reference="f"), names, model)
+    assert made.param_groups[0]["params"] == [*model[0].parameters()]

@@ -15,8 +15,11 @@ from etrain_jupyter.rules.samples.shard_plan import plan_shards
 from etrain_jupyter.trainer.control.error_origin import is_broken_exchange, is_our_defect
 from etrain_jupyter.trainer.control.faults import InjectedError, inject_fault
 from etrain_jupyter.trainer.data import open_samples
+from etrain_jupyter.trainer.objective.measures import Measures, Portion
+from etrain_jupyter.trainer.objective.one_pass import LossOfOutput, Passed, StepFunction
+from etrain_jupyter.trainer.objective.weight import Weight
 from etrain_jupyter.trainer.optimizers import build_optimizer
-from etrain_jupyter.trainer.references import DataError
+from etrain_jupyter.trainer.references import DataError, WorkloadError
 from etrain_jupyter.trainer.schedule import Every
 from etrain_jupyter.trainer.state.capture import digest_of
 
@@ -52,6 +55,24 @@ def test_notebook_function_with_wrong_arguments_is_not_our_defect():
     )
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda: LossOfOutput(torch.dot)(torch.nn.Linear(1, 1), PAIR), id="loss"),
+        pytest.param(lambda: StepFunction(_needs_one)(torch.nn.Linear(1, 1), PAIR), id="step"),
+        pytest.param(lambda: Weight(_needs_two, torch.nn.Linear(1, 1)).of(PAIR, 2), id="weight"),
+        pytest.param(
+            lambda: Measures({"f1": torch.dot}, is_weighted=False).shares(
+                Passed(None, *PAIR), Portion(2, 2, None)
+            ),
+            id="metric",
+        ),
+    ],
+)
+def test_call_of_a_notebook_function_that_never_began_is_not_our_defect(call):
+    assert not is_our_defect(raised(call))
+
+
 def test_data_error_is_not_a_defect():
     error = raised(
         lambda: open_samples(np.zeros(0), name="data.train", collate=None, num_workers=0)
@@ -70,7 +91,7 @@ def test_failing_optimizer_function_is_not_our_defect():
     config = OptimizerConfig(name=None, reference="make")
     names = SimpleNamespace(evaluate=lambda key: _needs_two)
     error = raised(lambda: build_optimizer(config, names, torch.nn.Linear(1, 1)))
-    assert isinstance(error, TypeError)
+    assert isinstance(error, WorkloadError)
     assert not is_our_defect(error)
 
 
@@ -81,6 +102,9 @@ def test_broken_connection_in_torch_is_distinguished_from_a_notebook_error():
     assert is_broken_exchange(DistBackendError("NCCL error"))
     assert not is_broken_exchange(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_broken_exchange(ValueError(reset))
+
+
+PAIR = (torch.zeros(2, 1), torch.zeros(2, 1))
 
 
 def _broken():

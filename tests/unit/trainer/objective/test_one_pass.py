@@ -178,6 +178,20 @@ def test_invalid_result_of_step_is_reported_before_training(values, text):
         make_loop(names=Names(step=returning(values)), loss=None, metrics={}, step="s")
 
 
+@pytest.mark.parametrize("key", ["loss", "step", "weight", "metrics.accuracy", "eval.predict"])
+def test_function_that_cannot_be_called_is_reported_with_its_key(key):
+    def f(one, two, three, four=1):
+        raise AssertionError
+
+    keys = {
+        "eval.predict": {"eval": {"predict": "p", "score": "s"}},
+        "step": {"step": "s", "loss": None, "metrics": {}},
+    }
+    names = {"eval.score": len, key: f}
+    with pytest.raises(WorkloadError, match=rf"^{key}: the job calls 'f' with .*four=1\). To fix"):
+        make_loop(names=Names(**names), **keys.get(key, {"weight": "w"} if key == "weight" else {}))
+
+
 def test_step_that_returns_other_names_later_is_refused():
     def moody(model, batch):
         loss = F.cross_entropy(model(batch[0]), batch[1])
