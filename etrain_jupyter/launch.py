@@ -53,7 +53,7 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     names = parsed.namespace(notebook)
     check_references(config, names, source=parsed.source)
     bundle = capture_bundle(config.references(), names, cell_numbers=cell_numbers())
-    warnings += config.warnings()
+    warnings += parsed.warnings + config.warnings()
     return Plan(config=config, bundle=bundle, pool=pool, runs=runs, cell=cell, warnings=warnings)
 
 

@@ -21,7 +21,12 @@ from etrain_jupyter.config.source_map import (
     dotted,
     in_words,
 )
-from etrain_jupyter.config.vocabulary import KNOWN_ELSEWHERE
+from etrain_jupyter.config.vocabulary import (
+    KNOWN_ELSEWHERE,
+    NAMED_LR,
+    REFUSED,
+    find_optimizer,
+)
 from etrain_jupyter.config.yaml_nodes import load_body
 from etrain_jupyter.errors import ConfigError
 
@@ -55,6 +60,8 @@ class ParsedJob:
     """Position of each key in the cell."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """The cell as plain data, with names in place of objects."""
+    warnings: tuple[str, ...] = ()
+    """What the user should know about names in the cell before the job starts."""
 
     def namespace(self, notebook: Mapping[str, Any]) -> dict[str, Any]:
         """Return the notebook's names and those in ``namespace_extra``."""
@@ -127,8 +134,43 @@ def parse_mapping(
 def _parse(data: dict[str, Any], source: SourceMap, live: LiveObjects) -> ParsedJob:
     _check_keys(data, TrainConfig, (), source, top=TrainConfig)
     named = live.named(data)
+    warning = _resolve_optimizer(named, live)
     config = _validate(named, TrainConfig, source)
-    return ParsedJob(config=config, namespace_extra=live.extra, source=source, data=named)
+    return ParsedJob(
+        config=config,
+        namespace_extra=live.extra,
+        source=source,
+        data=named,
+        warnings=(warning,) if warning else (),
+    )
+
+
+def _resolve_optimizer(data: dict[str, Any], live: LiveObjects) -> str:
+    """Prefer an object of the notebook to an optimizer of the same name; return a warning.
+
+    Changes ``data`` for an object of the notebook.
+    """
+    given = data.get("optimizer")
+    text = given.get("name") if isinstance(given, Mapping) else given
+    if not isinstance(text, str) or (name := find_optimizer(text)) not in (*NAMED_LR, *REFUSED):
+        return ""
+    own = live.find(text.strip())
+    is_torchs = str(getattr(own, "__module__", "")).partition(".")[0] == "torch"
+    # optimizer: adam      a function of the notebook  -> it is used
+    # {name: adam, ...}    the options are torch's     -> torch's optimizer is used
+    # an imported class, torch's module adam, a number -> torch's optimizer is used, no warning
+    if not (callable(own) and not is_torchs) and not hasattr(own, "param_groups"):
+        return ""
+    if isinstance(given, Mapping):
+        return (
+            f"optimizer.name={text} is {name} of torch.optim, not '{text}' of the notebook. "
+            f"To use that, write optimizer: {text}"
+        )
+    data["optimizer"] = {"reference": text}
+    return (
+        f"optimizer: {text} is the notebook's '{text}', not {name} of torch.optim. To use that, "
+        f"write optimizer: {{name: {name}}}"
+    )
 
 
 def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap = NOWHERE) -> S:
@@ -370,6 +412,10 @@ class LiveObjects:
     def named(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``data`` with each object replaced by its name."""
         return {key: self._walk(value, (key,)) for key, value in data.items()}
+
+    def find(self, name: str) -> Any:
+        """Return the object that a name refers to; None if there is none."""
+        return self.extra.get(name, self._namespace.get(name))
 
     def _walk(self, value: Any, path: Path) -> Any:
         if _is_reference(path, value):

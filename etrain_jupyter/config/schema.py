@@ -102,7 +102,7 @@ class OptimizerConfig(Section):
     no_decay: Annotated[Literal["auto"] | None, Field(examples=["auto"])] = None
     """auto exempts biases and norms (parameters of fewer than 2 dimensions) from weight_decay."""
     reference: Annotated[Optional, Field(examples=["make_optimizer"])] = None
-    """Function ``(parameters) -> Optimizer``, instead of a name."""
+    """Function of ``parameters``, ``named_parameters`` or ``model`` that returns an optimizer."""
 
     @model_validator(mode="before")
     @classmethod
@@ -161,7 +161,7 @@ def _checked_name(text: str, path: tuple[str, ...]) -> str:
             path=path,
         )
     hint = did_you_mean(text, NAMED_LR, count=3)
-    names = f"names: {', '.join(NAMED_LR)}; or 'optimizer: a_function' that takes the parameters"
+    names = f"names: {', '.join(NAMED_LR)}; or 'optimizer: a_function' (parameters)"
     raise fault(f"unknown optimizer '{text}'", hint=hint or names, path=path)
 
 

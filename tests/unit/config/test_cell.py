@@ -31,6 +31,20 @@ def cross_entropy(output: Any, target: Any) -> Any:
     return output
 
 
+def adam(params: Any) -> Any:
+    raise AssertionError("never called")
+
+
+class Made:
+    """As much of a built optimizer as the checks look at."""
+
+    param_groups = ()
+
+
+class TorchsAdam:
+    __module__ = "torch.optim.adam"
+
+
 def python(names: dict[str, Any] | None = None, **keys: Any) -> ParsedJob:
     return parse_mapping({**SMALL, **keys}, names or {})
 
@@ -357,3 +371,46 @@ def test_error_for_a_missing_key_points_at_its_group() -> None:
     with pytest.raises(CellError) as caught:
         parse_cell("model: Net()\nloss: l\ndata:\n  eval: x\n", namespace={})
     assert (caught.value.line, caught.value.column, caught.value.length) == (4, 1, 4)
+
+
+# ------------------------------------------------------------- names of the notebook and of torch
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("adam", {"adam": adam}), ("lbfgs", {"lbfgs": adam}), ("sgd", {"sgd": Made()})],
+)
+def test_object_of_the_notebook_is_preferred_to_an_optimizer_of_torch(
+    text: str, names: dict[str, Any]
+) -> None:
+    job = parse_cell(f"{GOOD}optimizer: {text}\n", namespace=names)
+    assert (job.config.optimizer.name, job.config.optimizer.reference) == (None, text)
+    assert job.data["optimizer"] == {"reference": text}
+    assert f"optimizer: {text} is the notebook's '{text}'" in job.warnings[0]
+
+
+def test_optimizer_function_given_to_python_is_not_taken_for_torchs() -> None:
+    job = python(optimizer=adam)
+    assert job.config.references()["optimizer"] == "adam"
+    check_references(
+        job.config,
+        {
+            "Net": Net,
+            "train_set": [1],
+            **job.namespace({"loss": max}),
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "names", [{}, {"Adam": adam}, {"adam": re}, {"adam": 0.1}, {"adam": TorchsAdam}]
+)
+def test_name_of_torch_is_used_without_a_function_of_the_notebook(names: dict[str, Any]) -> None:
+    job = python(names, optimizer="adam")
+    assert (job.config.optimizer.name, job.warnings) == ("Adam", ())
+
+
+def test_options_select_the_optimizer_of_torch_with_a_warning() -> None:
+    job = python({"adam": adam}, optimizer={"name": "adam", "lr": 0.5})
+    assert (job.config.optimizer.name, job.config.optimizer.lr) == ("Adam", 0.5)
+    assert "optimizer.name=adam is Adam of torch.optim, not 'adam' of the n" in job.warnings[0]
