@@ -162,6 +162,22 @@ class EventLog:
             os.fsync(self._file)
         self._is_synced, self._synced_at = True, self._clock()
 
+    def is_in_place(self) -> bool:
+        """Return False if the file was deleted or moved while it was open."""
+        return is_open_file(self._file, self.path)
+
+    def write_again(self) -> None:
+        """Write the whole log to a new file at its path, and continue there.
+
+        Raises:
+            OSError: The disk's error. The log then continues in the old file.
+        """
+        new = copy_open_file(self._file, self.path, size=self._size)
+        with contextlib.suppress(EtrainError):  # no other process knows the new file yet
+            _lock(new, self.path)
+        os.close(self._file)
+        self._file, self._is_torn = new, False
+
     def close(self) -> None:
         """Sync and close the file. May be called twice."""
         if self._file < 0:
@@ -193,6 +209,39 @@ class EventLog:
             return True
         limit = self._fsync_every_s
         return limit is not None and self._clock() - self._synced_at >= limit
+
+
+def is_open_file(file: int, path: Path) -> bool:
+    """Return whether a path still names an open file; True if that cannot be determined."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+def copy_open_file(source: int, path: Path, *, size: int) -> int:
+    """Copy the first bytes of an open file, which may be deleted, to a new file at ``path``.
+
+    Returns:
+        The new file, open for appending. It replaces any file at ``path`` atomically.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    new = os.open(draft, _OPEN_FLAGS | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(new, "wb", closefd=False) as file:
+            for start in range(0, size, _READ_BYTES):
+                file.write(os.pread(source, min(_READ_BYTES, size - start), start))
+        os.fsync(new)
+        draft.replace(path)
+        _fsync_folder(path.parent)
+    except BaseException:
+        os.close(new)
+        draft.unlink(missing_ok=True)
+        raise
+    return new
 
 
 def readable(value: Any) -> Any:

@@ -141,8 +141,14 @@ class HostedJob:
 
     def _open_log(self) -> JobLog:
         if not self.order.place:
-            return JobLog(self.order.log_path)
+            files = [self.order.run_dir / "job.json", self.order.bundle_path]
+            return JobLog(self.order.log_path, files=files, on_restored=self._save_again)
         return MirroredLog(self.order, self.opened, lambda: self.handle(s.StopRequested(now=True)))
+
+    def _save_again(self) -> None:
+        """Request a checkpoint, because the previous ones were deleted with the run folder."""
+        ranks = tuple(member.trainer for member in self.state.in_phase("ranked"))
+        self._ask_for_checkpoint(c.RequestBackgroundCheckpoint(trainers=ranks))
 
     def _begin(self) -> None:
         """Log that the job starts, or resumes from its log."""

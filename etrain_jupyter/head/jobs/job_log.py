@@ -9,6 +9,9 @@ with a full outbox stops reading, and its trainers wait::
     job log       write  keep in memory ... retry every tick ...    write all, announce, LogLine
     listeners     get    get nothing, and ``trouble``               get all, in order
     supervisors   ack    no ack: outbox fills up, trainers wait     ack, trainers continue
+
+A run folder that is deleted or moved while its job runs is written again: the log and the other
+files that readers and new trainers need are kept open, so their contents still exist.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ import asyncio
 import errno
 import itertools
 import logging
+import os
 import shutil
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.log import events
 from etrain_jupyter.log.compaction import Compactor
-from etrain_jupyter.log.event_log import EventLog, LogReader
+from etrain_jupyter.log.event_log import EventLog, LogReader, copy_open_file, is_open_file
 
 logger = logging.getLogger("etrain.coordinator")
 
@@ -42,6 +47,12 @@ WRITE_AT_ONCE = 1000
 
 CATCH_UP_S = 0.1
 """Maximum time in seconds for one call to ``retry``, which blocks the scheduler's event loop."""
+
+LOOK_S = 1.0
+"""Interval in seconds between checks that the run folder still exists."""
+
+SHOW_S = 60.0
+"""Seconds for which ``JobLog.trouble`` reports that the run folder was written again."""
 
 
 def describe_refusal(error: OSError, folder: Path) -> str:
@@ -60,10 +71,55 @@ def remedy_of(error: OSError) -> str:
     return "writing continues as soon as the disk accepts it"
 
 
-class JobLog:
-    """Append events to the durable log, and serve them to listeners."""
+class KeptFile:
+    """A file that is kept open, so that it can be written again after it was deleted or moved."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = -1
+        self.is_in_place()
+
+    def is_in_place(self) -> bool:
+        """Return False if the file was deleted or moved; follow it if it was replaced."""
+        if self._file >= 0 and is_open_file(self._file, self.path):
+            return True
+        try:
+            new = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return self._file < 0  # a file that never existed here is not missing
+        self.close()
+        self._file = new
+        return True
+
+    def write_again(self) -> None:
+        """Write its contents to a new file at its path."""
+        new = copy_open_file(self._file, self.path, size=os.fstat(self._file).st_size)
+        self.close()
+        self._file = new
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class JobLog:
+    """Append events to the durable log, and serve them to listeners.
+
+    Args:
+        path: The log.
+        files: Other files to write again if the run folder is deleted or moved.
+        on_restored: Called after the folder was written again.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        files: Iterable[Path] = (),
+        on_restored: Callable[[], None] = lambda: None,
+    ) -> None:
         self._path = path
         self._log = EventLog(path)
         self._compactor = Compactor(path)
@@ -77,6 +133,11 @@ class JobLog:
         self._refused_at = 0.0
         self._most_waiting = 0
         self._is_closing = self._is_closed = False
+        # What happened to the run folder, and until when it is reported as trouble.
+        self._files = [KeptFile(file) for file in files]
+        self._on_restored = on_restored
+        self._looked_at = -LOOK_S
+        self._loss, self._loss_until = "", 0.0
         self.changed = asyncio.Event()
         """Set when an event is logged, then replaced with a new object."""
 
@@ -109,7 +170,7 @@ class JobLog:
     def trouble(self) -> str:
         """Why events are only in memory, and what to do about it; empty if all are on disk."""
         if self._refusal is None:
-            return ""
+            return self._loss if time.monotonic() < self._loss_until else ""
         num, one = len(self._waiting), len(self._waiting) == 1
         kept = f"{num:,} {'event is' if one else 'events are'} kept in memory"
         what = describe_refusal(self._refusal, self._path.parent)
@@ -145,7 +206,12 @@ class JobLog:
             raise OSError(code, why, str(self._path))
 
     def retry(self) -> None:
-        """Write events that are only in memory, for at most ``CATCH_UP_S``."""
+        """Write what is missing on the disk, for at most ``CATCH_UP_S``: events, or the folder."""
+        now = time.monotonic()
+        if now >= self._looked_at + LOOK_S and not self._is_closed:
+            self._looked_at = now
+            if self._restore():
+                self._on_restored()
         if not self._waiting:
             return
         self._most_waiting = max(self._most_waiting, len(self._waiting))
@@ -167,6 +233,34 @@ class JobLog:
                 self._waiting.popleft()
             if not self._waiting:
                 self._recover(batch[-1])
+
+    def _restore(self) -> bool:
+        """Write the run folder again if it was deleted or moved; return True if it was."""
+        missing = [file for file in (self._log, *self._files) if not file.is_in_place()]
+        if not missing:
+            return False
+        what = f"The run folder {self._path.parent} was deleted or moved"
+        try:
+            for file in missing:
+                file.write_again()
+        except OSError as exc:
+            self._loss_until = float("inf")
+            self._loss = f"{what}, and cannot be written again: {exc.strerror or exc}; retrying"
+            logger.error("%s", self._loss)
+            self._announce()
+            return False
+        names = ", ".join(file.path.name for file in missing)
+        self._loss_until = time.monotonic() + SHOW_S
+        self._loss = f"{what}. Written again: {names}. Checkpoints that were in it are missing"
+        logger.error("%s", self._loss)
+        if self._recent and not self._is_closing:
+            newest = self._recent[-1]
+            common: dict[str, Any] = {key: newest[key] for key in ("job_id", "generation")}
+            text = f"{self._loss}; the job saves a new one"
+            self.append(
+                [events.LogLine(**common, time=time.time(), level="warning", worker="", text=text)]
+            )
+        return True
 
     def _write_singly(self, batch: list[events.Event]) -> None:
         for event in batch:
@@ -249,8 +343,14 @@ class JobLog:
     def _shut(self) -> None:
         # Also free the memory: from now on, listeners read the events from disk.
         self._is_closed = True
+        self._restore()  # otherwise, a reader would never find the end of the job
+        is_readable = self._log.is_in_place()
+        for kept in self._files:
+            kept.close()
         try:
             self._log.close()
         except OSError as exc:
             logger.error("%s: the last second may not survive a crash: %s", self._path, exc)
-        self._recent.clear()
+        # If the folder could not be written again, memory still has the newest events.
+        if is_readable:
+            self._recent.clear()

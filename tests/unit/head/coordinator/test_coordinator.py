@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import pytest
 from etrain_jupyter.head.coordinator import coordinator as coordinator_module
 from etrain_jupyter.head.coordinator.coordinator import MANY_WORKERS, Coordinator
 from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.head.jobs import job_log
 from etrain_jupyter.log import events
+from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS
 from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
@@ -340,6 +343,19 @@ async def test_shutdown_ends_a_job_that_cannot_save_after_the_timeout(rig):
     end = rig.events(events.JobStatusChanged)[-1]
     assert end.status == "stopped"
     assert end.reason.endswith("by maria; no checkpoint was saved within 0.01 s")
+
+
+async def test_job_saves_and_ends_normally_after_its_run_folder_was_deleted(rig, monkeypatch):
+    monkeypatch.setattr(job_log, "LOOK_S", 0.0)
+    await rig.start("w1")
+    shutil.rmtree(rig.folder / "j")
+    rig.tick()
+
+    assert rig.orders("w1", m.RequestCheckpoint)
+    batch = await rig.fetch(wait_s=0)
+    assert batch.trouble.startswith(f"The run folder {rig.folder / 'j'} was deleted or moved.")
+    await rig.control("stop", {"now": True})
+    assert read_events(rig.folder / "j" / "events.jsonl")[-1].status == "stopped"
 
 
 async def test_message_of_a_trainer_from_another_worker_is_dropped(rig):

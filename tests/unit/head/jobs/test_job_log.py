@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import stat
 from pathlib import Path
 
 import pytest
 
 from etrain_jupyter.head.jobs import job_log
 from etrain_jupyter.head.jobs.job_log import JobLog
-from etrain_jupyter.log.event_log import LogReader
+from etrain_jupyter.log.event_log import LogReader, read_events
 from etrain_jupyter.log.events import Event, JobStatusChanged, LogLine
 
 
@@ -84,3 +86,87 @@ async def test_log_of_an_ended_job_is_read_from_the_disk_and_uses_no_memory(
     assert got[10:][0]["text"] == "11"
     log.append([line("late")])  # no error: the job has ended
     assert log.since(30, 8) == []
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[JobLog, list[str]]:
+    """Return the log of a run folder with three events, and the restorations it reported."""
+    monkeypatch.setattr(job_log, "LOOK_S", 0.0)
+    files = [tmp_path / "job" / "job.json", tmp_path / "job" / "bundle"]
+    files[0].parent.mkdir()
+    for file in files:
+        file.write_text(file.name)
+    restored: list[str] = []
+    log = JobLog(
+        tmp_path / "job" / "events.jsonl", files=files, on_restored=lambda: restored.append("yes")
+    )
+    files[0].with_name("new").write_text("job.json with a cluster")
+    files[0].with_name("new").rename(files[0])
+    log.append([line(str(n)) for n in range(3)])
+    log.retry()
+    assert (log.trouble, restored) == ("", [])
+    return log, restored
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+async def test_deleted_or_moved_run_folder_is_written_again(
+    kept: tuple[JobLog, list[str]], tmp_path: Path, is_moved: bool
+) -> None:
+    log, restored = kept
+    folder = tmp_path / "job"
+    if is_moved:
+        folder.rename(tmp_path / "moved")
+    else:
+        shutil.rmtree(folder)
+    log.append([line("lost meanwhile")])
+
+    log.retry()
+    log.retry()
+    log.append([line("afterwards")])
+
+    events = read_events(folder / "events.jsonl")
+    assert [event.seq for event in events] == [1, 2, 3, 4, 5, 6]
+    assert events[4].level == "warning"
+    assert events[4].text == (
+        f"The run folder {folder} was deleted or moved. Written again: events.jsonl, job.json, "
+        "bundle. Checkpoints that were in it are missing; the job saves a new one"
+    )
+    assert log.trouble in events[4].text
+    assert (folder / "job.json").read_text() == "job.json with a cluster"
+    assert (folder / "bundle").read_text() == "bundle"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert restored == ["yes"]
+    log.close()
+
+
+async def test_end_of_a_job_is_written_after_its_folder_was_deleted(
+    kept: tuple[JobLog, list[str]], tmp_path: Path
+) -> None:
+    log, _ = kept
+    shutil.rmtree(tmp_path / "job")
+
+    log.append([JobStatusChanged(job_id="job", time=1.0, status="stopped")])
+    log.close()
+
+    [*_, end] = read_events(tmp_path / "job" / "events.jsonl")
+    assert end.status == "stopped"
+    assert [event["seq"] for event in log.since(0, 9)] == [1, 2, 3, 4]
+
+
+async def test_run_folder_that_cannot_be_written_again_is_reported_and_the_end_is_kept(
+    kept: tuple[JobLog, list[str]], tmp_path: Path
+) -> None:
+    log, restored = kept
+    shutil.rmtree(tmp_path / "job")
+    (tmp_path / "job").write_text("in the way")
+
+    log.retry()
+    assert log.trouble == (
+        f"The run folder {tmp_path / 'job'} was deleted or moved, and cannot be written again: "
+        "File exists; retrying"
+    )
+    log.append([JobStatusChanged(job_id="job", time=1.0, status="stopped")])
+    log.close()
+
+    assert log.since(3, 9)[0]["status"] == "stopped"
+    assert restored == []
