@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from etrain_jupyter.errors import JobFailedError
 from etrain_jupyter.log.events import (
     EvalCompleted,
     StepUndone,
@@ -145,7 +146,8 @@ def test_error_before_batchnorm_on_one_rank_ends_the_wait_of_the_other(submit):
     until(lambda: job.step >= 10 and job.world_size == 2, "10 steps on 2 workers")
     BROKEN.touch()
     try:
-        assert job.wait(timeout=100) == "failed"
+        with pytest.raises(JobFailedError):
+            job.wait(timeout=100)
     finally:
         BROKEN.unlink()
         SLOW.unlink()

@@ -237,11 +237,12 @@ def assert_says_that_it_is_lost(desk: Desk, notebook: Notebook, asked: Shown, jo
     assert ": its cluster has ended. The weights of step " in asked.text
     advice = f"job.load_into(model) loads them. To continue it, type %etrain resume {job_id}."
     assert advice in asked.text
-    for line in ("%etrain show", "job", "job.wait()", "%etrain ls"):
+    for line in ("%etrain show", "job", "%etrain ls"):
         shown = notebook.run(line)
         assert (shown.status, "failed" in shown.text) == ("ok", True), shown.text
-        if line != "job.wait()":
-            assert "failed (its cluster has ended)" in shown.text
+        assert "failed (its cluster has ended)" in shown.text
+    waited = notebook.run("job.wait()")
+    assert (waited.status, f"job {job_id} is lost at step" in waited.text) == ("error", True)
     assert "failed (its cluster has ended)" in desk.terminal("show").stdout
     assert "scale cannot reach" in notebook.run("%etrain scale 3").text
     assert notebook.run("job.load_into(Net())").status == "ok"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import etrain_jupyter
+from etrain_jupyter.errors import JobFailedError
 from etrain_jupyter.log.events import UserErrorRaised
 from tests.integration.conftest import PATIENCE_S
 
@@ -123,6 +124,7 @@ def test_weights_are_downloaded_once_by_the_workers(hub: Hub, runs: Path) -> Non
 def test_model_that_the_hub_does_not_have_is_named(hub: Hub, runs: Path) -> None:
     job = etrain_jupyter.distributed(body("someone/misspelled"))
 
-    assert job.wait(PATIENCE_S) == "failed"
+    with pytest.raises(JobFailedError):
+        job.wait(PATIENCE_S)
     [error] = [event for event in job.events() if isinstance(event, UserErrorRaised)]
     assert "someone/misspelled" in error.error

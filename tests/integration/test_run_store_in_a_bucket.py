@@ -133,7 +133,13 @@ def test_job_is_followed_and_resumed_on_another_machine(
     )
     first.vanish()
 
-    said = second.run(known + "job.wait(); print(job.reason); print(job.resume(trust=True))")
+    said = second.run(
+        known
+        + "from contextlib import suppress\n"
+        + "from etrain_jupyter.errors import JobLostError\n"
+        + "with suppress(JobLostError): job.wait()\n"
+        + "print(job.reason); print(job.resume(trust=True))"
+    )
 
     assert "has sent no heartbeat for" in said
     assert " on cluster local-" in said

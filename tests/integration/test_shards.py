@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from etrain_jupyter.data import Shards, write_shards
-from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.errors import EtrainError, JobFailedError
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     GenerationFormed,
@@ -166,7 +166,8 @@ def test_missing_shard_ends_the_job_with_its_name(
 
     job = submit(**keys)
 
-    assert job.wait(timeout=200) == "failed", job
+    with pytest.raises(JobFailedError):
+        job.wait(timeout=200)
     assert (
         "part-00000.arrow is missing in s3://corpus/broken" in found(job, UserErrorRaised)[0].error
     )
@@ -188,7 +189,8 @@ def write_parquet(folder: Path, *, seed: int) -> None:
 
 
 def failed(job: TrainingJob) -> str:
-    assert job.wait(timeout=200) == "failed", job
+    with pytest.raises(JobFailedError):
+        job.wait(timeout=200)
     return str(found(job, UserErrorRaised)[0].error)
 
 

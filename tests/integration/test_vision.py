@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from etrain_jupyter.errors import JobFailedError
 from etrain_jupyter.log.events import EvalScored, WeightsHashed, WorkerLost
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.capabilities import long, skip_without
@@ -119,9 +120,8 @@ def test_invalid_box_fails_the_job_with_its_sample(submit: Any) -> None:
 
     job = submit(**{**keys, "workers": {"min": 1, "max": 1}})
 
-    assert job.wait(300) == "failed"
-    with pytest.raises(Exception, match=r"sample 11 has the box .* not inside its image of width"):
-        job.raise_for_status()
+    with pytest.raises(JobFailedError, match=r"sample 11 has the box .* not inside its image of"):
+        job.wait(300)
 
 
 NUM_KILLS = 4

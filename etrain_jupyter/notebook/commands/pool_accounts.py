@@ -285,7 +285,7 @@ def _body(name: str) -> dict[str, Any]:
 def _wait_for_step(job: TrainingJob, *, timeout_s: float) -> str:
     try:
         return str(job.wait(timeout_s))
-    except TimeoutError:
+    except EtrainError:
         return str(job.status)
 
 

@@ -331,16 +331,17 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
     """Block until a job has ended; raise unless it succeeded, so that "Run All" stops."""
     if job.note:
         print(f"etrain: {job.note}", flush=True)
-    status = job.wait(timeout)
-    if job.screen is not None:
-        # The last update must belong to this cell; see Dashboard.settle.
-        job.screen.settle()
+    try:
+        status = job.wait(timeout)
+    finally:
+        if job.screen is not None:
+            # The last update must belong to this cell; see Dashboard.settle.
+            job.screen.settle()
     if status not in TERMINAL_STATUSES:
         raise EtrainError(
             f"job {job.id} is still {status} after {timeout:g} s, at step {job.step}. It "
             "continues; %etrain wait without --timeout waits for its end."
         )
-    job.raise_for_status()
     # A stopped job has not failed, but "Run All" must not continue with half-trained weights.
     if job.was_interrupted or status == "stopped":
         by = "by the interrupt " if job.was_interrupted else ""

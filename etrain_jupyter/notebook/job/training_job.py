@@ -38,7 +38,13 @@ from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.screen import Screen, table_of
 from etrain_jupyter.notebook.job.store_link import StoreLink, refresh_log, try_refresh_log
 from etrain_jupyter.notebook.job.track import track_job
-from etrain_jupyter.notebook.job.weights import find_saved, list_saved, load_weights, put_weights
+from etrain_jupyter.notebook.job.weights import (
+    Saved,
+    find_saved,
+    list_saved,
+    load_weights,
+    put_weights,
+)
 from etrain_jupyter.wire.requests import ListWorkers
 
 if TYPE_CHECKING:
@@ -334,8 +340,8 @@ class TrainingJob(JobRequests):
 
         Raises:
             EtrainError: If the job ends, or the timeout passes, before ``until`` holds.
-            JobFailedError: If the job fails before ``until`` holds.
-            JobLostError: If the job's cluster ends before ``until`` holds.
+            JobFailedError: If the job fails.
+            JobLostError: If the job's cluster ends before the job.
         """
         self._feed.start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -351,6 +357,12 @@ class TrainingJob(JobRequests):
                 if self._feed.ended.wait(SLICE_S):
                     break
                 self._handle_interrupts(interrupts)
+        return self._ended_status()
+
+    def _ended_status(self) -> str:
+        """Return the status; raise if the job has failed or is lost, so that "Run All" stops."""
+        if self._feed.ended.is_set():
+            self.raise_for_status()
         return self.status
 
     def _wait_until(self, condition: Callable[[TrainingJob], bool], deadline: float) -> str:
@@ -395,7 +407,7 @@ class TrainingJob(JobRequests):
                 # Sleep instead of waiting for the event, which would block the kernel's event loop.
                 await asyncio.sleep(SLICE_S)
                 self._handle_interrupts(interrupts)
-        return self.status
+        return self._ended_status()
 
     def _interrupts(self) -> Interrupts:
         # Do not wait for the response, so that a second press can still request an immediate stop.
@@ -428,8 +440,7 @@ class TrainingJob(JobRequests):
             JobLostError: If the cluster ended before the job.
         """
         self.wait()
-        self.raise_for_status()  # also waits for the whole history
-        view = self._view
+        view = self._latest()
         return {
             "job_id": self.id,
             "status": view.status,
@@ -480,7 +491,7 @@ class TrainingJob(JobRequests):
         return {"step": found[-1].step, "metric": found[-1].metric, "value": found[-1].value}
 
     def state_dict(self, which: str | int = "last", *, weights: str = "auto") -> dict[str, Any]:
-        """Return saved weights, as tensors by name.
+        """Return saved weights, as tensors by name; print their step if the job still trains.
 
         Only the parts of the checkpoint with the weights are read, not the optimizer's state.
 
@@ -495,7 +506,7 @@ class TrainingJob(JobRequests):
             CheckpointError: If the checkpoint does not exist, or has no averaged weights.
             ConfigError: If ``which`` or ``weights`` is invalid.
         """
-        saved = find_saved(self.record, which, self._best_evals(), weights)
+        saved = self._find_saved(which, weights)
         return load_weights(saved, weights)
 
     def load_into(self, model: Model, which: str | int = "last", *, weights: str = "auto") -> Model:
@@ -543,7 +554,7 @@ class TrainingJob(JobRequests):
         )
 
         is_folder = find_format(format, model) == "transformers"
-        saved = find_saved(self.record, which, self._best_evals(), weights)
+        saved = self._find_saved(which, weights)
         with export_source(saved, weights) as source:
             if is_folder:
                 return export_folder(
@@ -566,6 +577,16 @@ class TrainingJob(JobRequests):
         where, listed, best = list_saved(self.record, self._best_evals(), verify=verify)
         stalls = self._latest().stalls
         return records_of(listed, best=best, where=where, now=time.time(), stalls=stalls)
+
+    def _find_saved(self, which: str | int, weights: str) -> Saved:
+        """Return a checkpoint; print its step if the job still trains."""
+        saved = find_saved(self.record, which, self._best_evals(), weights)
+        if not self.is_over:
+            print(
+                f"etrain: {self.id} is {self.status} at step {self.step:,}; these are its weights "
+                f"of step {saved.step:,}."
+            )
+        return saved
 
     def _best_evals(self) -> dict[int, float]:
         # The log may be ahead of the newest checkpoint, which has the same values.

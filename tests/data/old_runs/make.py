@@ -37,6 +37,7 @@ ends with the same weights once it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -55,6 +56,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import etrain_jupyter
 from etrain_jupyter import cli
+from etrain_jupyter.errors import JobFailedError
 
 HOME = Path.cwd()
 STATE, RUNS, OUT = HOME / "state", HOME / "etrain-runs", HOME / "out"
@@ -229,7 +231,8 @@ def make_killed() -> Any:
 
 def finish(job: Any, status: str) -> Any:
     """Wait for the end and check that it is the expected one."""
-    job.wait(timeout=PATIENCE_S)
+    with contextlib.suppress(JobFailedError):
+        job.wait(timeout=PATIENCE_S)
     if job.status != status:
         raise RuntimeError(f"{job!r} should be {status}: {job.reason}")
     return job
@@ -237,7 +240,7 @@ def finish(job: Any, status: str) -> Any:
 
 def down() -> None:
     """Shut the cluster down."""
-    if status := cli.main(["down", "--all"]):
+    if status := cli.main(["down"]):
         raise RuntimeError(f"etrain down returned {status}")
     until(lambda: not processes(), "the end of all processes")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.errors import PoolError
+from etrain_jupyter.errors import JobFailedError, PoolError
 from etrain_jupyter.log.events import Event, GenerationReady, StepCompleted, WorkerJoined
 from etrain_jupyter.notebook.commands import pool_accounts
 from etrain_jupyter.pools.base import Leftovers
@@ -114,7 +114,7 @@ def test_gpu_that_torch_does_not_see_is_an_error(rig: Rig) -> None:
     assert rig.num_down == 1
 
 
-@pytest.mark.parametrize("error", [None, TimeoutError()])
+@pytest.mark.parametrize("error", [None, JobFailedError("it failed", job_id="check", traceback="")])
 def test_job_that_trains_nothing_is_an_error_with_its_status(
     rig: Rig, error: BaseException | None
 ) -> None:

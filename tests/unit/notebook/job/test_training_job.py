@@ -126,13 +126,26 @@ def test_failure_reports_the_step_the_workers_and_the_newest_checkpoint(tmp_path
 def test_job_whose_cluster_has_ended_fails_with_that_reason(tmp_path: Path) -> None:
     job = make_job(tmp_path, None, status("running"))
 
-    assert job.wait() == "failed"
+    for wait in (job.wait, job.result):
+        with pytest.raises(JobLostError, match="is lost at step 0: its cluster has ended"):
+            wait()
     assert job.lost == "its cluster has ended"
-    with pytest.raises(JobLostError, match="is lost at step 0: its cluster has ended"):
-        job.result()
     assert "failed (its cluster has ended)" in repr(job)
     with pytest.raises(JobLostError, match=r"scale cannot reach .* has ended\. Nothing was saved"):
         job.scale(max=2)
+
+
+def test_wait_and_await_raise_if_the_job_failed(tmp_path: Path) -> None:
+    job = make_job(tmp_path, FakeLink(), status("running"), status("failed", seq=2))
+
+    with pytest.raises(JobFailedError, match="failed before its first step"):
+        job.wait()
+
+    async def wait() -> str:
+        return await job
+
+    with pytest.raises(JobFailedError, match="failed before its first step"):
+        asyncio.run(wait())
 
 
 def test_wait_gives_up_after_its_timeout(tmp_path: Path) -> None:
@@ -433,6 +446,25 @@ def best_step(job: TrainingJob) -> float:
 
 def reached(step: int, value: float) -> Event:
     return BestReached(job_id="digits-1", time=1.0, step=step, metric="accuracy", value=value)
+
+
+def test_weights_of_a_running_job_are_loaded_and_exported_with_their_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = FakeLink()
+    job = make_job(tmp_path, link, status("running"))
+    save_weights(job, 1200, [])
+    said = "etrain: digits-1 is running at step 0; these are its weights of step 1,200.\n"
+
+    assert float(job.state_dict()["w"]) == 1200
+    assert capsys.readouterr().out == said
+    job.export(tmp_path / "digits.safetensors")
+    assert capsys.readouterr().out == said
+
+    link.tell(status("finished", seq=3))
+    job.wait()
+    job.state_dict()
+    assert capsys.readouterr().out == ""
 
 
 def test_best_weights_are_those_of_the_best_step_that_was_saved(tmp_path: Path) -> None:
