@@ -59,15 +59,21 @@ def _count_fault(turn: Turn, member: Member, stimulus: s.TrainerLost) -> None:
     error = f"the last on {member.worker}: {stimulus.cause}"
     if member.phase == "ranked":
         count_step_fault(turn, error, output=stimulus.last_words, workers=(member.worker,))
-    # If another trainer is warm, the notebook's code can warm up and is not the cause.
-    elif member.phase == "starting" and not state.in_phase("warm", "ranked", "reported"):
+    # If the job has trained, or another trainer is warm, the notebook's code can warm up and is not
+    # the cause.
+    elif (
+        member.phase == "starting"
+        and not state.has_trained
+        and not state.in_phase("warm", "ranked", "reported")
+    ):
         fault = UserError(
             error=error,
             traceback=stimulus.last_words,
             workers=(member.worker,),
             step=state.step,
         )
-        turn.update_faults(turn.state.faults.with_warm_up_fault(fault))
+        faults = turn.state.faults
+        turn.update_faults(faults.with_warm_up_fault(fault, since=member.since, now=turn.now))
 
 
 def count_step_fault(

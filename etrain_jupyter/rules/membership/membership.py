@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -105,7 +106,10 @@ class Faults:
     lost: tuple[tuple[str, str], ...] = ()
     """Lost workers that are still missing, each with the cause; at most ``KEEP_LOST``."""
     num_warm_ups: int = 0
-    """Consecutive trainers that exited during the warm-up while no other had completed it."""
+    """Consecutive incidents in which trainers exited during the warm-up, before any completed
+    it."""
+    warm_up_at: float = -math.inf
+    """When the newest of these incidents began."""
     at_step: tuple[int, tuple[int, ...]] = (-1, ())
     """A step, and the generations that broke in it: a trainer exited, or the cause is unknown."""
     last: UserError | None = None
@@ -117,9 +121,22 @@ class Faults:
         others = tuple(pair for pair in self.lost if pair[0] != worker)
         return replace(self, lost=(*others, (worker, cause))[-KEEP_LOST:])
 
-    def with_warm_up_fault(self, fault: UserError) -> Faults:
-        """Return a copy that counts one more trainer that exited during its warm-up."""
-        return replace(self, num_warm_ups=self.num_warm_ups + 1, last=fault)
+    def with_warm_up_fault(self, fault: UserError, *, since: float, now: float) -> Faults:
+        """Return a copy that counts a trainer that exited during its warm-up.
+
+        Args:
+            fault: Its exit.
+            since: When it was started.
+            now: When it exited.
+        """
+        # One incident may kill all that warm up, for example if memory runs out:
+        #
+        #     w1  started ──── exits       started ──── exits
+        #     w2  started ────── exits           started ──── exits
+        #                      1     same              2     same: started before w1's exit
+        if since <= self.warm_up_at:
+            return replace(self, last=fault)
+        return replace(self, num_warm_ups=self.num_warm_ups + 1, warm_up_at=now, last=fault)
 
     def with_step_fault(self, fault: UserError, *, generation: int) -> Faults:
         """Return a copy that counts one more generation broken in the step after ``fault.step``."""

@@ -60,14 +60,39 @@ def test_warm_up_faults_do_not_fail_a_job_while_another_trainer_is_ready():
     assert not story.state.is_ended  # w1 could warm up, so the notebook's code can
 
 
-def test_three_trainers_that_die_before_any_is_ready_fail_the_job():
+def test_three_attempts_to_start_trainers_before_any_is_ready_fail_the_job():
     story = Story(max_workers=2).send(s.WorkersAssigned(workers=("w1", "w2")))
-    story.lose("w1").lose("w2")
-    assert not story.state.is_ended
-    wait_for_start(story, "w1")
+    for _ in range(2):
+        story.lose("w1")
+        assert not story.state.is_ended
+        wait_for_start(story, "w1")
     story.lose("w1")
     assert story.state.status == "failed"
     assert story.state.reason.startswith("3 trainers in a row exited before they were ready")
+
+
+def test_one_incident_that_kills_all_warming_trainers_counts_once():
+    workers = tuple(f"w{number}" for number in range(6))
+    story = Story(max_workers=6).send(s.WorkersAssigned(workers=workers))
+    for worker in workers[:5]:
+        story.lose(worker)
+    story.wait(0.5).lose("w5")  # the operating system kills one after the other
+    assert not story.state.is_ended
+    assert story.state.faults.num_warm_ups == 1
+    for _ in range(2):
+        wait_for_start(story, "w1")
+        story.lose("w1")
+    assert story.state.status == "failed"
+
+
+def test_warm_up_faults_never_fail_a_job_that_has_trained():
+    story = Story(max_workers=1).start("w1")
+    story.send(s.WorkerGone(worker="w1", cause="gone"))
+    story.send(s.WorkersAssigned(workers=("w2",)))
+    for _ in range(5):
+        story.lose("w2", "killed by SIGTERM")
+        wait_for_start(story, "w2")
+    assert not story.state.is_ended
 
 
 def test_injected_faults_do_not_count():
