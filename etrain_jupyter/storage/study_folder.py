@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,9 @@ JOURNAL_FILE = "optuna.journal"
 LEASE_FILE = "study.lease"
 LEASE_BYTES = 1000
 """Size of the lease: its holder, and in the next line why the journal cannot be written."""
+
+MAX_LINE_BYTES = 1 << 20
+"""Maximum size of a line of the journal."""
 
 NUM_ATTEMPTS = 3
 """Attempts to take the lease."""
@@ -173,3 +178,41 @@ def open_storage(folder: Path) -> optuna.storages.BaseStorage:
     return optuna.storages.JournalStorage(  # type: ignore[no-any-return]
         JournalFileBackend(str(folder / JOURNAL_FILE))
     )
+
+
+def open_for_reading(folder: Path) -> optuna.storages.BaseStorage:
+    """Open Optuna's storage of a study, whose folder another user may have written.
+
+    Raises:
+        OSError: If the journal is not a regular file.
+        Exception: If it is damaged: any error of Optuna or of a line.
+    """
+    return import_optuna().storages.JournalStorage(  # type: ignore[no-any-return]
+        _JournalReader(folder / JOURNAL_FILE)
+    )
+
+
+class _JournalReader:
+    """Backend of Optuna's storage that reads complete lines and writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_bytes_read = 0
+
+    def read_logs(self, log_number_from: int) -> Iterator[Any]:
+        """Yield the new lines; ``log_number_from`` is always the number of those already read."""
+        with open_regular(self._path) as file:
+            file.seek(self._num_bytes_read)
+            while line := file.readline(MAX_LINE_BYTES):
+                if not line.endswith(b"\n"):
+                    if len(line) == MAX_LINE_BYTES:
+                        raise ValueError(f"a line of {JOURNAL_FILE} exceeds {len(line):,} bytes")
+                    return  # the scheduler is writing it
+                self._num_bytes_read += len(line)
+                yield json.loads(line)
+
+    def append_logs(self, logs: Any) -> None:
+        """Raise: only the scheduler writes the journal."""
+        raise EtrainError(
+            "a study is only read here. study.resume(trials=N) adds trials"
+        )

@@ -720,6 +720,7 @@ def study(
         return found.stop()
     if resume:
         return found.resume(trials=trials)
+    found.view()  # a damaged folder is an error of the command, not a traceback of the display
     return surface.show_result(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from etrain_jupyter.notebook.study.importance import (
 from etrain_jupyter.notebook.study.report import render_html, render_text
 from etrain_jupyter.notebook.study.view import StudyView, TrialRow
 from etrain_jupyter.storage import study_folder as names
+from etrain_jupyter.untrusted import plain_line
 from etrain_jupyter.wire.requests import StopStudy
 
 if TYPE_CHECKING:
@@ -74,11 +76,10 @@ class Study(Recorded):
         deadline = time.monotonic() + BEGIN_S
         while self._optuna is None:
             try:
-                if not (self.record.folder / names.JOURNAL_FILE).exists():
-                    raise KeyError("no journal yet")
-                storage = names.open_storage(self.record.folder)
+                with self._readable():
+                    storage = names.open_for_reading(self.record.folder)
                 self._optuna = package.load_study(study_name=self.id, storage=storage)
-            except KeyError as exc:
+            except (FileNotFoundError, KeyError) as exc:
                 if self._is_gone() or time.monotonic() >= deadline:
                     raise EtrainError(
                         f"study {self.id} has not begun: {self.record.folder} contains no trials. "
@@ -87,12 +88,31 @@ class Study(Recorded):
                 time.sleep(POLL_S)
         return self._optuna
 
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Replace the error of a folder that is damaged, or that no scheduler has written."""
+        try:
+            yield
+        except (EtrainError, FileNotFoundError):
+            raise
+        # Optuna applies each line as it is.
+        except Exception as exc:
+            raise EtrainError(
+                f"study {self.id} cannot be read: {names.STUDY_FILE} or {names.JOURNAL_FILE} in "
+                f"{self.record.folder} is damaged ({type(exc).__name__}: "
+                f"{plain_line(str(exc), 100)}). Its trials are ordinary jobs: %etrain ls."
+            ) from exc
+
     def view(self) -> StudyView:
         """Return the study's current state."""
         study = self.optuna
+        with self._readable():
+            return self._view_of(study)
+
+    def _view_of(self, study: Any) -> StudyView:
         attributes = study.user_attrs
-        status = attributes.get(names.STATUS, "running")
-        reason = attributes.get(names.REASON, "")
+        status = str(attributes.get(names.STATUS, "running"))
+        reason = str(attributes.get(names.REASON, ""))
         if status == "running" and self._is_gone():
             status, reason = "lost", "its cluster has ended; study.resume() continues it"
         elif status == "running":
@@ -103,12 +123,12 @@ class Study(Recorded):
             study_id=self.id,
             status=status,
             reason=reason,
-            metric=search["metric"],
-            mode=search["mode"],
-            num_trials=attributes.get(names.NUM_TRIALS, 0),
-            num_samples=attributes.get(names.NUM_SAMPLES, 0),
+            metric=str(search["metric"]),
+            mode=str(search["mode"]),
+            num_trials=int(attributes.get(names.NUM_TRIALS, 0)),
+            num_samples=int(attributes.get(names.NUM_SAMPLES, 0)),
             space=self._space,
-            rungs=tuple(attributes.get(names.RUNGS, ())),
+            rungs=tuple(map(int, attributes.get(names.RUNGS, ()))),
             trials=tuple(_rows_of(study.get_trials(deepcopy=False))),
         )
 
@@ -119,11 +139,13 @@ class Study(Recorded):
 
     def evaluate_importance(self) -> Importance:
         """Return the importance of the parameters, or why it is unknown."""
-        return evaluate_importance(
-            self.optuna.get_trials(deepcopy=False),
-            mode=self.record.config["search"]["mode"],
-            rungs=self.optuna.user_attrs.get(names.RUNGS, ()),
-        )
+        study = self.optuna
+        with self._readable():
+            return evaluate_importance(
+                study.get_trials(deepcopy=False),
+                mode=self.record.config["search"]["mode"],
+                rungs=study.user_attrs.get(names.RUNGS, ()),
+            )
 
     @property
     def importance(self) -> dict[str, float]:
@@ -306,15 +328,15 @@ def _rows_of(trials: list[Any]) -> Iterator[TrialRow]:
     for trial in trials:
         if trial.state.name == "WAITING":
             continue
-        curve = tuple(sorted(trial.intermediate_values.items()))
+        curve = tuple(sorted((int(x), float(y)) for x, y in trial.intermediate_values.items()))
         last = curve[-1] if curve else (0, math.nan)
         yield TrialRow(
             number=trial.number,
             state=trial.state.name,
             params=dict(trial.params),
             value=last[1],
-            samples=max(last[0], trial.user_attrs.get(names.SAMPLES, 0)),
-            reason=trial.user_attrs.get(names.REASON, ""),
-            job_id=trial.user_attrs.get(names.JOB, ""),
+            samples=max(last[0], int(trial.user_attrs.get(names.SAMPLES, 0))),
+            reason=str(trial.user_attrs.get(names.REASON, "")),
+            job_id=str(trial.user_attrs.get(names.JOB, "")),
             curve=curve,
         )
