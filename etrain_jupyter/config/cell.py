@@ -61,7 +61,7 @@ class ParsedJob:
     data: Mapping[str, Any] = field(default_factory=dict)
     """The cell as plain data, with names in place of objects."""
     warnings: tuple[str, ...] = ()
-    """What the user should know about names in the cell before the job starts."""
+    """Messages about names in the cell, for the user to read before the job starts."""
 
     def namespace(self, notebook: Mapping[str, Any]) -> dict[str, Any]:
         """Return the notebook's names and those in ``namespace_extra``."""

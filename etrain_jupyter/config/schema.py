@@ -596,7 +596,7 @@ class TrainConfig(Section):
     ] = None
     """With batch.per_worker: scaling of the learning rate with the number of workers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the forward pass: fp32, bf16 or fp16; the weights are always fp32."""
+    """Precision of the forward pass: fp32, bf16 or fp16; the weights keep their own type."""
     compile: bool = False
     """Compile the model with torch.compile on each worker before it joins the others."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"

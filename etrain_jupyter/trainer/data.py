@@ -340,6 +340,8 @@ class _Fetcher:
             return indices, self._collate(samples)
         except Exception as exc:
             exc.add_note(f"while collating samples {reprlib.repr(indices)} into a batch")
+            if self._collate is default_collate:
+                exc.add_note(_COLLATE_HINT)
             raise
 
     def _samples_at(self, indices: list[int]) -> list[Any]:
@@ -370,6 +372,13 @@ def _naming(samples: str) -> Iterator[None]:
 _MISSING_FILE_HINT = (
     "The data set reads files while the job trains, so they must exist at the same path on every "
     "worker. If their path differs there, name a function that opens the data set on the worker."
+)
+
+
+_COLLATE_HINT = (
+    "Without data.collate, the samples of a batch must have tensors, arrays or lists of the same "
+    "length. Write data: {train: train_set, collate: collate}, a function that makes a batch from "
+    "a list of samples, for example with torch.nn.utils.rnn.pad_sequence."
 )
 
 

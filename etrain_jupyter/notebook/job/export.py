@@ -122,6 +122,18 @@ def export_folder(
 
 def config_text(record: RunRecord, saved: Saved, model: Any) -> bytes:
     """Return the contents of ``config.json`` for ``model``; by default, for the job's model."""
+    with saved.files[MODEL_PART].open("rb") as source:
+        # peft keeps the pretrained model in the attribute base_model. Without the adapters' own
+        # config, from_pretrained would find none of its weights and initialize them randomly.
+        wrapped = next((name for name in read_header(source) if name.startswith("base_model.")), "")
+    if wrapped:
+        raise ConfigError(
+            f"job {record.job_id} trained a peft model (tensor {wrapped}), and "
+            "format='transformers' does not write adapters. Nothing was written",
+            hint="job.load_into(build()).save_pretrained(folder) writes the adapters, where "
+            "build() returns the peft model of the job; to write the whole model, put "
+            ".merge_and_unload() in front of .save_pretrained",
+        )
     if model is None:
         if CONFIG_FILE in saved.files:
             return saved.files[CONFIG_FILE].read_bytes()
@@ -147,14 +159,20 @@ def config_text(record: RunRecord, saved: Saved, model: Any) -> bytes:
     return text
 
 
+def read_header(file: IO[bytes]) -> dict[str, Any]:
+    """Return the header of a safetensors file, and leave the file at the tensor data."""
+    # | header length: 8 bytes, little-endian | header: JSON | tensor data |
+    (length,) = struct.unpack("<Q", file.read(8))
+    header: dict[str, Any] = json.loads(file.read(length))
+    return header
+
+
 def copy_weights(record: RunRecord, saved: Saved, file: IO[bytes]) -> None:
     """Copy the weights with a header that names the job and the step."""
-    # In a safetensors file, tensor offsets count from the start of the data, so a header of a
-    # different length does not change them:
-    #   | header length: 8 bytes, little-endian | header: JSON | tensor data |
+    # Tensor offsets count from the start of the data, so a header of a different length does not
+    # change them.
     with saved.files[MODEL_PART].open("rb") as source:
-        (length,) = struct.unpack("<Q", source.read(8))
-        header = json.loads(source.read(length))
+        header = read_header(source)
         previous = header.get("__metadata__") or {}
         added = {"format": "pt", "job_id": record.job_id, "step": str(saved.step)}
         text = json.dumps(

@@ -83,5 +83,62 @@ def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, 
     return kwargs
 
 
+def explain_call(exc: Exception, forward: Callable[..., Any], split: Split, has_loss: bool) -> None:
+    """Add to an exception of the model's call how the batch may have caused it.
+
+    Raises:
+        WorkloadError: Instead of it, if ``forward`` does not accept the parts of a tuple.
+    """
+    inputs = dict(enumerate(split.args)) | split.kwargs
+    shown = ", ".join(f"{name}: {_described(value)}" for name, value in inputs.items())
+    signature = inspect.signature(forward)
+    try:
+        signature.bind(*split.args, **split.kwargs)
+    except TypeError:
+        takes = ", ".join(signature.parameters) or "no argument"
+        if split.args and not has_loss:
+            raise WorkloadError(
+                "key 'loss' is missing, so the model must compute its loss from the whole batch "
+                f"({shown}), but its forward takes {takes}. Add a line such as 'loss: "
+                "F.cross_entropy', or 'step: a function (model, batch)'."
+            ) from None
+        if split.args:
+            raise WorkloadError(
+                f"the model's forward takes {takes}, but a batch has these parts in front of its "
+                f"target: {shown}. Change the data set or data.collate, or set step to a function "
+                "of (model, batch)."
+            ) from None
+    exc.add_note(f"The model was called with {shown}. {label_hint(forward, split.kwargs)}".strip())
+    lists = [repr(name) for name, value in inputs.items() if isinstance(value, list | tuple)]
+    if lists:
+        exc.add_note(
+            f"{', '.join(lists)}: text, and rows of different lengths, reach the model as lists. "
+            "Make tensors of them in data.collate (for a tokenizer's output: "
+            "'data: {train: train_set, collate: DataCollatorWithPadding(tokenizer)}' of "
+            "transformers), or remove the columns from the data set."
+        )
+
+
+def label_hint(forward: Callable[..., Any], batch: Any) -> str:
+    """Return what to rename if the model takes ``labels``, but the batch has another target."""
+    if not isinstance(batch, Mapping) or "labels" in batch:
+        return ""
+    found = next((key for key in TARGET_KEYS if key in batch), None)
+    if found is None or "labels" not in inspect.signature(forward).parameters:
+        return ""
+    return (
+        f"The model computes its loss from 'labels', but the target in the batch is {found!r}. "
+        f"Rename it: train_set = train_set.rename_column({found!r}, 'labels')."
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        kinds = sorted({type(item).__name__ for item in value})
+        return f"{type(value).__name__} of {len(value)} {' or '.join(kinds) or 'items'}"
+    kind = type(value).__name__
+    return f"{kind} {tuple(value.shape)}" if hasattr(value, "shape") else kind
+
+
 def _listed(names: Any) -> str:
     return ", ".join(repr(name) for name in names) or "none"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from etrain_jupyter.config.schema import RESERVED_METRICS
-from etrain_jupyter.trainer.objective.batches import split_batch
+from etrain_jupyter.trainer.objective.batches import explain_call, label_hint, split_batch
 from etrain_jupyter.trainer.references import WorkloadError
 
 
@@ -56,16 +56,24 @@ class LossOfOutput:
     def __call__(self, model: nn.Module, batch: Any) -> Passed:
         """Call the model with the parts of the batch that it accepts."""
         split = split_batch(batch, model.forward, has_loss=self._loss is not None)
-        output = model(*split.args, **split.kwargs)
+        try:
+            output = model(*split.args, **split.kwargs)
+        except (TypeError, ValueError, AttributeError) as exc:
+            explain_call(exc, model.forward, split, self._loss is not None)
+            raise
         # In a dict without a single target, metrics find theirs themselves.
         has_none = split.target is None and isinstance(batch, Mapping)
         target = batch if has_none else split.target
         # If the notebook defines a loss, the model's own loss is ignored.
         if self._loss is not None:
-            return Passed(self._loss(output, split.target), output, target)
+            try:
+                return Passed(self._loss(output, split.target), output, target)
+            except (TypeError, ValueError, AttributeError) as exc:
+                _explain_output(exc, output)
+                raise
         if (terms := _loss_terms(output)) is not None:
             return Passed(sum(terms.values()), output, target, terms)
-        return Passed(_loss_in(output, batch, is_training=model.training), output, target)
+        return Passed(_loss_in(output, batch, model), output, target)
 
 
 def _loss_terms(output: Any) -> Mapping[str, Any] | None:
@@ -81,14 +89,35 @@ def _loss_terms(output: Any) -> Mapping[str, Any] | None:
     return output
 
 
-def _loss_in(output: Any, batch: Any, *, is_training: bool) -> Any:
+def _explain_output(exc: Exception, output: Any) -> None:
+    """Add to an exception of ``loss`` which part of a Hugging Face model's output it may need."""
+    parts = (
+        list(output)
+        if isinstance(output, Mapping)
+        else [*vars(output)]
+        if hasattr(output, "__dict__")
+        else []
+    )
+    if isinstance(output, torch.Tensor) or "logits" not in parts:
+        return
+    part = "output['logits']" if type(output) is dict else "output.logits"
+    exc.add_note(
+        f"The model returned a {type(output).__name__} with {', '.join(map(str, parts))}. Pass the "
+        f'part that the loss needs: loss: "lambda output, target: F.cross_entropy({part}, '
+        "target)\". Or remove the key 'loss': given 'labels', the model computes its own."
+    )
+
+
+def _loss_in(output: Any, batch: Any, model: nn.Module) -> Any:
     # Hugging Face models return an object with .loss, or a dict.
     is_dict = isinstance(output, Mapping)
     loss = output.get("loss") if is_dict else getattr(output, "loss", None)
     if loss is not None:
         return loss
     kind = f"a {type(output).__name__}"
-    if not is_training and not is_dict:
+    if hint := label_hint(model.forward, batch):
+        raise WorkloadError(f"the model returned no loss. {hint}")
+    if not model.training and not is_dict:
         raise WorkloadError(
             f"key 'loss' is missing, and in evaluation mode the model returned {kind} without "
             ".loss. If it returns its losses in training only, add for example 'eval: {loss: "

@@ -74,7 +74,9 @@ def test_samples_that_cannot_be_collated_are_named():
     ragged = [(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0)]
     with pytest.raises(RuntimeError) as caught:
         rows(ragged, [1, 2])
-    assert caught.value.__notes__ == ["while collating samples [1, 2] into a batch"]
+    first, second = caught.value.__notes__
+    assert first == "while collating samples [1, 2] into a batch"
+    assert "Write data: {train: train_set, collate: collate}" in second
 
 
 class Truncated(Squares):

@@ -68,7 +68,9 @@ def model_of(step: int) -> Tied:
     return Tied()
 
 
-def commit(job: TrainingJob, step: int, *, judged: list[Any] | None = None) -> LocalStore:
+def commit(
+    job: TrainingJob, step: int, *, judged: list[Any] | None = None, config: bytes = b""
+) -> LocalStore:
     """Save the model of a step as a trainer does: copies, so that nothing is shared any more."""
     store = LocalStore(job.record.folder)
     folder = store.begin(step)
@@ -77,6 +79,7 @@ def commit(job: TrainingJob, step: int, *, judged: list[Any] | None = None) -> L
     contents = {
         "model.safetensors": save(tensors, {"format": "pt"}),
         "state.json": json.dumps(state).encode(),
+        **({"config.json": config} if config else {}),
     }
     parts = {name: store.put_part(folder, name, data) for name, data in contents.items()}
     facts: dict[str, Any] = {"job_id": job.id, "generation": 3, "config_digest": "", "created": 1.0}
@@ -136,6 +139,22 @@ def assert_weights(path: Path, step: int) -> None:
     model.load_state_dict(load_file(path))
     for name, value in model_of(step).state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("options", [{}, {"model": Tied()}])
+def test_folder_of_a_peft_model_is_refused_with_what_writes_its_adapters(
+    job: TrainingJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    wrapped = nn.Module()
+    wrapped.base_model = Tied()
+    monkeypatch.setattr(sys.modules[__name__], "model_of", lambda step: wrapped)
+    commit(job, 10, config=b"{}")
+
+    with pytest.raises(ConfigError, match=r"peft model \(tensor base_model\..* Nothing") as caught:
+        job.export(tmp_path / "adapters", format="transformers", **options)
+
+    assert "job.load_into(build()).save_pretrained(folder)" in caught.value.hint
+    assert not (tmp_path / "adapters").exists()
 
 
 def test_export_writes_the_newest_weights_with_their_origin(

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.references import WorkloadError
+from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire.messages import EvalFinished
 from tests.unit.trainer.loop.test_train_loop import (
     NUM_SAMPLES,
@@ -209,7 +211,15 @@ def test_step_that_returns_other_names_later_is_refused():
         ({}, "key 'loss' is missing, and the model's output, a Tensor, has no .loss. Add a line"),
         (
             {"data.train": {"x": X, "label": Y}, "model": WithLoss},
-            "SimpleNamespace, has no .loss. .*keys 'x', 'label': a Hugging Face",
+            r"model returned no loss. .*rename_column\('label', 'labels'\)",
+        ),
+        (
+            {"data.train": {"x": X}, "model": WithLoss},
+            "SimpleNamespace, has no .loss. .*keys 'x': a Hugging Face",
+        ),
+        (
+            {"model": Plain},
+            r"key 'loss' is missing, .*0: Tensor \(16, 4\), 1: Tensor .* its forward takes x. A",
         ),
         ({"model": WithDict, "data.train": {"x": X}}, "a dict, has no key 'loss'"),
     ],
@@ -220,6 +230,46 @@ def test_error_for_a_model_without_a_loss_says_what_to_add(names, text):
         make_loop(names=Names(**names), loss=None)
 
 
+def test_error_for_extra_inputs_names_the_parts_of_the_batch():
+    data = (X, X, Y)
+    text = r"forward takes x, but a batch has .*: 0: Tensor \(16, 4\), 1: Tensor"
+    with pytest.raises(WorkloadError, match=text):
+        make_loop(names=Names(**{"model": Plain, "data.train": data}))
+
+
+class Keywords(WithLoss):
+    """Passes keywords on, as the models of peft do."""
+
+    def forward(self, x, labels=None, **kwargs):
+        return super().forward(x, labels, **kwargs)
+
+
+def notes_of(**names):
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        make_loop(names=Names(**names), loss="f" if "loss" in names else None)
+    return "\n".join(caught.value.__notes__)
+
+
+def test_error_for_label_in_place_of_labels_suggests_to_rename_it():
+    notes = notes_of(model=Keywords, **{"data.train": {"x": X, "label": Y}})
+    assert "x: Tensor (16, 4), label: Tensor (16,)" in notes
+    assert "rename_column('label', 'labels')" in notes
+
+
+def test_error_for_text_suggests_collate():
+    rows = [{"x": row, "text": "a", "labels": y} for row, y in zip(X, Y, strict=True)]
+    notes = notes_of(model=Keywords, **{"data.train": rows})
+    assert "text: list of 16 str" in notes
+    assert "'text': text, and rows of different lengths, reach the model as lists." in notes
+    assert "collate: DataCollatorWithPadding(tokenizer)" in notes
+
+
+def test_error_for_a_loss_of_a_hugging_face_output_suggests_its_logits():
+    notes = notes_of(loss=F.cross_entropy, model=WithLoss)
+    assert "returned a SimpleNamespace with loss, logits." in notes
+    assert 'loss: "lambda output, target: F.cross_entropy(output.logits, target)"' in notes
+
+
 class Joined(nn.Module):
     def __init__(self):
         super().__init__()
@@ -227,6 +277,17 @@ class Joined(nn.Module):
 
     def forward(self, x, y):
         return self.layer(x)
+
+
+def test_half_precision_weights_are_trained_with_a_warning():
+    config = TrainConfig(model="m", data={"train": "d"}, loss="f")
+    warnings: list[str] = []
+    model = Plain().to(torch.bfloat16)
+    build_workload(config, Names(model=model), torch.device("cpu"), warn=warnings.append)
+    build_workload(config, Names(model=Plain), torch.device("cpu"), warn=warnings.append)
+    [text] = warnings
+    assert "tensors have bfloat16 weights" in text
+    assert "call .float() where the model is built" in text
 
 
 def test_parameters_keep_their_order_within_the_wrapped_module():
