@@ -22,10 +22,10 @@ from etrain_jupyter.config.source_map import (
     in_words,
 )
 from etrain_jupyter.config.vocabulary import (
-    KNOWN_ELSEWHERE,
     NAMED_LR,
     REFUSED,
     find_optimizer,
+    known_elsewhere,
 )
 from etrain_jupyter.config.yaml_nodes import load_body
 from etrain_jupyter.errors import ConfigError
@@ -265,7 +265,7 @@ def _unknown_key(
     # spelling mistake, the right key in the wrong group.
     hint = _torn_expression(key, group)
     if top is TrainConfig:
-        hint = hint or _known_elsewhere(str(key), path)
+        hint = hint or known_elsewhere((*map(str, path), str(key)))
     hint = hint or did_you_mean(str(key), known) or _other_level(str(key), path, top)
     return source.error(
         (*path, key), message, hint=hint or f"known keys{where}: {', '.join(known)}", at_key=True
@@ -285,10 +285,6 @@ def _torn_expression(key: Any, group: Mapping[Any, Any]) -> str:
             "value here"
         )
     return ""
-
-
-def _known_elsewhere(key: str, path: Path) -> str:
-    return KNOWN_ELSEWHERE.get(dotted((*path, key.replace("-", "_").lower())), "")
 
 
 def _other_level(key: str, path: Path, top: type[Section]) -> str:

@@ -129,7 +129,9 @@ def interval_parts(value: Any) -> dict[str, Any]:
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise fault(
             f"the number {value} needs a unit",
-            hint=f"write '{value} steps', '{value} epochs' or '{value} min'",
+            hint=f"write '{value} steps', '{value} epochs' or '{value} min'"
+            if value == int(value)
+            else f"write '{value} epochs'; to count in steps, write a whole number",
         )
     match = interval_words(value)
     try:

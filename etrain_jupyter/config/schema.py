@@ -191,7 +191,9 @@ class ScheduleConfig(Section):
     def _known_decay(cls, value: Any) -> Any:
         if value is None:
             return "none"
-        return check_word(value, DECAYS, usual="decay: linear")
+        # constant_with_warmup, cosine_with_restarts, CosineAnnealingLR, polynomial ...
+        usual = {"con": "none", "cos": "cosine"}.get(str(value)[:3].lower(), "linear")
+        return check_word(value, DECAYS, usual=f"decay: {usual}")
 
 
 INSTEAD: dict[str, JsonValue] = {"instead_of": "global"}

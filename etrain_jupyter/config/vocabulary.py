@@ -5,7 +5,7 @@ The kernel checks a cell without importing torch; a test compares these literals
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -100,7 +100,8 @@ def check_options(name: str, options: Mapping[str, Any], fault: Callable[..., Ex
     for key, value in options.items():
         path = ("optimizer", key)
         if key not in OPTIONS[name]:
-            hint = did_you_mean(key, ["name", "lr", *OPTIONS[name]])
+            hint = known_elsewhere(path)
+            hint = hint or did_you_mean(key, ["name", "lr", *OPTIONS[name]])
             known = f"known options: name, lr, {', '.join(sorted(OPTIONS[name]))}"
             message = f"optimizer {name} has no option '{key}'"
             raise fault(message, hint=hint or known, path=path, at_key=True)
@@ -125,6 +126,10 @@ _OPTION = "it is an option of the optimizer: 'optimizer: {name: AdamW, %s: ...}'
 _TRAIN = "use 'data: {train: train_set}'"
 _EVAL = "use 'data: {eval: eval_set}'"
 _SHUFFLED = "training data are always reshuffled every epoch, by 'seed': remove the line"
+_GPU = "a worker trains on one GPU if its machine has one: use 'workers: {max: N}' for N workers"
+_EVERY = "use 'eval: {every: 500 steps}' or 'eval: {every: 1 epoch}'"
+_DECAY = "use 'schedule: {warmup: 500 steps, decay: cosine}'; decay is none, linear or cosine"
+_TO = "use 'checkpoint: {to: FOLDER}'"
 _PRECISION = "use 'precision: bf16' or 'precision: fp16'"
 
 # Keys of Determined, PyTorch Lightning, Hugging Face's Trainer and similar systems. The keys of an
@@ -143,7 +148,16 @@ _ANSWERS: dict[str, str] = {
     "lr learning_rate base_lr": _LR,
     "weight_decay": _OPTION % "weight_decay",
     "momentum": "it is an option of the optimizer: 'optimizer: {name: SGD, momentum: 0.9}'",
-    "betas": _OPTION % "betas",
+    "betas adam_beta1 adam_beta2": _OPTION % "betas",
+    "adam_epsilon": _OPTION % "eps",
+    "optim optimizer_name": _LR,
+    "optimizer.learning_rate": "use 'lr'",
+    "optimizer.type": "use 'name'",
+    "optimizer.beta1 optimizer.beta2 optimizer.adam_beta1 optimizer.adam_beta2": "use 'betas: "
+    "[0.9, 0.999]'",
+    "resources resources_per_worker gpu use_gpu gpus_per_worker accelerator device": _GPU,
+    "cpu cpus num_cpus cpus_per_worker memory": "the pool sets the cores and the memory of a "
+    "worker: remove the line",
     "max_epochs num_epochs num_train_epochs n_epochs": "use 'epochs: N'",
     "max_steps num_steps n_steps iterations max_iters": "use 'steps: N'",
     "max_length": "use 'epochs: N' or 'steps: N'",
@@ -153,10 +167,16 @@ _ANSWERS: dict[str, str] = {
     "test_set": _EVAL,
     "dataloader train_loader train_dataloader": "pass the data set itself, 'data: "
     "{train: train_set}': the workers make the batches",
-    "collate_fn": "use 'data: {collate: function}'",
+    "collate_fn data_collator": "use 'data: {collate: function}'",
+    "tokenizer processing_class": "tokenize the samples in 'data.train', and pad a batch in 'data: "
+    "{collate: function}'",
+    "dataloader_num_workers": "use 'data: {num_workers: N}'",
     "criterion loss_fn loss_function objective": "use 'loss'",
     "network net module model_class": "use 'model'",
-    "scheduler lr_scheduler lr_schedule": "use 'schedule: {warmup: 500 steps, decay: cosine}'",
+    "scheduler lr_scheduler lr_schedule lr_scheduler_type": _DECAY,
+    "schedule.name schedule.type schedule.kind": "use 'decay', which is none, linear or cosine",
+    "warmup_ratio": "count the warm-up in steps or epochs: a tenth of 'epochs: 3' is 'schedule: "
+    "{warmup: 0.3 epochs}'",
     "warmup warmup_steps num_warmup_steps": "use 'schedule: {warmup: 500 steps}'",
     "gradient_clipping max_grad_norm gradient_clip_val clip_grad "
     "grad_clip": "use 'clip_grad_norm: 1.0'",
@@ -166,7 +186,11 @@ _ANSWERS: dict[str, str] = {
     "memory of a pass",
     "micro_batch_size": "use 'batch: {micro: N}'",
     "random_seed manual_seed experiment_seed": "use 'seed'",
-    "checkpoint_dir output_dir save_dir": "use 'checkpoint: {to: FOLDER}'",
+    "checkpoint_dir output_dir save_dir default_root_dir": _TO,
+    "save_total_limit": "use 'checkpoint: {keep: N}'",
+    "resume_from_checkpoint ckpt_path": "use --resume JOB on the first line",
+    "gradient_checkpointing": "enable it in the function that builds the model, for example with "
+    "model.gradient_checkpointing_enable()",
     "early_stopping_patience patience early_stop": "use 'early_stopping: {metric: loss, "
     "patience: 3}'",
     "metric_for_best_model greater_is_better load_best_model_at_end save_best_only "
@@ -174,9 +198,22 @@ _ANSWERS: dict[str, str] = {
     "terminate_on_nan nan_policy": "use 'on_nan_loss: fail', which is the default, or pause",
     "early_stopping.monitor checkpoint.best.monitor": "use 'metric'",
     "early_stopping.threshold early_stopping.delta": "use 'min_delta'",
-    "save_steps checkpoint_freq save_every": "use 'checkpoint: {every: 200 steps}'",
-    "eval_steps eval_every validation_freq min_validation_period": "use 'eval: {every: 500 steps}'",
-    "log_every logging_steps log_interval scheduling_unit": "use 'log: {every: 10 steps}'",
+    "save_steps save_strategy checkpoint_freq save_every": "use 'checkpoint: {every: 200 steps}'",
+    "eval_steps eval_every validation_freq min_validation_period eval_strategy val_check_interval "
+    "evaluation_strategy check_val_every_n_epoch": _EVERY,
+    "eval.strategy checkpoint.strategy": "use 'every'",
+    "eval_batch_size per_device_eval_batch_size": "an evaluation uses the batches of 'batch': "
+    "remove the line",
+    "compute_metrics": "use 'metrics: {accuracy: function}' with (output, target), or 'eval: "
+    "{predict: function, score: function}' for scores of the whole set",
+    "report_to logger loggers": "use 'log: {to: wandb}', 'log: {to: mlflow}' or 'log: "
+    "{tensorboard: true}'",
+    "torch_compile": "use 'compile: true'",
+    "fsdp deepspeed zero_stage strategy": "use 'shard: optimizer' to divide the optimizer's state "
+    "between the workers",
+    "trainer args training_args": "write its values as keys of the cell: %etrain template lists "
+    "the keys",
+    "log_every log_every_n_steps logging_steps log_interval scheduling_unit": "use 'log: {every: 10 steps}'",
     "shuffle": _SHUFFLED,
     "job_name run_name experiment_name": "use 'name', or --name on the first line",
     "deterministic": "use 'reproducible: true'",
@@ -208,3 +245,13 @@ KNOWN_ELSEWHERE: dict[str, str] = dict(
     chain.from_iterable(((key, text) for key in keys.split()) for keys, text in _ANSWERS.items())
 )
 """Maps a dotted key from another system to a hint about the equivalent key."""
+
+
+def known_elsewhere(path: Sequence[str]) -> str:
+    """Return the hint for a key of another system; empty if the key is unknown.
+
+    A key in a group, such as ``batch.per_device_train_batch_size``, may have its own hint. Otherwise
+    it has that of the top level.
+    """
+    key = str(path[-1]).replace("-", "_").lower()
+    return KNOWN_ELSEWHERE.get(".".join([*path[:-1], key])) or KNOWN_ELSEWHERE.get(key, "")

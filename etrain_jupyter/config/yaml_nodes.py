@@ -357,9 +357,15 @@ def _syntax_error(
         column = exc.context_mark.column + 1
     # Without its ':', 'epochs 3' continues on the next line, where the parser then reports the
     # error. Point at the line that lacks the colon.
-    if "mapping values" in problem and _lacks_colon(lines, line - 1, first_line_number):
-        line, column, problem = line - 1, 1, "this line has no ':'"
+    is_before = "mapping values" in problem and _lacks_colon(lines, line - 1, first_line_number)
+    if is_before or (exc.context == "while scanning a simple key" and exc.context_mark):
+        line = line - 1 if is_before else exc.context_mark.line + first_line_number
+        text = lines[line - 1].strip()
+        column, problem = lines[line - 1].index(text) + 1, "this line has no ':'"
         hint = "write 'key: value', with a space after the colon"
+        key, _, value = map(str.strip, text.partition("="))
+        if value and key.isidentifier():  # epochs = 20
+            hint = f"write '{key}: {value}'"
     return SourceMap(lines=lines).error_at(
         Span(line=line, column=column), f"this is not valid YAML: {problem}", hint=hint
     )

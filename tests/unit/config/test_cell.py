@@ -332,6 +332,16 @@ def test_hints_for_keys_of_other_systems_hide_no_key_of_ours() -> None:
         "num_epochs",
         "num_gpus",
         "dataset",
+        "resources",
+        "warmup_ratio",
+        "lr_scheduler_type",
+        "optim",
+        "report_to",
+        "data_collator",
+        "tokenizer",
+        "dataloader_num_workers",
+        "gradient_checkpointing",
+        "resume_from_checkpoint",
     ],
 )
 def test_error_for_a_key_of_another_system_suggests_ours(key: str) -> None:

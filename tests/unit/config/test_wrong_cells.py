@@ -602,6 +602,46 @@ etrain: line 2, column 1: this is not valid YAML: this line has no ':'
       | ^
   write 'key: value', with a space after the colon""",
     ),
+    "equals sign": (
+        GOOD + "epochs = 20\nworkers: {max: 2}\n",
+        """\
+etrain: line 5, column 1: this is not valid YAML: this line has no ':'
+    5 | epochs = 20
+      | ^
+  write 'epochs: 20'""",
+    ),
+    "ratio without a unit": (
+        GOOD + "schedule: {warmup: 0.1}\n",
+        """\
+etrain: line 5, column 20: the number 0.1 needs a unit
+    5 | schedule: {warmup: 0.1}
+      |                    ^^^
+  write '0.1 epochs'; to count in steps, write a whole number""",
+    ),
+    "option of the optimizer from another system": (
+        GOOD + "optimizer: {name: AdamW, learning_rate: 0.1}\n",
+        """\
+etrain: line 5, column 26: optimizer AdamW has no option 'learning_rate'
+    5 | optimizer: {name: AdamW, learning_rate: 0.1}
+      |                          ^^^^^^^^^^^^^
+  use 'lr'""",
+    ),
+    "key of the Trainer in a group": (
+        GOOD + "batch: {per_device_train_batch_size: 8}\n",
+        """\
+etrain: line 5, column 9: unknown key 'per_device_train_batch_size' in 'batch'
+    5 | batch: {per_device_train_batch_size: 8}
+      |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  use 'batch: {global: N}', the samples of one step over all workers""",
+    ),
+    "schedule of the Trainer": (
+        GOOD + "schedule: {decay: cosine_with_restarts}\n",
+        """\
+etrain: line 5, column 19: schedule.decay must be none, linear or cosine, not the text 'cosine_with_restarts'
+    5 | schedule: {decay: cosine_with_restarts}
+      |                   ^^^^^^^^^^^^^^^^^^^^
+  write decay: cosine""",
+    ),
     "open bracket": (
         GOOD + "metrics: {a: [1\n",
         """\
