@@ -275,7 +275,7 @@ class ShutDownCluster(Request[ShuttingDown]):
     drain_s: float = SAVE_S
     """Maximum wait for checkpoints in seconds; the reply comes after it."""
     by: str = ""
-    """Who requested it and where; logged with the end of each job."""
+    """User, notebook, process and host of the request; logged with the end of each job."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,7 @@ class JobLog:
         self._refused_at = 0.0
         self._most_waiting = 0
         self._is_closing = self._is_closed = False
-        # What happened to the run folder, and until when it is reported as trouble.
+        # The newest loss of the run folder, as text, and until when it is reported as trouble.
         self._files = [KeptFile(file) for file in files]
         self._on_restored = on_restored
         self._looked_at = -LOOK_S
@@ -206,7 +206,7 @@ class JobLog:
             raise OSError(code, why, str(self._path))
 
     def retry(self) -> None:
-        """Write what is missing on the disk, for at most ``CATCH_UP_S``: events, or the folder."""
+        """Write events that are only in memory, for at most ``CATCH_UP_S``; restore the folder."""
         now = time.monotonic()
         if now >= self._looked_at + LOOK_S and not self._is_closed:
             self._looked_at = now
@@ -236,7 +236,8 @@ class JobLog:
 
     def _restore(self) -> bool:
         """Write the run folder again if it was deleted or moved; return True if it was."""
-        missing = [file for file in (self._log, *self._files) if not file.is_in_place()]
+        files: list[EventLog | KeptFile] = [self._log, *self._files]
+        missing = [file for file in files if not file.is_in_place()]
         if not missing:
             return False
         what = f"The run folder {self._path.parent} was deleted or moved"

@@ -345,8 +345,9 @@ def wait_for(job: TrainingJob, timeout: float | None = None) -> str:
     # A stopped job has not failed, but "Run All" must not continue with half-trained weights.
     if job.was_interrupted or status == "stopped":
         by = "by the interrupt " if job.was_interrupted else ""
+        why = f" ({job.reason})" if job.reason else ""
         raise EtrainError(
-            f"job {job.id} was stopped {by}at step {job.step}. "
+            f"job {job.id} was stopped {by}at step {job.step}{why}. "
             "Run the next cells by hand to use the current weights."
         )
     return repr(job)

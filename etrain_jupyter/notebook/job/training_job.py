@@ -377,8 +377,9 @@ class TrainingJob(JobRequests):
                 return self.status
             if has_ended:
                 self.raise_for_status()
+                why = f" ({self.reason})" if self.reason else ""
                 raise EtrainError(
-                    f"job {self.id} has {ENDED[self.status]} at step {self.step}, and the "
+                    f"job {self.id} has {ENDED[self.status]} at step {self.step}{why}, and the "
                     "condition of job.wait(until=...) does not hold. Check the condition, or let "
                     "the job train longer."
                 )

@@ -37,15 +37,20 @@ class LocalPool(DetachedPool):
         return dataclasses.replace(settings, environment=environment_digests())
 
     def prepare_start(self, root: Path) -> None:
-        """Remove the folders of dead clusters. Their workers exited with their keepers."""
+        """Remove the folders of dead clusters, whose workers exited with their keepers.
+
+        Prints why the others cannot be used.
+        """
         remove_stale(root)
+        ours = environment_digests()
         for cluster in filter(self._is_ours, cluster_dirs(root)):
-            theirs, ours = _environment_of(cluster), environment_digests()
-            differing = sorted(name for name, _ in theirs.items() ^ ours.items())
-            print(
-                f"etrain: starting another local cluster, because {cluster.cluster_id} was started "
-                f"with other values of {', '.join(dict.fromkeys(differing))}."
-            )
+            pairs = _environment_of(cluster).items() ^ ours.items()
+            # A cluster with equal values is shutting down.
+            if differing := sorted({name for name, _ in pairs}):
+                print(
+                    f"etrain: starting another local cluster, because {cluster.cluster_id} was "
+                    f"started with other values of {', '.join(differing)}."
+                )
 
     def _is_usable(self, cluster: ClusterDir) -> bool:
         # A kernel that is bound to a cluster by its id already has a job there.

@@ -185,7 +185,7 @@ class Stopping:
     """The user has stopped the job."""
 
     reason: str = ""
-    """Who stopped it and how, if that is not the job's own user interface."""
+    """Logged with the end of the job; empty for a request that concerns only this job."""
 
 
 @dataclass(frozen=True, kw_only=True)
