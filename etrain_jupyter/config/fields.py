@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -95,6 +96,20 @@ class Interval(Section):
         if isinstance(data, Mapping) and set(data) == {"value", "unit"}:
             return data
         return interval_parts(data)
+
+    def num_passed(self, *, step: int, position: int, num_train: int) -> int:
+        """Return the number of multiples up to a step; 0 for an interval in seconds.
+
+        Args:
+            step: The step.
+            position: Samples trained on by then, over all epochs.
+            num_train: Samples per epoch.
+        """
+        if self.unit == "s":
+            return 0
+        # The interval may be a fraction, so tolerate rounding errors: 0.1 + 0.2 is not exactly 0.3.
+        passed = step if self.unit == "steps" else position / num_train
+        return math.floor(passed / self.value + 1e-9)
 
     @model_serializer
     def _to_text(self) -> str:

@@ -120,8 +120,8 @@ class JobRecord:
     """Samples trained on so far, including those of repeated epochs."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest value of each metric; those from evaluations are named ``eval_...``."""
-    evaluated_step: int = -1
-    """Step of the newest evaluation that no restore has undone; -1 if there is none."""
+    evaluated_steps: set[int] = field(default_factory=set)
+    """Steps of the evaluations that no restore has undone."""
     scored_step: int = -1
     """Step of the newest evaluation with scores that no restore has undone; -1 if there is none."""
     best: list[BestReached] = field(default_factory=list)
@@ -311,7 +311,7 @@ class JobRecord:
         if isinstance(event, EvalScored):
             self.scored_step = event.step
         else:
-            self.evaluated_step = event.step
+            self.evaluated_steps.add(event.step)
             self._begin(event.generation, self._planned_start)
 
     def _apply_saved(self, event: CheckpointCommitted | BestReached) -> None:
@@ -363,7 +363,7 @@ class JobRecord:
         self._drop_saved_after(event.step)
         self.step = event.step  # a checkpoint may be ahead of the log
         self.logged_step = min(self.logged_step, event.step)
-        self.evaluated_step = -1 if self.evaluated_step > event.step else self.evaluated_step
+        self.evaluated_steps = {step for step in self.evaluated_steps if step <= event.step}
         self.scored_step = -1 if self.scored_step > event.step else self.scored_step
         self.best = [best for best in self.best if best.step <= event.step]
         if self.best_reported is not None and self.best_reported.step > event.step:

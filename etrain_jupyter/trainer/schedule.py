@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -95,8 +94,7 @@ class Every:
     """
 
     def __init__(self, interval: Interval, plan: WorkPlan, *, now: float) -> None:
-        self._steps = interval.value if interval.unit == "steps" else 0.0
-        self._samples = interval.value * plan.num_train if interval.unit == "epochs" else 0.0
+        self._interval, self._num_train = interval, plan.num_train
         self._seconds = interval.value if interval.unit == "s" else 0.0
         self._last_at = now
 
@@ -110,11 +108,9 @@ class Every:
         return self._num_until(after) > self._num_until(before)
 
     def _num_until(self, mark: Mark) -> int:
-        if self._steps:
-            # The interval may be a fraction, so tolerate rounding errors: 0.1 + 0.2 is not exactly
-            # 0.3.
-            return math.floor(mark.step / self._steps + 1e-9)
-        return math.floor(mark.position / self._samples + 1e-9) if self._samples else 0
+        return self._interval.num_passed(
+            step=mark.step, position=mark.position, num_train=self._num_train
+        )
 
     def is_time_over(self, now: float) -> bool:
         """Return True if the interval is in seconds and has elapsed."""

@@ -273,8 +273,8 @@ class TrainerMessages:
             )
 
     def _on_eval(self, record: Mapping[str, Any]) -> Iterator[Consequence]:
-        if record["step"] == self._record.evaluated_step:
-            return  # repeated by a new rank 0, in case the previous one did not send it
+        if record["step"] in self._record.evaluated_steps:
+            return  # repeated by rank 0 of a new generation, in case it is not in the log
         yield self._event(events.EvalCompleted, **record)
         if not math.isfinite(record["loss"]):
             what = f"the loss of the evaluation is {record['loss']}; training continues"

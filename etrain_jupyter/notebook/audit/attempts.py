@@ -7,9 +7,10 @@ changes the seed, the batch or the data set, each attempt is checked by its own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.log.events import (
     EvalCompleted,
     EvalScored,
@@ -33,6 +34,8 @@ class Attempt:
     seed: int
     planned: JobPlanned | None
     """None if no trainer reported a plan."""
+    evaluates: Interval | None
+    """``eval.every``; None without an evaluation of the loss."""
     evals: tuple[EvalCompleted | EvalScored, ...]
 
 
@@ -48,10 +51,15 @@ def attempts_of(log: Sequence[Event]) -> list[Attempt]:
 
 def _attempt_of(part: Sequence[Event]) -> Attempt:
     begin_event = next((e for e in part if isinstance(e, JobSubmitted | JobResumed)), None)
+    planned = next((e for e in part if isinstance(e, JobPlanned)), None)
+    section = begin_event.config.get("eval") if begin_event else None
+    has_eval = planned is not None and planned.num_eval_samples > 0 and isinstance(section, dict)
+    every = section.get("every") if has_eval and section.get("loss", True) else None
     return Attempt(
         after=begin_event.generation if isinstance(begin_event, JobResumed) else 0,
         seed=int(begin_event.config.get("seed") or 0) if begin_event else 0,
-        planned=next((e for e in part if isinstance(e, JobPlanned)), None),
+        planned=planned,
+        evaluates=Interval.parse(every) if isinstance(every, str) else None,
         evals=tuple(e for e in part if isinstance(e, EvalCompleted | EvalScored)),
     )
 
@@ -78,6 +86,42 @@ def check_attempts(
         rows += found[0]
         problems += found[1]
     return tuple(rows), problems
+
+
+def find_missing_evaluations(
+    attempts: Sequence[Attempt],
+    steps: Sequence[StepCompleted],
+    *,
+    evaluated: Collection[int],
+    is_finished: bool,
+) -> list[int]:
+    """Return the steps that had to be evaluated but were not.
+
+    Args:
+        attempts: All attempts in the log.
+        steps: The committed steps that led to the newest weights.
+        evaluated: The steps of the evaluations in the log that no restore has undone.
+        is_finished: True if the job has finished. It has evaluated its last state, too.
+    """
+    missing = []
+    for number, step in enumerate(steps):
+        is_last = number + 1 == len(steps)
+        if step.step in evaluated or (is_last and not is_finished):
+            continue
+        # A step is evaluated before the next one. If a resume lies in between, its interval counts.
+        follower = step if is_last else steps[number + 1]
+        rules = [a for a in attempts if a.planned is not None and a.after < follower.generation]
+        if not rules or rules[-1].evaluates is None or rules[-1].planned is None:
+            continue
+        every, num_train = rules[-1].evaluates, rules[-1].planned.num_train_samples
+        begin = StepRange(step.epoch, step.first, step.samples).position(num_train)
+        before, after = (
+            every.num_passed(step=mark, position=position, num_train=num_train)
+            for mark, position in ((step.step - 1, begin), (step.step, begin + step.samples))
+        )
+        if after > before or is_last:
+            missing.append(step.step)
+    return missing
 
 
 def _group_attempts(

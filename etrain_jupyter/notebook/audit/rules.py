@@ -25,11 +25,19 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.log.job_record import JobRecord
-from etrain_jupyter.notebook.audit.attempts import Attempt, attempts_of, check_attempts
+from etrain_jupyter.notebook.audit.attempts import (
+    Attempt,
+    attempts_of,
+    check_attempts,
+    find_missing_evaluations,
+)
 from etrain_jupyter.notebook.audit.history import WeightHistory, follow_history
 from etrain_jupyter.notebook.audit.report import AuditReport
 from etrain_jupyter.notebook.audit.weights import compare_weights
 from etrain_jupyter.rules.samples.ledger import StepRange
+
+MAX_NAMED = 8
+"""Maximum number of steps without an evaluation that are named."""
 
 
 def audit_log(events: Iterable[Event]) -> AuditReport:
@@ -53,6 +61,7 @@ def audit_log(events: Iterable[Event]) -> AuditReport:
         problems=(
             *_check_log(log),
             *_check_plan(attempts, steps),
+            *_check_evaluations(attempts, steps, record),
             *history.problems,
             *_check_steps(start, steps),
             *sample_problems,
@@ -106,6 +115,23 @@ def _check_plan(attempts: Sequence[Attempt], steps: Sequence[StepCompleted]) -> 
                     f"the evaluation at step {done.step} used {done.samples} samples, "
                     f"the set has {length}"
                 )
+
+
+def _check_evaluations(
+    attempts: Sequence[Attempt], steps: Sequence[StepCompleted], record: JobRecord
+) -> Iterator[str]:
+    missing = find_missing_evaluations(
+        attempts,
+        steps,
+        evaluated=record.evaluated_steps,
+        is_finished=record.status == "finished",
+    )
+    if missing:
+        every = attempts[-1].evaluates
+        names = ", ".join(map(str, missing[:MAX_NAMED]))
+        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+        steps_text = "step" if len(missing) == 1 else "steps"
+        yield f"no evaluation at {steps_text} {names}{more}, although eval.every is {every}"
 
 
 def _check_steps(start: int, steps: Sequence[StepCompleted]) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Send a rank's reports in order: step records in batches, all others immediately."""
+"""Send a rank's reports in order: step records in batches, all others immediately.
+
+Records of steps and evaluations are kept until they are in the log, whichever rank survives.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from itertools import groupby
+from typing import Any
 
 from etrain_jupyter.trainer.control.busy_cores import BusyCores
 from etrain_jupyter.wire.channel import Channel
-from etrain_jupyter.wire.messages import StepRecord, StepsTrained, TrainerReport
+from etrain_jupyter.wire.messages import EvalFinished, StepRecord, StepsTrained, TrainerReport
 
 FLUSH_EVERY_S = 0.05
 """Minimum interval between two batches. Records of steps longer than this are sent immediately."""
@@ -26,6 +31,9 @@ Report = TrainerReport | StepRecord
 """A report from a rank. The record of a step is a plain dict, and a batch of these records becomes
 one ``StepsTrained``."""
 
+KeptRecord = dict[str, Any]
+"""The record of a step; or of an evaluation: its ``step``, and the record under ``eval``."""
+
 Send = Callable[[Report], None]
 
 
@@ -36,8 +44,10 @@ class Reporter:
         are_cores_busy: Returns whether training needs all cores of this machine.
     """
 
-    # Every rank keeps the records of its latest steps, because a step's statistics are the same on
-    # all of them. Rank 0 sends them. If it dies, the next rank 0 sends those missing from the log:
+    # Every rank keeps the records of its latest steps and evaluations, because they are the same on
+    # all of them. Rank 0 sends them. If it dies, the next rank 0 sends those missing from the log.
+    # So does the same rank 0 if its reports were fenced, because they reached a restarted scheduler
+    # after it had formed the next generation:
     #
     #     rank 0   step 7 ── sent ──▶ log      step 8 ── (dies)
     #     rank 1   step 7, step 8 kept ── becomes rank 0, logged_step=7 ── sends step 8 ──▶ log
@@ -47,8 +57,8 @@ class Reporter:
         self._channel = channel
         self._are_cores_busy = are_cores_busy or BusyCores().are_busy
         self._lock = threading.Lock()
-        self._kept: deque[StepRecord] = deque(maxlen=KEEP_RECORDS)
-        self._unsent: list[StepRecord] = []
+        self._kept: deque[KeptRecord] = deque(maxlen=KEEP_RECORDS)
+        self._unsent: list[KeptRecord] = []
         self._is_rank_0 = False
         self._generation = 0
         self._thread = threading.Thread(target=self._flush_often, name="etrain-report", daemon=True)
@@ -57,21 +67,21 @@ class Reporter:
         self._thread.start()
 
     def begin(self, *, generation: int, rank: int, logged_step: int) -> None:
-        """Start a generation. Rank 0 sends every step that is not in the log yet."""
+        """Start a generation. Rank 0 sends all that is not in the log yet."""
         with self._lock:
             self._generation = generation
             self._is_rank_0 = rank == 0
             self._unsent = []
             if self._is_rank_0:
-                self._unsent = [r for r in self._kept if r["step"] > logged_step]
+                self._unsent = [r for r in self._kept if _is_after(r, logged_step)]
                 self._has_unsent.set()
 
-    def records_after(self, step: int) -> list[StepRecord]:
-        """Return the kept records of all steps after ``step``, to send or save with the state."""
+    def records_after(self, step: int) -> list[KeptRecord]:
+        """Return the kept records after the record of ``step``, to send or save with the state."""
         with self._lock:
-            return [r for r in self._kept if r["step"] > step]
+            return [r for r in self._kept if _is_after(r, step)]
 
-    def adopt(self, records: list[StepRecord]) -> None:
+    def adopt(self, records: list[KeptRecord]) -> None:
         """Replace the kept records with those of a state that was received or restored."""
         # This rank's own records may describe steps that were undone. Without the sender's records,
         # a step that rank 0 had committed but not reported would never reach the log.
@@ -81,26 +91,40 @@ class Reporter:
             self._unsent = []
 
     def send(self, report: Report) -> None:
-        """Send a report. A step's record may wait for the next batch."""
+        """Send a report. A step's record may wait for the next batch.
+
+        Every rank passes the records of steps and evaluations, which only rank 0 sends.
+        """
         # Only a lock and an append, because this is called in every step.
         if isinstance(report, dict):
-            with self._lock:
-                self._kept.append(report)
-                if self._is_rank_0:
-                    self._unsent.append(report)
-                    self._has_unsent.set()
+            self._keep(report)
             return
+        if isinstance(report, EvalFinished):
+            self._keep({"step": report.record["step"], "eval": report.record})
         # Reports keep their order: an evaluation of step 8 arrives after the record of step 8.
         self.flush()
-        self._channel.send(report)
+        if not isinstance(report, EvalFinished):
+            self._channel.send(report)
+
+    def _keep(self, record: KeptRecord) -> None:
+        with self._lock:
+            self._kept.append(record)
+            if self._is_rank_0:
+                self._unsent.append(record)
+                self._has_unsent.set()
 
     def flush(self) -> None:
         """Send the pending records."""
         with self._lock:
             records, self._unsent = self._unsent, []
-            if records:
-                steps = StepsTrained(generation=self._generation, records=tuple(records))
-                self._channel.send(steps)
+            for is_eval, part in groupby(records, lambda record: "eval" in record):
+                if not is_eval:
+                    steps = StepsTrained(generation=self._generation, records=tuple(part))
+                    self._channel.send(steps)
+                    continue
+                for record in part:
+                    found = EvalFinished(generation=self._generation, record=record["eval"])
+                    self._channel.send(found)
 
     def close(self) -> None:
         """Send the pending records, and end the thread."""
@@ -128,3 +152,8 @@ class Reporter:
             with contextlib.suppress(OSError):
                 self.flush()
             self._ended.wait(BUSY_FLUSH_EVERY_S if self._are_cores_busy() else FLUSH_EVERY_S)
+
+
+def _is_after(record: KeptRecord, step: int) -> bool:
+    """Return True if a record may be missing from a log that ends with the record of ``step``."""
+    return bool(record["step"] > step or (record["step"] == step and "eval" in record))

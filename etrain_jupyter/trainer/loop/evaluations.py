@@ -44,9 +44,6 @@ class Evaluations:
             self._scores = SetScores(state, micro=micro, scorer=scorer, send=send, places=places)
         self._measured: tuple[ScorePass, EvaluationResult] | None = None
         """Loss and metrics of the pass in progress, while it waits for its scores."""
-        self._record: dict[str, Any] | None = None
-        """Record of the last evaluation. Every rank keeps it, because any rank may become rank
-        0."""
 
     @property
     def _names(self) -> list[str]:
@@ -100,12 +97,14 @@ class Evaluations:
         if self._needs_scores and not self.collect(group, is_pending=is_pending):
             return False
         # Update the counters before the report. If a rank dies after this point, the survivors have
-        # the same counters, and the next rank 0 reports the evaluation again.
+        # the same counters and records, and the next rank 0 reports the evaluation again.
         state.num_evals += 1
         state.evaluated_step, state.is_eval_owed = state.step, False
         self.every.restart(time.monotonic())
-        self._take(result, time.perf_counter() - started_at)
+        record = self._take(result, time.perf_counter() - started_at)
         self._reach("evaluated", group)
+        if record is not None:  # all ranks keep it, and rank 0 sends it
+            self._send(EvalFinished(generation=group.generation, record=record))
         if group.rank == 0:
             self.report(group.generation)
         return True
@@ -176,7 +175,7 @@ class Evaluations:
     def _reach(self, place: str, group: RankGroup) -> None:
         self._places.reach(place, rank=group.rank, step=self._state.step, phase="evaluating")
 
-    def _take(self, result: EvaluationResult | None, duration_s: float) -> None:
+    def _take(self, result: EvaluationResult | None, duration_s: float) -> dict[str, Any] | None:
         state = self._state
         values = {} if result is None else {"loss": result.loss, **result.metrics}
         scores = self._scores.record if self._scores is not None else None
@@ -185,8 +184,8 @@ class Evaluations:
             state.best_tracker.check([name for name in values if name != "loss"])
         state.best_tracker.take(state.step, values)
         if result is None:
-            return
-        self._record = {
+            return None
+        return {
             "step": state.step,
             # The epoch of the last sample trained on. At the end of an epoch, ``position`` already
             # belongs to the next epoch.
@@ -199,19 +198,11 @@ class Evaluations:
         }
 
     def report(self, generation: int) -> None:
-        """On rank 0, report the evaluation of this state and the best evaluation."""
-        # Also at the start of a generation, because the previous rank 0 may have died between the
-        # evaluation and its report. The coordinator ignores duplicate reports:
-        #
-        #     rank 0   evaluated 40 ── (dies)
-        #     rank 1   evaluated 40 ── becomes rank 0 ── reports 40
-        state, record = self._state, self._record
-        # If the counters differ, this rank has restored or received a state, and the record belongs
-        # to another state.
-        if record is not None and record["step"] == state.step == state.evaluated_step:
-            self._send(EvalFinished(generation=generation, record=record))
+        """On rank 0, report the newest scores and the best evaluation."""
+        # Also at the start of a generation, because the previous rank 0 may have died before it
+        # reported them. The coordinator ignores duplicate reports.
         if self._scores is not None:
             self._scores.report(generation)
-        best = state.best_tracker.best_record()
+        best = self._state.best_tracker.best_record()
         if best is not None:
             self._send(BestFound(generation=generation, record=best))

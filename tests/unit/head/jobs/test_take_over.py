@@ -64,7 +64,7 @@ async def test_record_read_from_the_log_equals_that_of_the_coordinator(
     rig.commit("w2", 3)
 
     past = JobRecord().apply_all(read_events(log_of(tmp_path)))
-    for name in ("logged_step", "starts", "ranks", "trainers", "evaluated_step", "restored_in"):
+    for name in ("logged_step", "starts", "ranks", "trainers", "evaluated_steps", "restored_in"):
         assert getattr(past, name) == getattr(job.record, name), name
     assert past.starts == [0, 2]
     assert past.logged_step == 3

@@ -409,6 +409,36 @@ def test_generation_whose_rank_0_died_before_its_report_discards_no_step() -> No
     assert report.steps_rolled_back == 0
 
 
+@pytest.mark.parametrize("every", ["4 steps", "1 epoch"])
+def test_evaluation_that_never_reached_the_log_is_found(every: str) -> None:
+    def drop(*steps: int) -> AuditReport:
+        def change(event: Event) -> Event | list[Event]:
+            if isinstance(event, JobSubmitted):
+                return replace(event, config={**event.config, "eval": {"every": every}})
+            is_dropped = isinstance(event, EvalCompleted) and event.step in steps
+            return [] if is_dropped else event
+
+        return audit_changed(change)
+
+    assert drop().problems == ()
+    assert drop(8).problems == (f"no evaluation at step 8, although eval.every is {every}",)
+    assert drop(4, 12).problems == (
+        f"no evaluation at steps 4, 12, although eval.every is {every}",
+    )
+
+
+def test_evaluation_is_not_missing_while_the_job_trains_or_without_a_loss() -> None:
+    log = [e for e in undisturbed() if not isinstance(e, JobStatusChanged)]
+    config = {"seed": SEED, "epochs": 3, "eval": {"every": "4 steps"}}
+    log[0] = replace(submitted(), config=config)
+    assert audit_log(number(log[:-1])).problems == (), "the last step is being evaluated"
+
+    config["eval"] = {"every": "4 steps", "loss": False}
+    log[0] = replace(submitted(), config=config)
+    without = [e for e in log if not isinstance(e, EvalCompleted)]
+    assert audit_log(number(without)).problems == ()
+
+
 def test_short_evaluation_is_found() -> None:
     report = audit_changed(
         lambda e: replace(e, samples=19) if isinstance(e, EvalCompleted) and e.step == 8 else e

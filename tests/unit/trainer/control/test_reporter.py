@@ -21,6 +21,18 @@ class Channel:
         batches = [m for m in self.sent if isinstance(m, messages.StepsTrained)]
         return [record["step"] for batch in batches for record in batch.records]
 
+    def kinds(self) -> list[tuple[str, int, int]]:
+        """Kind, generation and step of everything sent, in order."""
+        return [
+            (type(m).__name__, m.generation, record["step"])
+            for m in self.sent
+            for record in (m.records if isinstance(m, messages.StepsTrained) else [m.record])
+        ]
+
+
+def evaluation(number: int, *, generation: int = 1) -> messages.EvalFinished:
+    return messages.EvalFinished(generation=generation, record={"step": number, "loss": 0.5})
+
 
 def step(number: int) -> dict[str, Any]:
     return {"generation": 1, "step": number}
@@ -93,3 +105,38 @@ def test_batches_are_rarer_while_training_needs_all_cores(monkeypatch):
         reporter.send(step(number))
     reporter.close()
     assert [len(message.records) for message in channel.sent] == [1, 1, 2]
+
+
+def test_evaluations_that_were_fenced_are_sent_again_in_the_next_generation_in_order():
+    """The scheduler was away while the last generation trained to its end, and evaluated twice."""
+    ours, theirs = Channel(), Channel()
+    survivor = reporter_at(ours, 1, rank=1)
+    for number in (1, 2, 3):
+        if number > 1:
+            survivor.send(step(number))
+        survivor.send(evaluation(number))
+    assert ours.sent == [], "rank 0 sends them"
+
+    newcomer = Reporter(theirs)
+    newcomer.adopt(survivor.records_after(1))
+    newcomer.begin(generation=2, rank=0, logged_step=1)
+    newcomer.close()
+    survivor.begin(generation=2, rank=0, logged_step=1)
+    survivor.close()
+
+    expected = [
+        ("EvalFinished", 2, 1),
+        ("StepsTrained", 2, 2),
+        ("EvalFinished", 2, 2),
+        ("StepsTrained", 2, 3),
+        ("EvalFinished", 2, 3),
+    ]
+    assert ours.kinds() == theirs.kinds() == expected
+
+
+def test_rank_0_sends_an_evaluation_at_once_after_its_step():
+    channel = Channel()
+    reporter = reporter_at(channel, 1, rank=0)
+    reporter.send(evaluation(1))
+    assert channel.kinds() == [("StepsTrained", 1, 1), ("EvalFinished", 1, 1)]
+    reporter.close()
