@@ -7,8 +7,9 @@ changes the seed, the batch or the data set, each attempt is checked by its own 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.log.events import (
@@ -52,16 +53,26 @@ def attempts_of(log: Sequence[Event]) -> list[Attempt]:
 def _attempt_of(part: Sequence[Event]) -> Attempt:
     begin_event = next((e for e in part if isinstance(e, JobSubmitted | JobResumed)), None)
     planned = next((e for e in part if isinstance(e, JobPlanned)), None)
-    section = begin_event.config.get("eval") if begin_event else None
-    has_eval = planned is not None and planned.num_eval_samples > 0 and isinstance(section, dict)
-    every = section.get("every") if has_eval and section.get("loss", True) else None
+    is_evaluated = (
+        planned is not None and min(planned.num_eval_samples, planned.num_train_samples) > 0
+    )
     return Attempt(
         after=begin_event.generation if isinstance(begin_event, JobResumed) else 0,
         seed=int(begin_event.config.get("seed") or 0) if begin_event else 0,
         planned=planned,
-        evaluates=Interval.parse(every) if isinstance(every, str) else None,
+        evaluates=_interval_of(begin_event.config) if begin_event and is_evaluated else None,
         evals=tuple(e for e in part if isinstance(e, EvalCompleted | EvalScored)),
     )
+
+
+def _interval_of(config: Mapping[str, Any]) -> Interval | None:
+    section = config.get("eval")
+    if not isinstance(section, dict) or not section.get("loss", True):
+        return None
+    try:
+        return Interval.parse(section.get("every", ""))
+    except ValueError:  # not written by this package
+        return None
 
 
 def check_attempts(

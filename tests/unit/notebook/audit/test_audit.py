@@ -438,6 +438,10 @@ def test_evaluation_is_not_missing_while_the_job_trains_or_without_a_loss() -> N
     without = [e for e in log if not isinstance(e, EvalCompleted)]
     assert audit_log(number(without)).problems == ()
 
+    for hostile in ("often", {"every": "0 steps"}, {"every": 7}, None):
+        without[0] = replace(submitted(), config={**config, "eval": hostile})
+        assert audit_log(number(without)).problems == ()
+
 
 def test_short_evaluation_is_found() -> None:
     report = audit_changed(
