@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.job.history import LatestValues
+from etrain_jupyter.untrusted import plain_line
 
 
 class Screen(Protocol):
@@ -36,7 +37,7 @@ def table_of(view: LatestValues, job_id: str, status: str) -> str:
         **{name: f"{value:.4g}" for name, value in view.metrics.items()},
     }
     cells = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+        f"<tr><th>{html.escape(plain_line(name))}</th><td>{html.escape(plain_line(value))}</td></tr>"
         for name, value in rows.items()
     )
     return f"<table>{cells}</table>"

@@ -45,6 +45,7 @@ from etrain_jupyter.notebook.job.weights import (
     load_weights,
     put_weights,
 )
+from etrain_jupyter.untrusted import plain_line
 from etrain_jupyter.wire.requests import ListWorkers
 
 if TYPE_CHECKING:
@@ -600,10 +601,11 @@ class TrainingJob(JobRequests):
         total = f"/{view.total_steps}" if view.total_steps else ""
         loss = f", loss {view.metrics['loss']:.4g}" if "loss" in view.metrics else ""
         reason = f" ({self.reason})" if self.reason else ""
-        return (
+        text = (
             f"<TrainingJob {self.id}: {self.status}{reason}, step {view.step}{total}{loss}, "
             f"{view.world_size} workers>"
         )
+        return plain_line(text, max_length=2000)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         if self.screen is not None:

@@ -416,6 +416,17 @@ def test_job_without_a_dashboard_shows_a_table(tmp_path: Path) -> None:
     assert "<td>digits-1</td>" in bundle["text/html"]
 
 
+def test_control_characters_of_a_log_are_escaped(tmp_path: Path) -> None:
+    reason = "\x1b]0;pwn\x07\x1b[2J\u202e"
+    ended = dataclasses.replace(status("failed"), reason=reason)
+    job = make_job(tmp_path, None, ended)
+
+    shown = [repr(job), *job._repr_mimebundle_().values()]
+
+    assert r"\x1b]0;pwn\x07" in repr(job)
+    assert not [text for text in shown if set(text) & {"\x1b", "\x07", "\u202e"}]
+
+
 def test_best_weights_of_a_job_that_keeps_none_are_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path, None, status("finished"))
 
