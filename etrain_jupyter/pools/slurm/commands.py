@@ -25,6 +25,8 @@ ENDING = frozenset({"CG"})
 """Its processes have got SIGTERM, and some may still run."""
 LISTED = "%i|%j|%t|%L|%M|%N|%r"
 """Id, name, state, time left, time used, nodes and reason of a job."""
+JOB_ID = re.compile(r"\d{1,19}[\w\[\],%-]*")
+"""Pattern of job ids; the second part is that of an array or of a heterogeneous job."""
 TRANSIENT = re.compile(
     r"timed out|unable to contact|temporarily|try again|connection|communication|submit limit",
     re.IGNORECASE,
@@ -101,7 +103,8 @@ def list_jobs(prefix: str) -> list[QueuedJob]:
     jobs = []
     for line in text.splitlines():
         job_id, name, state, left, used, node, reason = (line.strip().split("|", 6) + [""] * 6)[:7]
-        if name.startswith(prefix) and state in PENDING | RUNNING | ENDING:
+        is_id = JOB_ID.fullmatch(job_id) is not None  # scancel must not read it as an option
+        if is_id and name.startswith(prefix) and state in PENDING | RUNNING | ENDING:
             jobs.append(
                 QueuedJob(
                     job_id=job_id,
@@ -187,7 +190,7 @@ def seconds_of(text: str) -> float:
     >>> seconds_of("1-02:00:00"), seconds_of("5:30"), seconds_of("UNLIMITED")
     (93600.0, 330.0, inf)
     """
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    found = re.fullmatch(r"(?:(\d{1,9})-)?(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})", text.strip())
     if found is None:
         return float("inf")
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
@@ -203,6 +206,7 @@ def _call(
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",  # names of other jobs of this user may have any bytes
             check=False,
             timeout=TIMEOUT_S,
             cwd=cwd,

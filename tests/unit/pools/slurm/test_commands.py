@@ -141,3 +141,26 @@ def test_missing_commands_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     with pytest.raises(PoolError, match="sbatch and squeue and scancel not found in PATH"):
         commands.check_commands()
+
+
+OWN = b"17|slurm-a-1.w1|R|59:00|1:00|n1|None\n"
+
+
+@pytest.mark.parametrize(
+    ("listed", "ids"),
+    [
+        pytest.param(b"18|M\xfcller|R|59:00|1:00|n1|None\n" + OWN, ["17"], id="not UTF-8"),
+        pytest.param(b"--user=root|slurm-a-1.w1|R|1:00|1:00|n|None\n", [], id="id is an option"),
+        pytest.param(b"17_[1-3%2]|slurm-a-1.w1|R|1:00|1:00|n|None\n", ["17_[1-3%2]"], id="array"),
+        pytest.param(OWN.replace(b"59:00", b"9" * 6000 + b":00"), ["17"], id="6,000 digits"),
+    ],
+)
+def test_other_output_of_squeue_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: bytes, ids: list[str]
+) -> None:
+    (tmp_path / "out").write_bytes(listed)
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\ncat {tmp_path}/out\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    assert [job.job_id for job in commands.list_jobs("slurm-a-1.")] == ids
