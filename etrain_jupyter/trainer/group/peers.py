@@ -17,6 +17,10 @@ class Peers(Protocol):
         """Start sending a contiguous CPU tensor; return an object with ``wait``."""
         ...
 
+    def raise_if_failed(self) -> None:
+        """Raise if the generation has failed, so that its tensors may belong to the next one."""
+        ...
+
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
         """Start receiving into a contiguous CPU tensor; return an object with ``wait``."""
         ...

@@ -42,13 +42,16 @@ def sum_small(peers: Peers, tensor: torch.Tensor) -> None:
     #     rank 4   sends e                    receives the total
     rank, world_size = peers.rank, peers.world_size
     num_core = 1 << (world_size.bit_length() - 1)
+    received = torch.empty_like(tensor)
     if rank >= num_core:
         peers.isend(tensor, rank - num_core, TAG).wait()
-        peers.irecv(tensor, rank - num_core, TAG).wait()
+        peers.irecv(received, rank - num_core, TAG).wait()
+        peers.raise_if_failed()  # an abandoned sum must not write into its tensor
+        tensor.copy_(received)
         return
-    received = torch.empty_like(tensor)
     if rank + num_core < world_size:
         peers.irecv(received, rank + num_core, TAG).wait()
+        peers.raise_if_failed()
         tensor.add_(received)
     distance = 1
     while distance < num_core:
@@ -56,6 +59,7 @@ def sum_small(peers: Peers, tensor: torch.Tensor) -> None:
         works = [peers.irecv(received, other, TAG), peers.isend(tensor, other, TAG)]
         for work in works:
             work.wait()
+        peers.raise_if_failed()
         # On both, the lower rank's value first: the sum of two NaNs has the bits of the first one.
         low, high = (tensor, received) if rank < other else (received, tensor)
         torch.add(low, high, out=tensor)

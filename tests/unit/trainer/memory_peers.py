@@ -38,6 +38,11 @@ class MemoryPeers:
 
     def __init__(self, mail: Mail, rank: int, world_size: int) -> None:
         self.mail, self.rank, self.world_size = mail, rank, world_size
+        self.failure: Exception | None = None
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
         assert tensor.numel()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.rules.policy import small_sums
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
-from etrain_jupyter.trainer.group.small_sum import is_small, sum_small
+from etrain_jupyter.trainer.group.small_sum import TAG, is_small, sum_small
 from tests.unit.trainer.memory_peers import Mail, MemoryPeers
 from tests.unit.trainer.peers import connected, linked_groups, on_each
 
@@ -128,3 +128,15 @@ def test_lost_peer_fails_a_sum(size: int) -> None:
         with pytest.raises(CommunicationError):
             pending.wait()
         assert group.failed_backend == "gloo"
+
+
+@pytest.mark.parametrize(("rank", "peer"), [(0, 2), (1, 0), (2, 0)])
+def test_sum_that_was_abandoned_does_not_write_into_its_tensor(rank: int, peer: int) -> None:
+    mail, tensor = Mail(), torch.ones(3)
+    mail.box(peer, rank, TAG).put(torch.ones(3))
+    peers = MemoryPeers(mail, rank, 3)
+    peers.failure = CommunicationError("a peer is lost")
+
+    with pytest.raises(CommunicationError):
+        sum_small(peers, tensor)
+    assert tensor.tolist() == [1.0, 1.0, 1.0]
