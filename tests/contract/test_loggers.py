@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from etrain_jupyter.errors import LoggerError
-from etrain_jupyter.log.loggers.base import LoggerEntry
+from etrain_jupyter.log.loggers import mlflow_logger
+from etrain_jupyter.log.loggers.base import Exhibit, LoggerEntry, RunInfo
 from etrain_jupyter.log.loggers.feed import export_log
 from etrain_jupyter.log.loggers.mlflow_logger import JOB_TAG, MlflowLogger
 from etrain_jupyter.log.loggers.process import follow_elsewhere
@@ -200,6 +203,28 @@ class TestMlflowServer(LoggerContract):
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@needs_module("mlflow")
+def test_server_cannot_choose_a_folder_of_the_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = SimpleNamespace(run_id="1", artifact_uri=(tmp_path / "home").as_uri())
+    client = MagicMock()
+    client.return_value.search_runs.return_value = []
+    client.return_value.create_run.return_value = SimpleNamespace(info=info)
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", client)
+    monkeypatch.setattr(mlflow_logger, "_check_server", lambda uri: None)
+    logger = MlflowLogger("http://tracking:5000", "digits")
+    logger.open(RunInfo(job_id=JOB_ID, name="digits", created=1.0, config={}, revision=0))
+
+    place: dict[str, Any] = {"number": 0, "step": 1, "time": 1.0}
+    load = "ssh-ed25519 AAAA".__str__
+    logger.write([Exhibit(**place, name="keys", format="text", size_bytes=16, load=load)])
+
+    client.return_value.log_artifact.assert_not_called()
+    tags = client.return_value.log_batch.call_args.kwargs["tags"]
+    assert {tag.key: tag.value[:10] for tag in tags}["etrain.files"] == "not stored"
 
 
 class WandbPlace:

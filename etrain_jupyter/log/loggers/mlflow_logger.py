@@ -30,6 +30,12 @@ REVISION_TAG = "etrain.revision"
 RECORDS_TAG = "etrain.records"
 """Tag with the number of records that are stored."""
 NOTE_TAG = "etrain.note.{index:04}"
+FILES_TAG = "etrain.files"
+"""Tag that explains why a run has no figures, texts and tables."""
+NO_FILES = (
+    "not stored: the server names a folder of the client for them, which can be any folder. "
+    "Start it with mlflow server --artifacts-destination FOLDER"
+)
 MAX_METRICS = 1_000
 """Maximum number of metrics per request."""
 MAX_PARAMS = 100
@@ -75,6 +81,8 @@ class MlflowLogger:
         self._client: Any = None
         self._run_id = ""
         self._num_stored = 0
+        self._has_local_files = False
+        """True if a server, not the user, names the folder of this machine for artifacts."""
         # Steps of the newest stored metrics, by key. The process may have died after it had stored
         # metrics, but not yet the tag that counts them.
         self._torn: dict[str, set[int]] = {}
@@ -136,7 +144,9 @@ class MlflowLogger:
                 self._client.log_batch(self._run_id, metrics=part)
             tags = {}
             for record in records:
-                if isinstance(record, Exhibit):
+                if isinstance(record, Exhibit) and self._has_local_files:
+                    tags[FILES_TAG] = NO_FILES
+                elif isinstance(record, Exhibit):
                     self._write_file(record)
                 elif isinstance(record, Note):
                     tags[NOTE_TAG.format(index=record.index)] = record.text
@@ -176,13 +186,18 @@ class MlflowLogger:
             start_time=int(run.created * 1000),
             tags={**self._tags, JOB_TAG: run.job_id, REVISION_TAG: str(run.revision)},
         )
-        self._run_id = created.info.run_id
+        self._use(created)
         params = [Param(key, value) for key, value in params_of(run.config).items()]
         for part in _parts(params, MAX_PARAMS):
             self._client.log_batch(self._run_id, params=part)
 
-    def _continue(self, run: Any) -> None:
+    def _use(self, run: Any) -> None:
         self._run_id = run.info.run_id
+        is_server = urlsplit(self._uri).scheme in ("http", "https")
+        self._has_local_files = is_server and urlsplit(run.info.artifact_uri).scheme in ("", "file")
+
+    def _continue(self, run: Any) -> None:
+        self._use(run)
         self._num_stored = int(run.data.tags.get(RECORDS_TAG, "0"))
         # The newest write may have been interrupted. Its records are written again, except metrics
         # that are already stored: MLflow would store them twice.
