@@ -156,8 +156,7 @@ class JobPlanned(Event):
         left = self.total_samples - step.epoch * length - done
         here = min(length - done, left)  # no step crosses the end of an epoch
         epochs, rest = divmod(left - here, length)
-        parts = (here, *((length,) * epochs), rest)
-        return step.step + sum(-(-part // size) for part in parts)
+        return step.step + epochs * -(-length // size) + sum(-(-n // size) for n in (here, rest))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -690,50 +689,59 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
 
 
 def check_types(kind: str, values: Mapping[str, Any]) -> None:
-    """Reject values whose types do not match the fields of a kind.
+    """Reject values whose types do not match the fields of a kind, or that no job can have.
 
     Raises:
         KeyError: If a name is unknown.
-        TypeError: If a value has the wrong type.
+        TypeError: If a value has the wrong type, is too large, or is 0 where a job divides by it.
     """
-    for name, items in _fields_with_items(kind, tuple(values), tuple(map(type, values.values()))):
+    integers, lists = _fields_to_check(kind, tuple(values), tuple(map(type, values.values())))
+    for name in integers:
+        if not (1 if name in _POSITIVE else -_TOO_LARGE) <= values[name] < _TOO_LARGE:
+            raise TypeError(f"{name} of {kind} is out of range")
+    for name, items in lists:
         value = values[name]
-        inner = value.values() if isinstance(value, dict) else value
-        if not all(isinstance(item, items) for item in inner):
-            raise TypeError(f"{name} of {kind} has an item of the wrong type")
+        for item in value.values() if isinstance(value, dict) else value:
+            if not isinstance(item, items) or (type(item) is int and abs(item) >= _TOO_LARGE):
+                raise TypeError(f"{name} of {kind} has an item of the wrong type")
 
 
 @functools.lru_cache(maxsize=4096)
-def _fields_with_items(
+def _fields_to_check(
     kind: str, names: tuple[str, ...], types: tuple[type, ...]
-) -> tuple[tuple[str, tuple[type, ...]], ...]:
-    # Checks the types of the values themselves, and returns the fields whose items must be checked.
-    # Nearly all events of a kind have the same types, so the cache limits this to a few calls per
-    # log.
+) -> tuple[list[str], list[tuple[str, tuple[type, ...]]]]:
+    # Checks the types of the values themselves. Returns the integers, and the fields whose items
+    # must be checked. Nearly all events of a kind have the same types, so the cache limits this to
+    # a few calls per log.
     annotations = {f.name: str(f.type) for f in dataclasses.fields(Event.kinds[kind])}
-    found = []
+    integers, lists = [], []
     for name, kind_of_value in zip(names, types, strict=True):
         fitting, items = _TYPES[annotations[name]]
         if not issubclass(kind_of_value, fitting):
             raise TypeError(f"{name} of {kind} is {kind_of_value.__name__}")
         if items:
-            found.append((name, items))
-    return tuple(found)
+            lists.append((name, items))
+        elif kind_of_value is int:
+            integers.append(name)
+    return integers, lists
 
 
+_TOO_LARGE = 1 << 64
+"""Larger integers, which JSON may contain, do not fit a float or an array."""
+_POSITIVE = frozenset({"num_train_samples", "global_batch_size"})
 # Maps the annotation of a field to the types allowed for its value and for the value's items.
-# Numeric types are interchangeable, because JSON may contain 1 for 1.0, and a bool is an int.
+# JSON may contain 1 for 1.0, and a bool is an int.
 _NUMBER: tuple[type, ...] = (int, float)
 _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
-    "int": (_NUMBER, ()),
+    "int": ((int,), ()),
     "float": (_NUMBER, ()),
-    "bool": (_NUMBER, ()),
+    "bool": ((int,), ()),
     "float | None": ((*_NUMBER, type(None)), ()),
     "str": ((str,), ()),
     "JobStatus": ((str,), ()),
     "ExhibitFormat": ((str,), ()),
     "list[str]": ((list, tuple), (str,)),
-    "list[int]": ((list, tuple), _NUMBER),
+    "list[int]": ((list, tuple), (int,)),
     "list[float]": ((list, tuple), _NUMBER),
     "dict[str, float]": ((dict,), _NUMBER),
     "dict[str, Any]": ((dict,), ()),

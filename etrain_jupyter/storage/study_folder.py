@@ -213,6 +213,4 @@ class _JournalReader:
 
     def append_logs(self, logs: Any) -> None:
         """Raise: only the scheduler writes the journal."""
-        raise EtrainError(
-            "a study is only read here. study.resume(trials=N) adds trials"
-        )
+        raise EtrainError("a study is only read here. study.resume(trials=N) adds trials")

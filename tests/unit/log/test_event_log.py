@@ -20,6 +20,7 @@ from etrain_jupyter.log.event_log import EventLog, LogReader, read_events
 from etrain_jupyter.log.events import (
     Event,
     ExhibitFormat,
+    JobPlanned,
     JobStatus,
     JobStatusChanged,
     LogLine,
@@ -39,7 +40,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXT,
     JobStatus: TEXT,  # a newer version may have others
     ExhibitFormat: TEXT,
-    int: st.integers(0, 2**60),
+    int: st.integers(1, 2**60),
     bool: st.booleans(),
     float: st.floats(allow_nan=False),
     float | None: st.none() | st.floats(allow_nan=False),
@@ -91,6 +92,65 @@ def test_step_of_an_older_log_counts_as_agreed_by_all_ranks() -> None:
     read = event_from_dict(old)
     assert isinstance(read, StepCompleted)
     assert read.ranks_agree
+
+
+PLANNED = {
+    "event": "JobPlanned",
+    "job_id": "job",
+    "time": 1.0,
+    **{"num_train_samples": 10, "num_eval_samples": 0, "global_batch_size": 5},
+    **{"steps_per_epoch": 2, "total_steps": 2},
+}
+SIZED = {
+    **{"event": "WorkersSized", "job_id": "job", "time": 1, "workers": 1, "offered": 1},
+    **{"limit": "max", "goodputs": [0, 1.5], "measured": [1], "reason": ""},
+}
+
+
+def test_whole_numbers_are_read_as_floats() -> None:
+    assert event_from_dict(SIZED).time == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        PLANNED | {"total_samples": 1e9},
+        PLANNED | {"num_train_samples": 2.5},
+        PLANNED | {"num_train_samples": 0},
+        PLANNED | {"global_batch_size": -1},
+        PLANNED | {"seq": 1.5},
+        PLANNED | {"total_steps": 10**400},
+        PLANNED | {"time": 10**400},
+        SIZED | {"measured": [1.5]},
+        SIZED | {"goodputs": [10**400]},
+    ],
+    ids=lambda values: values["event"],
+)
+def test_numbers_that_no_job_has_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        event_from_dict(values)
+
+
+def test_steps_of_many_epochs_need_no_memory() -> None:
+    planned = event_from_dict(PLANNED | {"total_samples": 4 * 10**15, "per_worker_batch_size": 10})
+    assert isinstance(planned, JobPlanned)
+    assert planned.total_steps_after(step_of(samples=10, world_size=1)) == 4 * 10**14
+
+
+def step_of(*, samples: int, world_size: int) -> StepCompleted:
+    return StepCompleted(
+        job_id="job",
+        time=1.0,
+        step=1,
+        epoch=0,
+        first=0,
+        samples=samples,
+        sample_checksum=7,
+        loss=0.5,
+        lr=0.1,
+        world_size=world_size,
+        samples_per_s=1.0,
+    )
 
 
 def test_non_finite_floats_survive_a_round_trip(path: Path) -> None:
