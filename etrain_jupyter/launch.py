@@ -10,6 +10,7 @@ from typing import Any
 from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping
 from etrain_jupyter.config.search_cell import ParsedSearch, parse_search_cell, parse_search_mapping
+from etrain_jupyter.log.events import describe_parameters
 from etrain_jupyter.log.loggers.registry import with_loggers
 from etrain_jupyter.log.tensorboard import require_tensorboard
 from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_end
@@ -54,7 +55,24 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     check_references(config, names, source=parsed.source)
     bundle = capture_bundle(config.references(), names, cell_numbers=cell_numbers())
     warnings += parsed.warnings + config.warnings()
-    return Plan(config=config, bundle=bundle, pool=pool, runs=runs, cell=cell, warnings=warnings)
+    return Plan(
+        config=config, bundle=bundle, pool=pool, runs=runs, cell=cell, warnings=warnings,
+        model_size=_size_of(names.get(config.model)),
+    )  # fmt: skip
+
+
+def _size_of(model: Any) -> str:
+    # A class or a function builds its model on the workers, and the job's log has its size.
+    if isinstance(model, type) or not (
+        hasattr(model, "state_dict") and hasattr(model, "parameters")
+    ):
+        return ""
+    try:
+        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    except (TypeError, ValueError):  # lazy modules have no shapes yet
+        return ""
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    return describe_parameters(trained, sum(size for size, _ in sizes))
 
 
 def plan_search(

@@ -112,6 +112,17 @@ class SchedulerRestarted(Event):
     """Workers that did not reconnect."""
 
 
+def describe_parameters(num_trained: int, num_parameters: int) -> str:
+    """Return the size of a model as text; empty if it is unknown.
+
+    >>> describe_parameters(32_768, 8_937_728), describe_parameters(10, 10)
+    ('32,768 of 8,937,728 parameters trained', '10 parameters')
+    """
+    if num_trained == num_parameters:
+        return f"{num_parameters:,} parameters" if num_parameters else ""
+    return f"{num_trained:,} of {num_parameters:,} parameters trained"
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobPlanned(Event):
     """The first warm trainer reported the length of the job; repeated after each ``JobResumed``."""
@@ -126,6 +137,9 @@ class JobPlanned(Event):
     total_steps: int
     """Total steps at that batch size."""
     num_parameters: int = 0
+    """Parameters of the model."""
+    num_trained_parameters: int = 0
+    """Those that require a gradient; 0 in older logs, see ``trained_parameters``."""
     total_samples: int = 0
     """Number of samples that the whole job trains on, over all epochs; 0 in older logs."""
     per_worker_batch_size: int = 0
@@ -135,6 +149,16 @@ class JobPlanned(Event):
     of the samples depends; empty if the set is in memory, and in older logs."""
     train_digest: str = ""
     """Digest of the training set's content, hexadecimal; empty if it is in memory."""
+
+    @property
+    def model_size(self) -> str:
+        """The parameters as text; empty if they are unknown."""
+        return describe_parameters(self.trained_parameters, self.num_parameters)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Number of parameters whose gradients are exchanged; in older logs, all parameters."""
+        return self.num_trained_parameters or self.num_parameters
 
     def batch_size_of(self, world_size: int) -> int:
         """Return the number of samples in a full step of ``world_size`` ranks."""

@@ -380,6 +380,9 @@ class Trainer:
                     "train_layout": plan.layout.encode() if plan.layout is not None else "",
                     "train_digest": self._loop.workload.train.digest,
                     "num_parameters": sum(p.numel() for p in model.parameters()),
+                    "num_trained_parameters": sum(
+                        p.numel() for p in model.parameters() if p.requires_grad
+                    ),
                 },
             )
         )

@@ -59,6 +59,7 @@ export function asSnapshot(value: unknown): ISnapshot {
     best: orNull(raw.best, asBest),
     global_batch_size: finiteOrNull(raw.global_batch_size),
     num_parameters: finiteOrNull(raw.num_parameters),
+    num_trained_parameters: finiteOrNull(raw.num_trained_parameters),
     world_size: finite(raw.world_size),
     min_workers: finiteOrNull(raw.min_workers),
     max_workers: finiteOrNull(raw.max_workers),

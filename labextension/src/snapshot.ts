@@ -167,6 +167,8 @@ export interface ISnapshot {
   best: IBestValue | null;
   global_batch_size: number | null;
   num_parameters: number | null;
+  /** Parameters that require a gradient. */
+  num_trained_parameters: number | null;
   world_size: number;
   min_workers: number | null;
   max_workers: number | null;

@@ -52,6 +52,12 @@ function fill(
     .join(' · ');
 }
 
+function parameterTile(s: ISnapshot, total: number): ITile {
+  const trained = s.num_trained_parameters ?? total;
+  const detail = trained === total ? 'all trained' : `of ${format.count(total)} trained`;
+  return { name: 'parameters', figure: format.count(trained), detail };
+}
+
 function tilesOf(s: ISnapshot, now: number | null): ITile[] {
   const trouble = checkpointTrouble(s, now ?? s.updated_at);
   const tiles: ITile[] = [
@@ -67,6 +73,7 @@ function tilesOf(s: ISnapshot, now: number | null): ITile[] {
       figure: format.count(s.global_batch_size),
       detail: s.lr === null ? '' : `lr ${format.brief(s.lr)}`
     },
+    ...(s.num_parameters ? [parameterTile(s, s.num_parameters)] : []),
     {
       name: 'workers',
       figure: String(s.world_size) + (s.max_workers === null ? '' : ` of ${s.max_workers}`),

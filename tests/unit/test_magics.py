@@ -456,6 +456,16 @@ def test_dry_run_shows_the_plan_and_submits_nothing(run: Run, submitted: list[la
     assert RunStore().records() == []
 
 
+def test_dry_run_counts_the_parameters_of_a_model_of_the_notebook(run: Run) -> None:
+    run(
+        f"{NOTEBOOK}from torch import nn\nlayer = nn.Linear(3, 2)\nlayer.bias.requires_grad = False"
+    )
+
+    _, shown = run(f"%%etrain distributed --dry-run\n{BODY.replace('Net()', 'layer')}")
+
+    assert "layer, 6 of 8 parameters trained" in shown
+
+
 def test_waiting_cell_of_a_failed_job_shows_the_users_traceback(
     run: Run, submitted: list[launch.Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -658,7 +658,7 @@ class HostedJob:
         if plan is None or not plan.num_parameters:
             return 0.0
         exchange = exchange_of(
-            num_parameters=plan.num_parameters, compression=compression, passes=1
+            num_parameters=plan.trained_parameters, compression=compression, passes=1
         )
         return exchange.num_bytes
 

@@ -64,6 +64,8 @@ class Measured:
     """True if all workers are CPU slots of the machine with the scheduler."""
     gradient_bytes: float | None = None
     """Bytes of one worker's gradients as they are sent; None if the log has no size."""
+    model_size: str = ""
+    """Parameters of the model as text; empty if the log has no size."""
 
 
 def read_measured(job: Job) -> Measured:
@@ -106,6 +108,7 @@ def read_measured(job: Job) -> Measured:
             one.worker in joined and _is_local_slot(joined[one.worker]) for one in totals.values()
         ),
         gradient_bytes=_gradient_bytes(record),
+        model_size=record.plan.model_size if record.plan is not None else "",
     )
 
 
@@ -137,7 +140,7 @@ def _gradient_bytes(record: RunRecord) -> float | None:
         return None
     compression = str(record.config.get("compression") or "none")
     exchange = exchange_of(
-        num_parameters=record.plan.num_parameters, compression=compression, passes=1
+        num_parameters=record.plan.trained_parameters, compression=compression, passes=1
     )
     return exchange.num_bytes
 

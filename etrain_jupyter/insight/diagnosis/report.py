@@ -216,6 +216,8 @@ class Diagnosis:
             f"{num_workers} worker{'' if num_workers == 1 else 's'} (generation "
             f"{measured.generation})."
         )
+        if measured.model_size:
+            notes.append(f"The model has {measured.model_size}.")
         return notes
 
     def _table(self) -> list[list[str]]:

@@ -117,7 +117,7 @@ class MeasuredJob:
     def exchange(self, s_per_byte: float | None = None) -> Exchange:
         """Return the exchange of the gradients, over a network of known or unknown bandwidth."""
         return exchange_of(
-            num_parameters=self.plan.num_parameters,
+            num_parameters=self.plan.trained_parameters,
             compression=self.compression,
             passes=self.passes,
             s_per_byte=s_per_byte,

@@ -173,6 +173,7 @@ class TrainingPlan:
         lines = [
             f"Plan for {job.job_id}: {amount}, predicted from {number(job.num_steps)} steps with "
             f"{points} of workers and batch.",
+            *([f"The model has {size}."] if (size := job.plan.model_size) else []),
             self._recommendation(),
         ]
         return "\n".join(lines)

@@ -103,7 +103,7 @@ def _describe_scheduler_restarted(event: SchedulerRestarted) -> Line:
 
 @describe.register
 def _describe_job_planned(event: JobPlanned) -> Line:
-    parameters = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
+    parameters = f", {event.model_size}" if event.model_size else ""
     # With batch.per_worker, the number of steps depends on the number of workers, but the number of
     # samples does not.
     each = event.per_worker_batch_size

@@ -43,6 +43,7 @@ class JobFacts:
     best: BestValue | None = None
     global_batch_size: int | None = None
     num_parameters: int | None = None
+    num_trained_parameters: int | None = None
     world_size: int = 0
     min_workers: int | None = None
     max_workers: int | None = None

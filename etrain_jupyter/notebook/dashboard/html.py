@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from etrain_jupyter.log.events import describe_parameters
 from etrain_jupyter.notebook.dashboard.event_text import dollars, number, seconds
 from etrain_jupyter.notebook.dashboard.exhibits_html import render_exhibits
 from etrain_jupyter.notebook.dashboard.freshness import trouble_of
@@ -85,6 +86,8 @@ def _headline(snapshot: Snapshot) -> str:
         facts.append(f"{number(float(snapshot.samples_per_s))} samples/s")
     if snapshot.global_batch_size is not None:
         facts.append(f"batch {snapshot.global_batch_size:,}")
+    if snapshot.num_parameters and snapshot.num_trained_parameters:
+        facts.append(describe_parameters(snapshot.num_trained_parameters, snapshot.num_parameters))
     if snapshot.lr is not None:
         facts.append(f"lr {float(snapshot.lr):.3g}")
     facts.append(f"workers {_workers(snapshot)}")

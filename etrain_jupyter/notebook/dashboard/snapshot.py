@@ -204,6 +204,8 @@ class Snapshot:
     best: BestValue | None = None
     global_batch_size: int | None = None
     num_parameters: int | None = None
+    num_trained_parameters: int | None = None
+    """Parameters that require a gradient."""
     world_size: int = 0
     min_workers: int | None = None
     max_workers: int | None = None

@@ -27,6 +27,8 @@ class Plan:
     """Text of the cell's body; empty for a job from Python."""
     warnings: tuple[str, ...] = ()
     """Warnings about the configuration, printed before the job starts."""
+    model_size: str = ""
+    """Parameters of the notebook's model as text; empty if the workers build the model."""
 
     def print_warnings(self) -> None:
         """Print the warnings about the configuration and the bundle."""
@@ -71,7 +73,7 @@ class Plan:
         total = format_bytes(sum(sizes.values()))
         length = f"{config.steps} steps" if config.steps else f"{config.epochs:g} epochs"
         lines = {
-            "model": config.model,
+            "model": ", ".join(filter(None, (config.model, self.model_size))),
             "length": f"{length} of batch {_describe_batch(config)}",
             "workers": f"{config.workers.min} to {config.max_workers()} of pool {config.pool}",
             "captured": f"{total}: {captured}" if captured else "nothing",

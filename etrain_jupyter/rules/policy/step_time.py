@@ -149,7 +149,7 @@ def exchange_of(
     """Return the exchange of a job's gradients.
 
     Args:
-        num_parameters: Parameters of the model.
+        num_parameters: Trained parameters of the model: frozen ones have no gradients.
         compression: The key ``compression``; the size is an assumption for PowerSGD.
         passes: See ``Exchange``.
         s_per_byte: Inverse of the bandwidth of a known network; None if it is unknown.

@@ -142,7 +142,7 @@ class SpeedEvidence:
 
     def _exchange(self, plan: t.JobPlanned) -> Exchange:
         return exchange_of(
-            num_parameters=plan.num_parameters,
+            num_parameters=plan.trained_parameters,
             compression=str(self._config.get("compression") or "none"),
             passes=passes_of(self._config),
         )

@@ -458,7 +458,8 @@ def test_text_has_verdict_ceiling_remedy_and_parts() -> None:
         "w1      75%   25%     0%      40 ms\n"
         "\n"
         "Not measured: the fixed cost of a pass (it needs an epoch whose last step is smaller).\n"
-        "From 150 steps up to step 200, with 2 workers (generation 1)."
+        "From 150 steps up to step 200, with 2 workers (generation 1).\n"
+        "The model has 1,000 parameters."
     )
 
 

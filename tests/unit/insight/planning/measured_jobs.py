@@ -22,6 +22,7 @@ def measured_job(
     usd_per_h: float | None = None,
     total_samples: int = 1_000_000,
     num_parameters: int = 10_000_000,
+    num_trained: int = 0,
     per_worker: bool = False,
     status: str = "running",
     config: Mapping[str, Any] | None = None,
@@ -40,6 +41,7 @@ def measured_job(
         usd_per_h: Price of a worker.
         total_samples: Samples of the whole job.
         num_parameters: Parameters of the network.
+        num_trained: Those that are trained; 0 for all.
         per_worker: True if the samples per step depend on the number of workers.
         status: Status of the job.
         config: Keys of the cell.
@@ -67,7 +69,7 @@ def measured_job(
             **common, num_train_samples=total_samples // 10, num_eval_samples=0,
             global_batch_size=first[1], steps_per_epoch=total_samples // 10 // first[1],
             total_steps=total_samples // first[1], num_parameters=num_parameters,
-            total_samples=total_samples,
+            total_samples=total_samples, num_trained_parameters=num_trained,
             per_worker_batch_size=first[1] // first[0] if per_worker else 0,
         ),
     ]  # fmt: skip

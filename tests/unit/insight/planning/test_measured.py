@@ -118,6 +118,11 @@ def test_exchange_depends_on_the_cell(
     assert not exchange.is_known
 
 
+def test_only_trained_parameters_are_exchanged() -> None:
+    job = measured_job(CPU, [(1, 64)], num_trained=32_768)
+    assert read_measured(job).exchange().num_bytes == 4 * 32_768
+
+
 def test_job_without_steps_is_refused_with_what_to_do() -> None:
     job = measured_job(CPU, [], status="waiting")
 

@@ -36,11 +36,12 @@ def test_text_has_the_recommendation_the_options_and_what_was_guessed() -> None:
     plan = plan_of(on_gpus(), deadline_h=5.0, types=("g5.xlarge", "g6.xlarge"))
 
     head, table, notes = str(plan).split("\n\n")
-    first, second = head.splitlines()
+    first, size, second = head.splitlines()
     assert first == (
         "Plan for net-00000000: 1,978,240 samples left of 2,000,000, predicted from 60 steps with "
         "3 combinations of workers and batch."
     )
+    assert size == "The model has 10,000,000 parameters."
     assert re.fullmatch(
         r"Recommended: \d workers on g\d\.xlarge spot, \d\.\d h and \$\d+\.\d\d \(\+-\d+%\): the "
         r"cheapest that meets the deadline of 5\.0 h even if steps are \d+% slower, with .* to "

@@ -131,6 +131,6 @@ def test_the_page_shows_time_split_pace_and_cost() -> None:
     html = html_of(view_of(events))
 
     assert "<td>128</td><td>data 50%, compute 45%, optimizer 5%</td>" in html
-    assert "batch 256 · lr 0.0003 · " in html
+    assert "batch 256 · 128,394 parameters · lr 0.0003 · " in html
     assert "$1.50 spent, $2.50 saved" in html
     assert "<b>error</b> w0 lost (killed)" in html

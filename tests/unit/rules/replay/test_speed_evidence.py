@@ -55,6 +55,13 @@ def test_measured_rates_are_kept_and_the_others_predicted():
     assert 40.0 < terms.rates[3] < terms.rates[4] < 96.0
 
 
+def test_frozen_parameters_are_not_exchanged():
+    adapters = replace(PLAN, num_parameters=200_000_000, num_trained_parameters=1000)
+    assert adapters.model_size == "1,000 of 200,000,000 parameters trained"
+    rates = [folded(steps(1, 1.0, 20), plan=one).terms(VIEW).rates for one in (PLAN, adapters)]
+    assert rates[0] == rates[1]
+
+
 def test_new_measurements_replace_old_ones():
     terms = folded(steps(1, 1.0, 300), steps(1, 2.0, 203)).terms(VIEW)
     assert terms.rates[1] == pytest.approx(12.0)
