@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,6 +36,9 @@ STACKS_S = 2.0
 
 MAX_STACK_LINES = 500
 """Maximum number of stack lines to forward."""
+
+VMSTAT = Path("/proc/vmstat")
+"""The kernel's counters, which include the processes it has killed because memory ran out."""
 
 OnMessage = Callable[["TrainerProcess", Encoded], None]
 """Handles a message of a kind that trainers send. Its fields are not checked yet."""
@@ -87,6 +91,7 @@ class TrainerProcess:
         self._killed_because = ""  # the first reason; empty if not killed
         self._early: list[bytes] = []  # messages from before the channel was open
         self._page: ProgressPage | None = None
+        self._num_oom_kills = count_oom_kills()  # at its start
         self._num_free_lines = 0  # lines of a stack report, exempt from the rate limit
 
     @property
@@ -339,8 +344,10 @@ class TrainerProcess:
             return self._killed_because
         if code < 0:
             name = signal.Signals(-code).name
-            # The supervisor did not kill it; Linux sends SIGKILL when memory runs out.
-            guess = " (out of memory?)" if code == -signal.SIGKILL else ""
+            # The supervisor did not kill it. Linux sends SIGKILL when memory runs out, but so does
+            # anyone's `kill -9`.
+            is_memory = code == -signal.SIGKILL and count_oom_kills() > self._num_oom_kills
+            guess = " (out of memory?)" if is_memory else ""
             return f"trainer {self.pid} was killed by {name}{guess}"
         return f"trainer {self.pid} exited with code {code}"
 
@@ -376,6 +383,18 @@ class TrainerProcess:
         """Log a line as if the trainer had sent it."""
         line = TextLogged(level=level, text=text, is_printed=is_printed)
         self._on_message(self, encode(line))
+
+
+def count_oom_kills() -> int:
+    """Return the number of processes that Linux has killed since boot because memory ran out.
+
+    Includes those of containers that reached their own limit. 0 if the kernel does not count them.
+    """
+    try:
+        lines = VMSTAT.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

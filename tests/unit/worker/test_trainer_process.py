@@ -225,6 +225,23 @@ async def test_text_that_cannot_be_encoded_is_printed_escaped(script):
     assert "exited with code 0" in cause
 
 
+@pytest.mark.parametrize(("kills", "cause"), [(0, ""), (1, " (out of memory?)")])
+async def test_kill_is_put_down_to_memory_only_if_linux_has_killed_for_memory(
+    script, monkeypatch, tmp_path, kills, cause
+):
+    script("import time; time.sleep(60)")
+    counters = tmp_path / "vmstat"
+    counters.write_text("pgfault 7\noom_kill 3\n")
+    monkeypatch.setattr(trainer_process, "VMSTAT", counters)
+
+    async def kill(trainer, lines):
+        counters.write_text(f"pgfault 9\noom_kill {3 + kills}\n")
+        os.kill(trainer.pid, signal.SIGKILL)
+
+    _, shown = await run(kill)
+    assert shown.endswith(f"was killed by SIGKILL{cause}")
+
+
 async def test_trainer_with_undecodable_messages_is_killed_and_its_exit_is_reported(script):
     """The task that reads them ended silently, and nobody heard of the trainer any more."""
     script(
