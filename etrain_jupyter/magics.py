@@ -136,14 +136,16 @@ class EtrainMagics(Magics):
             if {"-h", "--help"} & set(words):
                 return help_on_search()
             raise ConfigError(
-                "%etrain search needs a body", hint="begin the cell with %%etrain search"
+                "%etrain search needs a body",
+                hint="begin the cell with two percent signs: %%etrain search",
             )
         if words and words[0] == CELL_COMMAND:
             if {"-h", "--help"} & set(words):
                 return help_on_cell()
             raise ConfigError(
                 "%etrain distributed needs a body",
-                hint="begin the cell with %%etrain distributed; %etrain template prints a body",
+                hint="begin the cell with two percent signs: %%etrain distributed; "
+                "%etrain template prints a body",
             )
         return run_line(self, words, prog="%etrain")
 
@@ -267,7 +269,13 @@ def split_line(line: str) -> list[str]:
 
 
 def give_empty_body(lines: list[str]) -> list[str]:
-    """Add an empty body to ``%%etrain distributed --help``, because IPython requires one."""
+    """Add an empty body to ``%%etrain distributed --help``, because IPython requires one.
+
+    Below ``%etrain distributed`` with a single %, the body would be a syntax error in Python. It is
+    dropped, so that the line's own error explains the second %.
+    """
+    if lines and re.match(rf"%etrain\s+({CELL_COMMAND}|{SEARCH_COMMAND})(\s|$)", lines[0]):
+        return lines[:1]
     if len(lines) != 1 or not re.match(r"%%etrain(\s|$)", lines[0]):
         return lines
     return [lines[0].rstrip("\n") + "\n", "\n"]

@@ -41,6 +41,7 @@ from etrain_jupyter.config.vocabulary import (
     check_options,
     find_optimizer,
 )
+from etrain_jupyter.process.processes import num_usable_cores
 
 __all__ = [
     "BatchConfig",
@@ -1057,11 +1058,6 @@ class TrainConfig(Section):
             cores: Cores of the pool's machine; None for those of this machine.
         """
         if cores is None:
-            cores = (
-                # The cores available to this process, which a container may limit.
-                len(os.sched_getaffinity(0))
-                if hasattr(os, "sched_getaffinity")
-                else os.cpu_count() or 1
-            )
+            cores = num_usable_cores()
         most = self.workers.max or max(2, min(DEFAULT_MAX_WORKERS, cores), self.workers.min)
         return min(most, self.num_shards() or self.batch.size(most))

@@ -213,7 +213,8 @@ _ANSWERS: dict[str, str] = {
     "between the workers",
     "trainer args training_args": "write its values as keys of the cell: %etrain template lists "
     "the keys",
-    "log_every log_every_n_steps logging_steps log_interval scheduling_unit": "use 'log: {every: 10 steps}'",
+    "log_every log_every_n_steps logging_steps log_interval "
+    "scheduling_unit": "use 'log: {every: 10 steps}'",
     "shuffle": _SHUFFLED,
     "job_name run_name experiment_name": "use 'name', or --name on the first line",
     "deterministic": "use 'reproducible: true'",
@@ -250,8 +251,8 @@ KNOWN_ELSEWHERE: dict[str, str] = dict(
 def known_elsewhere(path: Sequence[str]) -> str:
     """Return the hint for a key of another system; empty if the key is unknown.
 
-    A key in a group, such as ``batch.per_device_train_batch_size``, may have its own hint. Otherwise
-    it has that of the top level.
+    A key in a group, such as ``data.batch_size``, may have its own hint. Otherwise it has that of
+    the top level.
     """
     key = str(path[-1]).replace("-", "_").lower()
     return KNOWN_ELSEWHERE.get(".".join([*path[:-1], key])) or KNOWN_ELSEWHERE.get(key, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
@@ -22,9 +21,3 @@ class OpenWorkers(Protocol):
     def __call__(self) -> AbstractContextManager[Workers]:
         """Return the context."""
         ...
-
-
-def num_processors() -> int:
-    """Return the number of processors that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

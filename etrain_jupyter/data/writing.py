@@ -11,8 +11,9 @@ import etrain_jupyter
 from etrain_jupyter.data.index import BLOCK_BYTES
 from etrain_jupyter.data.places import absolute_path
 from etrain_jupyter.data.shards import Shards
-from etrain_jupyter.data.workers import OpenWorkers, num_processors
+from etrain_jupyter.data.workers import OpenWorkers
 from etrain_jupyter.errors import ShardError
+from etrain_jupyter.process.processes import num_usable_cores
 
 
 def write_shards(
@@ -110,7 +111,7 @@ def _opener_of(workers: int | None, pool: str | None) -> OpenWorkers | None:
     if pool is None or pool == "local":
         from etrain_jupyter.data.local_workers import open_local_workers
 
-        return partial(open_local_workers, workers or num_processors())
+        return partial(open_local_workers, workers or num_usable_cores())
     if workers is not None:
         raise ShardError(
             f"workers={workers} is a number of processes on this machine, and pool={pool!r} uses "

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from etrain_jupyter.process.processes import num_usable_cores
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
@@ -52,9 +54,3 @@ def make_slots(
     # CPU slots share the cores. By default, torch uses one thread per core, so they would compete.
     single_threaded = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return [Slot(index=i, environment=single_threaded) for i in range(max_cpu_slots)]
-
-
-def num_usable_cores() -> int:
-    """Return the number of cores that this process may use; containers often restrict it."""
-    affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

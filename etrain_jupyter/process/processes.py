@@ -77,3 +77,9 @@ def wait_until(is_done: Callable[[], bool], *, timeout_s: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def num_usable_cores() -> int:
+    """Return the number of cores that this process may use; containers often restrict it."""
+    affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

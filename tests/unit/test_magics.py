@@ -31,7 +31,7 @@ from etrain_jupyter.notebook import display
 from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, Subcommand
 from etrain_jupyter.notebook.dashboard import widget
 from etrain_jupyter.notebook.dashboard.link import PanelComm
-from etrain_jupyter.notebook.job import open_jobs
+from etrain_jupyter.notebook.job import open_jobs, plan
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -286,6 +286,16 @@ def test_unknown_subcommand_suggests_the_nearest_and_fails_the_cell(run: Run) ->
         ("%etrain scale 2 --max 3", "not both"),
         ("%etrain show 'digits", "No closing quotation"),
         ("%etrain distributed", "needs a body"),
+        (
+            "%etrain distributed -o job\nmodel: Net()\nloss: F.mse_loss\nepochs: 3 h\n",
+            "two percent signs",
+        ),
+        ("%etrain search\nmodel: Net()\nepochs: 3 h\n", "two percent signs: %%etrain search"),
+        ("%%etrain distributed --worker 4\nmodel: Net\n", "add 'workers: {min: 1, max: 4}'"),
+        (
+            "%%etrain distributed --batch-size 4\nmodel: Net\n",
+            "in the body, use 'batch: {global: N}'",
+        ),
         ("%%etrain distributed", "key 'model' is missing"),
         ("%%etrain ls\nmodel: Net\n", "ls does not accept a body"),
         ("%%etrain distribute\nmodel: Net\n", "unknown sub-command: %%etrain distribute"),
@@ -464,6 +474,20 @@ def test_dry_run_counts_the_parameters_of_a_model_of_the_notebook(run: Run) -> N
     _, shown = run(f"%%etrain distributed --dry-run\n{BODY.replace('Net()', 'layer')}")
 
     assert "layer, 6 of 8 parameters trained" in shown
+
+
+def test_dry_run_says_why_fewer_workers_than_asked_for_can_train(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "num_usable_cores", lambda: 2)
+    run(NOTEBOOK)
+
+    _, shown = run(f"%%etrain distributed --dry-run\n{BODY.replace('max: 2', 'max: 500')}")
+
+    assert (
+        "1 to 8 of pool local (not 500: each needs one of the 8 samples of a step), which share "
+        "the 2 cores of this machine\n"
+    ) in shown
 
 
 def test_waiting_cell_of_a_failed_job_shows_the_users_traceback(

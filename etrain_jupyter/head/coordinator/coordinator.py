@@ -33,10 +33,10 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.head.jobs.mirrored_log import open_run
-from etrain_jupyter.head.slots import num_usable_cores
 from etrain_jupyter.head.studies.studies import Studies
 from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.log import events
+from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.silence import BEAT_S, choose_beat_s
 from etrain_jupyter.wire import codec

@@ -11,7 +11,7 @@ from etrain_jupyter.head.coordinator.compatibility import Fitness
 from etrain_jupyter.head.coordinator.nodes import NodeSource
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
-from etrain_jupyter.head.slots import num_usable_cores
+from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.policy.allocation import Claim, allocate
 from etrain_jupyter.rules.policy.step_time import Placement

@@ -11,12 +11,15 @@ import difflib
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from etrain_jupyter.config.cell import EXAMPLES, keys_of
 from etrain_jupyter.config.fields import Interval
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.config.vocabulary import known_elsewhere
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.simulation.policies import POLICIES
 from etrain_jupyter.insight.simulation.trace_files import GAPS
@@ -53,6 +56,9 @@ WORDS: dict[str, tuple[str, ...]] = {
 class Parser(argparse.ArgumentParser):
     """Raises where argparse would exit: a mistyped line must not terminate the kernel."""
 
+    body: Collection[str] = ()
+    """Keys of the body below the line, which users also try as flags."""
+
     @property
     def arguments(self) -> Sequence[argparse.Action]:
         """The arguments of the line, in the order of the help."""
@@ -73,8 +79,14 @@ class Parser(argparse.ArgumentParser):
             return f"{flag} {action.metavar or ''}".rstrip() + f": {action.help}"
         # Suggest long flags only: every short flag is similar to every other one.
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        near = difflib.get_close_matches(flag.partition("=")[0], known, n=1)
-        return f"did you mean {near[0]}?" if near else ""
+        name = flag.partition("=")[0]
+        if self.body and (answer := known_elsewhere([name.lstrip("-")])):
+            return f"in the body, {answer}"
+        near = difflib.get_close_matches(name, [*known, *(f"--{key}" for key in self.body)], n=1)
+        if not near or near[0] in known:
+            return f"did you mean {near[0]}?" if near else ""
+        key = near[0][2:]
+        return f"'{key}' is a key of the body: add '{EXAMPLES.get(key, f'{key}: ...')}' to it"
 
 
 class StoreSeconds(argparse.Action):
@@ -158,6 +170,7 @@ def distributed_parser() -> Parser:
         "Train the job that the YAML in the cell's body describes, on an elastic set of workers.",
         epilog="%etrain template prints a commented body.",
     )
+    parser.body = keys_of(TrainConfig)
     add = parser.add_argument
     add("--name", help="name of the job; by default the name in the body, or the model's name")
     add("-o", "--out", metavar="VAR", help="assign the job to this variable")
@@ -180,6 +193,7 @@ def search_parser() -> Parser:
         "other values, on the same pool.",
         epilog="The body is that of %%etrain distributed, with the group 'search'.",
     )
+    parser.body = keys_of(TrainConfig)
     add = parser.add_argument
     add("--name", help="name of the study; by default the name in the body, or the model's name")
     add("-o", "--out", metavar="VAR", help="assign the study to this variable")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter import __version__
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, PoolError, RunStoreError
-from etrain_jupyter.head.slots import num_usable_cores
 from etrain_jupyter.insight.comparison import Comparison, compare_jobs
 from etrain_jupyter.insight.diagnosis.report import Diagnosis, diagnose_job
 from etrain_jupyter.insight.planning.line import PlanOptions, plan_job, types_of
@@ -30,6 +29,7 @@ from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.own_clusters import note_scheduler
+from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.wire.versions import read_fingerprint
 
 if TYPE_CHECKING:

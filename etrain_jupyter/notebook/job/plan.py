@@ -10,6 +10,7 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.pools import Pool
 from etrain_jupyter.process.address import SchedulerAddress
+from etrain_jupyter.process.processes import num_usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class Plan:
         lines = {
             "model": ", ".join(filter(None, (config.model, self.model_size))),
             "length": f"{length} of batch {_describe_batch(config)}",
-            "workers": f"{config.workers.min} to {config.max_workers()} of pool {config.pool}",
+            "workers": _describe_workers(config),
             "captured": f"{total}: {captured}" if captured else "nothing",
             "price": self.max_price(),
         }
@@ -83,6 +84,18 @@ class Plan:
         notes = [f"  note: {warning}" for warning in self.warnings]
         title = "The cell is a valid job. Nothing was submitted (--dry-run)."
         return "\n".join([title, *table, *notes])
+
+
+def _describe_workers(config: TrainConfig) -> str:
+    """Return the range of workers, with the reason if it ends below ``workers.max``."""
+    most, wanted = config.max_workers(), config.workers.max or 0
+    text = f"{config.workers.min} to {most} of pool {config.pool}"
+    if most < wanted:
+        share = "shards" if config.num_shards() else "samples"
+        text += f" (not {wanted}: each needs one of the {most} {share} of a step)"
+    if config.pool == "local" and most > (cores := num_usable_cores()):
+        text += f", which share the {cores} cores of this machine"
+    return text
 
 
 def _describe_batch(config: TrainConfig) -> str:

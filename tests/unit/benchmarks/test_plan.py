@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks import plan
-from etrain_jupyter.head.slots import num_usable_cores
 from etrain_jupyter.insight.planning.measured import read_measured
+from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.policy.step_time import Placement, StepPoint
 from tests.unit.insight.planning.measured_jobs import measured_job
 from tests.unit.insight.planning.models import model_of

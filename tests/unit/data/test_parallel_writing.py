@@ -449,7 +449,7 @@ def test_pool_that_runs_only_trainers_is_refused(
 
 
 def test_local_pool_uses_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "num_processors", lambda: 5)
+    monkeypatch.setattr(writing, "num_usable_cores", lambda: 5)
 
     opener = writing._opener_of(None, "local")
 
