@@ -104,9 +104,10 @@ lint: $(TEST) ## Check style, types and import rules; with Node.js, also run ESL
 	  echo "Skipping ESLint and Prettier: Node.js is not installed."; \
 	fi
 
-snapshot: $(DEMO) ## Generate labextension/src/snapshot.ts, the front end's snapshot type, from Python
+snapshot: $(DEMO) ## Generate files from Python: the front end's snapshot type, and tables and API pages in docs/reference
 	$(BIN)/python -m etrain_jupyter.notebook.dashboard.typescript > labextension/src/snapshot.ts.new
 	mv labextension/src/snapshot.ts.new labextension/src/snapshot.ts
+	$(BIN)/python docs/hooks.py
 
 docs: $(DOCS) ## Build the documentation into build/site; dead links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)

@@ -1,14 +1,31 @@
-"""MkDocs hook: fill in the tables that the package generates from its own docstrings.
+"""Generate the parts of pages that come from docstrings: ``python docs/hooks.py``.
 
-A page contains a placeholder on a line of its own, for example ``{{ cell_keys }}``. A new option,
-pool key or sub-command therefore appears in the documentation without an edit here.
+A generated part is committed, so that the pages can be read in a clone and on a code host:
+
+    <!-- cell_keys -->                                        a table of ``TABLES``
+    ...
+    <!-- end -->
+
+    <!-- ::: etrain_jupyter.launch.distributed -->            signatures and docstrings
+    ...
+    <!-- end -->
+
+A test compares the committed parts with what is generated. In the site, MkDocs replaces the second
+kind by the directive, from which mkdocstrings makes links and tables.
 """
 
 from __future__ import annotations
 
+import ast
+import os
 import re
-from collections.abc import Callable
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import yaml
 
 from etrain_jupyter.config import describe as cell
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND, distributed_parser
@@ -16,14 +33,20 @@ from etrain_jupyter.notebook.commands.subcommands import MEMBERS, SUBCOMMANDS
 from etrain_jupyter.pools.ec2.client import describe as pool_keys
 from etrain_jupyter.pools.slurm.spec import SlurmSpec
 
-PLACEHOLDER = re.compile(r"^\{\{ (\w+) \}\}$", flags=re.MULTILINE)
+DOCS = Path(__file__).parent
+PART = re.compile(
+    r"<!-- (?P<what>\w+|::: [\w.]+(?:\n [^\n]+)*)\n?\s*-->\n(?P<text>.*?)<!-- end -->",
+    flags=re.DOTALL,
+)
+PUBLIC = ["!^_"]
 
 
 def command_help() -> str:
     """Return a section with the ``--help`` text of every sub-command."""
-    texts = {CELL_COMMAND: distributed_parser().format_help()}
     commands = (*SUBCOMMANDS, *MEMBERS)
-    texts |= {command.name: command.parser("%etrain").format_help() for command in commands}
+    with mock.patch.dict(os.environ, COLUMNS="80"):  # not the width of this terminal
+        texts = {CELL_COMMAND: distributed_parser().format_help()}
+        texts |= {command.name: command.parser("%etrain").format_help() for command in commands}
     return "\n\n".join(
         f"### `{name}`\n\n```text\n{text.strip()}\n```" for name, text in texts.items()
     )
@@ -37,11 +60,131 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+def generate(markdown: str) -> str:
+    """Return a page with its generated parts up to date."""
+
+    def fill(match: re.Match[str]) -> str:
+        what = match["what"]
+        text = TABLES[what]() if what in TABLES else api(what.removeprefix("::: "))
+        return match[0][: match.start("text") - match.start()] + f"\n{text}\n\n<!-- end -->"
+
+    return PART.sub(fill, markdown)
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the placeholders of one page; MkDocs calls this for each page."""
-    return PLACEHOLDER.sub(lambda match: TABLES[match[1]](), markdown)
+    """Replace the committed API by mkdocstrings' directives; MkDocs calls this for each page."""
+    return PART.sub(lambda part: part[0] if part["what"] in TABLES else part["what"], markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Remove the ``::`` of docstrings: it announces a literal block to Sphinx, not to Markdown."""
+    """Adapt the HTML of one page.
+
+    Removes the ``::`` of docstrings, which announces a literal block to Sphinx, not to Markdown.
+    A name in the first column of a table, such as ``data.num_workers``, stays on one line.
+    """
+    html = re.sub(r"<td>(?=<code>[\w.]+</code></td>)", '<td style="white-space: nowrap">', html)
     return html.replace("<p>::</p>", "").replace("::</p>", ":</p>")
+
+
+# ------------------------------------------------------------------ signatures and docstrings
+
+
+class Source(NamedTuple):
+    """A module, class or function in its file."""
+
+    path: Path
+    node: Any
+
+
+def api(directive: str) -> str:
+    """Return the signatures and docstrings of an object and its public members, as Python.
+
+    Args:
+        directive: Its dotted name, and mkdocstrings' options below it.
+    """
+    name, _, rest = directive.partition("\n")
+    options = (yaml.safe_load(rest) or {}).get("options", {}) if rest else {}
+    source = find(name.strip())
+    lines = list(stub(source, options)) if source else []
+    heading = "" if options.get("show_root_heading") is False else f"## {name.split('.')[-1]}\n\n"
+    return f"{heading}```python\n{textwrap.dedent(chr(10).join(lines)).strip()}\n```"
+
+
+def find(name: str) -> Source | None:
+    """Return the definition of a dotted name, following imports; None if there is none."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        base = DOCS.parent.joinpath(*parts[:count])
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file():
+                module = Source(path, ast.parse(path.read_text(encoding="utf-8")))
+                return module if count == len(parts) else member(module, parts[count])
+    return None
+
+
+def member(module: Source, name: str) -> Source | None:
+    """Return a class or function that a module defines or imports."""
+    for node in module.node.body:
+        if getattr(node, "name", "") == name:
+            return Source(module.path, node)
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return find(f"{node.module}.{alias.name}")
+    return None
+
+
+def stub(source: Source, options: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of an object: its signature, its docstring, and its members'."""
+    path, node = source
+    lines = path.read_text(encoding="utf-8").splitlines()
+    decorators = getattr(node, "decorator_list", [])
+    start = 0 if isinstance(node, ast.Module) else (decorators or [node])[0].lineno - 1
+    is_documented = is_text(node.body[0])
+    yield from lines[start : node.body[0].end_lineno if is_documented else node.body[0].lineno - 1]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    wanted = options.get("members")
+    filters = [rule[1:] for rule in options.get("filters", PUBLIC)]
+    for part, following in zip(node.body, [*node.body[1:], None], strict=True):
+        target = getattr(part, "target", *getattr(part, "targets", [None])[:1])
+        name = getattr(part, "name", "") or getattr(target, "id", "")
+        is_hidden = name != "__init__" and any(re.search(rule, name) for rule in filters)
+        if not name or (name not in wanted if wanted else is_hidden):
+            continue
+        if getattr(part, "name", ""):
+            if name == "__init__" or is_text(part.body[0]):
+                yield from ("", *stub(Source(path, part), {}))
+        elif is_text(following):
+            yield from ("", *lines[part.lineno - 1 : following.end_lineno])
+    yield from inherited(source, options)
+
+
+def inherited(source: Source, options: dict[str, Any]) -> Iterator[str]:
+    """Yield the members in ``options`` that a class inherits, or that a package imports."""
+    path, node = source
+    wanted = options.get("inherited_members") or []
+    module = Source(path, ast.parse(path.read_text(encoding="utf-8")))
+    if isinstance(node, ast.Module):
+        for name in options.get("members") or []:
+            found = member(module, name)
+            if found and found.path != path:
+                yield from ("", "", *stub(found, {}))
+        return
+    for base in getattr(node, "bases", []) if wanted else []:
+        found = member(module, getattr(base, "id", ""))
+        if found:
+            rules = [*options.get("filters", PUBLIC), "!^__init__$"]
+            names = {"members": wanted} if isinstance(wanted, list) else {"filters": rules}
+            _, *body = stub(found, {**names, "inherited_members": wanted})
+            yield from ("", f"    # from {found.node.name}", *body)
+
+
+def is_text(node: Any) -> bool:
+    """Return whether a statement is a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
+
+
+if __name__ == "__main__":
+    for page in sorted((DOCS / "reference").rglob("*.md")):
+        page.write_text(generate(page.read_text(encoding="utf-8")), encoding="utf-8")
