@@ -12,7 +12,7 @@ from torch import nn
 
 from etrain_jupyter.config.schema import OptimizerConfig
 from etrain_jupyter.config.vocabulary import EXTRA_LR
-from etrain_jupyter.trainer.references import References, WorkloadError, check_fit
+from etrain_jupyter.trainer.references import References, WorkloadError, check_fit, listed
 
 Optimizers = Callable[..., torch.optim.Optimizer]
 
@@ -49,6 +49,7 @@ def build_optimizer(
                 f"optimizer returned a {type(made).__name__}. Give a function (parameters), "
                 "(named_parameters) or (model) that returns one optimizer."
             )
+        _check_parameters(made, model)
         return made
     kind, defaults = _find(config.name)
     options = {**defaults, "lr": config.lr, **config.options}
@@ -72,6 +73,21 @@ def _call(function: Callable[..., Any], model: nn.Module) -> Any:
     # "self" is a method of the model's class, such as configure_optimizers of a LightningModule.
     given = {"model": model, "self": model, "named_parameters": named, "named_params": named}
     return function(given.get(first, [p for _, p in named]))
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    own = {id(p) for p in model.parameters()}
+    others = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
+    if others:
+        total = sum(len(group["params"]) for group in optimizer.param_groups)
+        names = listed([name for name, p in model.named_parameters() if p.requires_grad])
+        raise WorkloadError(
+            f"optimizer updates {len(others)} of {total} tensors that are not parameters of the "
+            f"model (shapes {listed([str(tuple(p.shape)) for p in others])}). The model's "
+            f"parameters are {names}. Build the optimizer from the parameters that the function "
+            "receives, not from another instance of the model. Make the parameters of a loss part "
+            "of the model."
+        )
 
 
 def _can_be_fused(config: OptimizerConfig, parameters: list[nn.Parameter]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from etrain_jupyter.config.references import check_call
@@ -31,3 +32,13 @@ def check_fit(key: str, value: Any) -> None:
     """
     name = repr(getattr(value, "__name__", type(value).__name__))
     check_call(key, name, value, lambda text, hint: WorkloadError(f"{text}. To fix it, {hint}."))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names of a list, for a message.
+
+    >>> listed(["a"]), listed(["a", "b", "c", "d", "e"])
+    ('a', 'a, b, c and 2 more')
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

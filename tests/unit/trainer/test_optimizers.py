@@ -189,9 +189,20 @@ def of_parameters(params, lr=0.1):
     return torch.optim.SGD(params[:2], lr=lr)
 
 
+def build_with(function):
+    names = SimpleNamespace(evaluate=lambda key: function)
+    return build_optimizer(OptimizerConfig(name=None, reference="f"), names, make_model())
+
+
 @pytest.mark.parametrize("function", [of_model, of_self, of_names, of_parameters])
 def test_function_gets_what_its_parameter_is_named_after(function):
-    model = make_model()
-    names = SimpleNamespace(evaluate=lambda key: function)
-    made = build_optimizer(OptimizerConfig(name=None, reference="f"), names, model)
-    assert made.param_groups[0]["params"] == [*model[0].parameters()]
+    [group] = build_with(function).param_groups
+    assert [tuple(p.shape) for p in group["params"]] == [(3, 4), (3,)]
+
+
+def test_optimizer_of_another_models_parameters_is_refused():
+    """Otherwise, the job would finish with the initial weights."""
+    other = nn.Linear(2, 2)
+    message = r"2 of 2 tensors .*shapes \(2, 2\), \(2,\).* are 0.weight, 0.bias, 1.weight and 3"
+    with pytest.raises(WorkloadError, match=message):
+        build_with(lambda params: torch.optim.SGD(other.parameters(), lr=0.1))
