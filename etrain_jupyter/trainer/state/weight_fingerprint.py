@@ -13,8 +13,9 @@ MAX_SLICES = 64
 """Maximum number of slices. Each step covers one slice, so this many steps cover all weights."""
 MIN_SLICE, MAX_PIECES = 1 << 14, 4
 """Minimum size and typical number of tensors in a slice; smaller slices would not be cheaper."""
-MODULUS = 1 << 20
-"""Upper bound of a fingerprint: sums of squares over thousands of ranks are exact in float64."""
+MODULUS = (1 << 20) - 3
+"""Upper bound of a fingerprint: sums of squares over thousands of ranks are exact in float64. A
+prime, because a power of two would ignore the upper bits of every number."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -52,9 +53,7 @@ class WeightFingerprint:
         total: torch.Tensor | None = None
         for parameter, first, length in self._slices[step % len(self._slices)]:
             piece = _flat(self._parameters[parameter]).narrow(0, first, length)
-            # Bit patterns as integers: their sum is exact in any order, and wraps around
-            # identically on all ranks. A sum of floats would depend on the kernel.
-            bits = piece.view(_BITS[piece.element_size()]).sum(dtype=torch.int64)
+            bits = _sum_of_bits(piece)
             total = bits if total is None else total + bits
         return torch.zeros((), dtype=torch.int64) if total is None else total.remainder(MODULUS)
 
@@ -68,6 +67,12 @@ def ranks_agree(world_size: int, total: float, sum_of_squares: float) -> bool:
     # The comparison is exact, because both sums are integers below 2**53, and Python's integers do
     # not overflow.
     return world_size * int(sum_of_squares) == int(total) ** 2
+
+
+def _sum_of_bits(piece: torch.Tensor) -> torch.Tensor:
+    # Bit patterns as integers: their sum is exact in any order, and wraps around identically on all
+    # ranks. A sum of floats would depend on the kernel.
+    return piece.view(_BITS[piece.element_size()]).sum(dtype=torch.int64)
 
 
 def _pieces(starts: list[int], first: int, stop: int) -> list[_Piece]:

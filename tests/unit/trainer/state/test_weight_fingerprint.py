@@ -46,6 +46,14 @@ def test_one_changed_bit_is_detected_within_one_rotation(name, place):
     assert prints(model) != prints(other)
 
 
+def test_change_of_the_upper_bits_only_is_detected():
+    """Ones and twos differ in their exponents only, which are the upper bits of a float."""
+    model, other = (nn.Linear(3, 2, bias=False) for _ in range(2))
+    nn.init.ones_(model.weight)
+    nn.init.constant_(other.weight, 2.0)
+    assert prints(model) != prints(other)
+
+
 def test_changed_average_is_detected_within_one_rotation():
     model, average = build(), torch.randn(50)
     made = [WeightFingerprint(model, [values]) for values in (average, average + 1)]
