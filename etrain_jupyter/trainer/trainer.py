@@ -62,6 +62,7 @@ from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.packing import Tensors
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.state.transfer import Transferred, receive_state, send_state
+from etrain_jupyter.trainer.trial_checks import UpdateInPassError
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire.channel import Channel
 from etrain_jupyter.wire.messages import (
@@ -130,6 +131,8 @@ class Trainer:
         self._page = progress
         self._launch = launch
         self._name = launch.trainer
+        # The job numbers its trainers in the order in which it starts them.
+        self._number = int(self._name.rpartition("/")[2]) - 1
         self._reporter = Reporter(channel)
         self._inbox: queue.SimpleQueue[
             tuple[JoinGeneration, RankGroup] | SaveState | ShutDownTrainer
@@ -297,9 +300,7 @@ class Trainer:
         self._bundle.references |= self._config.references()
         self._bundle.install_sources()
         self._build()
-        # The job numbers its trainers in the order in which it starts them.
-        number = int(self._name.rpartition("/")[2]) - 1
-        self._faults.at("warm", rank=number, step=0)
+        self._faults.at("warm", rank=self._number, step=0)
         self._beat()
         self._send_hello(time.monotonic() - started)
         if modules := self._imports.new_modules():
@@ -331,7 +332,7 @@ class Trainer:
             loop.micro.limit_to(self._loop.micro)
         self._loop = loop
         self._beat()
-        loop.warm_up()
+        loop.warm_up(is_first=self._number == 0)
         # Fail now if the state cannot be sent or saved. Otherwise, the first join or checkpoint
         # would fail, perhaps after hours of training.
         self._take_state()
@@ -789,6 +790,9 @@ class Trainer:
         # Errors that this package raises on purpose explain what to change and need no traceback.
         if type(exc).__module__.startswith(f"{__package__.partition('.')[0]}."):
             summary, text = str(exc), getattr(exc, "user_traceback", "")
+            if isinstance(exc, UpdateInPassError) and self._bundle is not None:
+                # The call; the last line would repeat the message.
+                text = self._bundle.format_user_traceback(exc).rpartition("\n")[0]
         else:
             summary = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")
             if is_out_of_memory(exc):

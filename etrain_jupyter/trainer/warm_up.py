@@ -23,6 +23,7 @@ from etrain_jupyter.trainer.compiled import (
     reason_of,
     undo_compile,
 )
+from etrain_jupyter.trainer.control.device_errors import device_error_in
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Indices, SampleSource, Share
 from etrain_jupyter.trainer.micro_batch import (
@@ -41,7 +42,17 @@ from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.scoring.records import pack
 from etrain_jupyter.trainer.seeds import seeded
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
-from etrain_jupyter.trainer.workload import Workload
+from etrain_jupyter.trainer.trial_checks import (
+    MAX_CUT,
+    Cut,
+    carried_buffers,
+    check_trained,
+    dependence_on_cut,
+    forward_only,
+    parameters_left_out,
+    parameters_outside,
+)
+from etrain_jupyter.trainer.workload import Pass, Workload
 from etrain_jupyter.wire.messages import TextLogged
 
 
@@ -60,6 +71,7 @@ class WarmUp:
     Args:
         micro: The micro-batch size; determined here for ``auto``.
         order: Samples for the trials, in the order in which to use them.
+        is_first: True for the job's first trainer, which also logs the warnings.
     """
 
     def __init__(
@@ -72,6 +84,7 @@ class WarmUp:
         order: Indices,
         send: Send,
         beat: Callable[[], None],
+        is_first: bool = False,
     ) -> None:
         self._workload = workload
         self._config = config
@@ -82,7 +95,8 @@ class WarmUp:
         self._beat = beat
         self._buffers = RunningBuffers(workload.model.buffers())
         self._before = self._buffers.copy()
-        self._has_tried_metrics = False
+        self._is_first = is_first
+        self._is_tried = False
 
     def run(self) -> PassEffects:
         """Run all trials, and return the effects of a pass.
@@ -96,9 +110,14 @@ class WarmUp:
             count = self._first_pass()
             parameters = [p for p in self._workload.model.parameters() if p.requires_grad]
             has_unused = any(p.grad is None for p in parameters)
+            workload = self._workload
+            check_trained(workload.model, workload.optimizer, source=workload.loss_source)
             self._check_gradients()
             moving = self._buffers.moved_since(self._before)
             self._undo()
+            if self._is_first:
+                self._warn(carried_buffers(self._workload.model, moving))
+                self._warn(self._dependence_on_cut(count))
             # Compile before the search, because compiled passes need a different amount of memory.
             if self._config.compile:
                 self._compile(count)
@@ -128,17 +147,67 @@ class WarmUp:
         # Keeps the gradients, which ``run`` checks after the first pass.
         count = len(indices)
         batch = self._fetch(self._workload.train, indices, marks=marks)
-        with self._workload.precision.explained():
-            passed = self._workload.forward(self._workload.module, batch, count, count)
+        workload = self._workload
+        with workload.precision.explained():
+            if self._is_tried:
+                passed = workload.forward(workload.module, batch, count, count)
+            else:
+                passed = self._try(batch, count)
             passed.loss.backward()  # type: ignore[no-untyped-call]
-        if not self._has_tried_metrics:
-            self._has_tried_metrics = True
-            for metric in self._workload.whole_set.values():
-                metric.try_on(passed.output, passed.target, self._workload.device)
         self._beat()
 
-    def _fetch(self, source: SampleSource, indices: Indices, *, marks: bool) -> Any:
-        [(_, batch)] = source.batches([Share(indices)])
+    def _try(self, batch: Any, count: int) -> Pass:
+        # The first forward pass of all.
+        workload = self._workload
+        with forward_only(workload.model, workload.loss_source):
+            passed = workload.forward(workload.module, batch, count, count)
+        self._is_tried = True
+        for metric in workload.whole_set.values():
+            metric.try_on(passed.output, passed.target, workload.device)
+        if self._is_first:
+            functions, source = workload.objective.functions, workload.loss_source
+            self._warn(parameters_left_out(workload.model, workload.optimizer))
+            self._warn(parameters_outside(passed.loss, workload.model, functions, source=source))
+        return passed
+
+    def _dependence_on_cut(self, count: int) -> str:
+        workload, half = self._workload, min(count, MAX_CUT) // 2
+        if not half:
+            return ""
+        order, size = self._order[: 2 * half], 2 * half
+
+        def measure(seed: int) -> Cut:
+            batches = [
+                self._fetch(workload.train, part, seed=seed)
+                for part in (order, order[:half], order[half:])
+            ]
+            weight = workload.weight.of(batches[0], size) / size if workload.weight else 1.0
+            losses = []
+            for batch, count in zip(batches, (size, half, half), strict=True):
+                with seeded(seed):
+                    passed = workload.forward(
+                        workload.module, batch, count, size, is_measured=False
+                    )
+                losses.append(float(passed.loss) / weight)
+                self._undo()
+                self._beat()
+            return Cut(losses[0], losses[1] + losses[2])
+
+        try:
+            with eval_mode(workload.model), torch.no_grad():
+                return dependence_on_cut(measure, source=workload.loss_source, size=size)
+        except Exception as exc:
+            # Some models compute no loss in evaluation mode; the job may never need it.
+            if device_error_in(exc) is not None:
+                raise
+            return ""
+        finally:
+            self._undo()
+
+    def _fetch(
+        self, source: SampleSource, indices: Indices, *, marks: bool = False, seed: int = 0
+    ) -> Any:
+        [(_, batch)] = source.batches([Share(indices, seed, job_seed=seed)])
         batch = to_device(batch, self._workload.device)
         if marks:
             mark_batch(batch, len(indices))
@@ -272,6 +341,10 @@ class WarmUp:
                 size = len(indices)
                 self._workload.forward(self._workload.module, batch, size, size)
                 self._beat()
+
+    def _warn(self, text: str) -> None:
+        if text:
+            self._log("warning", text)
 
     def _log(self, level: str, text: str) -> None:
         self._send(TextLogged(level=level, text=text))

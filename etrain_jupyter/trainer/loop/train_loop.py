@@ -176,8 +176,11 @@ class TrainLoop:
 
     # --- before the first generation ---
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, is_first: bool = False) -> None:
         """Make trial passes and undo them, to find errors and to determine what a pass changes.
+
+        Args:
+            is_first: True for the job's first trainer, which logs the warnings.
 
         Raises:
             Exception: Any error that the notebook's code raises on its own data.
@@ -190,6 +193,7 @@ class TrainLoop:
             order=self._shares.trial_order(),
             send=self._send,
             beat=self.places.beat,
+            is_first=is_first,
         ).run()
         if self.workload.full_shards is not None and self._effects.has_unused:
             raise WorkloadError(

@@ -58,6 +58,12 @@ class WeightFingerprint:
         return torch.zeros((), dtype=torch.int64) if total is None else total.remainder(MODULUS)
 
 
+@torch.no_grad()
+def fingerprints(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the fingerprint of each tensor as a whole."""
+    return [int(_sum_of_bits(_flat(tensor)).remainder(MODULUS)) for tensor in tensors]
+
+
 def ranks_agree(world_size: int, total: float, sum_of_squares: float) -> bool:
     """Return True if all ranks have the same fingerprint.
 

@@ -70,7 +70,9 @@ class Names:
         return self.names[key]
 
 
-def make_loop(*, micro: int | None = None, names: Names | None = None, **keys):
+def make_loop(
+    *, micro: int | None = None, names: Names | None = None, is_first: bool = False, **keys
+):
     config = TrainConfig.model_validate(
         {
             "model": "Net",
@@ -87,7 +89,7 @@ def make_loop(*, micro: int | None = None, names: Names | None = None, **keys):
     workload = build_workload(config, names or Names(), torch.device("cpu"))
     state = TrainState(workload, config, WorkPlan.of(config, workload))
     loop = TrainLoop(state, sent.append)
-    loop.warm_up()
+    loop.warm_up(is_first=is_first)
     return loop, sent
 
 
