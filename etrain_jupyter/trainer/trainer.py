@@ -62,6 +62,7 @@ from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.packing import Tensors
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.state.transfer import Transferred, receive_state, send_state
+from etrain_jupyter.trainer.state.weight_fingerprint import WeightsDivergedError
 from etrain_jupyter.trainer.trial_checks import UpdateInPassError
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire.channel import Channel
@@ -422,6 +423,8 @@ class Trainer:
                     raise  # not the user's error: this process exits, and the others continue
                 self._close(group)
                 self._drop_torn_state()
+                # The job fails, and must not save weights that are those of one rank only.
+                self._has_state &= not isinstance(exc, WeightsDivergedError)
                 self._report_user_error(exc, generation=group.generation)
                 return
             why, failure = "failed", failure or failure_of(group, exc)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.log.events import (
+    CheckpointCommitted,
     Event,
     FaultInjected,
     GenerationFormed,
@@ -316,8 +317,6 @@ async def test_job_below_min_workers_waits_reports_why_and_continues(rig: Rig) -
     [
         ("lose_sample", f"step {AT} trained 31 samples, expected 32"),
         ("repeat_sample", f"step {AT} trained sample"),
-        # Every rank reports its weight fingerprint with the next step.
-        ("diverge", f"step {AT + 1} the ranks"),
     ],
 )
 async def test_audit_detects_a_planted_bug_and_names_the_step(
@@ -331,6 +330,22 @@ async def test_audit_detects_a_planted_bug_and_names_the_step(
     assert job.status == "finished", job.describe()
     with pytest.raises(AssertionError, match=words):
         assert_invariants(log)
+
+
+@pytest.mark.forked
+async def test_job_whose_ranks_diverge_fails_in_the_next_step(rig: Rig) -> None:
+    # Shares of eight samples: BatchNorm rejects a batch of one.
+    keys = {"batch": {"global": 32}, "epochs": 4}
+    job = await start(rig, FaultPlan().diverge(rank=1, step=AT), **keys)
+    log = await job.end()
+
+    assert job.status == "failed", job.describe()
+    assert_invariants(log)
+    reasons = [e.reason for e in found(log, JobStatusChanged) if e.status == "failed"]
+    assert "the weights of the 4 workers differ in 1 of " in reasons[-1]
+    assert f" after step {AT}, so" in reasons[-1]
+    assert max(e.step for e in found(log, StepCompleted)) == AT
+    assert found(log, CheckpointCommitted) == []
 
 
 async def start(rig: Rig, faults: FaultPlan, **keys: Any) -> RigJob:

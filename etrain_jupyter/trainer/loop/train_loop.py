@@ -54,11 +54,12 @@ from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.scoring.score_process import Scorer
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
+from etrain_jupyter.trainer.state.capture import named_tensors
 from etrain_jupyter.trainer.state.packing import Tensors
 from etrain_jupyter.trainer.state.parts import AVERAGE
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.state.train_state import TrainState
-from etrain_jupyter.trainer.state.weight_fingerprint import WeightFingerprint
+from etrain_jupyter.trainer.state.weight_fingerprint import WeightFingerprint, check_ranks_agree
 from etrain_jupyter.trainer.warm_up import PassEffects, WarmUp
 from etrain_jupyter.trainer.workload import Workload
 from etrain_jupyter.wire.messages import TextLogged, WeightsFingerprinted
@@ -334,6 +335,9 @@ class TrainLoop:
                 # The result of the job includes the scores of its last evaluation.
                 if not self.evaluations.collect(group, is_pending=self.change_pending.is_set):
                     return self._leave("planned")
+                # Each step compares only a part of the weights, from before its update.
+                if self._has_equal_peers(group):
+                    check_ranks_agree(group, self._all_weights(), step=self.step)
                 self._times.report()
                 return self._leave("done")
             step = self._train_step(group, gradients, batches, requests)
@@ -447,7 +451,10 @@ class TrainLoop:
         try:
             gradients.compute(step)
             self._watch.gradients_are_summed()
-            check_loss(step)  # the same on all ranks, because the header is a sum
+            # Both are the same on all ranks, because the header is a sum.
+            if not step.header.ranks_agree:
+                check_ranks_agree(group, self._all_weights(), step=self.step, is_known=True)
+            check_loss(step)
             step.reach("commit")
             means = self.workload.measures.means(step.header.means())
             with self._watch.updating():
@@ -526,9 +533,8 @@ class TrainLoop:
             cost=self._cost if self._splits_by_speed else None,
             copies=copies_for(self.workload.device) if gradients.overlaps_device else None,
         )
-        # The fingerprint costs a pass over a slice of the weights, and a single rank has no peer to
-        # compare it with. With ``shard: full``, the ranks have different weights.
-        has_peers = group.world_size > 1 and self.workload.full_shards is None
+        # The fingerprint costs a pass over a slice of the weights.
+        has_peers = self._has_equal_peers(group)
         return Step(
             number=self.step + 1,
             span=self.state.plan.span(self.state.position, self._batch_size),
@@ -543,6 +549,11 @@ class TrainLoop:
             requests=requests,
             fingerprint=self._fingerprint.at(self.step) if has_peers else torch.zeros(()),
         )
+
+    def _has_equal_peers(self, group: RankGroup) -> bool:
+        # A single rank has no peer to compare its weights with. With ``shard: full``, the ranks
+        # have different weights.
+        return group.world_size > 1 and self.workload.full_shards is None
 
     def _commit(self, step: Step, weight: float) -> None:
         # All counters change here, in the main thread, which also copies and sends the state: a
@@ -643,6 +654,9 @@ class TrainLoop:
             )
 
         self._digest.begin(self.workload.model, send, others=self._averages())
+
+    def _all_weights(self) -> Tensors:
+        return {**named_tensors(self.workload.model), **self._averages()}
 
     def _averages(self) -> Tensors:
         average = self.workload.average

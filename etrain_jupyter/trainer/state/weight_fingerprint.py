@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import nn
+
+from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.trainer.references import WorkloadError, listed
 
 MAX_SLICES = 64
 """Maximum number of slices. Each step covers one slice, so this many steps cover all weights."""
@@ -18,6 +21,10 @@ MODULUS = (1 << 20) - 3
 prime, because a power of two would ignore the upper bits of every number."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WeightsDivergedError(WorkloadError):
+    """The ranks no longer hold the same weights, so they do not train one model."""
 
 
 class _Piece(NamedTuple):
@@ -62,6 +69,39 @@ class WeightFingerprint:
 def fingerprints(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the fingerprint of each tensor as a whole."""
     return [int(_sum_of_bits(_flat(tensor)).remainder(MODULUS)) for tensor in tensors]
+
+
+def check_ranks_agree(
+    group: RankGroup, named: Mapping[str, torch.Tensor], *, step: int, is_known: bool = False
+) -> None:
+    """Compare all tensors of the ranks; every rank must call this at the same step.
+
+    Args:
+        group: The ranks.
+        named: The tensors by name; the same names on all ranks.
+        step: The step after which they are compared.
+        is_known: True if it is known that the ranks differ.
+
+    Raises:
+        WeightsDivergedError: On every rank, if the ranks differ; it names the tensors.
+        CommunicationError: A peer is lost.
+    """
+    prints = torch.tensor(fingerprints(named.values()), dtype=torch.float64)
+    sums = torch.stack([prints, prints.square()])
+    group.all_reduce(sums).wait()
+    size = group.world_size
+    pairs = zip(named, *sums.tolist(), strict=True)
+    found = [name for name, total, squares in pairs if not ranks_agree(size, total, squares)]
+    if not found and not is_known:
+        return
+    which = f" in {len(found)} of {len(named)} tensors ({listed(found)})" if found else ""
+    raise WeightsDivergedError(
+        f"the weights of the {size} workers differ{which} after step {step}, so the workers no "
+        "longer train the same model. The job ends without saving these weights. Usual causes: "
+        "step, forward, an optimizer or a hook changes weights or buffers by values that differ "
+        "between workers, such as random numbers, the time or gradients of its own; or a machine "
+        "is faulty. Let only the optimizer change weights, from the gradients alone."
+    )
 
 
 def ranks_agree(world_size: int, total: float, sum_of_squares: float) -> bool:

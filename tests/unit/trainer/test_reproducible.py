@@ -206,14 +206,16 @@ def test_change_in_the_middle_of_an_evaluation_interrupts_it_on_all_ranks(ranks,
         assert [record] == train(ranks, ALONE, **config)[0].records("eval")
 
 
-def test_ranks_with_different_weights_are_detected_in_the_next_step(ranks):
-    fault = {"id": 1, "kind": "diverge", "rank": 1, "step": 3, "at": "commit"}
-    for more in ({}, {"reproducible": False}):
-        config, history = keys(**more), HISTORIES["3 ranks"]
-        job = Job(config=config, names=matrices, history=history, faults=[fault])
-        for outcome in ranks.train(job):
-            agreed = [r["ranks_agree"] for r in outcome.records("step")]
-            assert agreed == [True, True, True, False, False, False]
+@pytest.mark.parametrize("more", [{}, {"reproducible": False}])
+@pytest.mark.parametrize("step", [3, STEPS])
+def test_ranks_with_different_weights_fail_at_the_next_step_or_the_end(ranks, step, more):
+    fault = {"id": 1, "kind": "diverge", "rank": 1, "step": step, "at": "commit"}
+    job = Job(config=keys(**more), names=matrices, history=HISTORIES["3 ranks"], faults=[fault])
+    found = (
+        rf"WeightsDivergedError: the weights of the 3 workers differ in 1 of \d+ tensors .* {step},"
+    )
+    with pytest.raises(AssertionError, match=found):
+        ranks.train(job)
 
 
 def test_default_mode_shows_the_order_of_its_additions(ranks):
