@@ -123,6 +123,13 @@ REFUSED = [
         ["optimizer.momentum must be 0 or more, not -2"],
     ),
     Case(
+        "step with a third parameter",
+        {"step": "step3"},
+        ["column 7: step: the job calls 'step3' with (model, batch), but it takes (model, batch, "],
+        code="def step3(model, batch, optimizer): return model(batch[0]).mean()",
+        without=["loss"],
+    ),
+    Case(
         "open file",
         {"model": "LoggingNet()"},
         [

@@ -114,7 +114,7 @@ def test_markdown_has_the_same_content_and_an_example() -> None:
     assert found is not None
     assert found.markdown == (
         "**precision** — fp32, bf16 or fp16; default fp32\n\n"
-        "Precision of the forward pass: fp32, bf16 or fp16; the weights are always fp32.\n\n"
+        "Precision of the forward pass: fp32, bf16 or fp16; the weights keep their own type.\n\n"
         "Values: `fp32`, `bf16`, `fp16`\n\n"
         "```yaml\nprecision: fp32\n```"
     )
