@@ -119,7 +119,7 @@ def find_missing_evaluations(
         is_last = number + 1 == len(steps)
         if step.step in evaluated or (is_last and not is_finished):
             continue
-        # A step is evaluated before the next one. If a resume lies in between, its interval counts.
+        # A step is evaluated before the next one. A resume between the two may change the interval.
         follower = step if is_last else steps[number + 1]
         rules = [a for a in attempts if a.planned is not None and a.after < follower.generation]
         if not rules or rules[-1].evaluates is None or rules[-1].planned is None:
