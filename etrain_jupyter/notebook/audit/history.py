@@ -160,7 +160,7 @@ class _AttemptFollower:
         # These ranks discard their state as soon as they begin to receive. Until the generation is
         # ready, they have no state to continue from.
         for rank in event.behind:
-            if rank < len(members):
+            if 0 <= rank < len(members):
                 self._receiving.add(members[rank])
                 self._held[members[rank]] = -1
         self._current, self._base = event, event.step

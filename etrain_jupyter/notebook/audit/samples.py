@@ -77,6 +77,12 @@ class Work:
         )
 
 
+MAX_SAMPLES = 1 << 31
+"""Maximum size of a data set whose order is compared: it needs 32 bytes of memory per sample."""
+MAX_EMPTY_EPOCHS = 1000
+"""Maximum number of epochs without a step that are reported one by one."""
+
+
 def check_samples(
     steps: Sequence[StepCompleted], start: int, work: Work
 ) -> tuple[tuple[EpochCoverage, ...], list[str]]:
@@ -103,7 +109,15 @@ def check_samples(
     first, last = divmod(begun, work.num_samples), divmod(position, work.num_samples)
     rows: list[EpochCoverage] = []
     problems: list[str] = []
-    for epoch in sorted({*by_epoch, *range(first[0], last[0] + 1)}):
+    if work.num_samples > MAX_SAMPLES:
+        return (), [f"the samples were not checked: {work.num_samples:,} do not fit into memory"]
+    between = range(first[0], last[0] + 1)
+    if last[0] - first[0] > len(by_epoch) + MAX_EMPTY_EPOCHS:
+        problems.append(
+            f"the job has steps of {len(by_epoch)} of the epochs {first[0]} to {last[0]}"
+        )
+        between = range(0)
+    for epoch in sorted({*by_epoch, *between}):
         begin = first[1] if epoch == first[0] else 0
         end = last[1] if epoch == last[0] else work.num_samples
         if begin < end or epoch in by_epoch:

@@ -352,6 +352,8 @@ def seconds(value: float) -> str:
         return f"{value * 1000:.0f} ms"
     if value < 60:
         return f"{value:.1f} s"
+    if not math.isfinite(value):  # a log may have any number
+        return f"{value} s"
     whole = round(value)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"

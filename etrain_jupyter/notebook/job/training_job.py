@@ -28,7 +28,7 @@ from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.cost import JobCost, cost_of
 from etrain_jupyter.notebook.job.exhibits import Exhibit, exhibits_of
 from etrain_jupyter.notebook.job.feed import EventFeed, Listener
-from etrain_jupyter.notebook.job.history import LatestValues, peek_log
+from etrain_jupyter.notebook.job.history import NOT_FOLDABLE, LatestValues, peek_log
 from etrain_jupyter.notebook.job.interrupts import Interrupts
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import SLICE_S, JobLink
@@ -258,7 +258,11 @@ class TrainingJob(JobRequests):
         return self._feed.subscribe(listener)
 
     def audit(self) -> AuditReport:
-        """Prove from the log which samples the job trained on, and that ranks had equal weights."""
+        """Prove from the log which samples the job trained on, and that ranks had equal weights.
+
+        Raises:
+            EtrainError: If the log has values that no job has.
+        """
         from etrain_jupyter.notebook.audit import audit_log
 
         # The feed may not have received the end of the log yet; the log itself is complete.
@@ -269,7 +273,14 @@ class TrainingJob(JobRequests):
             # If the log is unreadable, fall back to the events that the coordinator sent. They may
             # be incomplete, but the audit reports gaps.
             events = Events()
-        return audit_log(events or self.events())
+        try:
+            return audit_log(events or self.events())
+        except (*NOT_FOLDABLE, LookupError, MemoryError) as exc:
+            raise EtrainError(
+                f"the log of job {self.id} cannot be audited: it has values that no job has "
+                f"({type(exc).__name__}: {plain_line(str(exc), 100)}). Nothing was changed. If "
+                "another user wrote it, do not trust its numbers."
+            ) from exc
 
     def plot(self, over: str = "steps") -> Figure:
         """Return a Matplotlib figure of the loss, metrics, learning rate and number of workers.

@@ -95,8 +95,14 @@ class BlockLayout:
         rows: list[int] = []
         for run in runs.split(","):
             size, _, count = run.partition("x")
+            if len(rows) + int(count or 1) > _MAX_BLOCKS:
+                raise ValueError(f"the layout has more than {_MAX_BLOCKS:,} blocks")
             rows += [int(size)] * int(count or 1)
         return cls(tuple(rows), int(window))
+
+
+_MAX_BLOCKS = 1 << 26
+"""Maximum number of blocks in a text, which may come from another user: 512 TiB of 8 MiB each."""
 
 
 class Places(NamedTuple):

@@ -27,6 +27,8 @@ from etrain_jupyter.log.events import (
     CheckpointCommitted,
     Event,
     GenerationFormed,
+    JobPlanned,
+    StepCompleted,
     UserErrorRaised,
 )
 from etrain_jupyter.notebook.job import interrupts, training_job
@@ -425,6 +427,63 @@ def test_control_characters_of_a_log_are_escaped(tmp_path: Path) -> None:
 
     assert r"\x1b]0;pwn\x07" in repr(job)
     assert not [text for text in shown if set(text) & {"\x1b", "\x07", "\u202e"}]
+
+
+PLAN = {
+    **{"job_id": "digits-1", "time": 1.0, "num_train_samples": 100, "num_eval_samples": 0},
+    **{"global_batch_size": 10, "steps_per_epoch": 10, "total_steps": 20, "total_samples": 200},
+}
+STEP = StepCompleted(
+    job_id="digits-1",
+    time=2.0,
+    generation=1,
+    step=1,
+    epoch=0,
+    first=0,
+    samples=10,
+    sample_checksum=1,
+    loss=1.0,
+    lr=0.1,
+    world_size=1,
+    samples_per_s=1.0,
+)
+
+
+@pytest.mark.parametrize("layout", ["x", "1", "64:1x99999999999", "[" * 50])
+def test_layout_that_no_set_has_is_an_error_of_the_audit(tmp_path: Path, layout: str) -> None:
+    job = make_job(tmp_path, None, JobPlanned(**PLAN, train_layout=layout), STEP)
+
+    with pytest.raises(EtrainError, match="digits-1 cannot be audited"):
+        job.audit()
+
+
+@pytest.mark.parametrize(
+    ("plan", "step", "problem"),
+    [
+        ({"total_samples": 0}, {"step": 2**62}, "steps of 1 of the epochs 0 to"),
+        ({"num_train_samples": 2**40}, {}, "do not fit into memory"),
+    ],
+)
+def test_audit_of_huge_numbers_ends(
+    tmp_path: Path, plan: dict[str, int], step: dict[str, int], problem: str
+) -> None:
+    planned = JobPlanned(**{**PLAN, **plan})
+    job = make_job(tmp_path, None, planned, dataclasses.replace(STEP, **step))
+
+    assert problem in " ".join(job.audit().problems)
+
+
+def test_negative_rank_of_a_log_is_ignored(tmp_path: Path) -> None:
+    formed = GenerationFormed(
+        **{"job_id": "digits-1", "time": 1.5, "generation": 1, "why": "start", "step": 0},
+        world_size=1,
+        ranks=["a"],
+        trainer_pids=[1],
+        behind=[-(2**63)],
+    )
+    job = make_job(tmp_path, None, JobPlanned(**PLAN), formed, STEP)
+
+    assert job.audit().steps_committed == 1
 
 
 def test_best_weights_of_a_job_that_keeps_none_are_refused(tmp_path: Path) -> None:
