@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,8 +97,12 @@ def plan_study(parsed: ParsedSearch, notebook: Mapping[str, Any], *, cell: str =
 def submit(plan: Plan) -> TrainingJob:
     """Start the pool if necessary, submit the job, and warn if the cell's previous job trains."""
     plan.print_warnings()
+    started_at = time.monotonic()
     address = plan.start_pool()
-    job = submit_job(plan.config, plan.bundle, address=address, store=plan.runs, cell=plan.cell)
+    job = submit_job(
+        plan.config, plan.bundle, address=address, store=plan.runs, cell=plan.cell,
+        pool_s=time.monotonic() - started_at,
+    )  # fmt: skip
     for warning in warn_of_earlier_jobs(job.record, plan.runs, address):
         print(f"etrain: {warning}")
     return job

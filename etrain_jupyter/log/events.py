@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Literal, Self
 JobStatus = Literal["submitted", "waiting", "running", "paused", "finished", "stopped", "failed"]
 LeaveReason = Literal["preempted", "scaled down"]
 ExhibitFormat = Literal["png", "text", "table"]
+WarmUpPhase = Literal["build", "trial", "compile"]
+"""A trainer builds the model, the optimizer and the data sets, runs a trial pass, and compiles."""
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed"})
 
 STACKS_HEADER = "etrain: what the threads of this trainer are doing:"
@@ -74,6 +76,9 @@ class JobSubmitted(Event):
     pool: str = "local"
     config: dict[str, Any] = field(default_factory=dict)
     """JSON form of its TrainConfig, with defaults filled in."""
+    pool_s: float = 0.0
+    """Seconds until the scheduler of its pool responded, which includes its start; 0 in older
+    logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,8 @@ class JobResumed(Event):
     """JSON form of the TrainConfig that applies from now on."""
     differs: list[str] = field(default_factory=list)
     """Differences from the previous attempt, as text."""
+    pool_s: float = 0.0
+    """As in ``JobSubmitted``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +240,14 @@ class WorkerJoined(Event):
     """``spot``, ``on-demand`` or ``slurm``; empty if the pool has no machines of its own."""
     usd_per_h: float | None = None
     """The worker's share of the machine's hourly price when it joined; None if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUpReached(Event):
+    """A trainer was the first of the current attempt to begin this phase of its warm-up."""
+
+    worker: str
+    phase: WarmUpPhase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -764,6 +779,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "str": ((str,), ()),
     "JobStatus": ((str,), ()),
     "ExhibitFormat": ((str,), ()),
+    "WarmUpPhase": ((str,), ()),
     "list[str]": ((list, tuple), (str,)),
     "list[int]": ((list, tuple), (int,)),
     "list[float]": ((list, tuple), _NUMBER),

@@ -54,6 +54,7 @@ from etrain_jupyter.log.events import (
     WorkersScaled,
     WorkersSized,
 )
+from etrain_jupyter.log.startup import Startup
 from etrain_jupyter.log.type_work import TypeWork
 
 NOT_BEGUN = 2**53
@@ -104,6 +105,9 @@ class JobRecord:
     """Error that caused the current attempt to fail."""
     early_stop: EarlyStopped | None = None
     """The decision to end the current attempt early."""
+
+    startup: Startup = field(default_factory=Startup)
+    """Stages of the current attempt until its first step."""
 
     # --- training ---
 
@@ -222,6 +226,7 @@ class JobRecord:
         """Add the next event of the log, and return this record."""
         self.num_events += 1
         self.changed_at = event.time
+        self.startup.apply(event)
         match event:
             case StepCompleted():
                 self._apply_step(event)
@@ -271,6 +276,7 @@ class JobRecord:
     def apply_run(self, run: StepRun) -> Self:
         """Add a run of steps of one generation. Only the last step affects the record."""
         last = run.last
+        self.startup.apply(run.first)
         self.num_events += len(run)
         self.changed_at = last.time
         self._apply_step(last)

@@ -176,6 +176,7 @@ class DetachedPool:
                 # Hold the lock while dead heads are removed or taken over, so that no other head
                 # starts.
                 orphan = self.prepare_start(root)
+                print(f"etrain: starting the scheduler of pool {self.name}", flush=True)
                 return start_cluster(root, settings, lock_fd, orphan)
         except TimeoutError as exc:
             raise PoolError(

@@ -87,6 +87,7 @@ from etrain_jupyter.wire.messages import (
     TrainerHello,
     TrainerReport,
     UserCodeFailed,
+    WarmUpBegun,
     Why,
     is_current,
 )
@@ -293,6 +294,7 @@ class Trainer:
 
     def _warm_up(self) -> None:
         started = time.monotonic()
+        self._send(WarmUpBegun(phase="build"))
         self._config = TrainConfig.model_validate(self._launch.config)
         self._change_folder()
         bundle = self._launch.bundle
@@ -333,6 +335,7 @@ class Trainer:
             loop.micro.limit_to(self._loop.micro)
         self._loop = loop
         self._beat()
+        self._send(WarmUpBegun(phase="trial"))
         loop.warm_up(is_first=self._number == 0)
         # Fail now if the state cannot be sent or saved. Otherwise, the first join or checkpoint
         # would fail, perhaps after hours of training.

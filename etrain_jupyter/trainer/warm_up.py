@@ -53,7 +53,7 @@ from etrain_jupyter.trainer.trial_checks import (
     parameters_outside,
 )
 from etrain_jupyter.trainer.workload import Pass, Workload
-from etrain_jupyter.wire.messages import TextLogged
+from etrain_jupyter.wire.messages import TextLogged, WarmUpBegun
 
 
 class PassEffects(NamedTuple):
@@ -309,6 +309,7 @@ class WarmUp:
     def _compile(self, count: int) -> None:
         # A compiler error must not fail the job: the model runs in eager mode instead.
         model = self._workload.model
+        self._send(WarmUpBegun(phase="compile"))
         started = time.monotonic()
         try:
             with heartbeats(self._beat):

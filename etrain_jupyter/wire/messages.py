@@ -384,6 +384,13 @@ class PackagesImported(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WarmUpBegun(TrainerReport):
+    """The trainer begins a phase of its warm-up, which ends with its ``TrainerHello``."""
+
+    phase: events.WarmUpPhase
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerHello(TrainerReport):
     """The trainer is warm: model and data are built, and one pass has succeeded."""
 
@@ -688,6 +695,7 @@ FromTrainer = (
     SpareReady
     | PackagesImported
     | TrainerHello
+    | WarmUpBegun
     | StoreEntry
     | RankKey
     | GenerationJoined
@@ -715,6 +723,7 @@ AnyReport = (
     TrainerStarted
     | TrainerExited
     | TrainerHello
+    | WarmUpBegun
     | StoreEntry
     | RankKey
     | GenerationJoined

@@ -11,6 +11,7 @@ import {
   ILatestEval,
   IMarker,
   ISnapshot,
+  IStartupStage,
   ITimeSplit,
   IWorkerRow
 } from './snapshot';
@@ -30,6 +31,7 @@ import {
 } from './untrusted';
 
 const MAX_METRICS = 8;
+const MAX_STAGES = 10;
 const MAX_EXHIBITS = 50;
 const MAX_EXHIBIT_STEPS = 300;
 
@@ -73,6 +75,7 @@ export function asSnapshot(value: unknown): ISnapshot {
     cost: orNull(raw.cost, asCost),
     error: orNull(raw.error, asError),
     charts: asCharts(object(raw.charts)),
+    startup: list(raw.startup).slice(0, MAX_STAGES).map(asStage),
     exhibits: list(raw.exhibits).slice(0, MAX_EXHIBITS).map(asExhibitSeries),
     progress: progress === null ? null : Math.min(1, Math.max(0, progress)),
     eta_s: finiteOrNull(raw.eta_s),
@@ -132,6 +135,12 @@ const asError = (raw: Raw): IErrorSummary => ({
 const asCharts = (raw: Raw): IChartList => ({
   metrics: textList(raw.metrics).slice(0, MAX_METRICS),
   has_eval: raw.has_eval === true
+});
+
+const asStage = (raw: Raw): IStartupStage => ({
+  name: line(raw.name),
+  since: finiteOrNull(raw.since),
+  took_s: finiteOrNull(raw.took_s)
 });
 
 const asExhibitSeries = (raw: Raw): IExhibitSeries => ({

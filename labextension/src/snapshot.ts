@@ -2,6 +2,15 @@
 //
 // Generated from snapshot.py by `make snapshot`. Do not edit.
 
+/** One stage of the start-up. */
+export interface IStartupStage {
+  name: string;
+  /** When it began, in seconds since the epoch; null if it has not begun. */
+  since: number | null;
+  /** Its duration; null until it has ended. */
+  took_s: number | null;
+}
+
 /** Time split of a worker's latest steps. */
 export interface ITimeSplit {
   /** The last of these steps. */
@@ -187,6 +196,8 @@ export interface ISnapshot {
   cost: ICostSummary | null;
   error: IErrorSummary | null;
   charts: IChartList;
+  /** Stages from the start of the scheduler until the first step; empty once it is committed. */
+  startup: IStartupStage[];
   /** Sorted by name. A view requests their content when it displays them. */
   exhibits: IExhibitSeries[];
   /** Number of ranks that `workers` leaves out. */

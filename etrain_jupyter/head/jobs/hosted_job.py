@@ -158,6 +158,7 @@ class HostedJob:
             "max_workers": order.max_workers,
             "pool": order.pool,
             "config": order.config,
+            "pool_s": order.pool_s,
         }
         before = self.record
         if before.num_events:

@@ -51,6 +51,8 @@ class JobSpec:
     """Versions installed where the notebook runs (see ``wire.versions``); empty if unknown."""
     faults: list[dict[str, Any]] = field(default_factory=list)
     """Faults to inject, see ``head.coordinator.fault_injection``."""
+    pool_s: float = 0.0
+    """Seconds until the scheduler of its pool responded, which includes its start; 0 if unknown."""
 
     @property
     def log_path(self) -> Path:

@@ -90,8 +90,8 @@ class TrainerMessages:
         match report:
             case m.TrainerStarted():
                 facts.pid = report.pid or facts.pid  # needed in messages; the hello repeats it
-            case m.TrainerHello():
-                yield from self._on_hello(report, facts)
+            case m.WarmUpBegun() | m.TrainerHello():
+                yield from self._on_warm_up(report, facts)
             case m.StoreEntry() | m.RankKey():
                 yield from self._relay(report, state)
             case m.GenerationJoined():
@@ -159,6 +159,14 @@ class TrainerMessages:
         # Use number 0, because numbers count the sender's reports, not these messages.
         entry = replace(report, number=0)
         yield Relay(message=entry, trainers=tuple(t for t in others if t != report.trainer))
+
+    def _on_warm_up(
+        self, report: m.WarmUpBegun | m.TrainerHello, facts: TrainerFacts
+    ) -> Iterator[Consequence]:
+        if isinstance(report, m.TrainerHello):
+            yield from self._on_hello(report, facts)
+        elif self._record.startup.is_new(report.phase):
+            yield self._event(events.WarmUpReached, worker=facts.worker, phase=report.phase)
 
     def _on_hello(self, report: m.TrainerHello, facts: TrainerFacts) -> Iterator[Consequence]:
         # The first case that applies:

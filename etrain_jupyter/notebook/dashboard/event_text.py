@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -37,6 +38,7 @@ from etrain_jupyter.log.events import (
     StepUndone,
     UnknownEvent,
     UserErrorRaised,
+    WarmUpReached,
     WeightsHashed,
     WorkerJoined,
     WorkerLeft,
@@ -141,6 +143,16 @@ def _describe_workers_sized(event: WorkersSized) -> Line:
 @describe.register
 def _describe_worker_joined(event: WorkerJoined) -> Line:
     return Line(text=f"{event.worker} joined the job; its trainer is starting")
+
+
+@describe.register
+def _describe_warm_up(event: WarmUpReached) -> Line:
+    doing = {
+        "build": "has imported torch; it builds the model and the data sets",
+        "trial": "runs a trial pass",
+        "compile": "compiles the model",
+    }
+    return Line(text=f"{event.worker} {doing.get(event.phase, event.phase)}")
 
 
 @describe.register
@@ -285,6 +297,13 @@ def _describe_log_line(event: LogLine) -> Line:
 @describe.register
 def _describe_unknown_event(event: UnknownEvent) -> Line:
     return Line(text=f"{event.name} (written by a newer version)")
+
+
+def first_step_line(stages: Mapping[str, float]) -> Line:
+    """Return how long each stage of the start-up took, for the event list."""
+    parts = ", ".join(f"{name} {seconds(took_s)}" for name, took_s in stages.items())
+    total = seconds(sum(stages.values()))
+    return Line(text=f"First step after {total}: {parts}", level="good")
 
 
 def restored_text(event: JobRestored) -> str:

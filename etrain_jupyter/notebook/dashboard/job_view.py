@@ -43,10 +43,17 @@ from etrain_jupyter.log.events import (
     WorkerWarmed,
 )
 from etrain_jupyter.log.job_record import apply_exhibit
+from etrain_jupyter.log.startup import Startup
 from etrain_jupyter.notebook.dashboard.controls import controls_of
 from etrain_jupyter.notebook.dashboard.curves import CurveSet
 from etrain_jupyter.notebook.dashboard.entries import Entries, Markers
-from etrain_jupyter.notebook.dashboard.event_text import Line, describe, restored_text, seconds
+from etrain_jupyter.notebook.dashboard.event_text import (
+    Line,
+    describe,
+    first_step_line,
+    restored_text,
+    seconds,
+)
 from etrain_jupyter.notebook.dashboard.exhibits import series_of
 from etrain_jupyter.notebook.dashboard.facts import JobFacts
 from etrain_jupyter.notebook.dashboard.freshness import Freshness
@@ -100,6 +107,7 @@ class JobView:
         self._dumps = StackDumps()
         self._pace = StepRate()
         self._freshness = Freshness()
+        self._startup = Startup()
         self.exhibits: dict[int, dict[str, ExhibitStored]] = {}
         """The exhibits by step and then by name; only to be read."""
         self._has_new_exhibits = False  # since the last snapshot
@@ -144,6 +152,7 @@ class JobView:
                 step_s=self._pace.step_s(),
                 steps_per_epoch=self._plan.steps_per_epoch if self._plan else None,
             ),
+            startup=() if self._startup.is_over else tuple(self._startup.stages()),
             controls=controls_of(self.status, num_training=self._workers.num_training()),
             workers=workers,
             num_more_workers=self._workers.num - len(workers),
@@ -158,6 +167,7 @@ class JobView:
         self._last_seq = event.seq or self._last_seq
         self._facts.updated_at = event.time
         self._facts.generation = max(self._facts.generation, event.generation)
+        self._startup_event(event)
         self._fold(event)
         self._list_event(event)
 
@@ -416,12 +426,21 @@ class JobView:
 
     # --- parts of the fold ---
 
+    def _startup_event(self, event: Event) -> None:
+        startup = self._startup
+        was_over = startup.is_over
+        startup.apply(event)
+        if isinstance(event, StepCompleted) and not was_over:
+            stages = {s.name: s.took_s for s in startup.stages() if s.took_s is not None}
+            if stages:
+                self._add_entry(event, first_step_line(stages))
+
     def _list_event(self, event: Event) -> None:
         # A stack dump arrives as one log line per frame. Its first line makes an entry, and each
         # further line changes the text of that entry.
         dump = self._dumps.add(event) if isinstance(event, LogLine) else None
         if dump is None:
-            line = describe(event)
+            line = self._line_of(event)
             if line is not None:
                 self._add_entry(event, line)
         elif dump.seq == event.seq:
@@ -429,6 +448,18 @@ class JobView:
         else:
             line = dump.describe(self._cell_numbers())
             self.lists_version += self._entries.amend(dump.seq, line.text)
+
+    def _line_of(self, event: Event) -> Line | None:
+        line, facts = describe(event), self._facts
+        if line is None or not isinstance(event, JobStatusChanged):
+            return line
+        # Each job waits for its first workers. That is a warning only if one was lost.
+        if event.status == "waiting" and not self._startup.is_over and not facts.num_lost:
+            return replace(line, level="info")
+        # The entry of the error is above it.
+        if facts.error is not None and event.reason == facts.error.error:
+            return replace(line, text=event.status.capitalize())
+        return line
 
     def _add_entry(self, event: Event, line: Line) -> None:
         self._entries.add(event, line)

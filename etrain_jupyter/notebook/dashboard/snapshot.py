@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from etrain_jupyter.log.startup import StartupStage
+
 Json = dict[str, Any]
 
 
@@ -224,6 +226,8 @@ class Snapshot:
     """None if the pool does not report costs."""
     error: ErrorSummary | None = None
     charts: ChartList = ChartList()
+    startup: tuple[StartupStage, ...] = ()
+    """Stages from the start of the scheduler until the first step; empty once it is committed."""
     exhibits: tuple[ExhibitSeries, ...] = ()
     """Sorted by name. A view requests their content when it displays them."""
     num_more_workers: int = 0

@@ -17,6 +17,7 @@ from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from etrain_jupyter.log import startup
 from etrain_jupyter.notebook.dashboard import snapshot
 
 HEAD = """\
@@ -36,9 +37,9 @@ def generate() -> str:
 
 
 def is_own_dataclass(value: Any) -> bool:
-    """Return whether a value is a dataclass that ``snapshot.py`` defines."""
+    """Return whether a value is a dataclass of a snapshot, from ``snapshot.py`` or the log."""
     is_class = isinstance(value, type) and is_dataclass(value)
-    return is_class and value.__module__ == snapshot.__name__
+    return is_class and value.__module__ in (snapshot.__name__, startup.__name__)
 
 
 def interface_of(kind: type) -> str:

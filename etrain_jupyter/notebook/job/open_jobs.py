@@ -55,10 +55,12 @@ def submit_job(
     store: RunStore | None = None,
     cell: str = "",
     faults: Sequence[Mapping[str, Any]] = (),
+    pool_s: float = 0.0,
 ) -> TrainingJob:
     """Create the job's folder, submit the job to the cluster's coordinator and follow it.
 
     ``faults`` are injected faults, in the wire form of a ``FaultPlan``.
+    ``pool_s`` is the time until the scheduler responded, for the log.
 
     Raises:
         RunStoreError: If the folder cannot be written.
@@ -70,7 +72,8 @@ def submit_job(
     record = _create_record(config, bundle, address=address, store=store, cell=cell)
     link = open_link(address)
     try:
-        hand_over(link, _spec_of(record, config, faults), record.bundle_path)
+        spec = _spec_of(record, config, faults) | {"pool_s": pool_s}
+        hand_over(link, spec, record.bundle_path)
     except PoolError:
         # The job was refused and did not start, so keep nothing. A JobLostError is not caught,
         # because the job may have started.

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,15 +138,17 @@ def resume_job(
         _check_trusted(known, request)
         end = _end_of_log(job)
         attempt = _prepare(store, known, request, job.events())
+        # Without `log_end`, the coordinator takes over the log from any other writer, as with
+        # --force.
+        extra: dict[str, float] = {} if request.is_forced or end is None else {"log_end": end}
         if address is None:
+            started_at = time.monotonic()
             pool = request.pool or get_pool(attempt.config.pool)
             _check_reach(attempt, pool.shared_place())
             address = pool.up()
+            extra["pool_s"] = time.monotonic() - started_at
         here = replace(attempt.record, cluster=address.to_dict(), host=platform.node())
         attempt = replace(attempt, record=here)
-        # Without `log_end`, the coordinator takes over the log from any other writer, as with
-        # --force.
-        extra = {} if request.is_forced or end is None else {"log_end": end}
         written = _submit(store, known, attempt, address, is_forced=request.is_forced, extra=extra)
         note_scheduler(address)
         job.follow_again(written, open_link(address))
@@ -395,7 +398,7 @@ def _submit(
     address: SchedulerAddress,
     *,
     is_forced: bool,
-    extra: Mapping[str, int],
+    extra: Mapping[str, float],
 ) -> RunRecord:
     """Write the new record and submit the job; restore the old record if it is refused.
 

@@ -361,11 +361,13 @@ class TrainingJob(JobRequests):
         if until is not None:
             return self._wait_until(until, deadline)
         kind = ""
+        show_startup = self._startup_printer()
         with self._interrupts() as interrupts:
             # Wait in slices: the signal handler only records an interrupt, since it must not take
             # locks or print. `_handle_interrupts` acts on it.
             while time.monotonic() < deadline:
                 kind = self._print_trouble(kind)
+                show_startup()
                 if self._feed.ended.wait(SLICE_S):
                     break
                 self._handle_interrupts(interrupts)
@@ -431,6 +433,23 @@ class TrainingJob(JobRequests):
         # The flag stays set after the wait, so that the cell ends with an error and "Run All"
         # stops.
         self.was_interrupted |= interrupts.were_any
+
+    def _startup_printer(self) -> Callable[[], None]:
+        """Return a function that prints each stage of the start-up once it has ended."""
+        startup, printed = self._view.startup, set[str]()
+        is_late: bool | None = None  # unknown until the history is folded
+
+        def print_new() -> None:
+            nonlocal is_late
+            if self.screen is not None or not self._feed.caught_up.is_set():
+                return  # a dashboard shows the stages
+            is_late = startup.is_over if is_late is None else is_late
+            for stage in () if is_late else startup.stages():
+                if stage.took_s is not None and stage.name not in printed:
+                    printed.add(stage.name)
+                    print(f"etrain: {self.id}: {stage.name} {stage.took_s:.1f} s", flush=True)
+
+        return print_new
 
     def _print_trouble(self, printed: str) -> str:
         """Print new trouble (not of kind ``printed``), or that it has ended; return its kind."""

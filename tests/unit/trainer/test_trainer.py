@@ -112,6 +112,15 @@ def device_error(text: str) -> Exception:
     return getattr(torch, "AcceleratorError", RuntimeError)(text)
 
 
+def test_trainer_reports_the_phases_of_its_warm_up(rigs):
+    rig = rigs(compile=True).start()
+
+    said = [rig.wait_for(m.WarmUpBegun, m.TrainerHello) for _ in range(4)]
+
+    assert [message.phase for message in said[:3]] == ["build", "trial", "compile"]
+    assert isinstance(said[3], m.TrainerHello)
+
+
 def test_device_side_assert_in_a_step_is_the_notebooks_error_with_its_code(rigs, monkeypatch):
     gpu = Gpu(monkeypatch)
     rig = rigs().start()

@@ -304,6 +304,17 @@ async def test_messages_of_a_lost_trainer_are_dropped_while_its_generation_is_cu
     assert (rig.job.state, rig.job.job_log.last_seq) == before
 
 
+async def test_log_has_the_first_trainer_that_begins_each_phase_of_the_warm_up(rig):
+    rig.hello("w1", "w2")
+    await rig.submit(min_workers=2, max_workers=2, pool_s=1.5)
+    for worker, phase in (("w2", "build"), ("w1", "build"), ("w1", "trial"), ("w2", "trial")):
+        rig.tell(worker, m.WarmUpBegun, phase=phase)
+
+    reached = [(event.worker, event.phase) for event in rig.events(events.WarmUpReached)]
+    assert reached == [("w2", "build"), ("w1", "trial")]
+    assert rig.events(events.JobSubmitted)[0].pool_s == 1.5
+
+
 async def test_checkpoint_of_a_released_trainer_counts(rig):
     await rig.start("w1", "w2")
     released = rig.trainer("w2")

@@ -658,3 +658,31 @@ def test_possible_requests_follow_from_the_status(
 
     assert {request for request, why_not in controls.items() if not why_not} == possible
     assert all(why_not.endswith(".") for why_not in controls.values() if why_not)
+
+
+def test_startup_is_in_the_snapshot_until_the_first_step_and_then_in_the_events() -> None:
+    before = view_of(until(t.WorkerWarmed)).snapshot()
+    after = view_of(until(t.StepCompleted)).snapshot()
+
+    assert [(stage.name, stage.took_s) for stage in before.startup][:2] == [
+        ("workers", pytest.approx(0.1)),
+        ("torch", pytest.approx(2.5)),
+    ]
+    assert before.startup[-1].name == "first step"
+    assert before.startup[-1].took_s is None
+    assert after.startup == ()
+    [line] = [line.text for line in after.events if line.text.startswith("First step")]
+    assert line.startswith("First step after 2.7 s: workers 100 ms, torch 2.5 s, first step ")
+
+
+def test_waiting_for_the_first_workers_is_no_warning() -> None:
+    script = Script()
+    submitted = next(iter(script.begin()))
+    waiting = script.make(t.JobStatusChanged, status="waiting", reason="0 of min 1 workers")
+
+    view = view_of([submitted, waiting])
+    assert view.snapshot().events[-1].level == "info"
+
+    view.add([script.make(t.WorkerLost, worker="w0", cause="killed")])
+    view.add([script.make(t.JobStatusChanged, status="waiting", reason="w0 was lost")])
+    assert view.snapshot().events[-1].level == "warning"

@@ -30,6 +30,8 @@ from etrain_jupyter.log.events import (
     JobPlanned,
     StepCompleted,
     UserErrorRaised,
+    WarmUpReached,
+    WorkerJoined,
 )
 from etrain_jupyter.notebook.job import interrupts, training_job
 from etrain_jupyter.notebook.job.link import NoAnswerError
@@ -154,6 +156,38 @@ def test_wait_gives_up_after_its_timeout(tmp_path: Path) -> None:
     job = make_job(tmp_path, FakeLink(), status("running"))
 
     assert job.wait(timeout=0.05) == "running"
+
+
+def test_wait_prints_the_stages_of_the_startup_as_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about: dict[str, Any] = {"job_id": "digits-1", "worker": "w1"}
+    job = make_job(tmp_path, FakeLink(), WorkerJoined(**about, time=3.0))
+    assert job.status == "submitted"  # the history is folded
+    news = iter([WarmUpReached(**about, time=5.5, phase="build")])
+
+    def wait_a_slice(slice_s: float) -> bool:
+        event = next(news, None)
+        job._view.add([event] if event else [])
+        return event is None
+
+    printed: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
+    monkeypatch.setattr(job._feed.ended, "wait", wait_a_slice)
+
+    job.wait()
+
+    assert printed == ["etrain: digits-1: workers 2.0 s", "etrain: digits-1: torch 2.5 s"]
+
+
+def test_wait_prints_nothing_about_the_startup_of_a_job_that_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(tmp_path, None, status("finished"))
+
+    job.wait()
+
+    assert capsys.readouterr().out == ""
 
 
 def test_await_returns_when_the_job_has_ended(tmp_path: Path) -> None:
