@@ -1,8 +1,10 @@
 // Find the notebook cell that shows a job, and insert new cells.
 import { JupyterFrontEnd } from '@jupyterlab/application';
+import { Notification } from '@jupyterlab/apputils';
 import { Notebook, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
-import { showLine } from './jobs';
+import { attachLines, showLine } from './jobs';
 import { MIME } from './mime';
+import { IJobSource } from './core';
 import { Entry, Follower } from './session';
 import { list, object, text } from './untrusted';
 
@@ -24,6 +26,46 @@ export async function showInNotebook(shell: JupyterFrontEnd.IShell, entry: Entry
   const [{ notebook }] = entry.followers;
   shell.activateById(notebook.id);
   await addCell(notebook, showLine(entry.id), true);
+}
+
+/** What a view of a job can do with its notebook. */
+export const actionsIn = (
+  notebook: NotebookPanel,
+  jobId: string
+): Pick<IJobSource, 'attach' | 'openCell'> => ({
+  attach: () => void reported(() => attachIn(notebook, jobId)),
+  openCell: (cell, line, code) => void openCell(notebook, cell, line, code)
+});
+
+/** Add and run a cell that attaches the notebook's kernel to a job. */
+export const attachIn = (notebook: NotebookPanel, jobId: string): Promise<void> =>
+  addCell(notebook, attachLines(jobId), true);
+
+/**
+ * Show a line of a traceback: in the cell with that execution count or, if it has run again since,
+ * in the cell that has the same code there.
+ */
+export async function openCell(
+  { content }: NotebookPanel,
+  count: number,
+  line: number,
+  code: string
+): Promise<void> {
+  const cells = content.widgets.filter(
+    ({ model }) => !!code && model.sharedModel.getSource().split('\n')[line - 1]?.trim() === code
+  );
+  const cell = cells.find(({ model }) => model.toJSON().execution_count === count) ?? cells[0];
+  if (!cells.length) {
+    Notification.warning(
+      `No cell has this code in line ${line} any more. It was in the cell that ran as In[${count}].`
+    );
+    return;
+  }
+  content.activeCellIndex = content.widgets.indexOf(cell);
+  await content.scrollToCell(cell, 'smart');
+  await NotebookActions.focusActiveCell(content, { waitUntilReady: true, preventScroll: true });
+  content.mode = 'edit';
+  cell.editor?.setCursorPosition({ line: line - 1, column: 0 });
 }
 
 /** Add a cell below the active one, and run it if `isRun`. */
@@ -52,9 +94,6 @@ export async function addCell(
     content.mode = 'edit';
   }
 }
-
-/** The line that loads our magics into a kernel. */
-export const LOAD = '%load_ext etrain_jupyter';
 
 /**
  * Return the commented template of a training cell, from the package that is installed in the
@@ -97,4 +136,13 @@ function cellOf(notebook: Notebook, jobId: string): number {
     const outputs = list(object(model.toJSON()).outputs);
     return outputs.some(({ data }) => object(object(object(data)[MIME]).snapshot).job_id === jobId);
   });
+}
+
+/** Run `work` and show its error, if any. */
+export async function reported(work: () => Promise<void>): Promise<void> {
+  try {
+    await work();
+  } catch (error) {
+    Notification.error((error as Error).message, { autoClose: false });
+  }
 }

@@ -2,9 +2,9 @@
 // job. Stopping a job asks for confirmation.
 import { JupyterFrontEnd } from '@jupyterlab/application';
 import { Dialog, ICommandPalette, Notification, showDialog } from '@jupyterlab/apputils';
-import { addCell, LOAD, templateOf } from './cells';
+import { addCell, attachIn, reported, templateOf } from './cells';
 import { stopLoss } from './controls';
-import { whyNot } from './jobs';
+import { LOAD, whyNot } from './jobs';
 import { Entry, Follower, Session } from './session';
 import { isTrialOf } from './studies';
 
@@ -128,14 +128,22 @@ export function addCommands(
   });
 }
 
-/** Attach to a job that runs elsewhere, preferably from the kernel of the current notebook. */
-export async function attach(session: Session, jobId: string): Promise<void> {
-  const { entries, offers, studies } = session.merged;
+/**
+ * Attach to a job: by a cell in its notebook, whose kernel has restarted, or to a job that runs
+ * elsewhere, preferably from the kernel of the current notebook.
+ */
+export async function attach(app: JupyterFrontEnd, session: Session, jobId: string): Promise<void> {
+  const { offers, studies } = session.merged;
   const known =
-    entries.find(entry => entry.id === jobId)?.offers ??
     offers.find(offer => offer.other.job_id === jobId)?.offers ??
     studies.find(({ study }) => isTrialOf(study, jobId))?.followers;
+  const lost = session.find(jobId)?.followers[0].notebook;
   await reported(async () => {
+    if (lost) {
+      app.shell.activateById(lost.id);
+      await attachIn(lost, jobId);
+      return;
+    }
     if (!known?.length) {
       throw new Error(
         'No open kernel can attach to this job any more. Refresh the list with ⟳ in the panel.'
@@ -176,13 +184,4 @@ async function confirmStop({ row: { snapshot } }: Entry): Promise<{ now?: boolea
     ]
   });
   return !button.accept ? null : button.actions.includes('now') ? { now: true } : {};
-}
-
-/** Run `work` and show its error, if any. */
-export async function reported(work: () => Promise<void>): Promise<void> {
-  try {
-    await work();
-  } catch (error) {
-    Notification.error((error as Error).message, { autoClose: false });
-  }
 }

@@ -11,8 +11,8 @@ import * as format from './format';
 import { Buffer, JobData } from './job_data';
 import { savedAt } from './protocol';
 import { ISnapshot } from './snapshot';
+import { ErrorBox, isStarting, OpenCell, StartupList } from './startup';
 import { Tiles } from './tiles';
-import { jobId } from './untrusted';
 import { Workers } from './workers';
 
 /** A transport: the anywidget model or JupyterLab's comm. */
@@ -32,6 +32,10 @@ export interface IJobSource {
   ): () => void;
   /** Send a message to the kernel; without a kernel, drop it. */
   send(content: Record<string, unknown>): void;
+  /** Insert and run a cell that attaches the notebook's kernel to the job; missing elsewhere. */
+  attach?(): void;
+  /** Show a line of a cell of the notebook; missing elsewhere. */
+  openCell?: OpenCell;
 }
 
 export interface IMountedJob {
@@ -71,7 +75,9 @@ class JobElement {
   private readonly progress = make('progress', 'etrain-progress');
   private readonly position = make('span', 'etrain-where');
   private readonly note = make('span', 'etrain-note');
-  private readonly error = make('pre', 'etrain-error');
+  private readonly attach = make('button', 'etrain-button etrain-primary etrain-attach');
+  private readonly error: ErrorBox;
+  private readonly startup = new StartupList();
   private readonly tiles = new Tiles();
   private readonly controls = new Controls((request, args) => this.request(request, args));
   private readonly charts: Charts;
@@ -96,6 +102,7 @@ class JobElement {
     private readonly source: IJobSource,
     private readonly isCompact: boolean
   ) {
+    this.error = new ErrorBox(source.openCell);
     this.charts = new Charts(
       this.data,
       (first, last) => this.requestDetail(first, last),
@@ -237,6 +244,9 @@ class JobElement {
       this.workers.draw(snapshot, this.controls.whyNot('preempt'));
     }
     this.events.draw(snapshot.events);
+    // Without a step, there are no figures and no curves.
+    const hasTrained = snapshot.step > 0 || snapshot.loss !== null;
+    this.tiles.element.hidden = this.charts.element.hidden = !hasTrained;
     this.charts.draw();
     this.announce();
     this.drawnAt = Date.now();
@@ -251,7 +261,9 @@ class JobElement {
     const { snapshot } = this.data;
     this.drawHeader(snapshot);
     this.controls.draw(snapshot, this.phase === 'live');
-    this.tiles.draw(snapshot, this.phase === 'live' && !this.hasEnded ? Date.now() / 1000 : null);
+    const now = this.phase === 'live' && !this.hasEnded ? Date.now() / 1000 : null;
+    this.tiles.draw(snapshot, now);
+    this.startup.draw(snapshot, now);
   }
 
   private drawHeader(s: ISnapshot): void {
@@ -263,16 +275,16 @@ class JobElement {
     });
     setText(this.name, s.name);
     this.name.title = s.job_id;
-    this.pill.dataset.status = this.isGone ? 'gone' : s.status;
+    // Each job waits for its first workers, so that is not shown as a warning.
+    const isCalm = s.status === 'waiting' && isStarting(s);
+    this.pill.dataset.status = this.isGone ? 'gone' : isCalm ? 'submitted' : s.status;
     setText(this.pill, this.statusText(s));
     this.pill.title = s.reason;
     this.progress.value = s.progress ?? 0;
     setText(this.position, describeProgress(s));
-    const note = this.noteText(s);
-    setText(this.note, note);
-    this.note.title = note;
-    this.error.hidden = !s.error;
-    setText(this.error, s.error ? s.error.traceback || s.error.error : '');
+    setText(this.note, this.noteText(s));
+    this.attach.hidden = !this.isGone || !this.source.attach;
+    this.error.draw(s.error);
   }
 
   /** The kernel no longer reports on the job, and the job had not ended when it last did. */
@@ -287,10 +299,11 @@ class JobElement {
   private noteText(s: ISnapshot): string {
     if (this.isGone) {
       const seen = s.updated_at ? ` at ${format.timeOfDay(s.updated_at)}` : '';
-      const lines = `%load_ext etrain_jupyter, then %etrain attach ${jobId(s.name) || s.job_id}`;
-      return `Last seen${seen}; this kernel is not attached to the job. To attach: ${lines}`;
+      const lines = `%load_ext etrain_jupyter, then %etrain attach ${s.job_id} -o job`;
+      const remedy = this.source.attach ? '' : ` To attach: ${lines}`;
+      return `Last seen${seen}. This kernel is not attached to the job.${remedy}`;
     }
-    if (s.reason) {
+    if (s.reason && !s.error) {
       return s.reason;
     }
     const passed = s.elapsed_s === null ? '' : `${format.clock(s.elapsed_s)} elapsed`;
@@ -323,12 +336,15 @@ class JobElement {
     this.announcement.setAttribute('aria-live', 'polite');
     this.progress.max = 1;
     this.progress.setAttribute('aria-label', 'training progress');
-    this.error.tabIndex = 0;
-    this.error.setAttribute('aria-label', 'error of the job');
+    this.attach.type = 'button';
+    this.attach.textContent = 'Attach';
+    this.attach.title =
+      'Add and run a cell that attaches this kernel to the job, as the variable job';
+    this.attach.onclick = () => this.source.attach?.();
     const header = make('header');
     header.append(this.name, this.pill, this.announcement, this.controls.element);
     const facts = make('div', 'etrain-facts');
-    facts.append(this.position, this.note);
+    facts.append(this.position, this.note, this.attach);
     const lower = make('div', 'etrain-lower');
     lower.append(...(this.isCompact ? [] : [this.workers.element]), this.events.element);
     this.root.classList.toggle('etrain-compact', this.isCompact);
@@ -336,7 +352,8 @@ class JobElement {
       header,
       this.progress,
       facts,
-      this.error,
+      this.error.element,
+      this.startup.element,
       this.tiles.element,
       this.charts.element,
       ...(this.isCompact ? [] : [this.exhibits.element]),

@@ -6,8 +6,8 @@ import { EditorExtensionRegistry, IEditorExtensionRegistry } from '@jupyterlab/c
 import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStatusBar } from '@jupyterlab/statusbar';
-import { showInNotebook } from './cells';
-import { addCommands, attach, COMMANDS, reported } from './commands';
+import { actionsIn, reported, showInNotebook } from './cells';
+import { addCommands, attach, COMMANDS } from './commands';
 import { compareJobs } from './compare';
 import { isActive } from './jobs';
 import { linkOf } from './link';
@@ -71,7 +71,11 @@ const output: JupyterFrontEndPlugin<void> = {
     const extend = (panel: NotebookPanel) => {
       const link = linkOf(panel.sessionContext);
       panel.content.rendermime.addFactory(
-        { safe: true, mimeTypes: [MIME], createRenderer: () => new JobOutput(link) },
+        {
+          safe: true,
+          mimeTypes: [MIME],
+          createRenderer: () => new JobOutput(link, id => actionsIn(panel, id))
+        },
         RANK
       );
     };
@@ -104,7 +108,7 @@ const panel: JupyterFrontEndPlugin<void> = {
   ) => {
     const widget = new JobsPanel(jobs, {
       show: entry => showInNotebook(app.shell, entry),
-      attach: jobId => attach(jobs, jobId),
+      attach: jobId => attach(app, jobs, jobId),
       compare: jobIds => reported(() => compareJobs(app, jobs, jobIds))
     });
     app.shell.add(widget, 'right', { rank: 900, type: 'etrain' });

@@ -144,8 +144,6 @@ export interface IEntry<F> {
   /** Notebooks attached to it; if there are none, those that were. */
   followers: F[];
   isGone: boolean;
-  /** Notebooks that can attach to it, if none is attached. */
-  offers: F[];
 }
 
 export interface IOffer<F> {
@@ -173,7 +171,7 @@ export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> 
   const enter = (id: string, row: IRow, follower: F, isGone: boolean) => {
     const known = entries.get(id);
     if (!known) {
-      entries.set(id, { id, row, followers: [follower], isGone, offers: [] });
+      entries.set(id, { id, row, followers: [follower], isGone });
     } else if (known.isGone === isGone) {
       known.followers.push(follower);
       known.row =
@@ -185,11 +183,10 @@ export function merge<F extends IFollower>(followers: readonly F[]): IMerged<F> 
   const offers = new Map<string, IOffer<F>>();
   for (const follower of followers) {
     for (const other of follower.jobs.others) {
-      const entry = entries.get(other.job_id);
-      const offer = entry ?? offers.get(other.job_id);
+      const offer = offers.get(other.job_id);
       if (offer) {
         offer.offers.push(follower);
-      } else {
+      } else if (!entries.has(other.job_id)) {
         offers.set(other.job_id, { other, offers: [follower] });
       }
     }
@@ -211,12 +208,21 @@ export const isActive = (entry: IEntry<unknown>): boolean =>
  * Return the source of a cell that shows a job. The cell is executed, so only a valid job ID may
  * enter it.
  */
-export function showLine(id: unknown): string {
+export const showLine = (id: unknown): string => `%etrain show ${checkedId(id)}`;
+
+/** The line that loads our magics into a kernel. */
+export const LOAD = '%load_ext etrain_jupyter';
+
+/** Return the source of a cell that attaches a kernel, for example after a restart, to a job. */
+export const attachLines = (id: unknown): string =>
+  `${LOAD}\n%etrain attach ${checkedId(id)} -o job`;
+
+function checkedId(id: unknown): string {
   const checked = jobId(id);
   if (!checked) {
     throw new Error('Invalid job ID. No cell was inserted.');
   }
-  return `%etrain show ${checked}`;
+  return checked;
 }
 
 /**

@@ -166,7 +166,7 @@ export class List<F extends INamed> {
     const attach = make('button', 'etrain-link etrain-attach');
     attach.type = 'button';
     attach.textContent = 'Attach';
-    attach.title = 'Attach to this job from the kernel of the current notebook';
+    attach.title = 'Add and run a cell in its notebook that attaches the kernel to this job';
     attach.onclick = () => this.actions.attach(id);
     foot.append(show, attach);
     row.append(head, progress, where, facts, foot);
@@ -213,7 +213,7 @@ export class List<F extends INamed> {
     show.title = names.join(', ');
     show.setAttribute('aria-label', `Show ${s.name} in ${names[0]}`);
     const attach = part('.etrain-attach');
-    attach.hidden = !entry.isGone || !entry.offers.length;
+    attach.hidden = !entry.isGone || ENDED.has(s.status);
     attach.setAttribute('aria-label', `Attach to ${s.name}`);
     const workers = ENDED.has(s.status) ? '' : `, ${workersOf(s)} workers`;
     const about = `${s.name || entry.id}, ${status}, ${part('.etrain-where').textContent}${workers}. Open`;

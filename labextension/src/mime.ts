@@ -2,7 +2,7 @@
 // saved state.
 import { IRenderMime } from '@jupyterlab/rendermime-interfaces';
 import { Widget } from '@lumino/widgets';
-import { IMountedJob, mountJob } from './core';
+import { IJobSource, IMountedJob, mountJob } from './core';
 import { KernelLink } from './link';
 import { jobId } from './untrusted';
 
@@ -15,7 +15,10 @@ export class JobOutput extends Widget implements IRenderMime.IRenderer {
   private jobId: string | null = null;
   private saved: unknown = {};
 
-  constructor(private readonly link: KernelLink) {
+  constructor(
+    private readonly link: KernelLink,
+    private readonly actionsOf: (jobId: string) => Partial<IJobSource>
+  ) {
     super();
     this.addClass('etrain-output');
   }
@@ -31,10 +34,8 @@ export class JobOutput extends Widget implements IRenderMime.IRenderer {
     }
     this.job?.unmount();
     this.jobId = id;
-    this.job = mountJob(
-      this.node,
-      this.link.source(id, () => this.saved)
-    );
+    const source = this.link.source(id, () => this.saved);
+    this.job = mountJob(this.node, { ...source, ...this.actionsOf(id) });
     return Promise.resolve();
   }
 

@@ -1,6 +1,7 @@
 // The side panel: the list of all jobs, and the compact dashboard of the opened job.
 import { LabIcon } from '@jupyterlab/ui-components';
 import { Widget } from '@lumino/widgets';
+import { actionsIn } from './cells';
 import { IMountedJob, mountJob } from './core';
 import { make, setText } from './dom';
 import * as format from './format';
@@ -204,12 +205,16 @@ export class JobsPanel extends Widget {
 
   /** Mount the dashboard; mount it again if a different kernel reports the job now. */
   private drawDetail(entry: Entry): void {
-    const { link } = entry.followers[0];
+    const { link, notebook } = entry.followers[0];
     if (this.mounted?.link !== link) {
       this.mounted?.job.unmount();
       const saved = () => this.session.find(entry.id)?.row.saved ?? entry.row.saved;
       this.mounted = {
-        job: mountJob(this.host, link.source(entry.id, saved), { isCompact: true }),
+        job: mountJob(
+          this.host,
+          { ...link.source(entry.id, saved), ...actionsIn(notebook, entry.id) },
+          { isCompact: true }
+        ),
         link
       };
     }

@@ -3,8 +3,17 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { load } from './helpers.mjs';
 
-const { bestFollower, countsOf, idlePools, KernelJobs, merge, showLine, targetOf, whyNot } =
-  await load('jobs');
+const {
+  attachLines,
+  bestFollower,
+  countsOf,
+  idlePools,
+  KernelJobs,
+  merge,
+  showLine,
+  targetOf,
+  whyNot
+} = await load('jobs');
 const { isTrialOf } = await load('studies');
 const { JobData } = await load('job_data');
 const { curvePath, statusOf } = await load('list');
@@ -134,17 +143,16 @@ test('a new kernel in the same notebook reports a lost job again', () => {
   assert.equal(jobs.lost.size, 0);
 });
 
-test('a job running elsewhere is offered once, and in its own row if its kernel has died', () => {
+test('a job running elsewhere is offered once, unless its kernel has died: then its row can attach', () => {
   const [a, b] = [follower('a', row('x'), row('mine')), follower('b')];
   a.jobs.lose();
   for (const { jobs } of [a, b]) {
     jobs.take({ rows: [], others: [{ job_id: 'x' }, { job_id: 'y', name: 'y' }] });
   }
   const { entries, offers } = merge([a, b]);
-  assert.deepEqual(
-    entries.find(entry => entry.id === 'x').offers.map(f => f.name),
-    ['a', 'b']
-  );
+  assert.equal(entries.find(entry => entry.id === 'x').isGone, true);
+  assert.equal(attachLines('x'), '%load_ext etrain_jupyter\n%etrain attach x -o job');
+  assert.throws(() => attachLines('x\n!id'), /No cell was inserted/);
   assert.deepEqual(
     offers.map(offer => [offer.other.job_id, offer.offers.length]),
     [['y', 2]]

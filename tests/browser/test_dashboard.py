@@ -131,6 +131,13 @@ def test_dashboard_survives_a_reload_and_a_kernel_restart(
     expect(notebook.job(1).locator(".etrain-status")).to_have_text("last seen running")
     assert step_of(notebook, 1) >= step
     shoot(page, "restarted")
+    notebook.job(1).get_by_role("button", name="Attach").click()
+    sources = "() => window.jupyterapp.shell.currentWidget.content.model.toJSON().cells[2].source"
+    expect(notebook.page.locator(".jp-Notebook .jp-CodeCell")).to_have_count(3)
+    job_id = notebook.job(1).get_attribute("data-job-id")
+    assert "".join(page.evaluate(sources)) == (
+        f"%load_ext etrain_jupyter\n%etrain attach {job_id} -o job"
+    )
 
     reopened = Notebook(lab, page, "reload.ipynb").open()
     expect(reopened.job(1)).to_have_attribute("data-phase", "gone", timeout=10_000)

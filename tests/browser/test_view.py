@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from etrain_jupyter.log import events as t
+from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.browser.view import View
 from tests.unit.notebook.dashboard.scripted_job import Script
 
@@ -63,15 +65,100 @@ def test_layout_does_not_shift_while_workers_change_and_numbers_grow(
     view: View, script: Script
 ) -> None:
     events = until(script, 599)
-    view.add(events[:6])
+    view.add(events[:40])  # with the first steps, the charts have replaced the start-up
     view.page.evaluate("() => { window.shifts = []; }")
 
-    for batch in in_batches(events[6:], 40):
+    for batch in in_batches(events[40:], 40):
         view.add(batch)
     view.add([script.make(t.JobStatusChanged, status="paused")])
 
     assert view.page.evaluate("() => window.shifts") == []
     expect(view.root).to_have_attribute("data-status", "paused")
+
+
+def test_startup_is_listed_with_seconds_and_charts_appear_with_the_first_step(
+    view: View, script: Script
+) -> None:
+    events = until(script, 3)
+    first = next(i for i, event in enumerate(events) if isinstance(event, t.StepCompleted))
+    reached = script.make(t.WarmUpReached, worker="w0", phase="build")
+    view.add([*events[:2], replace(reached, time=events[1].time + 2.0, seq=0)])
+    waiting = script.make(t.JobStatusChanged, status="waiting", reason="0 of min 1 workers")
+    view.add([replace(waiting, seq=0)])
+
+    stages = view.root.locator(".etrain-startup > li")
+    assert stages.locator("strong").all_inner_texts() == [
+        *("workers", "torch", "code and data", "trial pass", "first step")
+    ]
+    assert stages.locator(".etrain-figure").all_inner_texts()[:2] == ["0.1 s", "2.0 s"]
+    states = stages.evaluate_all("all => all.map(stage => stage.dataset.state)")
+    assert states == ["done", "done", "now", "next", "next"]
+    assert not view.root.locator(".etrain-curves").is_visible()
+    assert not view.root.locator(".etrain-tiles").is_visible()
+    # Waiting for the first workers is no warning: the pill has the neutral colour.
+    expect(view.root.locator(".etrain-status")).to_have_attribute("data-status", "submitted")
+
+    view.add(events[2 : first + 1])
+    expect(view.root.locator(".etrain-curves")).to_be_visible()
+    expect(view.root.locator(".etrain-tiles")).to_be_visible()
+    assert not view.root.locator(".etrain-startup").is_visible()
+    expect(view.root.locator(".etrain-events")).to_contain_text("First step after ")
+
+
+TRACEBACK = """Traceback (most recent call last):
+  Cell In[3], line 11, in forward
+    x = helper(x)
+  Cell In[3], line 4, in helper
+    return y @ torch.ones(3, 3)
+RuntimeError: mat1 and mat2 shapes cannot be multiplied (50x20 and 3x3)"""
+
+
+def test_failure_shows_its_traceback_once_in_colour_and_no_empty_charts(
+    view: View, script: Script
+) -> None:
+    error = TRACEBACK.splitlines()[-1]
+    failed = {"error": error, "traceback": TRACEBACK, "workers": ["w0"], "step": 0}
+    view.add(until(script, 0)[:3])
+    view.add([script.make(t.UserErrorRaised, **failed)])
+    view.add([script.make(t.JobStatusChanged, status="failed", reason=error)])
+
+    box = view.root.locator(".etrain-error")
+    assert box.locator("pre").inner_text().strip() == TRACEBACK
+    assert box.locator(".etrain-frame").all_inner_texts() == [
+        *("Cell In[3], line 11", "Cell In[3], line 4")
+    ]
+    exception = box.locator(".etrain-exception")
+    assert exception.inner_text() == "RuntimeError"
+    plain = box.locator("pre").evaluate("pre => getComputedStyle(pre).color")
+    assert exception.evaluate("name => getComputedStyle(name).color") != plain
+    for hidden in (".etrain-curves", ".etrain-tiles", ".etrain-startup"):
+        assert not view.root.locator(hidden).is_visible(), hidden
+    assert view.root.locator(".etrain-facts").inner_text().strip() == "step 0"
+    lines = view.root.locator(".etrain-events > li").all_inner_texts()
+    assert [error in line for line in lines[:2]] == [False, True]
+    box.get_by_role("button", name="Copy").click()
+    expect(
+        box.get_by_role("button", name="Copied").or_(box.get_by_text("Selected"))
+    ).to_be_visible()
+
+
+def test_narrow_view_wraps_and_cuts_nothing_off(page: Page, script: Script) -> None:
+    events = until(script, 300)
+    job = JobView("digits-7f3a")
+    job.add(events)
+    view = View(page, {"version": 1, "snapshot": job.snapshot().to_json()})
+    page.set_viewport_size({"width": 360, "height": 900})
+    page.wait_for_timeout(3500)  # no kernel answers
+    expect(view.root).to_have_attribute("data-phase", "gone", timeout=10_000)
+
+    note = view.root.locator(".etrain-note")
+    expect(note).to_contain_text("%etrain attach digits-7f3a -o job")
+    for part in (".etrain-name", ".etrain-stop", ".etrain-note", ".etrain-tiles strong"):
+        for element in view.root.locator(part).all():
+            box = element.bounding_box()
+            assert box is not None
+            assert box["x"] + box["width"] <= 360, part
+            assert element.evaluate("e => e.scrollWidth <= e.clientWidth || !e.clientWidth"), part
 
 
 def test_zoom_applies_to_all_charts_requests_points_and_can_be_reset(
@@ -462,7 +549,7 @@ def test_hostile_payloads_execute_no_script_and_raise_no_error(page: Page) -> No
         view.settle()
         for unit in ("samples", "time", "step"):
             radio = view.root.get_by_role("radio", name=unit)
-            if radio.is_enabled():
+            if radio.is_visible() and radio.is_enabled():  # no charts before the first step
                 radio.check()
         assert page.locator("*").count() < 8_000
     for content in (None, 7, [], {"kind": "detail", "seq": 8, "first": EVIL}, {"kind": "notice"}):
