@@ -16,7 +16,7 @@ A stage ends when the next one begins. The first worker that begins a stage coun
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from etrain_jupyter.log.events import (
@@ -52,13 +52,13 @@ class StartupStage:
     """Its duration; None until it has ended."""
 
 
+@dataclass(kw_only=True)
 class Startup:
     """Fold of the first events of an attempt; a resumed job starts up again."""
 
-    def __init__(self) -> None:
-        self._began: dict[str, float] = {}
-        self._expected: tuple[str, ...] = ()
-        self._ended_at: float | None = None
+    _began: dict[str, float] = field(default_factory=dict)  # by stage, in order
+    _expected: tuple[str, ...] = ()
+    _ended_at: float | None = None
 
     def apply(self, event: Event) -> None:
         """Add the next event of the log."""

@@ -196,10 +196,10 @@ export interface ISnapshot {
   cost: ICostSummary | null;
   error: IErrorSummary | null;
   charts: IChartList;
-  /** Stages from the start of the scheduler until the first step; empty once it is committed. */
-  startup: IStartupStage[];
   /** Sorted by name. A view requests their content when it displays them. */
   exhibits: IExhibitSeries[];
+  /** Stages from the start of the scheduler until the first step; empty once it is committed. */
+  startup: IStartupStage[];
   /** Number of ranks that `workers` leaves out. */
   num_more_workers: number;
   /** Share of the planned steps that are done, from 0 to 1. */

@@ -226,10 +226,10 @@ class Snapshot:
     """None if the pool does not report costs."""
     error: ErrorSummary | None = None
     charts: ChartList = ChartList()
-    startup: tuple[StartupStage, ...] = ()
-    """Stages from the start of the scheduler until the first step; empty once it is committed."""
     exhibits: tuple[ExhibitSeries, ...] = ()
     """Sorted by name. A view requests their content when it displays them."""
+    startup: tuple[StartupStage, ...] = ()
+    """Stages from the start of the scheduler until the first step; empty once it is committed."""
     num_more_workers: int = 0
     """Number of ranks that ``workers`` leaves out."""
     progress: float | None = None

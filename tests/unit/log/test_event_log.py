@@ -26,6 +26,7 @@ from etrain_jupyter.log.events import (
     LogLine,
     StepCompleted,
     UnknownEvent,
+    WarmUpPhase,
     event_from_dict,
 )
 
@@ -40,6 +41,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXT,
     JobStatus: TEXT,  # a newer version may have others
     ExhibitFormat: TEXT,
+    WarmUpPhase: TEXT,
     int: st.integers(1, 2**60),
     bool: st.booleans(),
     float: st.floats(allow_nan=False),
