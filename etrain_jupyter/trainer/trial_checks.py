@@ -121,6 +121,21 @@ def parameters_left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> s
     )
 
 
+def half_precision_weights(model: nn.Module) -> str:
+    """Return a warning about trained weights in bfloat16 or float16, or nothing."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    half = [(name, p) for name, p in trained if p.dtype in (torch.bfloat16, torch.float16)]
+    if not half:
+        return ""
+    name, first = half[0]
+    return (
+        f"{len(half)} of the {len(trained)} trained tensors have {str(first.dtype)[6:]} weights "
+        f"(the first is {name!r}), and small updates are rounded away. To keep them in fp32, call "
+        ".float() where the model is built; with precision: bf16, the forward pass then still "
+        "computes in bf16."
+    )
+
+
 def parameters_outside(
     loss: torch.Tensor, model: nn.Module, functions: Sequence[Callable[..., Any]], *, source: str
 ) -> str:

@@ -49,6 +49,7 @@ from etrain_jupyter.trainer.trial_checks import (
     check_trained,
     dependence_on_cut,
     forward_only,
+    half_precision_weights,
     parameters_left_out,
     parameters_outside,
 )
@@ -166,6 +167,7 @@ class WarmUp:
             metric.try_on(passed.output, passed.target, workload.device)
         if self._is_first:
             functions, source = workload.objective.functions, workload.loss_source
+            self._warn(half_precision_weights(workload.model))
             self._warn(parameters_left_out(workload.model, workload.optimizer))
             self._warn(parameters_outside(passed.loss, workload.model, functions, source=source))
         return passed

@@ -192,7 +192,6 @@ def build_workload(
     # Every trainer must build the same initial weights, whatever its rank will be.
     seed_all(config.seed, step=0, rank=0)
     model = _build_model(references.evaluate("model")).to(device)
-    _warn_of_half_precision(model, warn)
     collate = references.evaluate("data.collate") if config.data.collate else None
     sources = {
         key: open_samples(
@@ -287,20 +286,6 @@ def _build_model(value: Any) -> nn.Module:
             "there is nothing to train. Set requires_grad of at least one parameter."
         )
     return model.train()
-
-
-def _warn_of_half_precision(model: nn.Module, warn: Callable[[str], None]) -> None:
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    half = [(name, p) for name, p in trained if p.dtype in (torch.bfloat16, torch.float16)]
-    if not half:
-        return
-    name, first = half[0]
-    warn(
-        f"{len(half)} of the {len(trained)} trained tensors have {str(first.dtype)[6:]} weights "
-        f"(the first is {name!r}), and small updates are rounded away. To keep them in fp32, call "
-        ".float() where the model is built; with precision: bf16, the forward pass then still "
-        "computes in bf16."
-    )
 
 
 def _callable(references: References, key: str) -> Callable[..., Any]:

@@ -42,6 +42,21 @@ def test_usual_jobs_are_not_warned_about() -> None:
     )
 
 
+def loss_in_bf16(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+
+
+def test_half_precision_weights_are_trained_with_a_warning() -> None:
+    def build() -> nn.Module:
+        return nn.Linear(4, 3).bfloat16()
+
+    [text] = warnings_of(names={"model": build, "step": loss_in_bf16})
+    assert text.startswith(
+        "2 of the 2 trained tensors have bfloat16 weights (the first is 'weight'"
+    )
+    assert "call .float() where the model is built" in text
+
+
 # --- updates inside the pass ---
 
 

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire.messages import EvalFinished
 from tests.unit.trainer.loop.test_train_loop import (
     NUM_SAMPLES,
@@ -277,17 +275,6 @@ class Joined(nn.Module):
 
     def forward(self, x, y):
         return self.layer(x)
-
-
-def test_half_precision_weights_are_trained_with_a_warning():
-    config = TrainConfig(model="m", data={"train": "d"}, loss="f")
-    warnings: list[str] = []
-    model = Plain().to(torch.bfloat16)
-    build_workload(config, Names(model=model), torch.device("cpu"), warn=warnings.append)
-    build_workload(config, Names(model=Plain), torch.device("cpu"), warn=warnings.append)
-    [text] = warnings
-    assert "tensors have bfloat16 weights" in text
-    assert "call .float() where the model is built" in text
 
 
 def test_parameters_keep_their_order_within_the_wrapped_module():
