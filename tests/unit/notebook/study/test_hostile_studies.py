@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,11 +103,9 @@ def test_journal_that_no_scheduler_wrote_is_an_error(
     tmp_path: Path, plant_journal: Callable[[Path], None]
 ) -> None:
     plant_journal(plant(tmp_path))
-    started = time.monotonic()
 
     with pytest.raises(EtrainError, match=f"study {ID} cannot be read"):
         read(launch.attach_study(ID))
-    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("config", [{}, {"search": 7, "space": {}}, {"search": {"metric": "a"}}])
