@@ -358,9 +358,9 @@ def _syntax_error(
     # Without its ':', 'epochs 3' continues on the next line, where the parser then reports the
     # error. Point at the line that lacks the colon.
     is_before = "mapping values" in problem and _lacks_colon(lines, line - 1, first_line_number)
-    start = exc.context_mark if exc.context == "while scanning a simple key" else None
-    if is_before or start is not None:
-        line = line - 1 if start is None else start.line + first_line_number
+    of_key = exc.context_mark if exc.context == "while scanning a simple key" else None
+    if is_before or of_key is not None:
+        line = line - 1 if of_key is None else of_key.line + first_line_number
         text = lines[line - 1].strip()
         column, problem = lines[line - 1].index(text) + 1, "this line has no ':'"
         hint = "write 'key: value', with a space after the colon"
