@@ -86,6 +86,9 @@ class _Peers:
     def irecv(self, tensor: Any, src: int, tag: int) -> Any:
         return self._gloo.recv([tensor], src, tag)
 
+    def raise_if_failed(self) -> None:
+        """Do nothing: this group is never aborted."""
+
 
 def serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     """Run a rank until the pipe delivers None."""
