@@ -86,7 +86,7 @@ class CapacitySpec(Section):
     placement: Literal["single-az", "spread"] = "single-az"
     """single-az keeps workers in one zone: traffic between zones costs more than GPUs."""
     on_shortage: Literal["shrink", "migrate", "spread", "auto"] = "migrate"
-    """What single-az does without capacity: shrink, migrate all workers, or use other zones; auto
+    """Reaction of single-az to a shortage: shrink, migrate all workers, or use other zones; auto
     uses them if a worker there, with its traffic, costs less than on demand."""
     allocation: Literal[
         "price-capacity-optimized", "capacity-optimized", "lowest-price", "diversified"

@@ -269,7 +269,7 @@ class AwsSpotSpec(Section):
     head_host: str | None = None
     """Address of this machine at which nodes reach its scheduler; None to detect it."""
     head_tunnel: Literal["none", "ssm"] = "none"
-    """How to reach the machine of ``head: on-demand``: directly, or through Session Manager."""
+    """Route to the machine of ``head: on-demand``: direct, or through Session Manager."""
     head_type: str = "t3.medium"
     """Type of the machine for ``head: on-demand``."""
     workers: WorkersSpec = WorkersSpec()
