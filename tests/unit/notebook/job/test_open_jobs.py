@@ -87,6 +87,7 @@ def test_submitted_job_is_in_the_store_and_at_the_coordinator(
         "min_workers": 1,
         "max_workers": 3,
         "fingerprint": read_fingerprint(),
+        "pool_s": 0.0,
     }
     assert TrainConfig.model_validate(record["config"]).model == "nets.small:Net"
 
