@@ -33,7 +33,7 @@ CASES = [
 ]
 REQUESTS = [cls for cls in q.Request.__subclasses__() if cls.__module__ == q.__name__]
 
-NUMBERS = st.integers(-(2**60), 2**60)
+NUMBERS = st.integers(1, 2**60)  # a plan has at least one sample
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 PLAIN = st.recursive(
     st.none() | st.booleans() | NUMBERS | FINITE | st.text(max_size=5) | st.binary(max_size=5),
