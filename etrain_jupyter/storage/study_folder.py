@@ -170,16 +170,6 @@ def import_optuna() -> Any:
     return optuna
 
 
-def open_storage(folder: Path) -> optuna.storages.BaseStorage:
-    """Open Optuna's storage of a study; the journal is created if it does not exist."""
-    optuna = import_optuna()
-    from optuna.storages.journal import JournalFileBackend
-
-    return optuna.storages.JournalStorage(  # type: ignore[no-any-return]
-        JournalFileBackend(str(folder / JOURNAL_FILE))
-    )
-
-
 def open_for_reading(folder: Path) -> optuna.storages.BaseStorage:
     """Open Optuna's storage of a study, whose folder another user may have written.
 

@@ -14,7 +14,7 @@ from etrain_jupyter.notebook.study.charts_html import (
 )
 from etrain_jupyter.notebook.study.importance import Importance
 from etrain_jupyter.notebook.study.view import StudyView, TrialRow
-from etrain_jupyter.untrusted import plain_line
+from etrain_jupyter.untrusted import plain_line, plain_text
 
 WIDTH, HEIGHT, PAD = 120, 24, 2
 COLOURS = {"COMPLETE": "#3f9d54", "RUNNING": "#3b82d6", "PRUNED": "#808080", "FAIL": "#d64545"}
@@ -69,7 +69,7 @@ def render_html(view: StudyView, importance: Importance) -> str:
     hidden = len(view.trials) - MAX_ROWS
     if hidden > 0:
         parts.append(f"<p>{hidden} more trials are in study.trials</p>")
-    return "<div>" + "".join(parts) + "</div>"
+    return plain_text("<div>" + "".join(parts) + "</div>")  # its texts may be another user's
 
 
 def _table(view: StudyView) -> str:

@@ -124,3 +124,13 @@ def test_attributes_of_wrong_types_are_an_error(tmp_path: Path, attributes: Any)
 
     with pytest.raises(EtrainError, match=f"study {ID} cannot be read"):
         read(launch.attach_study(ID))
+
+
+def test_control_characters_of_a_study_are_escaped(tmp_path: Path) -> None:
+    journal = plant(tmp_path)
+    write_journal(journal, status="failed", reason="\x1b]0;pwn\x07 \u202e", num_trials=1)
+
+    shown = read(launch.attach_study(ID))
+
+    assert "pwn" in shown
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
