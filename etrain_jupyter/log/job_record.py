@@ -126,8 +126,8 @@ class JobRecord:
     """The newest value of each metric; those from evaluations are named ``eval_...``."""
     evaluated_steps: set[int] = field(default_factory=set)
     """Steps of the evaluations that no restore has undone."""
-    scored_step: int = -1
-    """Step of the newest evaluation with scores that no restore has undone; -1 if there is none."""
+    scored_steps: set[int] = field(default_factory=set)
+    """Steps of the evaluations with scores that no restore has undone."""
     best: list[BestReached] = field(default_factory=list)
     """The best evaluations, in the order in which they were reported; the best is last."""
     best_reported: BestReached | None = None
@@ -315,7 +315,7 @@ class JobRecord:
     def _apply_eval(self, event: EvalCompleted | EvalScored) -> None:
         self.metrics = self.metrics | {f"eval_{k}": v for k, v in event.values.items()}
         if isinstance(event, EvalScored):
-            self.scored_step = event.step
+            self.scored_steps.add(event.step)
         else:
             self.evaluated_steps.add(event.step)
             self._begin(event.generation, self._planned_start)
@@ -370,7 +370,7 @@ class JobRecord:
         self.step = event.step  # a checkpoint may be ahead of the log
         self.logged_step = min(self.logged_step, event.step)
         self.evaluated_steps = {step for step in self.evaluated_steps if step <= event.step}
-        self.scored_step = -1 if self.scored_step > event.step else self.scored_step
+        self.scored_steps = {step for step in self.scored_steps if step <= event.step}
         self.best = [best for best in self.best if best.step <= event.step]
         if self.best_reported is not None and self.best_reported.step > event.step:
             self.best_reported = None

@@ -293,9 +293,9 @@ class TrainerMessages:
         # Each generation repeats the newest scores, in case their report was lost. And a state from
         # a checkpoint may not show that its evaluation was scored later.
         if isinstance(report, m.EvalScoreFound):
-            if report.record["step"] > self._record.scored_step:
+            if report.record["step"] not in self._record.scored_steps:
                 yield self._event(events.EvalScored, **report.record)
-        elif report.step > self._record.scored_step:
+        elif report.step not in self._record.scored_steps:
             text = (
                 f"the evaluation of step {report.step} has no scores: its records were lost with "
                 "the workers that held them. Training continues, and later evaluations are scored."

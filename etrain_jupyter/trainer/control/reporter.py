@@ -17,7 +17,12 @@ from typing import Any
 
 from etrain_jupyter.trainer.control.busy_cores import BusyCores
 from etrain_jupyter.wire.channel import Channel
-from etrain_jupyter.wire.messages import EvalFinished, StepRecord, StepsTrained, TrainerReport
+from etrain_jupyter.wire.messages import (
+    EvalFinished,
+    EvalScoreFound,
+    StepsTrained,
+    TrainerReport,
+)
 
 FLUSH_EVERY_S = 0.05
 """Minimum interval between two batches. Records of steps longer than this are sent immediately."""
@@ -27,12 +32,12 @@ its way to the notebook, it wakes the worker, the scheduler and the kernel, whic
 KEEP_RECORDS = 10_000
 """Number of records that a rank keeps in case rank 0 dies before sending them."""
 
-Report = TrainerReport | StepRecord
-"""A report from a rank. The record of a step is a plain dict, and a batch of these records becomes
-one ``StepsTrained``."""
-
 KeptRecord = dict[str, Any]
-"""The record of a step; or of an evaluation: its ``step``, and the record under ``eval``."""
+"""The record of a step; or a ``step`` and the record of an evaluation under ``eval``, or of its
+scores under ``scored``, which became known after that step."""
+
+Report = TrainerReport | KeptRecord
+"""A report from a rank. A batch of records of steps becomes one ``StepsTrained``."""
 
 Send = Callable[[Report], None]
 
@@ -117,14 +122,16 @@ class Reporter:
         """Send the pending records."""
         with self._lock:
             records, self._unsent = self._unsent, []
-            for is_eval, part in groupby(records, lambda record: "eval" in record):
-                if not is_eval:
-                    steps = StepsTrained(generation=self._generation, records=tuple(part))
-                    self._channel.send(steps)
+            generation, send = self._generation, self._channel.send
+            for is_step, part in groupby(records, _is_of_step):
+                if is_step:
+                    send(StepsTrained(generation=generation, records=tuple(part)))
                     continue
                 for record in part:
-                    found = EvalFinished(generation=self._generation, record=record["eval"])
-                    self._channel.send(found)
+                    if "eval" in record:
+                        send(EvalFinished(generation=generation, record=record["eval"]))
+                    else:
+                        send(EvalScoreFound(generation=generation, record=record["scored"]))
 
     def close(self) -> None:
         """Send the pending records, and end the thread."""
@@ -156,4 +163,8 @@ class Reporter:
 
 def _is_after(record: KeptRecord, step: int) -> bool:
     """Return True if a record may be missing from a log that ends with the record of ``step``."""
-    return bool(record["step"] > step or (record["step"] == step and "eval" in record))
+    return bool(record["step"] > step or (record["step"] == step and not _is_of_step(record)))
+
+
+def _is_of_step(record: KeptRecord) -> bool:
+    return "eval" not in record and "scored" not in record

@@ -203,15 +203,24 @@ class SetScores:
             return
         self._check_names(scores)
         state = self._state
-        self.record = {
-            "step": self._pass.step,
-            "samples": state.plan.num_eval,
-            "scores": scores,
-            "duration_s": time.monotonic() - self._scoring_since,
-            "time": time.time(),
-        }
+        self._learn(
+            {
+                "step": self._pass.step,
+                "samples": state.plan.num_eval,
+                "scores": scores,
+                "duration_s": time.monotonic() - self._scoring_since,
+                "time": time.time(),
+            }
+        )
         state.is_scored = True
         self.report(group.generation)
+
+    def _learn(self, record: dict[str, Any]) -> None:
+        # The ranks learn it at different steps. Each keeps it, and rank 0 of each generation sends
+        # what the log lacks; the coordinator ignores duplicates.
+        if record != self.record:
+            self.record = record
+            self._send({"step": self._state.step, "scored": record})
 
     def report(self, generation: int) -> None:
         """Report the scores, if this rank knows them."""
@@ -283,7 +292,10 @@ class SetScores:
         found = next((record for record in records if record is not None), None)
         self._state.is_scored = True
         self.close()
-        self.record = found
+        if found is None:
+            self.record = None
+        else:
+            self._learn(found)
 
     # --- predict ---
 

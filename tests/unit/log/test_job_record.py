@@ -210,7 +210,7 @@ def test_restore_undoes_everything_after_its_step() -> None:
 
     assert (record.step, record.logged_step, record.starts) == (1, 1, [0])
     assert [best.step for best in record.best] == [1]
-    assert (record.scored_step, record.metrics["eval_f1"]) == (-1, 0.5)
+    assert (record.scored_steps, record.metrics["eval_f1"]) == (set(), 0.5)
     assert record.best_reported is None, "rank 0 reports again which evaluation is the best"
 
 

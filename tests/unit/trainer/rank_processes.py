@@ -88,7 +88,7 @@ class Outcome:
     def records(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of steps or evaluations, without timings."""
         timing = ("time", "generation", "samples_per_s", "duration_s", "world_size", *PARTS)
-        records = [sent for sent in self.sent if isinstance(sent, dict)]
+        records = [r for r in self.sent if isinstance(r, dict) and "scored" not in r]
         kinds = {"eval": EvalFinished, "score": EvalScoreFound}
         if kind in kinds:
             records = [sent.record for sent in self.sent if isinstance(sent, kinds[kind])]

@@ -134,6 +134,26 @@ def test_evaluations_that_were_fenced_are_sent_again_in_the_next_generation_in_o
     assert ours.kinds() == theirs.kinds() == expected
 
 
+def test_scores_that_were_fenced_are_sent_again_in_the_next_generation():
+    """Each became known two steps after its evaluation; the log ends with step 4."""
+    channel = Channel()
+    reporter = reporter_at(channel, 1, rank=1)
+    for number in (3, 4, 5, 6):
+        reporter.send(step(number))
+        if number % 2 == 0:
+            reporter.send({"step": number, "scored": {"step": number - 2}})
+
+    reporter.begin(generation=2, rank=0, logged_step=4)
+    reporter.close()
+
+    assert channel.kinds() == [
+        ("EvalScoreFound", 2, 2),
+        ("StepsTrained", 2, 5),
+        ("StepsTrained", 2, 6),
+        ("EvalScoreFound", 2, 4),
+    ]
+
+
 def test_rank_0_sends_an_evaluation_at_once_after_its_step():
     channel = Channel()
     reporter = reporter_at(channel, 1, rank=0)
