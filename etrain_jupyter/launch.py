@@ -101,7 +101,7 @@ def submit(plan: Plan) -> TrainingJob:
     address = plan.start_pool()
     job = submit_job(
         plan.config, plan.bundle, address=address, store=plan.runs, cell=plan.cell,
-        pool_s=time.monotonic() - started_at,
+        pool_s=time.monotonic() - started_at, notes=plan.warnings,
     )  # fmt: skip
     for warning in warn_of_earlier_jobs(job.record, plan.runs, address):
         print(f"etrain: {warning}")

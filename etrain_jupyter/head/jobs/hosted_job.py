@@ -172,6 +172,8 @@ class HostedJob:
             )
         else:
             self.log(events.JobSubmitted, name=order.name, **asked)
+            for text in order.notes:
+                self.log(events.LogLine, level="info", worker="", text=text)
         self.log(events.JobStatusChanged, status="submitted")
         self._start_loggers()
 

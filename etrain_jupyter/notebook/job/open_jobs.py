@@ -56,11 +56,13 @@ def submit_job(
     cell: str = "",
     faults: Sequence[Mapping[str, Any]] = (),
     pool_s: float = 0.0,
+    notes: Sequence[str] = (),
 ) -> TrainingJob:
     """Create the job's folder, submit the job to the cluster's coordinator and follow it.
 
     ``faults`` are injected faults, in the wire form of a ``FaultPlan``.
-    ``pool_s`` is the time until the scheduler responded, for the log.
+    For the log, ``pool_s`` is the time until the scheduler responded, and ``notes`` are the texts
+    that were printed about the cell.
 
     Raises:
         RunStoreError: If the folder cannot be written.
@@ -72,7 +74,7 @@ def submit_job(
     record = _create_record(config, bundle, address=address, store=store, cell=cell)
     link = open_link(address)
     try:
-        spec = _spec_of(record, config, faults) | {"pool_s": pool_s}
+        spec = _spec_of(record, config, faults) | {"pool_s": pool_s, "notes": list(notes)}
         hand_over(link, spec, record.bundle_path)
     except PoolError:
         # The job was refused and did not start, so keep nothing. A JobLostError is not caught,

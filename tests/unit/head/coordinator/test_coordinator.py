@@ -306,13 +306,14 @@ async def test_messages_of_a_lost_trainer_are_dropped_while_its_generation_is_cu
 
 async def test_log_has_the_first_trainer_that_begins_each_phase_of_the_warm_up(rig):
     rig.hello("w1", "w2")
-    await rig.submit(min_workers=2, max_workers=2, pool_s=1.5)
+    await rig.submit(min_workers=2, max_workers=2, pool_s=1.5, notes=["optimizer: adam is ours"])
     for worker, phase in (("w2", "build"), ("w1", "build"), ("w1", "trial"), ("w2", "trial")):
         rig.tell(worker, m.WarmUpBegun, phase=phase)
 
     reached = [(event.worker, event.phase) for event in rig.events(events.WarmUpReached)]
     assert reached == [("w2", "build"), ("w1", "trial")]
     assert rig.events(events.JobSubmitted)[0].pool_s == 1.5
+    assert rig.events(events.LogLine)[0].text == "optimizer: adam is ours"
 
 
 async def test_checkpoint_of_a_released_trainer_counts(rig):

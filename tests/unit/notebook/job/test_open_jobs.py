@@ -88,6 +88,7 @@ def test_submitted_job_is_in_the_store_and_at_the_coordinator(
         "max_workers": 3,
         "fingerprint": read_fingerprint(),
         "pool_s": 0.0,
+        "notes": [],
     }
     assert TrainConfig.model_validate(record["config"]).model == "nets.small:Net"
 
