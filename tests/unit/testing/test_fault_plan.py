@@ -86,7 +86,7 @@ def test_faults_are_sent_separately_from_the_job_configuration(
     )
     net, train = (lambda: None), [(1, 2)]
 
-    submit_with_faults({"model": "net", "data": {"train": "train"}, "loss": "len"}, PLAN)
+    submit_with_faults({"model": "net", "data": {"train": "train"}, "loss": "max"}, PLAN)
 
     assert sent["faults"] == PLAN.to_list()
     assert sent["address"] is ADDRESS

@@ -67,7 +67,7 @@ def test_cell_offers_the_subcommands_with_a_body() -> None:
         ("%etrain plan --types g5.xlarge,p3dn|", ["g5.xlarge,p3dn.24xlarge"]),
         ("%etrain plan --pool |", ["local", "moon"]),
         ("%etrain export w --format |", ["safetensors", "transformers"]),
-        ("%etrain down |", ["c1", "c2", "--help"]),
+        ("%etrain down |", ["c1", "c2", "--all", "--help"]),
         ("%%etrain distributed --p|", ["--pool"]),
         ("%%etrain plan --b|\nmodel: x", ["--budget"]),
         ("%%etrain distributed --pool |", ["local", "moon"]),

@@ -207,7 +207,8 @@ def test_silent_coordinator_is_reported(
 ) -> None:
     coordinator.log(*story()[:2], status("running"))
     monkeypatch.setattr(store_link, "SILENT_S", -1.0)
-    here.wait()
+    with pytest.raises(JobLostError, match=r"its coordinator on .* has sent no heartbeat for"):
+        here.wait()
     assert here.status == "failed"
     assert "its coordinator on" in here.reason
     assert "has sent no heartbeat for" in here.reason
@@ -259,8 +260,8 @@ def test_invalid_record_in_a_bucket_is_named_with_the_reason(runs: str) -> None:
 
 
 def test_job_without_a_coordinator_is_reported(here: TrainingJob) -> None:
-    here.wait()
-    assert here.reason == "no coordinator has started it"
+    with pytest.raises(JobLostError, match="no coordinator has started it"):
+        here.wait()
 
 
 def test_outage_while_following_is_reported_until_it_ends(

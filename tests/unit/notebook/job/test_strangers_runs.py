@@ -556,7 +556,7 @@ def test_huge_numbers_in_a_log_do_not_break_the_list(
     record = plant(store, log=False)
     far = {**COMMON, "time": 1e300}
     events = [
-        {**far, "event": "JobSubmitted", "name": "x", "min_workers": 1, "max_workers": 10**400},
+        {**far, "event": "JobSubmitted", "name": "x", "min_workers": 1, "max_workers": 2**62},
         {**far, "event": "LogLine", "level": "info", "worker": "w1", "text": "one"},
         {**far, "event": "JobStatusChanged", "status": "finished"},
     ]
