@@ -196,6 +196,7 @@ def test_cluster_outlives_the_process_that_started_it(make_pool: MakePool, state
         [sys.executable, "-c", code, settings], stdout=subprocess.PIPE, cwd=ROOT, process_group=0
     ) as kernel:
         assert kernel.stdout is not None
+        assert kernel.stdout.readline() == b"etrain: starting the scheduler of pool local\n"
         address = SchedulerAddress.from_dict(json.loads(kernel.stdout.readline()))
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
             os.killpg(kernel.pid, number)
