@@ -39,8 +39,11 @@ from etrain_jupyter.worker.forks import ForkServer
 
 logger = logging.getLogger(__name__)
 
+FIRST_CONNECT_S = 60
+"""Timeout for the first connection to a local scheduler, in seconds. On a busy machine, the
+scheduler and its workers, which all import at the same time, need much more than a second."""
 CONNECT_S = 15
-"""Timeout for the first connection, in seconds. The scheduler starts before the workers."""
+"""Timeout for connecting to a remote or a restarted scheduler, in seconds."""
 RECONNECT_S = 5
 """Timeout for reconnecting to the same scheduler, in seconds. After that, look for a restarted
 scheduler at a new address."""
@@ -197,7 +200,7 @@ class WorkerLifecycle:
         deadline = time.monotonic() + self._finder.away_s
         while True:
             try:
-                return await self._connect()
+                return await self._connect(CONNECT_S if self._finder.is_remote else FIRST_CONNECT_S)
             except (OSError, TimeoutError, RuntimeError) as exc:
                 is_final = not self._finder.is_remote or time.monotonic() >= deadline
                 if is_final or not is_of_network(exc):
@@ -207,7 +210,7 @@ class WorkerLifecycle:
             logger.warning("the scheduler at %s cannot be reached; retrying", self._address)
             self._address, self._num_lives = record.address, record.num_lives
 
-    async def _connect(self, timeout_s: int = CONNECT_S) -> Any:
+    async def _connect(self, timeout_s: int) -> Any:
         from distributed import Worker
 
         options = self._options

@@ -448,16 +448,6 @@ def test_screen_reader_announces_status_changes_only(page: Page, script: Script)
     expect(spoken).to_contain_text("digits paused")
 
 
-def test_status_does_not_pulse_with_reduced_motion(view: View, script: Script) -> None:
-    view.add(until(script, 20))
-    animation = "() => getComputedStyle(document.querySelector('.etrain-status'), '::before')"
-    assert view.page.evaluate(f"{animation}.animationName") == "etrain-pulse"
-
-    view.page.emulate_media(reduced_motion="reduce")
-
-    assert view.page.evaluate(f"{animation}.animationName") == "none"
-
-
 def test_keyboard_reaches_charts_and_controls_with_a_visible_focus(
     view: View, script: Script
 ) -> None:
