@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.lab import Lab, Notebook
+from tests.capabilities import long
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -96,6 +97,7 @@ def test_dashboard_updates_and_stops_the_job_while_another_cell_runs(
     assert notebook.output(2).locator(".etrain-job").count() == 0
 
 
+@long
 def test_failed_request_shows_its_error_and_can_be_repeated(
     open_notebook: OpenNotebook,
 ) -> None:
@@ -150,6 +152,7 @@ def test_dashboard_survives_a_reload_and_a_kernel_restart(
     expect(reopened.job(1)).to_have_attribute("data-phase", "live")
 
 
+@long
 def test_saved_output_of_a_finished_job_is_small_and_complete(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
@@ -206,6 +209,7 @@ def test_without_the_extension_anywidget_renders_and_html_is_saved(
     shoot(page, "plain-reopened")
 
 
+@long
 def test_two_views_of_one_job_both_update(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook("two.ipynb", SET_UP, START, "board.show()")
     notebook.run(0)
@@ -259,6 +263,7 @@ for payload in [
 """
 
 
+@long
 def test_hostile_payloads_execute_no_script_and_raise_no_error(
     open_notebook: OpenNotebook, page: Page
 ) -> None:

@@ -15,6 +15,7 @@ from tests.browser.lab import Notebook
 from tests.browser.test_dashboard import shoot
 from tests.browser.test_training import cluster
 from tests.browser.view import View
+from tests.capabilities import long
 from tests.unit.log.pictures import png
 from tests.unit.notebook.dashboard.scripted_job import Script
 
@@ -203,6 +204,7 @@ workers: {min: 1, max: 1}
 """
 
 
+@long
 def test_exhibits_of_a_real_job_are_displayed_and_again_after_reopening(
     open_notebook: Callable[..., Notebook], page: Page, cluster: dict[str, str]
 ) -> None:

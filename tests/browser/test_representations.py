@@ -20,6 +20,7 @@ from tests.browser.test_dashboard import (
     step_of,
     wait_for_step,
 )
+from tests.capabilities import long
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -67,6 +68,7 @@ def log_button(job: Locator) -> Locator:
     return job.get_by_role("button", name="logarithmic scale of loss")
 
 
+@long
 def test_reload_keeps_jobs_live_and_chart_settings(
     notebook: Notebook,
 ) -> None:

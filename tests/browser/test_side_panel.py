@@ -12,6 +12,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.lab import Lab, Notebook
 from tests.browser.test_dashboard import shoot
+from tests.capabilities import long
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -260,6 +261,7 @@ def test_panel_opens_stops_and_compares_jobs_and_shows_a_cell(
     shoot(page, "panel-comparison")
 
 
+@long
 def test_palette_commands_apply_to_the_selected_job(
     open_notebook: OpenNotebook, page: Page
 ) -> None:
@@ -307,6 +309,7 @@ def test_palette_commands_apply_to_the_selected_job(
     expect(page.locator(".jp-Notebook")).to_contain_text("etrain-jupyter 0.1.0, Python")
 
 
+@long
 def test_study_expands_to_its_trials_and_a_trial_opens_its_job(
     open_notebook: OpenNotebook, page: Page
 ) -> None:

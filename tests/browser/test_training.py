@@ -13,6 +13,7 @@ from etrain_jupyter.pools.local.pool import LocalPool
 from tests.browser.lab import Notebook
 from tests.browser.test_dashboard import shoot, step_of, stop, wait_for_step
 from tests.browser.test_side_panel import row, show_panel, wait_for_rows_to_move
+from tests.capabilities import long
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -150,6 +151,7 @@ def patient_loss(output, target):
 """
 
 
+@long
 def test_three_jobs_train_at_once_and_buttons_scale_preempt_and_stop_them(
     open_notebook: Callable[..., Notebook], page: Page, cluster: dict[str, str]
 ) -> None:

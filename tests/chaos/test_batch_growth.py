@@ -111,6 +111,7 @@ async def test_learning_rate_overshoots_without_a_ramp_and_not_with_one(
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=OTHER_SEEDS)])
+@long
 async def test_twelve_processes_reproduce_the_losses_of_one_process(
     zygote: Zygote, folder: Path, seed: int
 ) -> None:
@@ -238,6 +239,7 @@ async def test_adascale_converges_at_a_rate_at_which_the_linear_rule_fails(
     assert statistics.mean(accuracies["adascale"]) > 0.95, accuracies
 
 
+@long
 async def test_spot_like_scaling_costs_no_accuracy(zygote: Zygote, folder: Path) -> None:
     """Compare with one worker that trains the same number of samples, the unit of a job's length.
 

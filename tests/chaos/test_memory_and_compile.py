@@ -78,6 +78,7 @@ async def test_workers_with_different_memory_use_different_micro_batches(
     assert sorted(re.findall(r"auto: (\d+) of 32 samples", log_text(log))) == ["10", "3"]
 
 
+@long
 async def test_later_out_of_memory_error_costs_one_step_and_halves_the_micro_batch(
     rig: Rig, folder: Path
 ) -> None:

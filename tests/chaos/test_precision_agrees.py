@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from etrain_jupyter.trainer.precision import Precision
+from tests.capabilities import long
 from tests.chaos.digits import Pair, digits, train
 from tests.chaos.forks import Zygote
 
@@ -37,6 +38,7 @@ def known() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@long
 async def test_accuracy_is_within_one_percent_of_fp32(
     zygote: Zygote, folder: Path, known: dict[str, float], precision: str
 ) -> None:

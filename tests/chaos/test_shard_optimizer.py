@@ -28,6 +28,7 @@ from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+from tests.capabilities import long
 from tests.chaos.rig import MakeRig, RigJob, run_job
 from tests.chaos.workload import STEPS_PER_EPOCH, accuracy, make_data
 
@@ -179,6 +180,7 @@ def messages(job: RigJob, start: str) -> list[str]:
     return [e.text for e in job.found(LogLine) if e.text.startswith(start)]
 
 
+@long
 async def test_checkpoint_of_three_ranks_in_s3_is_resumed_by_two(
     zygote: Any, folder: Path, limits: None, make: MakeRig, s3_server: S3Server, s3_bucket: str
 ) -> None:
@@ -228,6 +230,7 @@ async def test_resume_falls_back_if_one_part_of_the_newest_checkpoint_is_corrupt
     assert max(digests) == max(expected[1])
 
 
+@long
 async def test_ranks_lost_during_a_joint_write_leave_the_previous_checkpoint(
     zygote: Any, folder: Path, limits: None, make: MakeRig, s3_server: S3Server, s3_bucket: str
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from etrain_jupyter.head.jobs import job_log
 from etrain_jupyter.log.events import GenerationFormed, WorkerLost
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.capabilities import only_in_endurance
+from tests.capabilities import long, only_in_endurance
 from tests.chaos.forks import Zygote
 from tests.chaos.rig import RigJob, make_rig
 from tests.chaos.workload import body
@@ -55,6 +55,7 @@ def zygote() -> Iterator[Zygote]:
 
 
 @pytest.mark.timeout(600)  # its own zygote imports torch first
+@long
 async def test_sixty_generations_leak_no_resources(
     zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

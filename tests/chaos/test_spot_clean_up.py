@@ -112,6 +112,7 @@ def test_lease_alone_terminates_machines_that_train(spot: Spot) -> None:
     spot.finish()
 
 
+@long
 def test_boot_timer_alone_terminates_a_machine_whose_agent_never_starts(spot: Spot) -> None:
     spot.configure(image={"setup": ["sleep 3600"]}, lifetime={**NEVER, "boot": "10 min"})
     spot.pool().up()
@@ -259,6 +260,7 @@ def test_reap_finds_everything_of_a_head_and_kernel_killed_during_launch(
 
 
 @pytest.mark.parametrize("stage", stages()[:3])
+@long
 def test_head_continues_when_only_the_kernel_is_killed_during_launch(
     spot: Spot, stage: str
 ) -> None:

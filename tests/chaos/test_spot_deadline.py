@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from etrain_jupyter.log.events import WorkerJoined
+from tests.capabilities import long
 from tests.chaos.spot import Spot, events
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(240)]
 
 
+@long
 def test_job_without_spot_capacity_starts_on_demand_and_continues_on_spot(spot: Spot) -> None:
     spot.cloud.set_capacity(0)
     spot.configure(

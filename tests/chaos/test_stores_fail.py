@@ -30,6 +30,7 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 from etrain_jupyter.trainer.state import sharded_write
+from tests.capabilities import long
 from tests.chaos.rig import Rig, RigJob
 from tests.chaos.workload import Net, body
 
@@ -99,6 +100,7 @@ def net_that_is_sharded(environment: dict[str, str]) -> nn.Module:
 
 
 @pytest.mark.forked
+@long
 async def test_ranks_may_die_while_writing_a_sharded_checkpoint(
     rig: Rig, s3_server: S3Server, s3_bucket: str
 ) -> None:
@@ -210,6 +212,7 @@ async def test_job_keeps_training_while_writes_fail_and_saves_afterwards(
 
 
 @pytest.mark.forked
+@long
 async def test_job_keeps_training_while_its_folder_is_unusable_and_saves_afterwards(
     rig: Rig, tmp_path: Path
 ) -> None:

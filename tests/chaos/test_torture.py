@@ -217,6 +217,7 @@ async def assert_survives(
     assert torture.num_while_saving >= NUM_KILLS // 3
 
 
+@long
 async def test_local_checkpoints_survive_random_kills(
     zygote: Any, folder: Path, limits: None, make: MakeRig, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from etrain_jupyter.pools.external import pool as address_module
 from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import long
 from tests.integration import test_search as searches
 from tests.integration.dask_cluster import ROOT, DaskCluster
 from tests.integration.slow_jobs import BODY, NAMES, PATIENCE_S, await_steps, submit, until
@@ -126,6 +127,7 @@ def _plugins_of_ours(dask_worker: Any) -> tuple[str, ...]:
     return tuple(name for name in dask_worker.plugins if "etrain" in name)
 
 
+@long
 def test_job_lost_by_a_restarted_scheduler_is_resumed_there(
     cluster: DaskCluster, runs: Path
 ) -> None:
@@ -319,6 +321,7 @@ def test_cluster_with_its_own_certificates_trains_and_rejects_all_others(
 
 
 @pytest.mark.slow
+@long
 def test_study_of_a_killed_scheduler_is_lost_and_another_scheduler_continues_it(
     cluster: DaskCluster, runs: Path
 ) -> None:

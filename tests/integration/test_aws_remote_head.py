@@ -21,6 +21,7 @@ from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.pools.registry import get_pool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.testing.fakeaws import Account, FakeAws
+from tests.capabilities import long
 from tests.chaos.workload import body
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(300)]
@@ -113,6 +114,7 @@ def test_remote_head_refuses_a_job_with_a_local_run_store(
     assert cloud.instances() == []
 
 
+@long
 def test_machines_terminate_after_the_loss_of_their_head_and_up_starts_a_new_cluster(
     cloud: FakeAws, make_pool: MakePool
 ) -> None:

@@ -33,6 +33,7 @@ from etrain_jupyter.notebook.commands.other_jobs import find_other_jobs, find_po
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import long
 from tests.integration.conftest import until
 
 pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be busy
@@ -225,6 +226,7 @@ def test_two_jobs_share_the_pool(submit):
     until(lambda: find_pools()[0]["idle_s"] > 0.0, "an idle pool")
 
 
+@long
 def test_data_loader_processes_deliver_every_sample_once_across_a_scale_down(submit):
     job = submit(**body(data={"train": Pairs, "num_workers": 1}, epochs=20))
     full(job, 2)
@@ -270,6 +272,7 @@ def test_half_updated_weights_are_never_saved(submit):
     assert [event.step for event in found(job, CheckpointCommitted)] == [7]
 
 
+@long
 def test_batch_per_worker_scales_and_trains_every_sample_once(submit):
     job = submit(
         **body(

@@ -24,6 +24,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import long
 from tests.integration.conftest import until
 
 pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be busy
@@ -125,6 +126,7 @@ def test_kills_abort_batchnorm_and_undo_the_step(submit):
     assert history["loss"][:size] == pytest.approx(expected["loss"], rel=1e-3)
 
 
+@long
 def test_reproducible_averages_do_not_depend_on_kills(submit):
     keys = {"reproducible": {"shards": 4}, "epochs": 100}
     alone = run(submit, kills=(), workers={"min": 1, "max": 1}, **keys)

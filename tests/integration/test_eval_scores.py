@@ -31,7 +31,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
-from tests.capabilities import LONG
+from tests.capabilities import LONG, long
 from tests.integration.conftest import until
 
 pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be busy
@@ -235,6 +235,7 @@ def test_notice_in_mid_evaluation_without_score_is_honoured_and_no_batch_is_repe
     assert len(calls()) == 2 * NUM_PARTS + 3
 
 
+@long
 def test_training_continues_while_score_runs_and_the_job_waits_for_the_last_scores(submit, calm):
     reference = expected(calm, submit)
     HOLD.touch()
@@ -250,6 +251,7 @@ def test_training_continues_while_score_runs_and_the_job_waits_for_the_last_scor
     assert kinds == [EvalCompleted, EvalScored, EvalCompleted, EvalScored]
 
 
+@long
 def test_survivor_scores_again_if_the_rank_that_was_scoring_dies(submit, calm):
     reference = expected(calm, submit)
     HOLD.touch()

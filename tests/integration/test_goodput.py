@@ -13,6 +13,7 @@ from torch import nn
 
 from etrain_jupyter.log.events import WorkersSized
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from tests.capabilities import long
 from tests.integration.conftest import until
 
 pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be busy
@@ -69,6 +70,7 @@ def test_job_that_more_workers_do_not_speed_up_stays_at_one_and_says_why(submit:
     assert "the pool has no price, so the cost is worker-seconds" in reason
 
 
+@long
 def test_jobs_on_one_pool_take_what_a_worker_is_worth_to_each(submit: Submit) -> None:
     serial = start(submit, "serial", serial_loss, 2)
     parallel = start(submit, "parallel", parallel_loss, 2)

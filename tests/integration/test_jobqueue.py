@@ -18,6 +18,7 @@ from etrain_jupyter.log.events import WorkerLost
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import long
 from tests.integration.dask_cluster import ROOT
 from tests.integration.slow_jobs import PATIENCE_S, await_steps, submit, until
 
@@ -88,6 +89,7 @@ def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[QueuedCl
                 process.kill()
 
 
+@long
 def test_job_survives_a_killed_queued_worker_and_uses_its_replacement(
     queued: QueuedCluster,
 ) -> None:

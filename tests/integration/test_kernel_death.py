@@ -24,6 +24,7 @@ from etrain_jupyter.log.events import (
     JobStatusChanged,
     StepCompleted,
 )
+from tests.capabilities import long
 from tests.integration.conftest import processes_of, until
 from tests.integration.notebook import Notebook, Shown
 
@@ -185,6 +186,7 @@ def test_training_survives_a_killed_kernel_and_a_new_kernel_sees_all_events(desk
     assert trainers_of(desk.events(job_id)) == trainers_of(before)
 
 
+@long
 def test_interrupt_stops_only_the_job_that_the_cell_waits_for(desk: Desk) -> None:
     notebook = desk.notebook()
     job_id = desk.begin(notebook)
@@ -212,6 +214,7 @@ def test_interrupt_stops_only_the_job_that_the_cell_waits_for(desk: Desk) -> Non
     assert notebook.run("job.load_into(Net())").status == "ok"
 
 
+@long
 def test_job_continues_after_an_executed_notebook_has_ended(desk: Desk) -> None:
     cells = [SETUP, CELL.format(epochs=10_000), AT_TWO]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])

@@ -28,6 +28,7 @@ from etrain_jupyter.process.processes import wait_until
 from etrain_jupyter.process.state_root import environment_key
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.wire.requests import DescribeCluster
+from tests.capabilities import long
 from tests.unit.pools import standins
 from tests.unit.pools.standins import PretendJob
 
@@ -249,6 +250,7 @@ def test_killed_scheduler_is_restarted_and_adopts_its_workers(
     assert processes_in(state) == []
 
 
+@long
 def test_cluster_shuts_down_when_its_scheduler_keeps_dying(
     make_pool: MakePool, state: Path
 ) -> None:
@@ -267,6 +269,7 @@ def test_cluster_shuts_down_when_its_scheduler_keeps_dying(
     assert wait_until(lambda: running_cluster_ids() == [], timeout_s=PATIENCE_S)
 
 
+@long
 def test_worker_released_by_a_restarted_scheduler_exits(make_pool: MakePool) -> None:
     pool = make_pool()
     address = pool.up()
@@ -296,6 +299,7 @@ def test_killed_worker_is_replaced_under_a_new_name(make_pool: MakePool) -> None
     assert third.id == "w3"
 
 
+@long
 def test_suspended_worker_is_killed_at_its_release_deadline(make_pool: MakePool) -> None:
     pool = make_pool()
     pool.up()
@@ -309,6 +313,7 @@ def test_suspended_worker_is_killed_at_its_release_deadline(make_pool: MakePool)
     assert wait_until(lambda: not psutil.pid_exists(node.pid), timeout_s=PATIENCE_S)
 
 
+@long
 def test_launcher_killed_during_the_start_leaves_no_second_cluster(
     make_pool: MakePool, state: Path
 ) -> None:
@@ -362,6 +367,7 @@ def test_idle_cluster_shuts_down_and_leaves_nothing(make_pool: MakePool, state: 
     assert list(state.iterdir()) == []
 
 
+@long
 def test_unused_workers_exit_after_the_linger_time(make_pool: MakePool) -> None:
     pool = make_pool(linger_s=0.2)
     address = pool.up()
@@ -434,6 +440,7 @@ def test_worker_that_cannot_start_is_retried_with_back_off(make_pool: MakePool) 
     assert "the supervisor has a bad day" in cluster.log_tail("w1", num_lines=50)
 
 
+@long
 def test_suspended_head_is_an_error_with_advice_and_no_second_cluster(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

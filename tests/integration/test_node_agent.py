@@ -12,7 +12,7 @@ import pytest
 
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
-from tests.capabilities import LONG
+from tests.capabilities import LONG, long
 from tests.integration.node_machine import NOBODY, Machine, RemoteScheduler
 
 Launch = Callable[..., Machine]
@@ -129,6 +129,7 @@ def test_node_turns_off_without_a_lease_although_its_scheduler_is_alive(
     machine.until(lambda: there.workers() == [])
 
 
+@long
 def test_node_turns_off_when_its_lease_is_removed(launch: Launch) -> None:
     machine = launch()
     machine.start()
@@ -138,6 +139,7 @@ def test_node_turns_off_when_its_lease_is_removed(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["reset", pytest.param("deny", marks=LONG)])
+@long
 def test_node_turns_off_when_it_cannot_reach_s3(
     launch: Launch, s3_server: S3Server, kind: Any
 ) -> None:
@@ -151,6 +153,7 @@ def test_node_turns_off_when_it_cannot_reach_s3(
     assert "turning off: the lease could not be read for" in machine.until_off()
 
 
+@long
 def test_expired_credentials_are_fetched_again(launch: Launch, s3_server: S3Server) -> None:
     machine = launch()
     s3_server.set_faults(S3Fault(kind="expire", every=2))
@@ -176,6 +179,7 @@ def test_node_with_an_incompatible_environment_refuses_and_turns_off(launch: Lau
     assert "started as process" not in console
 
 
+@long
 def test_hanging_metadata_service_only_delays_the_start(launch: Launch) -> None:
     machine = launch()
     machine.imds.break_("hang")
@@ -186,6 +190,7 @@ def test_hanging_metadata_service_only_delays_the_start(launch: Launch) -> None:
     assert not machine.is_off
 
 
+@long
 def test_node_turns_off_at_the_end_of_its_lifetime(launch: Launch) -> None:
     machine = launch(launched_at=time.time() - 1000)
     machine.configure(lifetime_s=1008.0)

@@ -16,6 +16,7 @@ from etrain_jupyter import launch
 from etrain_jupyter.cli import main
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from tests.capabilities import long
 from tests.integration.conftest import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be busy
@@ -66,6 +67,7 @@ def test_command_plans_a_job_from_its_own_steps(
     assert plan.job.plan.num_parameters == 256 * 512 + 512 + 512 * 2 + 2
 
 
+@long
 def test_cell_is_profiled_on_one_and_two_workers_and_stopped(runs: Path) -> None:
     body = f"""
 model: make_model

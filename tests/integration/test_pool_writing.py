@@ -13,6 +13,7 @@ import pytest
 from etrain_jupyter.data import Shards, write_shards
 from etrain_jupyter.errors import PoolError, ShardError
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
+from tests.capabilities import long
 from tests.integration.dask_cluster import DaskCluster
 from tests.unit.data.indexed_rows import NUM_ROWS, ExitingRows, Rows
 
@@ -59,6 +60,7 @@ def test_killed_dask_worker_changes_no_byte(tmp_path: Path) -> None:
     assert len(shards) == NUM_ROWS
 
 
+@long
 def test_cluster_that_is_lost_is_an_error_and_the_write_continues(tmp_path: Path) -> None:
     to = tmp_path / "set"
     cluster = DaskCluster(

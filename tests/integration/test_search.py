@@ -32,6 +32,7 @@ from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.local.pool import LocalPool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import long
 from tests.integration.conftest import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
@@ -188,6 +189,7 @@ def test_killed_scheduler_in_mid_study_runs_no_trial_twice(runs: Path) -> None:
     assert any(isinstance(event, SchedulerRestarted) for events in logs for event in events)
 
 
+@long
 def test_killed_half_of_the_workers_in_mid_study_ends_no_trial(runs: Path) -> None:
     study = submit()
     until(lambda: any(trial.curve for trial in study.view().trials), "an evaluation")
@@ -243,6 +245,7 @@ def assert_each_trial_ran_once(study: Study, runs: Path) -> list[list[Event]]:
     return logs
 
 
+@long
 def test_stopped_study_resumes_its_trials_from_their_checkpoints(
     runs: Path, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+from tests.capabilities import long
 from tests.integration.conftest import until
 from tests.integration.test_full_disk import UNSHARE, can_mount
 
@@ -213,6 +214,7 @@ def test_shard_that_is_replaced_before_its_first_read_ends_the_job(
 
 
 @pytest.mark.usefixtures("corpus")
+@long
 def test_shard_that_is_replaced_in_mid_run_ends_the_job(tmp_path: Path, submit: Any) -> None:
     write_parquet(tmp_path, seed=1)
     SLOW.touch()
@@ -275,6 +277,7 @@ print(json.dumps([sum(map(len, tables)), warnings]))
 
 
 @pytest.mark.skipif(not can_mount(), reason="no file system can be mounted in a name space here")
+@long
 def test_cache_disk_that_fills_up_is_bypassed(corpus: str, tmp_path: Path) -> None:
     # A mount namespace, which ends with its last process.
     script = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$2" -c "$3" "$4" "$1/cache"'
