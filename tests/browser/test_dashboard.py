@@ -182,7 +182,6 @@ def test_without_the_extension_anywidget_renders_and_html_is_saved(
     notebook = Notebook(lab_without_extension, page, "plain.ipynb").open()
     notebook.run(0)
     notebook.run(2)
-    expect(notebook.job(2)).to_have_attribute("data-phase", "live")
     expect(notebook.output(2).locator("progress + img, p > img")).to_be_visible(timeout=20_000)
     expect(notebook.job(2)).to_have_count(0)
     expect(notebook.output(2)).to_contain_text("finished · step 300 of 300")
