@@ -548,7 +548,7 @@ class LogConfig(Section):
     @classmethod
     def _make_absolute(cls, value: bool | str) -> bool | str:
         # The coordinator may run in a different folder than the notebook.
-        return str(Path(value).expanduser().absolute()) if isinstance(value, str) else value
+        return str(Path(os.path.expanduser(value)).absolute()) if isinstance(value, str) else value
 
     def tensorboard_of(self, job_id: str, run_dir: Path) -> Path | None:
         """Return the folder of a job's TensorBoard files, or None if they are disabled."""

@@ -346,7 +346,7 @@ def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     # The trainers and a later kernel have different working folders from this notebook's.
     checkpoint = config.get("checkpoint") or {}
     if checkpoint.get("to") and "://" not in checkpoint["to"]:
-        folder = str(Path(checkpoint["to"]).expanduser().absolute())
+        folder = str(Path(os.path.expanduser(checkpoint["to"])).absolute())
         return config | {"checkpoint": checkpoint | {"to": folder}}
     return config
 

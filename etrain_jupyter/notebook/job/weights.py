@@ -7,6 +7,7 @@ which with Adam is twice the size of the weights and is needed only to resume th
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,8 +172,9 @@ def _read_best_evals(state_file: Path) -> dict[int, float]:
     try:
         # "judge" is the best tracker's key in the file format.
         state = json.loads(state_file.read_text())
-        return {step: value for step, value in (state["extras"].get("judge") or NOTHING)["best"]}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        best = (state["extras"].get("judge") or NOTHING)["best"]
+        return {operator.index(step): float(value) for step, value in best}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
         raise CheckpointError(f"{STATE_PART} is invalid ({exc})") from exc
 
 

@@ -5,6 +5,7 @@ Here, a part of a checkpoint is bytes or a file; ``trainer`` defines its content
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,8 @@ def open_store(url: str) -> CheckpointStore:
 
 
 def _open_folder(url: str) -> CheckpointStore:
-    return LocalStore(Path(unquote(urlsplit(url).path) if "://" in url else url).expanduser())
+    # Not Path.expanduser, which raises an error for an unknown user in another user's record.
+    return LocalStore(os.path.expanduser(unquote(urlsplit(url).path) if "://" in url else url))
 
 
 def _open_s3(url: str) -> CheckpointStore:
@@ -98,4 +100,4 @@ def place_of_job(to: str, job_id: str) -> str:
     check_job_id(job_id)
     if "://" in to:
         return f"{to.rstrip('/')}/{job_id}"
-    return str(Path(to).expanduser() / job_id)
+    return str(Path(os.path.expanduser(to)) / job_id)

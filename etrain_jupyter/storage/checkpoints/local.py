@@ -231,8 +231,9 @@ class LocalStore:
             return os.listdir(self.root / folder)
         except FileNotFoundError:
             return []
-        except OSError as exc:
-            raise CheckpointError(f"{self.root} cannot be listed ({exc.strerror})") from exc
+        except (OSError, ValueError) as exc:  # ValueError: a record can name any text as a path
+            why = getattr(exc, "strerror", None) or exc
+            raise CheckpointError(f"{self.root} cannot be listed ({why})") from exc
 
     @contextmanager
     def _as_checkpoint_error(self, what: str) -> Iterator[None]:

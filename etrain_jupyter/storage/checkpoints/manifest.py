@@ -19,10 +19,13 @@ from typing import Any
 
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.untrusted import open_regular
+from etrain_jupyter.wire.codec import decode_fields
 
 PARTS_FOLDER = "checkpoints"
 MANIFESTS_FOLDER = "manifests"
 FORMAT_VERSION = 1
+MAX_BYTES = 1 << 60
+"""Maximum size of a part in a manifest, which another user may have written."""
 BLOCK_BYTES = 16 << 20
 """Largest part that is one block. Readers hold one block in memory at a time."""
 
@@ -47,6 +50,8 @@ class Part:
     block, and in checkpoints from older versions."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.size < MAX_BYTES:
+            raise ValueError(f"{self.key} has an impossible size")
         if self.blocks and (
             self.block_bytes <= 0 or len(self.blocks) != -(-self.size // self.block_bytes)
         ):
@@ -75,10 +80,11 @@ class Part:
         """Return the part that ``to_json`` has packed.
 
         Raises:
-            TypeError: If keys are missing or unknown.
-            ValueError: If the blocks do not cover the part.
+            ValueError: If a value is missing, unknown or invalid, or if the blocks do not cover the
+                part.
         """
-        return cls(**{**values, "blocks": tuple(values.get("blocks", ()))})
+        part: Part = decode_fields(cls, values)
+        return part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +158,8 @@ def check_key(key: str) -> PurePosixPath:
     # PurePosixPath normalizes "a//b" and "a/./b": keys that it changes are refused, because to
     # S3 they are different objects.
     path = PurePosixPath(key)
-    is_plain = str(path) == key and ".." not in path.parts and "\\" not in key and "\0" not in key
+    is_plain = str(path) == key and ".." not in path.parts and "\\" not in key
+    is_plain = is_plain and key.isascii() and key.isprintable()
     if not is_plain or len(path.parts) != 3 or path.parts[0] != PARTS_FOLDER:
         raise CheckpointError(f"key {key!r} points outside of {PARTS_FOLDER}/ and is refused")
     return path
@@ -228,13 +235,12 @@ def step_of_manifest(name: str) -> int | None:
 
 
 def _manifest_from(body: Mapping[str, Any], name: str) -> Manifest:
-    try:
-        parts = {name: Part.from_json(part) for name, part in body["parts"].items()}
-        manifest = Manifest(**{**body, "parts": parts})
-    except (TypeError, KeyError, AttributeError, ValueError) as exc:
-        raise CheckpointError(f"{name}: its manifest has missing or unknown keys ({exc})") from exc
     # The digest does not protect against a hostile writer, who can compute it, too.
-    for part in parts.values():
+    try:
+        manifest: Manifest = decode_fields(Manifest, body)
+    except ValueError as exc:
+        raise CheckpointError(f"{name}: its manifest has invalid values ({exc})") from exc
+    for part in manifest.parts.values():
         check_key(part.key)
     return manifest
 

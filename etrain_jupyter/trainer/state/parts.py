@@ -132,7 +132,7 @@ def header_of(files: dict[str, Path]) -> dict[str, Any]:
     """
     try:
         header = json.loads(files[STATE_PART].read_bytes())
-    except (ValueError, OSError) as exc:
+    except (ValueError, OSError, RecursionError) as exc:
         raise CheckpointError(f"its {STATE_PART} cannot be read") from exc
     if not isinstance(header, dict):
         raise CheckpointError(f"its {STATE_PART} is not a JSON object")

@@ -529,7 +529,7 @@ def test_best_weights_of_a_job_that_keeps_none_are_refused(tmp_path: Path) -> No
         job.state_dict("newest")
 
 
-def save_weights(job: TrainingJob, step: int, judged: list[list[float]]) -> None:
+def save_weights(job: TrainingJob, step: int, judged: list[list[Any]]) -> None:
     """Write a checkpoint whose only weight is its step, as a trainer does."""
     store = LocalStore(job.record.folder)
     folder = store.begin(step)
@@ -594,6 +594,21 @@ def test_if_the_best_checkpoint_was_lost_the_best_remaining_one_is_loaded(tmp_pa
     save_weights(job, 6, [[4, 0.9], [6, 0.8], [2, 0.5]])
     save_weights(job, 8, [[4, 0.9], [6, 0.8], [8, 0.7], [2, 0.5]])
     assert best_step(job) == 6
+
+
+@pytest.mark.parametrize(
+    "judged", [[[1, "a"], [2, 0.5]], [["x", 0.5]], [[1.5, 0.5]], [[1, 10**400]], [[[1], 0.5]]]
+)
+def test_evaluations_of_an_invalid_checkpoint_are_refused(
+    tmp_path: Path, judged: list[list[Any]]
+) -> None:
+    job = make_job(tmp_path, None, status("stopped"))
+    job.record.config["checkpoint"] = {"best": {"metric": "loss", "mode": "min"}}
+    save_weights(job, 1, judged)
+
+    with pytest.raises(CheckpointError, match=r"state\.json is invalid"):
+        job.state_dict("best")
+    assert [row["step"] for row in job.checkpoints()] == [1]
 
 
 def test_best_weights_of_a_job_that_was_never_evaluated_are_refused(tmp_path: Path) -> None:

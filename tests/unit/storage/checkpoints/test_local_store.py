@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,6 +229,37 @@ def test_manifest_of_another_step_or_format_is_refused(store: LocalStore) -> Non
         parse_manifest(text.replace('"version": 1', '"version": 2'), step=7)
     with pytest.raises(CheckpointError, match="was modified"):
         parse_manifest(text.replace('"generation": 1', '"generation": 2'), step=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("created", "x"), ("created", None), ("generation", "1"), ("job_id", 1), ("parts", [])],
+        *[("size", "7"), ("size", 1.5), ("size", -1), ("size", 10**400), ("sha256", 5)],
+        *[("key", 5), ("key", "checkpoints/\ud800/model"), ("key", "checkpoints/a\n/model")],
+        *[("blocks", 5), ("blocks", ["x"]), ("unknown", 1)],
+    ],
+)
+def test_manifest_of_another_user_with_invalid_values_is_refused(
+    store: LocalStore, name: str, value: Any
+) -> None:
+    body: dict[str, Any] = json.loads(save(store, 7).to_json())
+    del body["digest"]
+    part = body["parts"]["model.safetensors"]
+    (part if name in ("size", "sha256", "key", "blocks") else body)[name] = value
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    body["digest"] = hashlib.sha256(text.encode()).hexdigest()
+
+    with pytest.raises(CheckpointError, match=r"step_00000007: its manifest|is refused"):
+        parse_manifest(json.dumps(body), step=7)
+
+
+@pytest.mark.parametrize("place", ["a\0b", "\ud800", "~nobody-here/runs"])
+def test_path_of_another_users_record_that_cannot_exist_is_an_error(place: str) -> None:
+    store = open_store(place)
+    if not place.startswith("~"):
+        with pytest.raises(CheckpointError, match="cannot be listed"):
+            store.list_steps()
 
 
 @pytest.mark.parametrize(

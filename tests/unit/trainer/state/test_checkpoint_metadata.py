@@ -20,7 +20,7 @@ from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.best_tracker import BestTracker
 from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
-from etrain_jupyter.trainer.state.parts import STATE_PART
+from etrain_jupyter.trainer.state.parts import STATE_PART, header_of
 from etrain_jupyter.trainer.state.restoring import restore
 from etrain_jupyter.trainer.state.weight_average import WeightAverage
 from etrain_jupyter.wire.messages import CheckpointWritten
@@ -149,6 +149,13 @@ def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
 
     assert fresh.step == 1
     assert fresh.workload.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_state_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / STATE_PART).write_text('{"extras": ' + "[" * 100_000 + "]" * 100_000 + "}")
+
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read"):
+        header_of({STATE_PART: tmp_path / STATE_PART})
 
 
 def test_changed_rate_of_the_cell_is_used_and_the_moments_are_kept(tmp_path: Path) -> None:
