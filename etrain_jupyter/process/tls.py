@@ -58,8 +58,9 @@ def _sign(cluster_id: str, name: str, public_key: Any, authority_key: Any) -> An
         .issuer_name(_distinguished_name(cluster_id, "ca"))
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
-        # Allow for clock skew between machines.
-        .not_valid_before(now - datetime.timedelta(minutes=5))
+        # Machines' clocks differ, and a clock may be set back while the cluster runs. Only this
+        # cluster trusts its authority, so a certificate that is valid earlier is harmless.
+        .not_valid_before(now - datetime.timedelta(days=VALID_DAYS))
         .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
     )
     for extension, is_critical in _extensions(name, public_key, authority_key.public_key()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import ssl
 import stat
 import subprocess
@@ -42,6 +43,17 @@ def test_each_leaf_is_signed_by_the_authority_and_can_sign_nothing(minted: dict[
         leaf = x509.load_pem_x509_certificate(minted[f"{role}.pem"].encode())
         leaf.verify_directly_issued_by(authority)
         assert leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
+
+
+@pytest.mark.parametrize("name", ["ca", "scheduler", "worker", "client"])
+def test_certificates_stay_valid_if_the_clock_is_set_back_or_forward(
+    minted: dict[str, str], name: str
+) -> None:
+    certificate = x509.load_pem_x509_certificate(minted[f"{name}.pem"].encode())
+    now, month = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=31)
+
+    assert certificate.not_valid_before_utc < now - month
+    assert certificate.not_valid_after_utc > now + month
 
 
 def test_client_certificate_is_not_valid_for_a_server(minted: dict[str, str]) -> None:
