@@ -124,3 +124,19 @@ def is_private_folder(path: Path) -> bool:
         return False
     is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and is_closed
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder to which only this user has access.
+
+    Raises:
+        OSError: If it exists and is a link, belongs to another user or is writable by others, who
+            could have planted data or links in it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not is_private_folder(folder):
+            message = "another user may have prepared it: it is not a folder of this user alone"
+            raise PermissionError(errno.EACCES, message) from None

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from etrain_jupyter.untrusted import is_private_folder
+from etrain_jupyter.untrusted import make_private
 
 _DIGEST_BYTES = 32
 _SUFFIX = ".block"
@@ -165,19 +165,3 @@ class DiskCache:
             "source each time they are needed. Free some space, or give Shards another cache_dir "
             "or smaller cache_bytes."
         )
-
-
-def make_private(folder: Path) -> None:
-    """Create a folder to which only this user has access.
-
-    Raises:
-        OSError: If it exists and is a link, belongs to another user or is writable by others, who
-            could have planted data or links in it.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        if not is_private_folder(folder):
-            message = "another user may have prepared it: it is a link, or not private to this user"
-            raise PermissionError(errno.EACCES, message) from None

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etrain_jupyter.data.disk_cache import DiskCache, default_folder, make_private
+from etrain_jupyter.data.disk_cache import DiskCache, default_folder
 from etrain_jupyter.data.index import ShardIndex
 from etrain_jupyter.data.places import absolute_path, open_place
 from etrain_jupyter.errors import ShardError
 from etrain_jupyter.rules.samples.block_order import BlockLayout, blocks_within
+from etrain_jupyter.untrusted import make_private
 
 if TYPE_CHECKING:
     import pyarrow as pa

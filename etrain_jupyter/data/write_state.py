@@ -15,10 +15,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from etrain_jupyter.data.disk_cache import default_folder, make_private
+from etrain_jupyter.data.disk_cache import default_folder
 from etrain_jupyter.data.parts import part_name, save_json
 from etrain_jupyter.data.places import Place
 from etrain_jupyter.errors import ShardError
+from etrain_jupyter.untrusted import make_private
 
 _STATE = "state.json"
 

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from etrain_jupyter.untrusted import is_private_folder, make_private
 from etrain_jupyter.wire.messages import BundleRef
 
 LOOK_S = 0.05
@@ -62,7 +63,9 @@ class MachineBundles:
         if folder == self._folder:
             return
         self._folder = folder
-        for lock in folder.glob("*.lock"):
+        # Users may share Dask's folder. Nothing is removed from a folder that is not ours alone.
+        locks = list(folder.glob("*.lock")) if is_private_folder(folder) else []
+        for lock in locks:
             with contextlib.suppress(OSError):  # another supervisor has removed it
                 _remove_unused(lock, os.open(lock, os.O_RDWR))
 
@@ -109,7 +112,7 @@ class MachineBundles:
         lock = path.with_suffix(".lock")
         while True:
             try:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_private(self._folder)
                 descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as exc:
                 raise self._not_stored(size, exc) from exc
@@ -143,8 +146,8 @@ class MachineBundles:
             file.write(data)
 
         try:
-            # Truncate: a killed supervisor may have left a partial file.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            draft.unlink(missing_ok=True)  # a killed supervisor may have left a partial file
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
                 offset = 0
                 while offset < size and (data := await self._fetch(path.name, offset)):
@@ -165,8 +168,8 @@ class MachineBundles:
     def _not_stored(self, size: int, exc: OSError) -> BundleFetchError:
         return BundleFetchError(
             f"the job's bundle ({size / 2**20:.0f} MB) cannot be stored in {self._folder}: "
-            f"{exc.strerror or exc}. Free space there, or pass a function that loads the data on "
-            "the workers"
+            f"{exc.strerror or exc}. Free space there, start the workers with another "
+            "--local-directory, or pass a function that loads the data on the workers"
         )
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from etrain_jupyter.pools.slurm.site import SchedulerRecord, Site
 from etrain_jupyter.process.entry import log_to_stderr
+from etrain_jupyter.untrusted import make_private
 from etrain_jupyter.worker.entry import make_parser, run_worker
 
 logger = logging.getLogger("etrain.slurm")
@@ -79,7 +80,7 @@ def main() -> None:
         return
     _limit_threads(arguments.device)
     scratch = (arguments.local_directory or site.scratch) / f"{site.path.name}-{arguments.name}"
-    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(scratch)
     os.environ["ETRAIN_SIGTERM"] = "ignore"  # read by the trainers
     _hold_stdin_open()
     run_worker(

@@ -155,7 +155,7 @@ async def test_error_for_an_unwritable_disk_contains_the_remedy(
     with pytest.raises(BundleFetchError) as caught:
         await supervisor(folder, Head()).get(ORDERED)
     assert "(0 MB) cannot be stored in" in str(caught.value)
-    assert "Free space there, or pass a function that loads the data" in str(caught.value)
+    assert "Free space there, start the workers with another" in str(caught.value)
 
 
 async def test_files_left_by_killed_processes_are_removed_by_the_next_one(folder: Path) -> None:
@@ -168,6 +168,29 @@ async def test_files_left_by_killed_processes_are_removed_by_the_next_one(folder
     MachineBundles(Head().fetch).begin(folder)
     assert sorted(path.name for path in folder.iterdir()) == [DIGEST, f"{DIGEST}.lock"]
     used.release_all()
+
+
+@pytest.mark.parametrize("plant", ["link", "open"])
+async def test_folder_that_another_user_may_have_prepared_is_not_used(
+    folder: Path, tmp_path: Path, plant: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    (victim / "uv.lock").write_text("precious")
+    folder.parent.mkdir()
+    if plant == "link":
+        folder.symlink_to(victim)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+        (folder / f"{DIGEST}.part").symlink_to(victim / "uv.lock")
+
+    one = supervisor(folder, Head())
+    with pytest.raises(BundleFetchError, match=r"another user.*local-directory"):
+        await one.get(ORDERED)
+
+    assert [path.name for path in victim.iterdir()] == ["uv.lock"]
+    assert (victim / "uv.lock").read_text() == "precious"
 
 
 async def test_bundle_name_that_is_not_a_digest_is_refused(folder: Path) -> None:
