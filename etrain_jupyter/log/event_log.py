@@ -40,7 +40,7 @@ from etrain_jupyter.log.events import (
     UserErrorRaised,
     event_from_dict,
 )
-from etrain_jupyter.untrusted import open_regular
+from etrain_jupyter.untrusted import make_private, open_regular
 
 LOG_FILE = "events.jsonl"
 """Name of the log in the folder of a job."""
@@ -226,8 +226,11 @@ def copy_open_file(source: int, path: Path, *, size: int) -> int:
 
     Returns:
         The new file, open for appending. It replaces any file at ``path`` atomically.
+
+    Raises:
+        OSError: If it cannot be written, or if another user may have prepared its folder.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     new = os.open(draft, _OPEN_FLAGS | os.O_TRUNC, 0o600)
     try:

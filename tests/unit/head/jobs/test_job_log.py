@@ -163,10 +163,32 @@ async def test_run_folder_that_cannot_be_written_again_is_reported_and_the_end_i
     log.retry()
     assert log.trouble == (
         f"The run folder {tmp_path / 'job'} was deleted or moved, and cannot be written again: "
-        "File exists; retrying"
+        "another user may have prepared it: it is not a folder of this user alone; retrying"
     )
     log.append([JobStatusChanged(job_id="job", time=1.0, status="stopped")])
     log.close()
 
     assert log.since(3, 9)[0]["status"] == "stopped"
     assert restored == []
+
+
+@pytest.mark.parametrize("plant", ["link", "open"])
+async def test_run_folder_that_another_user_may_have_replaced_is_not_written(
+    kept: tuple[JobLog, list[str]], tmp_path: Path, plant: str
+) -> None:
+    log, restored = kept
+    (tmp_path / "job").rename(tmp_path / "moved")
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    if plant == "link":
+        (tmp_path / "job").symlink_to(planted)
+    else:
+        planted.chmod(0o777)
+        planted.rename(tmp_path / "job")
+
+    log.retry()
+
+    assert "another user may have prepared it" in log.trouble
+    assert list((tmp_path / "job").iterdir()) == []
+    assert restored == []
+    log.close()
