@@ -126,6 +126,11 @@ def is_private_folder(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and is_closed
 
 
+def without_link(folder: Path) -> Path:
+    """Return the folder to which a link of the user points; ``is_private_folder`` refuses links."""
+    return folder.resolve() if folder.is_symlink() else folder
+
+
 def make_private(folder: Path) -> None:
     """Create a folder to which only this user has access.
 

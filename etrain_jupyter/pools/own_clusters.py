@@ -46,7 +46,7 @@ def find_cluster_dir(cluster_id: str) -> ClusterDir | None:
     if not _CLUSTER_ID.fullmatch(cluster_id):
         return None
     for root in state_roots():
-        if is_private_folder(root) and is_private_folder(root / cluster_id):
+        if _is_own(root / cluster_id):
             return ClusterDir(root / cluster_id)
     return None
 
@@ -113,7 +113,7 @@ def noted_schedulers() -> list[SchedulerAddress]:
     A scheduler that was restarted at the same address is listed once.
     """
     folder = private_root() / NOTES
-    if not is_private_folder(folder):
+    if not _is_own(folder):
         return []
     notes = sorted(folder.glob("*.json"), key=lambda note: note.stat().st_mtime, reverse=True)
     found: dict[str, SchedulerAddress] = {}
@@ -134,11 +134,16 @@ def forget_scheduler(address: str) -> None:
 
 def _noted(cluster_id: str) -> SchedulerAddress | None:
     path = _note_path(cluster_id)
-    if not is_private_folder(path.parent):
+    if not _is_own(path.parent):
         return None
     known = _read_note(path)
     # The file's name is only a hash: compare the id itself.
     return known if known is not None and known.cluster_id == cluster_id else None
+
+
+def _is_own(folder: Path) -> bool:
+    # Whoever can write to the parent could replace the folder between this check and a read.
+    return is_private_folder(folder.parent) and is_private_folder(folder)
 
 
 def _read_note(path: Path) -> SchedulerAddress | None:

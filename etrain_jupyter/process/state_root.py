@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.untrusted import without_link
 
 _INHERITED = re.compile(
     r"AWS_.*|.*(CUDA|NCCL).*|.*_(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS)|(LD_LIBRARY_|PYTHON)?PATH"
@@ -45,12 +46,12 @@ def open_state_root() -> Path:
 def state_root() -> Path:
     """Return the path of the state directory, whether or not it exists."""
     if own := os.environ.get("ETRAIN_STATE"):
-        return Path(own).expanduser().absolute()
+        return without_link(Path(own).expanduser().absolute())
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     # su and sudo may keep the previous user's variable.
     if os.path.isdir(runtime) and os.stat(runtime).st_uid == os.getuid():
-        return Path(runtime) / "etrain"
-    return Path.home() / ".local" / "state" / "etrain"
+        return without_link(Path(runtime) / "etrain")
+    return without_link(Path.home() / ".local" / "state" / "etrain")
 
 
 def local_prefix() -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from etrain_jupyter.config.store_url import S3, split_s3_url
 from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.untrusted import without_link
 
 
 def is_remote(root: object) -> bool:
@@ -50,7 +51,7 @@ def private_root(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the folder that only this user may write, and that survives a restart."""
     own = environment.get("ETRAIN_STATE")
     state = Path(own).expanduser() if own else Path.home() / ".local" / "state" / "etrain"
-    return state.absolute()
+    return without_link(state.absolute())
 
 
 def spool_root(environment: Mapping[str, str] = os.environ) -> Path:

@@ -32,7 +32,7 @@ from etrain_jupyter.pools.own_clusters import note_scheduler
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
-from etrain_jupyter.process.state_root import state_root
+from etrain_jupyter.process.state_root import open_state_root, state_root
 from etrain_jupyter.storage import ownership
 
 ID = "digits-00c0ffee"
@@ -201,8 +201,11 @@ def test_known_scheduler_is_contacted_at_its_noted_address(store: RunStore, tmp_
     assert isinstance(link, ClusterLink)
     assert link.address == "tcp://10.0.0.2:1"
 
-    note.parent.chmod(0o777)  # others could have written it
-    assert isinstance(link_of(store.find(ID)), StoreLink)
+    for folder in (note.parent, note.parent.parent):  # others could have written or replaced it
+        folder.chmod(0o777)
+        assert isinstance(link_of(store.find(ID)), StoreLink)
+        folder.chmod(0o700)
+        assert isinstance(link_of(store.find(ID)), ClusterLink)
 
 
 def test_own_cluster_is_found_by_its_id_despite_other_fields_of_the_record(store: RunStore) -> None:
@@ -226,6 +229,20 @@ def test_own_cluster_is_found_by_its_id_despite_other_fields_of_the_record(store
 
     root.chmod(0o777)
     assert isinstance(link_of(store.find(ID)), StoreLink)
+
+
+def test_own_cluster_is_found_in_a_state_folder_that_the_user_has_linked(
+    store: RunStore, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "state").symlink_to(tmp_path / "elsewhere")
+    ours = ClusterDir.make(open_state_root() / "local-aaaaaa-bbbbbb", ClusterSettings())
+    ours.publish("tls://127.0.0.1:7")
+
+    record = {"cluster_id": ours.cluster_id, "address": "tcp://evil:1", "state_dir": str(ours.path)}
+    link = link_of(plant(store, cluster=record))
+
+    assert isinstance(link, ClusterLink)
 
 
 def test_remote_head_is_found_by_its_id(store: RunStore) -> None:
