@@ -22,6 +22,7 @@ from etrain_jupyter.bundle.code_table import CodeTable
 from etrain_jupyter.bundle.sources import CellSource
 from etrain_jupyter.config.references import import_path
 from etrain_jupyter.errors import BundleError
+from etrain_jupyter.untrusted import open_regular
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -223,7 +224,7 @@ class _Content:
         self._path = bundle if isinstance(bundle, Path) else None
         self._data = b"" if isinstance(bundle, Path) else bundle
         if self._path is not None:
-            self._file = self._path.open("rb", buffering=0)
+            self._file = open_regular(self._path)
 
     def __del__(self) -> None:
         if self._file is not None:

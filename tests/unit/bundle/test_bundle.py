@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import linecache
+import os
 import subprocess
 import sys
 import threading
@@ -167,6 +168,14 @@ def test_cells_are_read_without_opening_the_bundle():
     names, cells = notebook("def loss(x):\n    return x\n", number=4)
     data = capture_bundle({"loss": "loss"}, names, cell_numbers=cells).data
     assert read_cells(data)["<cell-4>"].label == "Cell In[4]"
+
+
+@pytest.mark.timeout(20)
+def test_named_pipe_in_place_of_a_bundle_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "bundle")
+    for read in (read_cells, open_bundle):
+        with pytest.raises(OSError, match="not a regular file"):
+            read(tmp_path / "bundle")
 
 
 def test_bundle_of_other_python_is_rejected():
