@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html import escape
 
+from etrain_jupyter.untrusted import plain_text
+
 _MOST_ROWS = 12
 _MOST_PROBLEMS = 20
 _CUT_SHORT = {
@@ -108,7 +110,8 @@ class AuditReport:
                 for row in table
             ]
             lines += self._left_out()
-        return "\n".join([*lines, *(f"  {name:<8}  {text}" for name, text in self._facts())])
+        lines += [f"  {name:<8}  {text}" for name, text in self._facts()]
+        return plain_text("\n".join(lines))
 
     def _repr_html_(self) -> str:
         colour = "#1a7f37" if self.ok else "#cf222e"
@@ -119,7 +122,7 @@ class AuditReport:
             for row in self._listed_epochs()
         )
         facts = "<br>".join(f"{name}: {escape(text)}" for name, text in self._facts())
-        return (
+        return plain_text(
             f'<div><b style="color:{colour}">{escape(self.verdict)}</b>'
             + (f"<ul>{problems}</ul>" if problems else "")
             + (f"<table><tr>{head}</tr>{rows}</table>" if rows else "")

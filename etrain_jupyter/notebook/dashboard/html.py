@@ -28,7 +28,7 @@ from etrain_jupyter.notebook.dashboard.snapshot import (
     TimeSplit,
     WorkerRow,
 )
-from etrain_jupyter.untrusted import plain_line
+from etrain_jupyter.untrusted import plain_line, plain_text
 
 Curves = Mapping[str, tuple[Floats, SmallFloats]]
 
@@ -72,7 +72,7 @@ def render_html(snapshot: Snapshot, curves: Curves, exhibits: SavedExhibits | No
         _worker_table(snapshot),
         _event_list(snapshot),
     ]
-    return "<div>" + "".join(part for part in parts if part) + "</div>"
+    return plain_text("<div>" + "".join(part for part in parts if part) + "</div>")
 
 
 def _headline(snapshot: Snapshot) -> str:

@@ -694,6 +694,13 @@ def test_many_epochs_are_shown_in_few_lines() -> None:
     assert len(text.splitlines()) < 25
 
 
+def test_control_characters_of_a_log_are_escaped() -> None:
+    report = AuditReport(problems=("the ranks (\x1b[2J\x07\u202e, w1) had different fingerprints",))
+
+    for shown in (str(report), report._repr_html_()):
+        assert r"(\x1b[2J\x07\u202e, w1)" in shown
+
+
 def test_many_problems_are_shown_in_few_lines() -> None:
     report = audit_log(number([submitted(seed=0), *undisturbed()[1:]]))
     listed = AuditReport(problems=report.problems * 10)

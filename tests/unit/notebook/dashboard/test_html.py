@@ -74,6 +74,8 @@ def test_terminal_control_sequences_are_escaped() -> None:
 
     assert "\\x1b]0;x" in shown
     assert shown.isprintable()
+    assert "\\x1b]0;x" in html_of(view)
+    assert not set(html_of(view)) & {"\x1b", "\x07"}
 
 
 def test_worker_is_shown_with_its_machine_if_the_pool_reports_it() -> None:
