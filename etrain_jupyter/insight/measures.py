@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from etrain_jupyter.log.job_record import SET_BACK_S
+
 Columns: TypeAlias = Mapping[str, Sequence[Any]]
 """Columns of ``job.history()``, one row per committed step."""
 Floats: TypeAlias = NDArray[np.float64]
@@ -49,7 +51,9 @@ def clock_hours(columns: Columns, gaps: Iterable[tuple[float, float]]) -> Floats
     if not len(end):
         return end
     began = end[0] - step_durations(columns)[0]
-    since: Floats = end - began
+    # Where a clock was set back, no time passes. Otherwise, durations would be negative.
+    changes = np.diff(end, prepend=end[0])
+    since: Floats = end - began - np.where(changes < -SET_BACK_S, changes, 0.0).cumsum()
     for resumed_at, gap_s in gaps:
         if resumed_at > began:
             since[end >= resumed_at] -= gap_s

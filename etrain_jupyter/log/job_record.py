@@ -64,6 +64,9 @@ KEEP_SAVED = 8
 """Number of durable checkpoints to remember, in case the job returns to a step before the
 newest."""
 
+SET_BACK_S = 60.0
+"""Times of steps that fall by more show that a clock was set back. By less, rank 0 has moved."""
+
 
 @dataclass(kw_only=True)
 class JobRecord:
@@ -182,6 +185,7 @@ class JobRecord:
     """Number of workers that were lost without a notice."""
 
     _starts: dict[int, int] = field(default_factory=dict)  # step by generation, where known
+    _step_at: float = -math.inf  # time of the newest step
     _planned_start: int = 0  # step at which the newest generation was meant to begin
     # Ranks of the newest generation that have neither left nor been lost; None if the log does not
     # contain its beginning, or if the job has been resumed since.
@@ -278,6 +282,7 @@ class JobRecord:
         last = run.last
         self.startup.apply(run.first)
         self.num_events += len(run)
+        self._note_step_at(run.first.time)
         self.changed_at = last.time
         self._apply_step(last)
         return self
@@ -342,6 +347,7 @@ class JobRecord:
     def _apply_step(self, event: StepCompleted) -> None:
         self.step = self.logged_step = event.step
         self.last_step = event
+        self._note_step_at(event.time)
         if self.plan is not None:
             self.samples = event.epoch * self.plan.num_train_samples + event.first + event.samples
             self.total_steps = self.plan.total_steps_after(event)
@@ -351,6 +357,12 @@ class JobRecord:
         if event.generation > self.generation:
             self.generation, self._present = event.generation, None
         self._begin(event.generation, self._planned_start)
+
+    def _note_step_at(self, time: float) -> None:
+        fall_s = fall_of(self._step_at, time)
+        self.started_at -= fall_s
+        self.attempt_at -= fall_s
+        self._step_at = time
 
     def _apply_formed(self, event: GenerationFormed) -> None:
         self.generation, self.world_size = event.generation, event.world_size
@@ -414,6 +426,16 @@ class JobRecord:
 
     def _drop_saved_after(self, step: int) -> None:
         self.saved_steps = tuple(saved for saved in self.saved_steps if saved <= step)
+
+
+def fall_of(before: float, time: float) -> float:
+    """Return the seconds by which a clock was set back between two steps of a log, usually 0.
+
+    Durations then count from an origin that is earlier by as much, so that none is negative. Only
+    steps are compared, because rank 0 reports all of them: other events have the times of other
+    machines, whose clocks may differ.
+    """
+    return before - time if before - time > SET_BACK_S else 0.0
 
 
 def apply_exhibit(

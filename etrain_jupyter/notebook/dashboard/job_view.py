@@ -5,6 +5,7 @@ The result depends only on the events, not on when they arrive or how they are b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import singledispatchmethod
@@ -42,7 +43,7 @@ from etrain_jupyter.log.events import (
     WorkersScaled,
     WorkerWarmed,
 )
-from etrain_jupyter.log.job_record import apply_exhibit
+from etrain_jupyter.log.job_record import apply_exhibit, fall_of
 from etrain_jupyter.log.startup import Startup
 from etrain_jupyter.notebook.dashboard.controls import controls_of
 from etrain_jupyter.notebook.dashboard.curves import CurveSet
@@ -98,6 +99,7 @@ class JobView:
         self._facts = JobFacts(job_id=job_id, name=job_id)
         self._last_seq = 0
         self._num_steps = 0
+        self._step_at = -math.inf
         self._plan: JobPlanned | None = None
         self._workers = WorkerTable()
         self.curves = CurveSet()
@@ -146,7 +148,7 @@ class JobView:
             **{name: getattr(facts, name) for name in field_names(JobFacts)},
             progress=self._progress(),
             eta_s=self._eta_s(),
-            elapsed_s=None if facts.started_at is None else ended_at - facts.started_at,
+            elapsed_s=None if facts.started_at is None else max(0.0, ended_at - facts.started_at),
             samples_per_s=self._samples_per_s(),
             checkpoint_due=self._freshness.due(
                 step_s=self._pace.step_s(),
@@ -300,8 +302,12 @@ class JobView:
             self._rewind_to(event.step - 1)
         facts = self._facts
         self._num_steps += 1
+        fall_s, self._step_at = fall_of(self._step_at, event.time), event.time
         if facts.started_at is None:
             facts.started_at = event.time
+        facts.started_at -= fall_s
+        if facts.submitted_at is not None:
+            facts.submitted_at -= fall_s
         facts.step, facts.epoch = event.step, event.epoch
         facts.loss, facts.lr, facts.metrics = event.loss, event.lr, event.metrics
         facts.charts = with_metrics(facts.charts, event.metrics)

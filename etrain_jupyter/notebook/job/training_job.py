@@ -478,7 +478,7 @@ class TrainingJob(JobRequests):
             "status": view.status,
             "step": view.step,
             "epoch": view.epoch,
-            "duration_s": view.changed_at - view.started_at,
+            "duration_s": max(0.0, view.changed_at - view.started_at),
             **({"reason": view.reason} if view.reason else {}),
             **({"best": self.best} if view.best else {}),
             **view.metrics,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.insight.comparison import Comparison, compare_jobs
 from etrain_jupyter.insight.curves import MAX_POINTS, curves_of
-from etrain_jupyter.insight.measures import to_floats
+from etrain_jupyter.insight.measures import clock_hours, to_floats
 from etrain_jupyter.insight.runs import read_run
 from etrain_jupyter.insight.svg import _ticks
 from etrain_jupyter.log import events as t
@@ -92,6 +92,13 @@ def test_time_between_an_end_and_a_resume_does_not_count() -> None:
 
     # The three seconds from the resume to the next step count.
     assert run.clock_h * 3600 == pytest.approx([0.5, 1.0, 1.5, 2.0, 5.5, 6.0])
+
+
+def test_no_time_passes_where_a_clock_was_set_back() -> None:
+    times = [100.0, 101.0, 102.0, -3498.0, -3497.0, -3497.5]
+    columns = {"time": times, "samples": [1] * 6, "samples_per_s": [1.0] * 6}
+
+    assert clock_hours(columns, []) * 3600 == pytest.approx([1, 2, 3, 3, 4, 3.5])
 
 
 def test_steps_that_were_undone_and_repeated_count_once() -> None:

@@ -26,6 +26,23 @@ def simulated_jobs(seed: int) -> list[Job]:
     return Schedule(seed).play().jobs
 
 
+def test_duration_continues_if_the_clock_is_set_back() -> None:
+    record, common = JobRecord(), {"job_id": "j", "generation": 1}
+    record.apply(t.JobSubmitted(**common, time=1000.0, name="n", min_workers=1, max_workers=1))
+    step = {"epoch": 0, "first": 0, "samples": 1, "sample_checksum": 0, "loss": 1.0, "lr": 0.1}
+    for number, time in enumerate((1010.0, 1020.0, 1019.0, -2580.0, -2570.0), start=1):
+        event = t.StepCompleted(
+            **common, **step, time=time, step=number, world_size=1, samples_per_s=1.0
+        )
+        record.apply(event)
+        # The clock of the scheduler's machine differs by more than a minute.
+        record.apply(t.LogLine(**common, time=time + 500, level="info", worker="", text=""))
+
+    assert record.last_step is not None
+    assert record.last_step.time - record.started_at == 29.0
+    assert record.attempt_at == record.started_at
+
+
 def rough_log(job: Job, dice: random.Random) -> list[t.Event]:
     """Return the log of a simulated job with events in between that the simulation leaves out."""
     log: list[t.Event] = []

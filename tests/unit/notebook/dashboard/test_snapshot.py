@@ -546,6 +546,20 @@ def test_samples_and_time_of_each_step_are_removed_by_a_rewind() -> None:
     assert view.snapshot().markers[-1].text.endswith(", 6 steps will be trained again")
 
 
+def test_elapsed_time_continues_if_the_clock_is_set_back() -> None:
+    script = Script(num_steps=60)
+    view = view_of([*script.begin(), *script.form(["w0"], "start"), *script.complete(1)])
+    before = view.snapshot().elapsed_s
+
+    script.now -= 3600
+    events = list(script.complete(2))
+    view.add(events)
+
+    last, elapsed = events[-1].time - events[0].time, view.curves.to_dict()["elapsed_s"][1]
+    assert view.snapshot().elapsed_s == pytest.approx(before + last)
+    assert elapsed[-1] >= elapsed[-2] > 0
+
+
 def test_rewind_cuts_the_world_size_over_steps_but_not_over_time() -> None:
     script = Script(num_steps=60)
     events = [*script.begin(), *script.form(["w0", "w1"], "start"), *script.complete(9)]
