@@ -129,17 +129,15 @@ def error_of(found: dict[str, Any]) -> float | None:
 def row_of(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of one job."""
     if "error" in found:
-        return (name, JOBS[name].cause, "failed", "", "", "", "", "")
+        return (name, JOBS[name].cause, "failed", "", "", "", "")
     peer = found.get("traceml", {}).get("verdict", "not run")
     if "verdict" not in found:
-        return (name, JOBS[name].cause, "not run", "", "", "", "", peer)
+        return (name, JOBS[name].cause, "not run", "", "", "", peer)
     error = error_of(found)
-    outcome = ", ".join(one[1] for one in found["tested"]) or "none"
     return (
         name,
         JOBS[name].cause,
         found["verdict"] or "none",
-        outcome,
         "" if found["gain"] is None else f"{found['gain']:+.0%}",
         "" if error is None else f"{found['real_gain']:+.0%}",
         "" if error is None else f"{error:+.0%}",
@@ -149,7 +147,7 @@ def row_of(name: str, found: dict[str, Any]) -> tuple[str, ...]:
 
 def table_of(result: dict[str, Any]) -> str:
     """Format the jobs as a Markdown table."""
-    head = ("job", "cause", "verdict", "experiment", "predicted", "real", "error", "TraceML")
+    head = ("job", "cause", "verdict", "predicted", "real", "error", "TraceML")
     rows = [row_of(name, found) for name, found in result["jobs"].items()]
     total = (
         f"{result['num_right']} of {result['num_jobs']} causes right; predicted throughput within "

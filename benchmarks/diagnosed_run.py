@@ -65,7 +65,7 @@ def run(name: str, *, window_s: float, rounds: int) -> dict[str, Any]:
 
 
 def facts_of(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return the verdict and its experiments for the JSON."""
+    """Return the verdict and its remedy for the JSON."""
     main = diagnosis.verdict.main
     remedy = diagnosis.remedy
     return {
@@ -76,7 +76,6 @@ def facts_of(diagnosis: Diagnosis) -> dict[str, Any]:
         "workers": list(main.workers) if main else [],
         "remedy": remedy.line if remedy else "",
         "gain": remedy.gain if remedy else None,
-        "tested": [(one.cause, one.outcome, one.share, one.stall_s) for one in diagnosis.tested],
         "text": str(diagnosis),
     }
 

@@ -389,36 +389,7 @@ class RankTimed(Event):
     None if the system does not report them, and in logs from older versions."""
     cpu_s: float | None = None
     """Processor seconds between two reports of all threads of the trainer, without the processes
-    that load data and without trial steps. None in logs from older versions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExperimentCompleted(Event):
-    """The ranks have timed variants of a step on a copy of the state, for a diagnosis.
-
-    Each round consists of trial steps of every variant, and of steps that the job trains.
-    """
-
-    request: str
-    """Identifies the request."""
-    cause: str
-    """The suspect, one of ``insight.diagnosis.step_parts.CAUSES``."""
-    step: int
-    """The last committed step."""
-    world_size: int
-    variants: list[str]
-    """Names of the variants; see ``trainer.loop.trial_steps``."""
-    times_s: list[float]
-    """Mean seconds of a step, round by round: of the job's own steps, then of each variant. A rank
-    that waits for no other counts as long as the slowest one; 0.0 if a variant cannot be tried."""
-    data_s: float
-    """Part of the job's own steps: waiting for samples, mean over the rounds."""
-    num_steps: int
-    """Number of steps that each of ``times_s`` is the mean of."""
-    stall_s: float
-    """Seconds for which training waited for the trial steps."""
-    reason: str = ""
-    """Why there are fewer rounds than requested, or none; empty if the experiment is complete."""
+    that load data. None in logs from older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

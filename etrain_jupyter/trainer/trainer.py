@@ -41,7 +41,6 @@ from etrain_jupyter.trainer.group.process_group import (
 )
 from etrain_jupyter.trainer.group.rank_keys import keys_of, message_of
 from etrain_jupyter.trainer.imports import ImportRecord
-from etrain_jupyter.trainer.loop.experiments import EXPERIMENT_FAILED
 from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY, TrainLoop
 from etrain_jupyter.trainer.micro_batch import (
     free_memory,
@@ -77,7 +76,6 @@ from etrain_jupyter.wire.messages import (
     PackagesImported,
     RankKeys,
     RequestCheckpoint,
-    RequestExperiment,
     SaveState,
     SetPace,
     ShutDownTrainer,
@@ -196,9 +194,6 @@ class Trainer:
             case RequestCheckpoint():
                 if self._checkpointer is not None:
                     self._checkpointer.request()
-            case RequestExperiment():
-                if self._loop is not None:
-                    self._loop.experiments.request(message)
             case SetPace():
                 if self._checkpointer is not None:
                     self._checkpointer.pace.adopt(message.pace, now=time.monotonic())
@@ -833,7 +828,7 @@ def failure_of(group: RankGroup, exc: BaseException) -> Failure:
         return Failure(error=str(exc), is_excused=True)
     # This rank ended the generation itself, for a reason other than a failed connection, so this
     # must not count towards the budget of failed generations.
-    if group.failure in (OUT_OF_MEMORY, DISCONNECTED, EXPERIMENT_FAILED):
+    if group.failure in (OUT_OF_MEMORY, DISCONNECTED):
         return Failure(error=group.failure, is_excused=True)
     # The coordinator aborted it, and knows the cause.
     if group.failure == ABORTED:

@@ -302,19 +302,6 @@ class RequestCheckpoint(TrainerMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestExperiment(TrainerMessage):
-    """Time variants of a step on a copy of the state, after the next step; see ``Experiments``."""
-
-    request: str
-    cause: str
-    variants: tuple[str, ...]
-    left_out: tuple[int, ...] = ()
-    """Ranks that the variant ``left_out`` leaves out."""
-    seconds: float
-    """Maximum time for which training waits for the trial steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SetPace(TrainerMessage):
     """Change the checkpoint interval."""
 
@@ -519,13 +506,6 @@ class RankTimesMeasured(TrainerReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentEnded(TrainerReport):
-    """Rank 0 reports the results of an experiment, or why there are none."""
-
-    record: Annotated[dict[str, Any], EventFields(events.ExperimentCompleted)]
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(TrainerReport):
     """A checkpoint is durable."""
 
@@ -668,7 +648,6 @@ ForwardedOrder = (
     | BreakGeneration
     | SaveState
     | RequestCheckpoint
-    | RequestExperiment
     | SetPace
     | ShutDownTrainer
     | StoreEntry
@@ -708,7 +687,6 @@ FromTrainer = (
     | BestFound
     | WeightsFingerprinted
     | RankTimesMeasured
-    | ExperimentEnded
     | CheckpointWritten
     | CheckpointNotWritten
     | UserCodeFailed
@@ -736,7 +714,6 @@ AnyReport = (
     | BestFound
     | WeightsFingerprinted
     | RankTimesMeasured
-    | ExperimentEnded
     | CheckpointWritten
     | CheckpointNotWritten
     | UserCodeFailed

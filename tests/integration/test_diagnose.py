@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -12,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import etrain_jupyter
-from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log.events import RankTimed
-from etrain_jupyter.notebook.job.experiment import run_experiment
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from tests.integration.conftest import PATIENCE_S, until
 
@@ -97,64 +94,3 @@ def test_slow_rank_of_a_running_job_is_a_straggler_with_its_name(
     assert diagnosis.verdict.main.workers == (slow,)
     assert diagnosis.remedy is not None
     assert diagnosis.remedy.line == f"%etrain preempt {slow} --job {job.id}"
-    [tested] = diagnosis.tested
-    assert tested.outcome == "confirmed", str(diagnosis)
-    # A paused job has no step after which to begin.
-    job.pause()
-    until(lambda: job.status == "paused", "the pause")
-    with pytest.raises(EtrainError, match=r"is paused at step \d+, and an experiment needs"):
-        run_experiment(
-            job,
-            "input",
-            variants=("cached",),
-            left_out=(),
-            generation=job.generation,
-            seconds=1.0,
-        )
-    assert "the job is paused" in str(etrain_jupyter.diagnose(job))
-
-
-def nap(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.02)
-    return F.cross_entropy(output, target)
-
-
-def test_rank_killed_in_an_experiment_changes_neither_weights_nor_order(
-    submit: Callable[..., TrainingJob],
-) -> None:
-    def train() -> TrainingJob:
-        return submit(
-            model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 2)),
-            data={"train": make_data},
-            loss=nap,
-            batch={"global": 16},
-            steps=150,
-            reproducible={"shards": 2},
-            workers={"min": 2, "max": 2},
-        )
-
-    undisturbed = train()
-    undisturbed.wait(timeout=PATIENCE_S)
-    job = train()
-    until(lambda: job.step >= 20, "20 steps")
-    [victim] = [worker["worker"] for worker in job.workers() if worker["rank"] == 1]
-    threading.Timer(1.0, lambda: job.kill(victim, how="kill")).start()
-    # 24 trial steps of six times the duration of a step: the kill is in the middle of them.
-    result = run_experiment(
-        job,
-        "communication",
-        variants=("cached", "local", "accumulated"),
-        left_out=(),
-        generation=job.generation,
-        seconds=60.0,
-    )
-    assert result.reason == "the generation ended before it was complete"
-    assert job.wait(timeout=PATIENCE_S) == "finished"
-
-    assert job.generation > 1
-    assert job.audit().problems == ()
-    assert job.history()["loss"] == undisturbed.history()["loss"]
-    for name, weights in undisturbed.state_dict().items():
-        assert torch.equal(weights, job.state_dict()[name])
-    with pytest.raises(EtrainError, match="has finished: there is nothing left to try"):
-        run_experiment(job, "input", variants=("cached",), left_out=(), generation=2, seconds=1.0)

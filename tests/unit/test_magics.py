@@ -1010,8 +1010,6 @@ def test_diagnose_displays_the_verdict_and_the_same_from_python(run: Run) -> Non
     assert is_ok
     assert "input-bound (medium confidence)" in shown
     assert str(etrain_jupyter.diagnose(job)) in shown
-    # The job has ended, so there is no experiment to leave out.
-    assert run("%etrain diagnose digits --no-experiments") == (is_ok, shown)
     assert str(etrain_jupyter.diagnose("digits")) == str(etrain_jupyter.diagnose())
 
 
@@ -1019,7 +1017,6 @@ def test_diagnose_displays_the_verdict_and_the_same_from_python(run: Run) -> Non
     ("line", "message"),
     [
         ("%etrain diagnose digts", "no job 'digts'"),
-        ("%etrain diagnose digits --seconds 0", "--seconds 0: this duration must be above 0"),
         ("%etrain diagnose digits", "has no steps (status finished)"),
     ],
 )

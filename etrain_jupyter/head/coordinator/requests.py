@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from etrain_jupyter.head.coordinator import clock
@@ -13,7 +13,7 @@ from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, Chaos
-from etrain_jupyter.wire.messages import RequestCheckpoint, RequestExperiment
+from etrain_jupyter.wire.messages import RequestCheckpoint
 from etrain_jupyter.wire.requests import UNKNOWN_JOB, RefusedRequestError
 
 _BLAMED = "is detected when the others have waited for ETRAIN_HANG_S seconds, and replaced"
@@ -149,41 +149,6 @@ class Requests:
             job.send(RequestCheckpoint(trainer=member.trainer))
         return "saves at the next step boundary"
 
-    def _experiment(
-        self,
-        job: HostedJob,
-        *,
-        number: str,
-        cause: str,
-        variants: Sequence[str],
-        left_out: Sequence[int],
-        generation: int,
-        seconds: float,
-    ) -> str:
-        state = job.state
-        # The workers of the log may have left since: ``left_out`` are ranks of one generation.
-        if state.phase != "running" or state.generation != generation:
-            what: str = "paused" if state.is_paused else state.status
-            if state.phase == "running":
-                what = f"training in generation {state.generation} instead of {generation}"
-            raise RequestError(
-                f"job {job.order.name} is {what} at step {state.step}, and an experiment needs the "
-                "workers that the diagnosis is about. Nothing was changed. Repeat it once they "
-                "train, or leave the experiment out with --no-experiments."
-            )
-        for member in state.in_phase("ranked"):
-            job.send(
-                RequestExperiment(
-                    trainer=member.trainer,
-                    request=number,
-                    cause=cause,
-                    variants=tuple(variants),
-                    left_out=tuple(left_out),
-                    seconds=seconds,
-                )
-            )
-        return "begins an experiment after the next step"
-
     # --- injected faults ---
 
     def _preempt(self, job: HostedJob, worker: str | None = None, notice_s: float = 120.0) -> str:
@@ -258,7 +223,6 @@ class Requests:
         "resume": _resume,
         "scale": _scale,
         "checkpoint": _checkpoint,
-        "experiment": _experiment,
         "preempt": _preempt,
         "kill": _kill,
         "fault": _fault,

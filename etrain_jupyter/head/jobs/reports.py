@@ -111,8 +111,8 @@ class TrainerMessages:
             case m.WeightsFingerprinted():
                 values = {"step": report.step, "rank": report.rank, "digest": report.digest}
                 yield self._event(events.WeightsHashed, worker=facts.worker, **values)
-            case m.RankTimesMeasured() | m.ExperimentEnded():
-                yield self._on_times(report, facts)
+            case m.RankTimesMeasured():
+                yield self._event(events.RankTimed, worker=facts.worker, **report.record)
             case m.CheckpointWritten():
                 yield from self._on_checkpoint(report, state)
             case m.CheckpointNotWritten(step=step, error=error):
@@ -308,13 +308,6 @@ class TrainerMessages:
         known = self._record.best_reported
         if known is None or any(getattr(known, name) != record[name] for name in record):
             yield self._event(events.BestReached, **record)
-
-    def _on_times(
-        self, report: m.RankTimesMeasured | m.ExperimentEnded, facts: TrainerFacts
-    ) -> events.Event:
-        if isinstance(report, m.ExperimentEnded):
-            return self._event(events.ExperimentCompleted, **report.record)
-        return self._event(events.RankTimed, worker=facts.worker, **report.record)
 
     def _on_checkpoint(self, report: m.CheckpointWritten, state: JobState) -> Iterator[Consequence]:
         # A checkpoint from a history other than the job's is rejected. Otherwise:

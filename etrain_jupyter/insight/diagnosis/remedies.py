@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.insight.diagnosis.experiments import Tested
 from etrain_jupyter.insight.diagnosis.rules import Finding
 from etrain_jupyter.insight.diagnosis.step_parts import (
     StepParts,
@@ -58,8 +57,6 @@ class Facts:
     """Id of the job if it can be changed while it runs; otherwise empty."""
     steps_between_saves: float = math.nan
     """Mean number of steps from one checkpoint to the next one; NaN if unknown."""
-    tested_gain: float | None = None
-    """Gain of the remedy in an experiment; None if none tried it."""
     cores: float = math.inf
     """Cores that all workers share, also additional ones; infinite if each has its own."""
     gradient_bytes: float | None = None
@@ -79,7 +76,6 @@ def remedy_of(
     fixed_s: float | None,
     running_job: str = "",
     steps_between_saves: float = math.nan,
-    tested: Tested | None = None,
     cores: float = math.inf,
     gradient_bytes: float | None = None,
 ) -> Remedy | None:
@@ -92,7 +88,6 @@ def remedy_of(
         fixed_s: Part of the passes that does not depend on the number of samples, if measured.
         running_job: Id of the job if it is running.
         steps_between_saves: Mean number of steps from one checkpoint to the next one, if known.
-        tested: Result of an experiment on this cause, which replaces the times from the log.
         cores: Cores that all workers share, also additional ones; infinite if each has its own.
         gradient_bytes: Bytes of one worker's gradients as they are sent, if known.
     """
@@ -105,15 +100,6 @@ def remedy_of(
         steps_between_saves=steps_between_saves, cores=cores, gradient_bytes=gradient_bytes,
     )  # fmt: skip
     saved = saved_s(workers, fixed_s=fixed_s)[finding.cause]
-    if tested is None or tested.outcome != "confirmed":
-        return _remedy_of(finding, facts, saved)
-    saved = max(0.0, tested.share) * facts.step_s
-    found = _remedy_of(finding, replace(facts, tested_gain=tested.gain), saved)
-    is_applied = tested.gain is None or finding.cause == "straggler"
-    return found if is_applied else replace(found, gain=tested.gain)
-
-
-def _remedy_of(finding: Finding, facts: Facts, saved: float) -> Remedy:
     match finding.cause:
         case "input":
             return _load_in_parallel(facts, saved)
@@ -209,8 +195,6 @@ def _leave_out(facts: Facts, saved: float) -> Remedy:
     between_s = fmean(one.evaluation_s + one.checkpoint_s for one in facts.workers)
     after_s = max(map(new_own_s, others)) + (transfer_s(facts.workers) or 0.0) + between_s
     ratio = facts.step_s / after_s * (1.0 if is_global else kept) if after_s > 0 else None
-    if facts.tested_gain is not None:
-        ratio = (1 + facts.tested_gain) * (1.0 if is_global else kept)
     can_share = facts.config.batch.split == "even" and facts.config.reproducible is None
     if ratio is not None and ratio <= 1:
         if can_share:

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from etrain_jupyter.errors import EtrainError
-from etrain_jupyter.insight.diagnosis.experiments import (
-    VARIANTS,
-    Run,
-    Tested,
-    judge_experiment,
-)
 from etrain_jupyter.insight.diagnosis.measured import Measured, read_measured
 from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
 from etrain_jupyter.insight.diagnosis.rules import (
@@ -79,9 +70,6 @@ ALWAYS = ("data_s", "passes_s", "optimizer_s")
 SPLIT = ("transfer_s", "wait_s")
 """Parts of ``communication_s``, which the text and the HTML have instead if they were measured."""
 
-MAX_EXPERIMENTS = 2
-"""Maximum number of suspects that experiments try."""
-
 Row = dict[str, Any]
 
 
@@ -97,24 +85,15 @@ class Diagnosis:
             diagnosis abstains.
         remedy: The change that should help; None without a verdict, or if the job's configuration
             is of another version.
-        tested: Results of the experiments, in order.
-        notes: Further lines for the reader.
     """
 
     def __init__(
-        self,
-        job_id: str,
-        measured: Measured,
-        verdict: Verdict,
-        remedy: Remedy | None,
-        tested: Sequence[Tested] = (),
+        self, job_id: str, measured: Measured, verdict: Verdict, remedy: Remedy | None
     ) -> None:
         self.job_id = job_id
         self.measured = measured
         self.verdict = verdict
         self.remedy = remedy
-        self.tested = tuple(tested)
-        self.notes: list[str] = []
 
     @property
     def rows(self) -> list[Row]:
@@ -195,8 +174,7 @@ class Diagnosis:
         return plain_line(", ".join(found))
 
     def _notes(self) -> list[str]:
-        notes = [*self.notes, *map(describe_tested, self.tested)]
-        notes += [
+        notes = [
             f"Also: {VERDICTS[one.cause]}. {self._describe(one)}" for one in self.verdict.others
         ]
         unknown = [NOT_MEASURED.get(cause, cause) for cause in self.verdict.not_measured]
@@ -236,45 +214,27 @@ class Diagnosis:
         return lines
 
 
-def diagnose_job(
-    job: Job, *, is_running: bool = False, run: Run | None = None, cores: float = math.inf
-) -> Diagnosis:
-    """Find the cause that slows a job down, from the times in its log and from experiments.
+def diagnose_job(job: Job, *, is_running: bool = False, cores: float = math.inf) -> Diagnosis:
+    """Find the cause that slows a job down, from the times in its log.
 
     Args:
         job: The job, running or ended.
         is_running: True to suggest commands for the running job where they help.
-        run: Runs experiments on the job's workers; None for none.
         cores: Cores of this machine, which limit a prediction for workers that share them.
 
     Raises:
         ConfigError: If the job has no steps, or no worker has reported its times yet.
     """
     measured = read_measured(job)
-    verdict = _judge(measured, ())
-    tested: list[Tested] = []
-    # A refuted suspect makes room for the next one.
-    while run and len(tested) < MAX_EXPERIMENTS and (main := verdict.main) is not None:
-        if main.cause not in VARIANTS:
-            break
-        tested.append(_test(main, measured, run))
-        # The fixed cost of a pass may be unknown from the log, and a larger batch cures both.
-        if measured.fixed_s is None and tested[-1].fixed_s is not None:
-            measured = replace(measured, fixed_s=tested[-1].fixed_s)
-            known = _judge(measured, [one.cause for one in tested if one.outcome == "refuted"])
-            if known.main is not None and known.main.cause == "overhead":
-                verdict = known
-                continue
-            verdict = replace(verdict, not_measured=known.not_measured)
-        if tested[-1].outcome != "refuted":
-            verdict = replace(verdict, main=_with_result(main, tested[-1]))
-            break
-        verdict = _judge(measured, [one.cause for one in tested if one.outcome == "refuted"])
-    if not (tested and tested[-1].outcome == "confirmed"):
-        verdict = doubt_exchange(verdict, measured.workers, writing_s=measured.saves.writing_s)
+    verdict = judge(
+        measured.workers,
+        rounds=measured.rounds,
+        num_steps=measured.num_steps,
+        fixed_s=measured.fixed_s,
+    )
+    verdict = doubt_exchange(verdict, measured.workers, writing_s=measured.saves.writing_s)
     remedy = None
     if verdict.main is not None:
-        is_last = bool(tested) and tested[-1].cause == verdict.main.cause
         remedy = remedy_of(
             verdict.main,
             config=measured.config,
@@ -282,66 +242,10 @@ def diagnose_job(
             fixed_s=measured.fixed_s,
             running_job=job.id if is_running else "",
             steps_between_saves=measured.saves.steps_between,
-            tested=tested[-1] if is_last else None,
             cores=cores if measured.share_cores else math.inf,
             gradient_bytes=measured.gradient_bytes,
         )
-    return Diagnosis(job.id, measured, verdict, remedy, tested)
-
-
-def _judge(measured: Measured, refuted: Sequence[Cause]) -> Verdict:
-    return judge(
-        measured.workers,
-        rounds=measured.rounds,
-        num_steps=measured.num_steps,
-        fixed_s=measured.fixed_s,
-        refuted=refuted,
-    )
-
-
-def _test(main: Finding, measured: Measured, run: Run) -> Tested:
-    ranks = [i for i, one in enumerate(measured.workers) if one.worker in main.workers]
-    try:
-        event = run(
-            main.cause,
-            variants=VARIANTS[main.cause],
-            left_out=ranks,
-            generation=measured.generation,
-        )
-    except EtrainError as exc:
-        # The diagnosis from the log remains.
-        return Tested(cause=main.cause, outcome="not_run", reason=str(exc))
-    return judge_experiment(event, main.cause, measured.workers)
-
-
-def _with_result(main: Finding, tested: Tested) -> Finding:
-    if tested.outcome == "not_run":
-        return main
-    if tested.outcome != "confirmed":
-        # The log alone cannot distinguish a slow exchange from workers that wait for a core.
-        return replace(main, confidence="medium" if main.confidence == "high" else "low")
-    return replace(
-        main,
-        confidence="high",
-        share=min(1.0, max(0.0, tested.share)),
-        interval=tested.interval,
-    )
-
-
-def describe_tested(tested: Tested) -> str:
-    """Return the result of an experiment as a sentence."""
-    name = VERDICTS[tested.cause]
-    if tested.outcome in ("abandoned", "not_run"):
-        return f"No experiment on {name}: {tested.reason.rstrip('.')}."
-    assert tested.interval is not None
-    low, high = tested.interval
-    share = f"{tested.share:.0%} ({low:.0%} to {high:.0%}) of a step"
-    verb = {"confirmed": "confirms", "refuted": "refutes"}.get(tested.outcome, "does not decide on")
-    return (
-        f"An experiment {verb} {name}: {share}, in {tested.num_rounds} rounds of "
-        f"{tested.num_steps} trial steps on a copy of the state, for which training waited "
-        f"{tested.stall_s:.1f} s."
-    )
+    return Diagnosis(job.id, measured, verdict, remedy)
 
 
 def _row_of(worker: StepParts) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -90,7 +90,6 @@ def judge(
     rounds: Sequence[Round] = (),
     num_steps: int,
     fixed_s: float | None = None,
-    refuted: Collection[Cause] = (),
 ) -> Verdict:
     """Return the verdict for the mean parts of ``num_steps`` steps.
 
@@ -100,7 +99,6 @@ def judge(
         num_steps: Number of steps of each worker.
         fixed_s: Part of the passes that does not depend on the number of samples; None if it was
             not measured.
-        refuted: Causes that an experiment has refuted.
     """
     shares = shares_of(workers, fixed_s=fixed_s)
     not_measured = [cause for cause in CAUSES if cause not in shares]
@@ -118,7 +116,7 @@ def judge(
         )
         for cause, share in shares.items()
     }
-    cause = _choose({c: 0.0 if c in refuted else s for c, s in shares.items()})
+    cause = _choose(shares)
     main = found.get(cause) if cause else None
     others = _others(found, shares, cause)
     reason = ""
@@ -147,7 +145,7 @@ def doubt_exchange(
     ====================================  ==========================================================
 
     Args:
-        verdict: A verdict that no experiment has confirmed.
+        verdict: The verdict.
         workers: The mean parts of a step by worker.
         writing_s: Time per step in which a checkpoint was being written, in seconds.
     """

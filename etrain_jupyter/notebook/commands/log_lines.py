@@ -12,7 +12,6 @@ from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log.blocks import Events, StepRun, runs_of
 from etrain_jupyter.log.events import (
     Event,
-    ExperimentCompleted,
     FaultInjected,
     JobResumed,
     JobStatusChanged,
@@ -50,7 +49,7 @@ def _line_of(event: Event) -> str:
             return f"{clock} error   {', '.join(event.workers)}: {text}"
         case RankTimed():
             return f"{clock} info    {event.worker}: {describe_times(event)}"
-        case WorkerLost() | FaultInjected() | ExperimentCompleted() if shown := describe(event):
+        case WorkerLost() | FaultInjected() if shown := describe(event):
             return f"{clock} {shown.level:<7} {shown.text}"
     return ""
 

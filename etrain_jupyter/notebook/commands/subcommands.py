@@ -634,28 +634,13 @@ def compare(
     return "\n\n".join(part for part in (shown, written) if part)
 
 
-def diagnose(
-    surface: Surface,
-    job: str | None = None,
-    *,
-    no_experiments: bool = False,
-    seconds: Seconds = open_jobs.EXPERIMENT_S,
-) -> str:
+def diagnose(surface: Surface, job: str | None = None) -> str:
     """Find the cause that slows a job down, and suggest a remedy.
 
-    If the job is running, its workers time trial steps on a copy of the state to confirm the cause.
-    Training waits for them, and is not changed by them.
-
-    Args:
-        no_experiments: Read only the log.
-        seconds: Maximum time for which training waits for the trial steps of one experiment.
-
     Example:
-        diagnose digits --no-experiments
+        diagnose digits
     """
-    return surface.show_result(
-        open_jobs.diagnose(surface.find(job), experiments=not no_experiments, seconds=seconds)
-    )
+    return surface.show_result(open_jobs.diagnose(surface.find(job)))
 
 
 def plan(

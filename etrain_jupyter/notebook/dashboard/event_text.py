@@ -19,7 +19,6 @@ from etrain_jupyter.log.events import (
     Event,
     ExhibitsRemoved,
     ExhibitStored,
-    ExperimentCompleted,
     FaultInjected,
     GenerationFormed,
     GenerationReady,
@@ -266,14 +265,6 @@ def _describe_checkpoint_committed(event: CheckpointCommitted) -> Line:
 @describe.register
 def _describe_checkpoint_interval_chosen(event: CheckpointIntervalChosen) -> Line:
     return Line(text=f"Checkpoints {event.reason}")
-
-
-@describe.register
-def _describe_experiment(event: ExperimentCompleted) -> Line:
-    held = f"held training for {seconds(event.stall_s)}"
-    if not event.reason:
-        return Line(text=f"Experiment on {event.cause} {held} after step {event.step:,}")
-    return Line(text=f"Experiment on {event.cause} abandoned ({held}): {event.reason}")
 
 
 @describe.register

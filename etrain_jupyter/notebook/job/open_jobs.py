@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
@@ -18,9 +17,7 @@ from etrain_jupyter.insight.comparison import Comparison, compare_jobs
 from etrain_jupyter.insight.diagnosis.report import Diagnosis, diagnose_job
 from etrain_jupyter.insight.planning.line import PlanOptions, plan_job, types_of
 from etrain_jupyter.insight.planning.plan import TrainingPlan
-from etrain_jupyter.log.events import ExperimentCompleted
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
-from etrain_jupyter.notebook.job.experiment import run_experiment
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
 from etrain_jupyter.notebook.job.job_record import RunRecord, safe_name
 from etrain_jupyter.notebook.job.link import JobLink, open_link
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
     from etrain_jupyter.process.address import SchedulerAddress
 
-EXPERIMENT_S = 10.0
-"""Default for the maximum time for which training waits for an experiment, in seconds."""
 MAX_COMPARED = 8
 """Maximum number of jobs to compare if none are named."""
 
@@ -192,61 +187,27 @@ def compare(
 def diagnose(
     job: TrainingJob | str | None = None,
     *,
-    experiments: bool = True,
-    seconds: float = EXPERIMENT_S,
     store: RunStore | None = None,
 ) -> Diagnosis:
     """Find the cause that slows a job down, with its confidence, remedy and predicted gain.
 
-    The cause follows from the times in the log, so the job may be running or ended. If it is
-    running, an experiment confirms or refutes the cause: its workers time variants of a step on a
-    copy of the state, while training waits. The weights and the order of the samples do not change.
+    The cause follows from the times in the log, so the job may be running or ended.
 
     Args:
         job: A job, or its name, id or a prefix of its id; by default the most recently used one.
-        experiments: False to read only the log.
-        seconds: Maximum time for which training waits for the trial steps of one experiment.
         store: The run store; by default that of the working folder.
 
     Returns:
-        A diagnosis that a notebook displays as HTML. It has ``verdict``, ``remedy``, ``tested``,
+        A diagnosis that a notebook displays as HTML. It has ``verdict``, ``remedy``,
         ``to_frame()`` and ``to_html()``; ``str`` returns it as text.
 
     Raises:
-        ConfigError: If the job has no steps, no worker has reported its times yet, or ``seconds``
-            is not positive.
+        ConfigError: If the job has no steps, or no worker has reported its times yet.
         JobNotFoundError: If no job matches the name; the message has the closest names.
     """
-    if not 0 < seconds < math.inf:
-        raise ConfigError(
-            f"seconds={seconds!r} must be a positive number", hint="diagnose(job, seconds=10)"
-        )
     found = _find_or_latest(job, store, "diagnose(job)")
     is_running = found.status == "running"
-
-    def run(
-        cause: str, *, variants: Sequence[str], left_out: Sequence[int], generation: int
-    ) -> ExperimentCompleted:
-        return run_experiment(
-            found,
-            cause,
-            variants=variants,
-            left_out=left_out,
-            generation=generation,
-            seconds=seconds,
-        )
-
-    diagnosis = diagnose_job(
-        found,
-        is_running=is_running,
-        run=run if experiments and is_running else None,
-        cores=num_usable_cores(),
-    )
-    if experiments and found.status in ("paused", "waiting"):
-        diagnosis.notes.append(
-            f"No experiment: the job is {found.status}, so there are no steps to compare with."
-        )
-    return diagnosis
+    return diagnose_job(found, is_running=is_running, cores=num_usable_cores())
 
 
 def plan(

@@ -24,7 +24,6 @@ _NOTHING_TO = {
     "kill": "no worker left to kill",
     "preempt": "no worker left to preempt",
     "checkpoint": "nothing left to save",
-    "experiment": "nothing left to try",
 }
 
 ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}

@@ -24,7 +24,7 @@ from etrain_jupyter.trainer.state.weight_fingerprint import ranks_agree
 
 PENDING, REQUESTS, CHECKSUM, COUNT, FINGERPRINT, FINGERPRINT_SQUARED, NUM_COUNTS = range(7)
 
-EVAL, SAVE, EXPERIMENT = 1, 2, 4
+EVAL, SAVE = 1, 2
 """Requests that only rank 0 makes, as bits of one number."""
 
 
@@ -38,8 +38,6 @@ class RequestFlags:
     """By rank 0's clock, an evaluation is due after this step."""
     is_save_due: bool = False
     """Rank 0 requests that all ranks write a checkpoint of the state after this step."""
-    is_experiment_due: bool = False
-    """Rank 0 requests that all ranks begin an experiment after this step."""
 
 
 class StepHeader:
@@ -125,10 +123,8 @@ class StepHeader:
     def start(self, group: RankGroup, requests: RequestFlags, *, fingerprint: torch.Tensor) -> None:
         """Start summing the vector over the ranks."""
         # Only rank 0 sets bits, so the sum over the ranks is rank 0's number.
-        bits = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
-        bits += EXPERIMENT * requests.is_experiment_due
+        self._numbers[REQUESTS] = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
         self._numbers[PENDING] = requests.is_change_pending
-        self._numbers[REQUESTS] = bits
         # The other ranks leave this entry at zero, so its sum is this rank's value.
         self._numbers[NUM_COUNTS + group.rank] = self._communication_s
         if self._cost is not None:
@@ -178,11 +174,6 @@ class StepHeader:
     def is_save_requested(self) -> bool:
         """True if rank 0 requests that all ranks write a checkpoint of the state after the step."""
         return bool(int(self._numbers[REQUESTS]) & SAVE)
-
-    @property
-    def is_experiment_requested(self) -> bool:
-        """True if rank 0 requests that all ranks begin an experiment after the step."""
-        return bool(int(self._numbers[REQUESTS]) & EXPERIMENT)
 
     @property
     def checksum(self) -> int:

@@ -42,7 +42,7 @@ class RankTimes:
         self._interval_s = FIRST_REPORT_S
         self._core_wait = CoreWait()
         self._cpu_began_s = 0.0
-        """Processor time of this process at the last report, plus that of trial steps since."""
+        """Processor time of this process at the last report."""
         self._clear()
 
     def _clear(self) -> None:
@@ -110,15 +110,6 @@ class RankTimes:
         # step's ``elapsed_s``.
         self._spent["evaluation_s"] += seconds
         self._stall_s = 0.0
-
-    def skip_experiment(self, cpu_s: float) -> None:
-        """Leave an experiment out: the loop restarts its clock after it.
-
-        Args:
-            cpu_s: Processor time of the experiment.
-        """
-        self._stall_s = 0.0
-        self._cpu_began_s += cpu_s
 
     def add_checkpoint(self, seconds: float) -> None:
         """Add the time for which a checkpoint stalled training."""

@@ -11,7 +11,6 @@ from etrain_jupyter.trainer.boundary import BoundaryHooks
 from etrain_jupyter.trainer.gradients.step_header import RequestFlags
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.loop.evaluations import Evaluations
-from etrain_jupyter.trainer.loop.experiments import Experiments
 from etrain_jupyter.trainer.schedule import Mark
 from etrain_jupyter.trainer.state.train_state import TrainState
 
@@ -24,7 +23,6 @@ class StepRequests:
     change_pending: threading.Event
     """Set once this rank knows of a planned change."""
     evaluations: Evaluations
-    experiments: Experiments
     hooks: BoundaryHooks
 
     def collect(self, group: RankGroup, span: StepRange) -> RequestFlags:
@@ -41,5 +39,4 @@ class StepRequests:
             is_change_pending=self.change_pending.is_set(),
             is_eval_due=is_rank_0 and self.evaluations.every.is_time_over(time.monotonic()),
             is_save_due=is_rank_0 and self.hooks.wants_save(before, after),
-            is_experiment_due=is_rank_0 and self.experiments.is_requested,
         )

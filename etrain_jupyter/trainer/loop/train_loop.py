@@ -36,7 +36,6 @@ from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.gradients.synced_shards import SyncedShardGradients
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.evaluations import Evaluations
-from etrain_jupyter.trainer.loop.experiments import Experiments
 from etrain_jupyter.trainer.loop.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.trainer.loop.sample_shares import SampleShares
@@ -130,13 +129,6 @@ class TrainLoop:
         self.evaluations = Evaluations(
             state, micro=self.micro, send=send, places=self.places, scorer=scorer
         )
-        self.experiments = Experiments(
-            state,
-            self.update,
-            send=send,
-            places=self.places,
-            change_pending=self.change_pending,
-        )
         self._effects = PassEffects(RunningBuffers(), has_unused=False)
         self._fingerprint = WeightFingerprint(workload.model)
         self._digest = BackgroundDigest(self.places.beat, lambda text: self._log("warning", text))
@@ -146,8 +138,6 @@ class TrainLoop:
         """End of the last step or evaluation, as a ``time.perf_counter`` value."""
         self._communication_s = 0.0
         """Exposed communication of the previous step in this generation."""
-        self._data_s = 0.0
-        """Wait for samples in the previous step."""
         self._splits_by_speed = self.state.config.batch.split == "auto"
         self._cost = SampleCost()
         self._metrics_began_s = 0.0
@@ -299,7 +289,6 @@ class TrainLoop:
             group.abort(OUT_OF_MEMORY)
             raise CommunicationError(OUT_OF_MEMORY) from None
         finally:
-            self.experiments.abandon(group, "the generation ended before it was complete")
             # After a CUDA error every further call fails, and would hide the first error.
             if not is_device_broken:
                 gradients.close()
@@ -320,7 +309,6 @@ class TrainLoop:
             state=self.state,
             change_pending=self.change_pending,
             evaluations=self.evaluations,
-            experiments=self.experiments,
             hooks=hooks,
         )
         if not self._resume_evaluation(group, hooks):
@@ -347,7 +335,6 @@ class TrainLoop:
             if step.header.is_pending:
                 return self._leave("planned")
             batches = self._rebalance(group, gradients, step, batches)
-            batches = self._experiment(step, gradients, batches)
 
     def _resume_evaluation(self, group: RankGroup, hooks: BoundaryHooks) -> bool:
         # Returns False if a planned change interrupted it.
@@ -393,8 +380,7 @@ class TrainLoop:
     def _rebalance(
         self, group: RankGroup, gradients: Gradients, step: Step, batches: Iterator[Delivered]
     ) -> Iterator[Delivered]:
-        # An experiment compares steps with equal shares.
-        if self.experiments.is_active or not gradients.rebalance(step):
+        if not gradients.rebalance(step):
             return batches
         self._cost.begin()
         if group.rank == 0:
@@ -404,24 +390,6 @@ class TrainLoop:
         return self.workload.train.batches(
             self._shares.stream(group, gradients, batch_size=self._batch_size)
         )
-
-    def _experiment(
-        self, step: Step, gradients: Gradients, batches: Iterator[Delivered]
-    ) -> Iterator[Delivered]:
-        began_s = time.process_time()
-        rest = self.experiments.after_step(
-            step,
-            gradients,
-            moving=self._effects.moving,
-            step_s=self._times.last_step_s,
-            data_s=self._data_s,
-        )
-        if rest is None:
-            return batches
-        # The trial steps are not part of the next step.
-        self._committed_at = time.perf_counter()
-        self._times.skip_experiment(time.process_time() - began_s)
-        return rest
 
     def _leave(self, end: GenerationEnd) -> GenerationEnd:
         # The coordinator drops a digest that arrives after the generation has ended.
@@ -620,7 +588,7 @@ class TrainLoop:
             wait_s=step.header.wait_s,
             metrics_s=self._take_metrics_s(),
         )
-        self._communication_s, self._data_s = times.communication_s, times.data_s
+        self._communication_s = times.communication_s
         if self._splits_by_speed:
             self._cost.add(times.data_s + times.compute_s + times.optimizer_s, step.num_own)
         record = step_record(

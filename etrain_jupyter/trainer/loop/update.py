@@ -33,23 +33,16 @@ class Update:
         self.is_torn = False
         """True if an update was interrupted: some weights have been updated and others have not."""
 
-    def make(self, step: Step, *, position: int, weight: float) -> bool:
-        """Update the weights; return False if all ranks skip the update.
-
-        They skip it if gradients overflowed in fp16 or all samples have weight 0.
+    def prepare(self, step: Step, *, position: int, weight: float) -> bool:
+        """Do everything before the update; all of it can be undone.
 
         Args:
             step: The step, whose gradients are sums over all ranks.
             position: Samples trained on before it.
             weight: Mean weight of a sample; see ``Means``.
-        """
-        return self.prepare(step, position=position, weight=weight) and self.apply()
-
-    def prepare(self, step: Step, *, position: int, weight: float) -> bool:
-        """Do everything before the update; all of it can be undone. See ``make``.
 
         Returns:
-            False if all ranks skip the update.
+            False if all ranks skip the update, because all samples have weight 0.
         """
         # The order matters:
         #

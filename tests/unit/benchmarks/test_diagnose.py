@@ -30,7 +30,7 @@ def test_job_that_failed_has_a_row() -> None:
 
 def test_job_that_only_ran_under_traceml_has_a_row() -> None:
     row = row_of("slow link", {"traceml": {"verdict": "INPUT-BOUND"}})
-    assert row == ("slow link", "communication", "not run", "", "", "", "", "INPUT-BOUND")
+    assert row == ("slow link", "communication", "not run", "", "", "", "INPUT-BOUND")
 
 
 def test_only_a_slow_link_needs_a_network_namespace() -> None:

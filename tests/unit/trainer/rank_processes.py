@@ -37,7 +37,7 @@ from etrain_jupyter.trainer.scoring.spool import RecordFile
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import build_workload
-from etrain_jupyter.wire.messages import EvalFinished, EvalScoreFound, RequestExperiment
+from etrain_jupyter.wire.messages import EvalFinished, EvalScoreFound
 
 HOST = "127.0.0.1"
 PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
@@ -69,8 +69,6 @@ class Job:
     """Returns the notebook's objects by key; importable."""
     history: Sequence[Generation]
     faults: Sequence[dict[str, Any]] = ()
-    experiment: RequestExperiment | None = None
-    """Requested from rank 0 after step 2."""
 
 
 @dataclass(kw_only=True)
@@ -192,7 +190,7 @@ class _Lost(FaultInjector):
     def at(self, place: str, *, rank: int, step: int) -> None:
         self._num_batches += place == "eval" and step == self._until
         is_in_eval = self._place == "eval" and self._num_batches == 2
-        is_there = place == self._place in ("all_reduce", "experiment")
+        is_there = place == self._place == "all_reduce"
         if is_in_eval or (is_there and step == self._until + 1):
             self._group.abort("lost by fault injection")
             raise CommunicationError("lost by fault injection")
@@ -270,7 +268,7 @@ class _Member:
         loop.places.faults = self._faults(generation, group)
         self._notice(generation)
         try:
-            hooks = _AfterStep(lambda: self._after_step(generation))
+            hooks = _AfterStep(lambda: self._notice(generation))
             self._ends.append(loop.run(group, loop.wrap(group), hooks))
         except CommunicationError:
             assert generation.lost is not None, f"{generation} failed at step {loop.step}"
@@ -295,11 +293,6 @@ class _Member:
         if generation.told_in_eval == group.rank:
             return _ToldInEval(self._loop.change_pending)
         return FaultInjector(self._job.faults, lambda _: None)
-
-    def _after_step(self, generation: Generation) -> None:
-        self._notice(generation)
-        if self._job.experiment is not None and self._loop.step == 2:
-            self._loop.experiments.request(self._job.experiment)
 
     def _notice(self, generation: Generation) -> None:
         if generation.lost is None and self._loop.step + 1 == generation.until:

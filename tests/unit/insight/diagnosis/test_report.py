@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.insight.diagnosis.experiments import Run
+from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.diagnosis.measured import fixed_time, read_measured
 from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
 from etrain_jupyter.insight.diagnosis.report import Diagnosis, diagnose_job
@@ -519,83 +517,6 @@ def test_reports_reach_the_diagnosis_as_events() -> None:
     job = job_with_times(INPUT)
 
     assert sum(isinstance(event, t.RankTimed) for event in job.log) == 8
-
-
-# --- experiments ----------------------------------------------------------------------------------
-
-
-def run_with(*rows: tuple[float, ...]) -> Run:
-    """Return a function that runs one experiment after another, with these times in each round."""
-    results = iter(rows)
-
-    def run(
-        cause: Cause, *, variants: Sequence[str], left_out: Sequence[int], generation: int
-    ) -> t.ExperimentCompleted:
-        return t.ExperimentCompleted(
-            job_id="j", seq=1, time=0.0, generation=generation, request="r", cause=cause, step=9,
-            world_size=2, variants=list(variants), times_s=list(next(results)) * 4, data_s=0.0,
-            num_steps=3, stall_s=0.4,
-        )  # fmt: skip
-
-    return run
-
-
-def test_confirmed_cause_has_the_share_and_the_gain_of_the_experiment() -> None:
-    diagnosis = diagnose_job(job_with_times(INPUT), is_running=True, run=run_with((0.04, 0.02)))
-
-    main = diagnosis.verdict.main
-    assert main is not None
-    assert (main.cause, main.confidence, main.ceiling) == ("input", "high", pytest.approx(1.0))
-    assert diagnosis.remedy is not None
-    assert diagnosis.remedy.gain == pytest.approx(1.0)
-    assert (
-        "An experiment confirms input-bound: 50% (50% to 50%) of a step, in 4 rounds of 3 trial "
-        "steps on a copy of the state, for which training waited 0.4 s." in str(diagnosis)
-    )
-
-
-@pytest.mark.parametrize("times", [(0.04, 0.0), (0.04, 0.001, 0.04, 0.045)])
-def test_experiment_without_a_decision_lowers_the_confidence(times: tuple[float, ...]) -> None:
-    diagnosis = diagnose_job(job_with_times(INPUT), is_running=True, run=run_with(times))
-
-    assert diagnosis.verdict.main is not None
-    assert (diagnosis.verdict.main.cause, diagnosis.verdict.main.confidence) == ("input", "medium")
-
-
-def test_refuted_cause_is_replaced_by_the_next_one() -> None:
-    times = {"data_s": 0.02, "compute_s": 0.005, "optimizer_s": 0.015}
-    job = job_with_times({"w0": times, "w1": times})
-    run = run_with((0.04, 0.039), (0.04, 0.039, 0.024, 0.055, 0.04, 0.1))
-
-    diagnosis = diagnose_job(job, is_running=True, run=run)
-
-    assert diagnosis.verdict.main is not None
-    assert diagnosis.verdict.main.cause == "optimizer"
-    assert [one.outcome for one in diagnosis.tested] == ["refuted", "confirmed"]
-
-
-def test_batch_whose_passes_are_fixed_is_overhead_and_not_communication() -> None:
-    times = {"compute_s": 0.02, "communication_s": 0.015, "wait_s": 0.0}
-    job = job_with_times({"w0": times, "w1": times})
-    # Four times as many samples take 0.024 instead of 0.02 without, and 0.04 with the exchange.
-    run = run_with((0.036, 0.035, 0.02, 0.09, 0.024), (0.036, 0.035, 0.04))
-
-    diagnosis = diagnose_job(job, is_running=True, run=run)
-
-    assert diagnosis.verdict.main is not None
-    assert diagnosis.verdict.main.cause == "overhead"
-    assert diagnosis.remedy is not None
-    assert diagnosis.remedy.gain == pytest.approx(4 * 0.036 / 0.04 - 1)
-
-
-def test_diagnosis_from_the_log_remains_if_there_is_no_experiment() -> None:
-    def run(cause: Cause, **_: object) -> t.ExperimentCompleted:
-        raise PoolError("job j is paused at step 9")
-
-    diagnosis = diagnose_job(job_with_times(INPUT), is_running=True, run=run)
-
-    assert diagnosis.verdict.main == diagnose_job(job_with_times(INPUT)).verdict.main
-    assert "No experiment on input-bound: job j is paused at step 9." in str(diagnosis)
 
 
 # --- workers without cores ------------------------------------------------------------------------

@@ -310,14 +310,13 @@ def test_report_has_the_wait_for_a_core_since_the_previous_report(monkeypatch, t
     assert [m.record["core_wait_s"] for m in sent] == [0.5, 0.0, 2.0, None]
 
 
-def test_report_has_the_processor_time_since_the_previous_report_without_trial_steps(monkeypatch):
+def test_report_has_the_processor_time_since_the_previous_report(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(rank_times.time, "process_time", lambda: now_s[0])
     sent: list[messages.RankTimesMeasured] = []
     times = RankTimes(sent.append)
-    for trial_steps_s in (0.0, 2.0):
-        now_s[0] += 5.0
-        times.skip_experiment(trial_steps_s)
+    for computed_s in (5.0, 3.0):
+        now_s[0] += computed_s
         times.add_step(1, StepTimes(), samples=8, elapsed_s=2.0)
         times.report()
     assert [m.record["cpu_s"] for m in sent] == [5.0, 3.0]
