@@ -1,9 +1,9 @@
 """Memory and step time of a state that is divided among the ranks.
 
-``shard: optimizer`` and ``shard: full`` next to ``shard: none``, all in the product's training
-loop, and torch's ``ZeroRedundancyOptimizer`` next to DDP, both in a plain loop. They take turns, in
-blocks of steps, in the same rank processes, so that changes of the machine's load affect all of
-them. Rank 0 times its steps; the first ones of each block do not count.
+``shard: optimizer`` next to ``shard: none``, both in the product's training loop, and torch's
+``ZeroRedundancyOptimizer`` next to DDP, both in a plain loop. They take turns, in blocks of steps,
+in the same rank processes, so that changes of the machine's load affect all of them. Rank 0 times
+its steps; the first ones of each block do not count.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ WORLD_SIZES = (2, 3, 4)
 HOST = "127.0.0.1"
 BAR = 1.05
 """Maximum step time, in multiples of ``shard: none``, that passes."""
-PAIRS = {"optimizer": "none", "full": "none", "ZeRO": "DDP"}
-NAMES = ("none", "optimizer", "full", "DDP", "ZeRO")
+PAIRS = {"optimizer": "none", "ZeRO": "DDP"}
+NAMES = ("none", "optimizer", "DDP", "ZeRO")
 NUM_SKIPPED = 3
 """Steps at the beginning of a block that do not count: DDP rebuilds its buckets in the second."""
 BATCH = 8
@@ -122,7 +122,6 @@ def serve(
     variants: dict[str, Any] = {
         "none": Ours("none", rank, world_size, width),
         "optimizer": Ours("optimizer", rank, world_size, width),
-        "full": Ours("full", rank, world_size, width),
         "DDP": Plain(rank, world_size, width, is_zero=False),
         "ZeRO": Plain(rank, world_size, width, is_zero=True),
     }
@@ -199,7 +198,6 @@ class Ours:
         state = TrainState(self._workload, config, WorkPlan.of(config, self._workload))
         self._loop = TrainLoop(state, lambda report: None)
         self._loop.warm_up()
-        self._digest = ""
         self.memory_bytes = 0
         """Weights, gradients and optimizer state as an update begins."""
         update = self._workload.optimizer.step
@@ -237,8 +235,6 @@ class Ours:
         loop.run(group, loop.wrap(group), Hooks())
         shards = self._workload.shards
         if shards is not None:
-            with shards.whole(group):
-                self._digest = _digest_of(self._workload.model)
             shards.leave()
         group.close()
         return [after - before for before, after in itertools.pairwise(ends)]
@@ -257,21 +253,17 @@ class Ours:
 
     def num_state_bytes(self) -> int:
         """Return the memory of the optimizer's state on this rank."""
-        full, shards = self._workload.full_shards, self._workload.shards
-        if full is not None:
-            return full.num_bytes - full.num_weight_bytes
+        shards = self._workload.shards
         return _num_bytes(self._workload.optimizer) if shards is None else shards.num_bytes
 
     def _memory_bytes(self) -> int:
-        full, parameters = self._workload.full_shards, [*self._workload.model.parameters()]
-        if full is not None and full.world_size > 1:
-            return full.num_bytes + full.num_gradient_bytes
+        parameters = [*self._workload.model.parameters()]
         gradients = [p.grad.nbytes for p in parameters if p.grad is not None]
         return sum(p.nbytes for p in parameters) + sum(gradients) + self.num_state_bytes()
 
     def digest(self) -> str:
         """Return the digest of the weights."""
-        return self._digest or _digest_of(self._workload.model)
+        return _digest_of(self._workload.model)
 
 
 class Plain:

@@ -55,7 +55,7 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
     names = parsed.namespace(notebook)
     check_references(config, names, source=parsed.source)
     bundle = capture_bundle(config.references(), names, cell_numbers=cell_numbers())
-    warnings += parsed.warnings + config.warnings()
+    warnings += parsed.warnings
     return Plan(
         config=config, bundle=bundle, pool=pool, runs=runs, cell=cell, warnings=warnings,
         model_size=_size_of(names.get(config.model)),

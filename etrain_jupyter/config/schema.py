@@ -283,7 +283,7 @@ class BatchConfig(Section):
 
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
 
-SHARDS = ("none", "optimizer", "full")
+SHARDS = ("none", "optimizer")
 
 BACKENDS = ("auto", "nccl", "gloo")
 
@@ -604,9 +604,8 @@ class TrainConfig(Section):
     """Compile the model with torch.compile on each worker before it joins the others."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """Compression of the exchanged gradients, for slow networks: none, bf16, fp16 or powersgd."""
-    shard: Literal["none", "optimizer", "full"] = "none"
-    """State that the workers divide to save memory: none, that of the optimizer, or full, which
-    includes the weights and gradients (an experiment, on CPUs only)."""
+    shard: Literal["none", "optimizer"] = "none"
+    """State that the workers divide to save memory: none, or that of the optimizer."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Gradient exchange backend: nccl, gloo, or auto (nccl if each worker has a GPU, else gloo)."""
     clip_grad_norm: Annotated[float | None, Field(gt=0, allow_inf_nan=False, examples=[1.0])] = None
@@ -771,7 +770,6 @@ class TrainConfig(Section):
             )
         self._check_shards()
         self._check_shard()
-        self._check_full_shards()
         self._check_compression()
         self._check_sync_batchnorm()
         return self
@@ -812,31 +810,6 @@ class TrainConfig(Section):
             hint="write optimizer: {name: AdamW}, or shard: none",
             path=("shard",),
         )
-
-    def _check_full_shards(self) -> None:
-        # An experiment: what has not been tried is refused.
-        if self.shard != "full":
-            return
-        others = {
-            "reproducible": self.reproducible is not None,
-            "sync_batchnorm": self.sync_batchnorm,
-            "ema": self.ema is not None,
-            "compile": self.compile,
-            f"compression: {self.compression}": self.compression != "none",
-            "weight": self.weight is not None,
-            "batch.micro: auto": self.batch.micro_batch_size == "auto",
-            "batch.split: auto": self.batch.split == "auto",
-            f"precision: {self.precision}": self.precision != "fp32",
-            "scaling.rule: adascale": self.scaling is not None and self.scaling.rule == "adascale",
-            "workers.target: goodput": self.workers.target == "goodput",
-            "backend: nccl": self.backend == "nccl",
-        }
-        if found := [name for name, is_set in others.items() if is_set]:
-            raise fault(
-                f"shard: full is an experiment that does not support {', '.join(found)}",
-                hint="write shard: optimizer, or remove the unsupported keys",
-                path=("shard",),
-            )
 
     def _check_sync_batchnorm(self) -> None:
         if not self.sync_batchnorm:
@@ -1026,15 +999,6 @@ class TrainConfig(Section):
             **{f"metrics.{name}": text for name, text in self.metrics.items()},
         }
         return {key: text for key, text in found.items() if text is not None}
-
-    def warnings(self) -> tuple[str, ...]:
-        """Return what the user should know about this configuration before the job starts."""
-        if self.shard != "full":
-            return ()
-        return (
-            "shard: full is an experiment: it runs on CPUs only, is slower than shard: optimizer, "
-            "and may change.",
-        )
 
     def num_shards(self) -> int | None:
         """Return the number of shards in a step; None if ``reproducible`` is not set.

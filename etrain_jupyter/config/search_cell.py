@@ -121,12 +121,6 @@ def _parse_search(
     if search.max is not None:
         data = _with_length(data, search, source)
     job = parse(data, source, names)
-    if job.config.shard == "full":
-        raise source.error(
-            ("shard",),
-            "shard: full is an experiment that search does not support",
-            hint="write shard: optimizer, or start a single job",
-        )
     search = _complete(search, job.config, space, source)
     template = _make_template(job, namespace, tuple(space))
     check_references(job.config, job.namespace(names), source=source)

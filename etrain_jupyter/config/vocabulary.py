@@ -209,8 +209,8 @@ _ANSWERS: dict[str, str] = {
     "report_to logger loggers": "use 'log: {to: wandb}', 'log: {to: mlflow}' or 'log: "
     "{tensorboard: true}'",
     "torch_compile": "use 'compile: true'",
-    "fsdp deepspeed zero_stage strategy": "use 'shard: optimizer' to divide the optimizer's state "
-    "between the workers",
+    "fsdp fsdp_wrap deepspeed zero_stage strategy": "use 'shard: optimizer' to divide the "
+    "optimizer's state between the workers",
     "trainer args training_args": "write its values as keys of the cell: %etrain template lists "
     "the keys",
     "log_every log_every_n_steps logging_steps log_interval "

@@ -587,13 +587,10 @@ class Trainer:
     def _save_together(self, group: RankGroup) -> None:
         assert self._loop is not None
         assert self._checkpointer is not None
-        shards = self._loop.workload.shards
-        assert shards is not None
         if group.rank == 0:
             self._loop.evaluations.report(group.generation)
         self._beat(phase="saving")
-        with shards.whole(group, ranks=(0,)):
-            self._checkpointer.save_together(group)
+        self._checkpointer.save_together(group)
 
     def _report_joined(
         self, group: RankGroup, spans: list[float], moved: Transferred | None
@@ -698,7 +695,6 @@ class Trainer:
         is_holder = group.rank in plan.held
         if not is_holder:
             shards.drop()
-        self._empty_parameters(is_holder)
         sync.repair(plan)
         if is_holder:
             loop.update.finish()
@@ -717,15 +713,6 @@ class Trainer:
         if not num_bytes:
             return None
         return Transferred(num_bytes=num_bytes, duration_s=time.monotonic() - started)
-
-    def _empty_parameters(self, is_holder: bool) -> None:
-        # With ``shard: full``, the shards have the weights, which ``ShardSync`` divides.
-        assert self._loop is not None
-        full = self._loop.workload.full_shards
-        if full is not None:
-            full.release()
-            self._is_fresh = False
-            self._has_state &= is_holder
 
     def _take_state(self) -> tuple[dict[str, Any], Tensors]:
         assert self._loop is not None

@@ -29,17 +29,11 @@ from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.precision import Precision
 from etrain_jupyter.trainer.references import References, WorkloadError, check_fit
 from etrain_jupyter.trainer.seeds import seed_all
-from etrain_jupyter.trainer.sharding.full_shards import FullShards
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
 from etrain_jupyter.trainer.state.capture import Stateful
 from etrain_jupyter.trainer.state.parts import AVERAGE
 from etrain_jupyter.trainer.state.weight_average import WeightAverage
 from etrain_jupyter.trainer.sync_batchnorm import SyncedNorms
-
-_SHARDS: Mapping[str, Callable[[torch.optim.Optimizer, nn.Module], ShardedOptimizer]] = {
-    "optimizer": ShardedOptimizer,
-    "full": FullShards,
-}
 
 
 class Pass(NamedTuple):
@@ -131,11 +125,6 @@ class Workload:
         found = self.extras.get(AVERAGE)
         return found if isinstance(found, WeightAverage) else None
 
-    @property
-    def full_shards(self) -> FullShards | None:
-        """The shards of the weights and the optimizer's state; None without ``shard: full``."""
-        return self.shards if isinstance(self.shards, FullShards) else None
-
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Prepare the model for an evaluation: evaluation mode, averaged weights, no gradients."""
@@ -210,7 +199,7 @@ def build_workload(
     return Workload(
         model=model,
         optimizer=optimizer,
-        shards=_SHARDS[config.shard](optimizer, model) if config.shard in _SHARDS else None,
+        shards=ShardedOptimizer(optimizer, model) if config.shard == "optimizer" else None,
         objective=_build_objective(config, references),
         measures=Measures(metrics, is_weighted=config.weight is not None),
         train=sources["data.train"],

@@ -51,8 +51,6 @@ class AveragedGradients:
 
     num_slots = 1
     merges: tuple[Merge, ...] = ()
-    has_equal_passes = False
-    """True if every rank must run as many passes as the rank with the largest share."""
 
     def __init__(
         self,
@@ -90,15 +88,12 @@ class AveragedGradients:
             if by_speed and group.world_size > 1
             else None
         )
-        self._module = self._wrap(model, has_unused)
+        self._module = _wrap(model, group, has_unused, self._hook)
         # These start sums of their own during a pass, in the training thread. The exchange thread
         # may be in the middle of the header, and the ranks would start the sums in different
         # orders.
         self.overlaps_device = norms is None and not has_unused and compression != "powersgd"
         self._num_steps = 0
-
-    def _wrap(self, model: nn.Module, has_unused: bool) -> nn.Module:
-        return _wrap(model, self._group, has_unused, self._hook)
 
     def counts(self, span: StepRange) -> tuple[int, ...]:
         """Return the number of samples of each rank."""
@@ -108,12 +103,12 @@ class AveragedGradients:
         """Return the micro-batches of this rank's share, and those that it borrows.
 
         A rank without samples runs the first micro-batch of rank 0, because DDP needs a backward
-        pass on every rank. With synchronized BatchNorm or ``shard: full``, every rank runs as many
-        passes as the rank with the largest share. Borrowed passes do not count.
+        pass on every rank. With synchronized BatchNorm, every rank runs as many passes as the rank
+        with the largest share. Borrowed passes do not count.
         """
         plan, rank = self._plan_of(span), self._group.rank
         own = self._parts_of(plan, rank)
-        is_equal = self.has_equal_passes or self._norms is not None
+        is_equal = self._norms is not None
         if own and not is_equal:
             return own
         # In even shares, rank 0.

@@ -223,8 +223,13 @@ class RankGroup:
         """
         if is_small(tensor, self.world_size):
             return self.submit(partial(sum_small, self, tensor), is_counted=True)
-        # The future completes before Work.is_completed() becomes true, so return the future.
-        return self.launch(dist.all_reduce, tensor).get_future()
+        self.raise_if_failed()
+        self.count()
+        try:
+            # The future completes before Work.is_completed() becomes true, so return the future.
+            return dist.all_reduce(tensor, async_op=True).get_future()
+        except RuntimeError as exc:
+            raise self._waiters.fail(text_of(exc), backend=GLOO) from exc
 
     def all_reduce_after(self, prepare: Callable[[], None], tensor: torch.Tensor) -> Pending:
         """Run ``prepare``, then sum a host tensor over the ranks in place, in the exchange thread.
@@ -245,17 +250,6 @@ class RankGroup:
 
         return self.start(work)
 
-    def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> Pending:
-        """Start collecting the ranks' tensors, of one size, in ``output``, in rank order."""
-        # torch's own function for this has another name in each version.
-        work = self.launch(lambda async_op: self._peers()._allgather_base(output, own))
-        return Pending(self._waiters, work.get_future())
-
-    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor) -> Pending:
-        """Start summing ``rows`` over the ranks; ``output`` receives this rank's part of it."""
-        # gloo's ``Work`` for this has no future, and is complete only after ``wait``.
-        return self.start(lambda: self._peers()._reduce_scatter_base(output, rows).wait())
-
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the ranks, in place and on any device. Blocks.
 
@@ -264,15 +258,6 @@ class RankGroup:
         """
         if self.world_size > 1:
             self._transport.sum_now(tensor)
-
-    def launch(self, collective: Callable[..., Any], *args: Any) -> Any:
-        """Start a collective on torch's default group; return its ``Work``."""
-        self.raise_if_failed()
-        self.count()
-        try:
-            return collective(*args, async_op=True)
-        except RuntimeError as exc:
-            raise self._waiters.fail(text_of(exc), backend=GLOO) from exc
 
     def wait_for(self, collective: Callable[[], object]) -> None:
         """Run a collective in which torch itself waits; an abort breaks the connections to end it.

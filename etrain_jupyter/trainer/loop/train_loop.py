@@ -10,10 +10,9 @@ The life of a step on each rank::
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -27,7 +26,6 @@ from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Delivered
 from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
-from etrain_jupyter.trainer.gradients.full import FullGradients
 from etrain_jupyter.trainer.gradients.host_copies import copies_for
 from etrain_jupyter.trainer.gradients.sharded import ShardedGradients
 from etrain_jupyter.trainer.gradients.step import Gradients, Step
@@ -50,7 +48,6 @@ from etrain_jupyter.trainer.loop.update import Update
 from etrain_jupyter.trainer.micro_batch import MicroBatch, largest_pass
 from etrain_jupyter.trainer.objective.measures import Means
 from etrain_jupyter.trainer.places import Places
-from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.scoring.score_process import Scorer
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
 from etrain_jupyter.trainer.state.capture import named_tensors
@@ -186,12 +183,6 @@ class TrainLoop:
             beat=self.places.beat,
             is_first=is_first,
         ).run()
-        if self.workload.full_shards is not None and self._effects.has_unused:
-            raise WorkloadError(
-                "shard: full needs a gradient for each trained parameter in every pass, but a "
-                "trial pass left some without. Freeze them with requires_grad_(False), or write "
-                "shard: optimizer."
-            )
         norms = self.workload.norms
         if norms is not None and self.state.config.reproducible is not None:
             norms.check_shards(self._effects.moving)
@@ -228,18 +219,6 @@ class TrainLoop:
                 micro_batch_size=self.micro.size,
                 num_passes=config.batch.aggregation_frequency,
                 watch=self._watch,
-            )
-        full = self.workload.full_shards
-        if full is not None and group.world_size > 1:
-            return FullGradients(
-                group,
-                self.workload.module,
-                shards=full,
-                watch=self._watch,
-                moving=self._effects.moving,
-                global_batch_size=self._batch_size,
-                micro_batch_size=self.micro.size,
-                num_passes=config.batch.aggregation_frequency,
             )
         return AveragedGradients(
             group,
@@ -324,7 +303,7 @@ class TrainLoop:
                 if not self.evaluations.collect(group, is_pending=self.change_pending.is_set):
                     return self._leave("planned")
                 # Each step compares only a part of the weights, from before its update.
-                if self._has_equal_peers(group):
+                if group.world_size > 1:
                     check_ranks_agree(group, self._all_weights(), step=self.step)
                 self._times.report()
                 return self._leave("done")
@@ -338,42 +317,31 @@ class TrainLoop:
 
     def _resume_evaluation(self, group: RankGroup, hooks: BoundaryHooks) -> bool:
         # Returns False if a planned change interrupted it.
-        with self._whole(group, is_needed=self.workload.eval is not None):
-            if not self.evaluations.resume(group, is_pending=self.change_pending.is_set):
-                return False
-            # The rank 0 that evaluated this state may have died before it reported the result or
-            # saved the weights as the best ones. Both are repeated if necessary.
-            if group.rank == 0:
-                self.evaluations.report(group.generation)
-            if self.step and self.step == self.state.evaluated_step:
-                with self._times.checkpointing():
-                    hooks.after_eval(group)
+        if not self.evaluations.resume(group, is_pending=self.change_pending.is_set):
+            return False
+        # The rank 0 that evaluated this state may have died before it reported the result or
+        # saved the weights as the best ones. Both are repeated if necessary.
+        if group.rank == 0:
+            self.evaluations.report(group.generation)
+        if self.step and self.step == self.state.evaluated_step:
+            with self._times.checkpointing():
+                hooks.after_eval(group)
         return True
-
-    def _whole(
-        self, group: RankGroup, *, ranks: Collection[int] | None = None, is_needed: bool = True
-    ) -> contextlib.AbstractContextManager[None]:
-        # With ``shard: full``, the model has its weights only within this context.
-        shards = self.workload.shards
-        if shards is None or not is_needed:
-            return contextlib.nullcontext()
-        return shards.whole(group, ranks=ranks)
 
     def _end_step(self, group: RankGroup, step: Step, hooks: BoundaryHooks) -> None:
         self.evaluations.poll(group)
         epoch_ends = self.state.plan.is_boundary(self.state.position)
         # The end of an epoch or of the job is the same step on all ranks, so their digests can be
         # compared. The weights are copied before the next step changes them.
-        is_save_agreed = step.header.is_save_requested
+        if epoch_ends:
+            self._report_digest(group)
         boundary = Boundary(
-            group=group, step_s=self._times.last_step_s, is_save_agreed=is_save_agreed
+            group=group,
+            step_s=self._times.last_step_s,
+            is_save_agreed=step.header.is_save_requested,
         )
-        # Rank 0 hashes and writes the weights if the ranks do not have them.
-        with self._whole(group, ranks=(0,), is_needed=epoch_ends or is_save_agreed):
-            if epoch_ends:
-                self._report_digest(group)
-            with self._times.checkpointing():
-                hooks.after_step(boundary)
+        with self._times.checkpointing():
+            hooks.after_step(boundary)
         if step.header.is_pending or self._times.is_due(epoch_ends=epoch_ends):
             self._times.report()
 
@@ -501,8 +469,9 @@ class TrainLoop:
             cost=self._cost if self._splits_by_speed else None,
             copies=copies_for(self.workload.device) if gradients.overlaps_device else None,
         )
-        # The fingerprint costs a pass over a slice of the weights.
-        has_peers = self._has_equal_peers(group)
+        # The fingerprint costs a pass over a slice of the weights, and a single rank has no peer to
+        # compare its weights with.
+        has_peers = group.world_size > 1
         return Step(
             number=self.step + 1,
             span=self.state.plan.span(self.state.position, self._batch_size),
@@ -517,11 +486,6 @@ class TrainLoop:
             requests=requests,
             fingerprint=self._fingerprint.at(self.step) if has_peers else torch.zeros(()),
         )
-
-    def _has_equal_peers(self, group: RankGroup) -> bool:
-        # A single rank has no peer to compare its weights with. With ``shard: full``, the ranks
-        # have different weights.
-        return group.world_size > 1 and self.workload.full_shards is None
 
     def _commit(self, step: Step, weight: float) -> None:
         # All counters change here, in the main thread, which also copies and sends the state: a
@@ -551,26 +515,23 @@ class TrainLoop:
         # would accumulate and count in the clipping norm on old ranks but not on new ranks, and the
         # ranks would diverge.
         self.workload.model.zero_grad(set_to_none=True)
-        if self.workload.shards is not None:
-            self.workload.shards.forget_gradients()
 
     # --- evaluation ---
 
     def _evaluate(self, group: RankGroup, hooks: BoundaryHooks) -> bool:
         # Returns False if a planned change interrupted it.
         started_at = time.perf_counter()
-        with self._whole(group):
-            is_complete = self.evaluations.run(group, is_pending=self.change_pending.is_set)
-            self._committed_at = time.perf_counter()
-            self._times.add_evaluation(self._committed_at - started_at)
-            if not is_complete:
-                return False
-            # Early stopping makes this step the last one of the job, which always has a digest.
-            is_over = self.state.best_tracker.is_over
-            if is_over and not self.state.plan.is_boundary(self.state.position):
-                self._report_digest(group)
-            with self._times.checkpointing():
-                hooks.after_eval(group)
+        is_complete = self.evaluations.run(group, is_pending=self.change_pending.is_set)
+        self._committed_at = time.perf_counter()
+        self._times.add_evaluation(self._committed_at - started_at)
+        if not is_complete:
+            return False
+        # Early stopping makes this step the last one of the job, which always has a digest.
+        is_over = self.state.best_tracker.is_over
+        if is_over and not self.state.plan.is_boundary(self.state.position):
+            self._report_digest(group)
+        with self._times.checkpointing():
+            hooks.after_eval(group)
         return True
 
     # --- reports ---
@@ -610,9 +571,6 @@ class TrainLoop:
         return self.workload.measures.spent_s - self._metrics_began_s
 
     def _report_digest(self, group: RankGroup) -> None:
-        # A copy on each rank would need as much memory as ``shard: full`` saves.
-        if self.workload.full_shards is not None and group.rank:
-            return
         # The thread calls ``send`` during a later step, so read the numbers now.
         generation, step, rank = group.generation, self.step, group.rank
 

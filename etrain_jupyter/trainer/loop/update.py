@@ -64,9 +64,7 @@ class Update:
         if self._workload.weight is not None:
             divide_gradients(model, weight)
         self._workload.precision.unscale(optimizer)
-        if self._workload.shards is not None:
-            self._workload.shards.prepare(step.group, self._clip_grad_norm)
-        elif self._clip_grad_norm is not None:
+        if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad_norm)
         return True
 

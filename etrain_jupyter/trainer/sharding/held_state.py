@@ -8,7 +8,7 @@ shards begin; scalars are copied.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,13 +103,9 @@ class Layout:
         """Number of elements."""
         return self.starts[-1]
 
-    def shards(self, rank: int, world_size: int) -> list[tuple[Range, ...]]:
-        """Return the ranges of each shard that a rank holds, its own shard first."""
-        return [(span,) for span in shards_of(rank, world_size, self.starts)]
-
-    def spans(self, rank: int, world_size: int) -> tuple[Range, ...]:
-        """Return the ranges of all shards that a rank holds."""
-        return tuple(span for spans in self.shards(rank, world_size) for span in spans)
+    def shards(self, rank: int, world_size: int) -> tuple[Range, ...]:
+        """Return the ranges that a rank holds, its own shard first."""
+        return shards_of(rank, world_size, self.starts)
 
     def slices(self, span: Range) -> list[Slice]:
         """Cut a range of the common index where parameters begin."""
@@ -135,26 +131,17 @@ class HeldShard:
 
     Args:
         layout: All parameters.
-        spans: The shard, as ranges of the common index, of which at most one is in a parameter.
+        span: The shard, as a range of the common index.
         template: The optimizer whose class and parameter groups apply.
-        weights: Memory of the weights of each part; by default, that of the parameters.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        spans: Sequence[Range],
-        template: torch.optim.Optimizer,
-        weights: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        self.spans = tuple(spans)
+    def __init__(self, layout: Layout, span: Range, template: torch.optim.Optimizer) -> None:
+        self.span = span
         self._layout = layout
         self._template = template
         self._places = {id(p): index for index, p in enumerate(layout.parameters)}
-        self.parts = [part for span in spans for part in layout.slices(span)]
-        self._weights = (
-            [layout.weights(part) for part in self.parts] if weights is None else [*weights]
-        )
+        self.parts = layout.slices(span)
+        self._weights = [layout.weights(part) for part in self.parts]
         """Flat tensors, which the optimizer updates as its parameters."""
         by_index = dict(zip((part.param for part in self.parts), self._weights, strict=True))
         groups = []
@@ -171,20 +158,15 @@ class HeldShard:
     def _place_of(self, parameter: torch.Tensor) -> int:
         return self._places[id(parameter)]
 
-    def step(self, gradient: Callable[[Slice], torch.Tensor | None] | None = None) -> None:
-        """Update this shard's weights.
-
-        Args:
-            gradient: Returns the gradient of a part; by default, that of the parameters.
-        """
-        gradient = gradient or self._layout.gradient
+    def step(self) -> None:
+        """Update this shard's weights."""
         # A schedule changes the template's groups.
         for own, theirs in zip(
             self.optimizer.param_groups, self._template.param_groups, strict=True
         ):
             own.update({key: value for key, value in theirs.items() if key != "params"})
         for weights, part in zip(self._weights, self.parts, strict=True):
-            weights.grad = gradient(part)
+            weights.grad = self._layout.gradient(part)
         self.optimizer.step()
         for weights in self._weights:
             weights.grad = None
@@ -216,27 +198,23 @@ class HeldShard:
 
     # --- as a source of state ---
 
-    def vectors_of(self, part: Slice) -> Mapping[str, Any]:
-        """Return everything of one of ``parts`` that other ranks may receive."""
-        return self.state_of(part)
-
     def form(self, index: int) -> Form | None:
         """Return the form of a parameter's state; None if it has no state, or none is here."""
         for part in self.parts:
-            if part.param == index and (state := self.vectors_of(part)):
+            if part.param == index and (state := self.state_of(part)):
                 return Form.of(self._layout.names[index], state)
         return None
 
     def read(self, name: str, part: Slice) -> torch.Tensor:
         """Return a view of a part of a vector."""
         [own] = [one for one in self.parts if one.param == part.param]
-        vector: torch.Tensor = self.vectors_of(own)[name]
+        vector: torch.Tensor = self.state_of(own)[name]
         return vector[part.first - own.first : part.stop - own.first]
 
     @property
     def num_bytes(self) -> int:
         """Memory of the state."""
-        states = (self.vectors_of(part) for part in self.parts)
+        states = (self.state_of(part) for part in self.parts)
         return sum(value.nbytes for state in states for value in state.values())
 
 
@@ -245,17 +223,17 @@ class NewShard:
 
     Args:
         layout: All parameters.
-        spans: The shard, as ranges of the common index, of which at most one is in a parameter.
+        span: The shard, as a range of the common index.
         forms: Form of each parameter's state; parameters without state are missing.
     """
 
-    def __init__(self, layout: Layout, spans: Sequence[Range], forms: Mapping[int, Form]) -> None:
-        self.spans = tuple(spans)
+    def __init__(self, layout: Layout, span: Range, forms: Mapping[int, Form]) -> None:
+        self.span = span
         self.forms = forms
         self.vectors: dict[tuple[int, str], torch.Tensor] = {}
         self._layout = layout
         self._firsts: dict[int, int] = {}
-        self.parts = [part for span in spans for part in layout.slices(span)]
+        self.parts = layout.slices(span)
         for part in self.parts:
             self._firsts[part.param] = part.first
             device = layout.parameters[part.param].device

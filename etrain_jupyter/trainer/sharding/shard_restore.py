@@ -65,15 +65,12 @@ def read_shards(
     try:
         source = ShardFiles(((files[name], table) for name, table in tables.items()), shards.layout)
         layout = shards.layout
-        held = layout.shards(group.rank, size)
-        forms = shards.complete_forms(source.forms)
-        new = [NewShard(layout, spans, forms) for spans in held]
+        new = [NewShard(layout, span, source.forms) for span in layout.shards(group.rank, size)]
         num_bytes = source.fill(new, beat)
     except CheckpointError as exc:
         error = str(exc)
     results = gather_json(group, [error, num_bytes])
     error = next((error for error, _ in results if error), "")
     if not error:
-        shards.take_weights(group, new)
         shards.replace(new)
     return ReadReport(error=error, num_bytes=tuple(num for _, num in results))

@@ -91,13 +91,7 @@ class SyncPlan:
     """Ranges that no rank has."""
 
 
-def plan_sync(
-    reports: Sequence[RankReport],
-    size: int,
-    *,
-    is_restored: bool = False,
-    has_weights: bool = True,
-) -> SyncPlan:
+def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = False) -> SyncPlan:
     """Plan the synchronization of a generation.
 
     Args:
@@ -105,7 +99,6 @@ def plan_sync(
         size: Number of elements whose state is divided.
         is_restored: Rank 0 has loaded a checkpoint, so that other states do not count. All ranks
             have read their shards from it, or dropped them.
-        has_weights: Each rank has all weights, also those of shards that it does not hold.
     """
     newest = max(report.step for report in reports)
     if is_restored or newest == NO_STEP:
@@ -125,7 +118,7 @@ def plan_sync(
     held = {rank: reports[rank].spans for rank in sorted([*current, *completing])}
     everything = [(0, size)]
     # An update changes the weights of a rank's own shards only.
-    stale = [r for r in completing if has_weights and subtract(everything, held[r])]
+    stale = [r for r in completing if subtract(everything, held[r])]
     stale += [r for r in current if reports[r].is_stale]
     # Rank 0 may have evaluated these weights before another rank has: same state, other counters.
     evals = reports[0].num_evals
@@ -163,14 +156,11 @@ class ShardSync:
         """
         packed = gather_json(self._group, report.to_json())
         reports = [RankReport.from_json(one) for one in packed]
-        has_weights = not self._shards.is_full
-        size = self._layout.size
-        plan = plan_sync(reports, size, is_restored=is_restored, has_weights=has_weights)
+        plan = plan_sync(reports, self._layout.size, is_restored=is_restored)
         if plan.lost:
             num_lost = sum(stop - first for first, stop in plan.lost)
-            what = "weights and the optimizer state" if self._shards.is_full else "optimizer state"
             raise ShardsLostError(
-                f"the {what} of {num_lost} of {self._layout.size} parameters is lost: "
+                f"the optimizer state of {num_lost} of {self._layout.size} parameters is lost: "
                 "two workers that were neighbors in the order of ranks were lost at once. The job "
                 "continues from its newest checkpoint"
             )
@@ -205,7 +195,7 @@ class ShardSync:
         """
         group, shards = self._group, self._shards
         size = group.world_size
-        wanted = {rank: self._layout.spans(rank, size) for rank in range(size)}
+        wanted = {rank: self._layout.shards(rank, size) for rank in range(size)}
         num_bytes = 0
         is_moved = any(plan.held.get(rank) != spans for rank, spans in wanted.items())
         if is_moved:
@@ -236,14 +226,14 @@ class ShardSync:
     ) -> list[NewShard]:
         group, shards = self._group, self._shards
         wanted = self._layout.shards(group.rank, group.world_size)
-        new = [NewShard(self._layout, spans, forms) for spans in wanted]
+        new = [NewShard(self._layout, span, forms) for span in wanted]
 
         def slots(span: Range) -> list[torch.Tensor]:
-            [shard] = [one for one in new if any(overlap(own, span) == span for own in one.spans)]
+            [shard] = [one for one in new if overlap(one.span, span) == span]
             return shard.slots(span)
 
         for span in plan.held.get(group.rank, ()):
-            for common in (overlap(span, own) for shard in new for own in shard.spans):
+            for common in (overlap(span, shard.span) for shard in new):
                 if common is not None:
                     values = shards.read_span(common, forms)
                     for slot, value in zip(slots(common), values, strict=True):

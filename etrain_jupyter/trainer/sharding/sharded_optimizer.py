@@ -16,8 +16,7 @@ Four rules keep both copies equal, whenever a rank is lost:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -52,20 +51,14 @@ class ShardedOptimizer:
         WorkloadError: If the optimizer or the model cannot be divided.
     """
 
-    mode = "optimizer"
-    """Value of ``shard``."""
-    is_full = False
-    """True if the weights are divided, too."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        _check_optimizer(optimizer, self.mode)
+        _check_optimizer(optimizer)
         names = {id(p): name for name, p in model.named_parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         named = [(names.get(id(p), "a parameter"), p) for p in parameters]
-        self.layout = self._make_layout(named)
-        _check_parameters(self.layout, self.mode)
+        self.layout = Layout(named)
+        _check_parameters(self.layout)
         self._optimizer = optimizer
-        self._model = model
         self.world_size = 1
         """Number of ranks among which the state is divided."""
         self.rank = 0
@@ -84,13 +77,6 @@ class ShardedOptimizer:
         optimizer.step = self.step  # type: ignore[method-assign, assignment]
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
-    def _make_layout(self, named: Sequence[tuple[str, nn.Parameter]]) -> Layout:
-        return Layout(named)
-
-    def _make_shard(self, spans: Sequence[Range], new: NewShard | None = None) -> HeldShard:
-        # Without ``new``, the shard updates the parameters.
-        return HeldShard(self.layout, spans, self._optimizer)
-
     def _take_initial(self) -> dict[int, tuple[Form, dict[str, float]]]:
         # Some optimizers create their state in the constructor, with the same value everywhere.
         initial = {}
@@ -104,7 +90,7 @@ class ShardedOptimizer:
     def restart(self) -> None:
         """Replace the state by that before the first step."""
         self.drop()
-        whole = self._make_shard([(0, self.layout.size)])
+        whole = HeldShard(self.layout, (0, self.layout.size), self._optimizer)
         vectors = {}
         for index, (form, values) in self._initial.items():
             like = self.layout.parameters[index].detach().view(-1)
@@ -118,7 +104,7 @@ class ShardedOptimizer:
 
     def begin(self, group: RankGroup) -> None:
         """Prepare the exchange of weights in a generation whose ranks hold their shards."""
-        own = {rank: self._weights_of(rank, 0) for rank in range(group.world_size)}
+        own = {rank: self._weights_of(rank) for rank in range(group.world_size)}
         me, size = group.rank, group.world_size
         # The previous rank has the shard already, and two ranks have both.
         others = [rank for rank in range(size) if size > 2 and rank != me]
@@ -130,9 +116,9 @@ class ShardedOptimizer:
         """End the generation."""
         self._spread = self._in_flight = None
 
-    def _weights_of(self, rank: int, number: int) -> list[torch.Tensor]:
-        spans = self.layout.shards(rank, self.world_size)[number]
-        return [self.layout.weights(part) for span in spans for part in self.layout.slices(span)]
+    def _weights_of(self, rank: int) -> list[torch.Tensor]:
+        own, *_ = self.layout.shards(rank, self.world_size)
+        return [self.layout.weights(part) for part in self.layout.slices(own)]
 
     # --- one step ---
 
@@ -163,31 +149,6 @@ class ShardedOptimizer:
         elif self.is_stale:
             group.raise_if_failed()
 
-    def prepare(self, group: RankGroup, max_norm: float | None) -> None:
-        """Before the ranks agree on an update: clip the gradients of all ranks by their norm.
-
-        Raises:
-            CommunicationError: A peer is lost.
-        """
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
-
-    def forget_gradients(self) -> None:
-        """Free the gradients that are not in the parameters."""
-
-    @contextlib.contextmanager
-    def whole(self, group: RankGroup, *, ranks: Collection[int] | None = None) -> Iterator[None]:
-        """Let the model have all of its weights, which it has unless they are divided.
-
-        Args:
-            group: The generation's process group.
-            ranks: Ranks whose model needs them; all by default.
-
-        Raises:
-            CommunicationError: A peer is lost.
-        """
-        yield
-
     # --- what is here ---
 
     @property
@@ -198,7 +159,7 @@ class ShardedOptimizer:
     @property
     def spans(self) -> list[Range]:
         """Ranges of which this rank has the state."""
-        return [span for source in self.sources for span in source.spans]
+        return [source.span for source in self.sources]
 
     def form(self, index: int) -> Form | None:
         """Return the form of a parameter's state; None if it has none, or none is here."""
@@ -213,7 +174,7 @@ class ShardedOptimizer:
         self.previous = [*self.held, *self.previous]
         self.held = []
         for shard in new:
-            held = self._make_shard(shard.spans, shard)
+            held = HeldShard(self.layout, shard.span, self._optimizer)
             held.adopt(shard.forms, shard.vectors)
             self.held.append(held)
 
@@ -235,27 +196,13 @@ class ShardedOptimizer:
         [source, *_] = [
             source
             for source in self.sources
-            if any(first <= span[0] and span[1] <= stop for first, stop in source.spans)
+            if source.span[0] <= span[0] and span[1] <= source.span[1]
         ]
         return [
             source.read(name, part)
             for part in self.layout.slices(span)
             for name, _ in vectors_of(part, forms)
         ]
-
-    def allocate(self) -> None:
-        """Let the model's parameters have memory, before a checkpoint is read into them."""
-
-    def complete_forms(self, forms: Mapping[int, Form]) -> Mapping[int, Form]:
-        """Return the forms of all that a shard consists of, from those of the optimizer's state."""
-        return forms
-
-    def take_weights(self, group: RankGroup, new: Sequence[NewShard]) -> None:
-        """After a restore: receive the weights of new shards from rank 0, which has all of them.
-
-        Raises:
-            CommunicationError: A peer is lost.
-        """
 
     def own_part(self) -> Tensors:
         """Return the state of this rank's own shard by its names in a checkpoint; not copies."""
@@ -278,26 +225,26 @@ class ShardedOptimizer:
         return tensors
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, mode: str) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     is_known = kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__, None)
     if not is_known:
         raise WorkloadError(
-            f"shard: {mode} cannot divide the state of {kind.__name__}: it is possible for "
+            f"shard: optimizer cannot divide the state of {kind.__name__}: it is possible for "
             f"{', '.join(sorted(ELEMENTWISE))} of torch.optim, which update each element by "
             "itself. Use one of them, or write shard: none."
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise WorkloadError(
-            f"shard: {mode} does not call step hooks, but the optimizer has some. Remove "
+            "shard: optimizer does not call step hooks, but the optimizer has some. Remove "
             "register_step_pre_hook and register_step_post_hook, or write shard: none."
         )
 
 
-def _check_parameters(layout: Layout, mode: str) -> None:
+def _check_parameters(layout: Layout) -> None:
     for name, parameter in zip(layout.names, layout.parameters, strict=True):
         if not parameter.is_contiguous():
             raise WorkloadError(
-                f"shard: {mode} needs contiguous parameters, but {name} is not (for example, "
+                f"shard: optimizer needs contiguous parameters, but {name} is not (for example, "
                 "channels_last reorders memory). Remove that conversion, or write shard: none."
             )

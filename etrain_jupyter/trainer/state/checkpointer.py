@@ -405,7 +405,6 @@ class Checkpointer:
             records: list[dict[str, Any]] | None = []
             offer: dict[str, Any] = {"parts": {}}
             if group.rank == 0:
-                shards.allocate()
                 found = self._checkpoints.open_newest(
                     logged_step=logged_step, is_divided=True, refused=refused
                 )

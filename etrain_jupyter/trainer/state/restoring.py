@@ -60,7 +60,7 @@ def _load_optimizer(
     if workload.shards is not None:
         if "optimizer" not in header:
             raise CheckpointError(
-                f"it is from an older version, which shard: {workload.shards.mode} cannot read. "
+                "it is from an older version, which shard: optimizer cannot read. "
                 "Resume with shard: none first"
             )
         return header | {"optimizer": {**header["optimizer"], "state": []}}

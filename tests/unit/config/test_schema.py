@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from typing import Any
 
 import pytest
@@ -118,40 +117,6 @@ def test_no_more_workers_than_shards() -> None:
 def test_other_forms_survive_json(keys: dict[str, object]) -> None:
     made = config(**keys)
     assert TrainConfig.model_validate(made.model_dump(mode="json")) == made
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("reproducible", True),
-        ("sync_batchnorm", True),
-        ("ema", 0.9),
-        ("compile", True),
-        ("compression: bf16", "bf16"),
-        ("weight", "weight_of"),
-        ("batch.micro: auto", {"global": 8, "micro": "auto"}),
-        ("batch.split: auto", {"global": 8, "split": "auto"}),
-        ("precision: fp16", "fp16"),
-        ("scaling.rule: adascale", {"rule": "adascale"}),
-        ("workers.target: goodput", {"min": 1, "max": 4, "target": "goodput"}),
-        ("backend: nccl", "nccl"),
-        ("optimizer|LAMB", {"name": "LAMB"}),
-    ],
-)
-def test_full_shards_refuse_what_has_not_been_tried(key: str, value: Any) -> None:
-    name = key.partition(":")[0].partition(".")[0].partition("|")[0]
-    keys: dict[str, Any] = {name: value, "shard": "full"}
-    if name == "scaling":
-        keys["batch"] = {"per_worker": 8}
-    expected = key.partition("|")[2] or key
-    with pytest.raises(ConfigError, match=rf"shard: full .*{re.escape(expected)}"):
-        config(**keys)
-
-
-def test_full_shards_are_announced_as_an_experiment() -> None:
-    [warning] = config(shard="full").warnings()
-    assert warning.startswith("shard: full is an experiment")
-    assert config(shard="optimizer").warnings() == ()
 
 
 @pytest.mark.parametrize(

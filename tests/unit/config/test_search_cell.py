@@ -88,12 +88,6 @@ def test_any_key_can_be_searched(key: str, value: Any, read: Any) -> None:
     assert read(config) == value
 
 
-def test_experiment_with_full_shards_is_no_trial() -> None:
-    with pytest.raises(ConfigError, match="experiment that search does not support") as caught:
-        parse(f"{BODY}shard: full\n")
-    assert caught.value.hint == "write shard: optimizer, or start a single job"
-
-
 def test_grid_tries_every_combination() -> None:
     body = BODY.replace("{low: 1e-4, high: 1e-1, log: true}", "{int: [1, 3]}")
 

@@ -359,11 +359,11 @@ etrain: line 6, column 17: scaling.rule must be none, linear, sqrt or adascale, 
   did you mean 'linear'?""",
     ),
     "no shard": (
-        GOOD + "shard: weights\n",
+        GOOD + "shard: full\n",
         """\
-etrain: line 5, column 8: shard must be none, optimizer or full, not the text 'weights'
-    5 | shard: weights
-      |        ^^^^^^^
+etrain: line 5, column 8: shard must be none or optimizer, not the text 'full'
+    5 | shard: full
+      |        ^^^^
   write shard: optimizer""",
     ),
     "an optimizer that cannot be divided": (
@@ -374,14 +374,6 @@ depends on others of the same tensor
     5 | shard: optimizer
       |        ^^^^^^^^^
   write optimizer: {name: AdamW}, or shard: none""",
-    ),
-    "what an experiment does not support": (
-        GOOD + "shard: full\nema: 0.99\nprecision: bf16\n",
-        """\
-etrain: line 5, column 8: shard: full is an experiment that does not support ema, precision: bf16
-    5 | shard: full
-      |        ^^^^
-  write shard: optimizer, or remove the unsupported keys""",
     ),
     "no compression": (
         GOOD + "compression: powersdg\n",

@@ -14,9 +14,7 @@ from tests.unit.trainer.peers import (
     HOST,
     Peer,
     connected,
-    linked_groups,
     linked_stores,
-    on_each,
 )
 
 
@@ -114,27 +112,3 @@ def test_closing_a_failed_generation_breaks_the_connections_of_its_peers():
         group.abort("this rank has had enough")
         waiting.join(10)
         assert len(failed) == 1
-
-
-def test_ranks_collect_tensors_and_receive_their_parts_of_a_sum():
-    def exchange(group: RankGroup) -> tuple[list[float], list[float]]:
-        whole, part = torch.zeros(6), torch.zeros(2)
-        group.all_gather(whole, torch.full((2,), float(group.rank))).wait()
-        group.reduce_scatter(part, torch.arange(6.0)).wait()
-        return whole.tolist(), part.tolist()
-
-    with linked_groups(3) as groups:
-        results = on_each(groups, exchange)
-    assert [whole for whole, _ in results] == [[0, 0, 1, 1, 2, 2]] * 3
-    assert [part for _, part in results] == [[0, 3], [6, 9], [12, 15]]
-
-
-@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
-def test_abort_wakes_a_rank_that_waits_for_tensors_of_a_lost_one(name: str):
-    with linked_groups(2) as (group, _):
-        one, two = torch.zeros(2), torch.zeros(4)
-        tensors = (two, one) if name == "all_gather" else (one, two)
-        pending = getattr(group, name)(*tensors)
-        threading.Timer(0.05, group.abort, ["rank 1 is lost"]).start()
-        with pytest.raises(CommunicationError, match="rank 1 is lost"):
-            pending.wait()

@@ -1,8 +1,7 @@
-"""What the tests of both kinds of shards have in common."""
+"""Helpers for the tests of shards."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +20,11 @@ def optimizer_of(model: nn.Module, name: str, **options: Any) -> torch.optim.Opt
     return build_optimizer(config, None, model)  # type: ignore[arg-type]
 
 
-def filled(
-    spans: Sequence[Range], forms: dict[int, Form], ranks: Sequence[ShardedOptimizer]
-) -> NewShard:
+def filled(span: Range, forms: dict[int, Form], ranks: Sequence[ShardedOptimizer]) -> NewShard:
     """Return a shard with the values that the ranks hold."""
-    shard = NewShard(ranks[0].layout, spans, forms)
+    shard = NewShard(ranks[0].layout, span, forms)
     for other in ranks:
-        for held, span in itertools.product(other.spans, spans):
+        for held in other.spans:
             if common := overlap(held, span):
                 values = other.read_span(common, forms)
                 for slot, value in zip(shard.slots(common), values, strict=True):

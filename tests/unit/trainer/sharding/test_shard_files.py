@@ -73,7 +73,7 @@ def open_files(store: LocalStore, parts: list[Part], layout: Layout) -> ShardFil
 
 
 def shards_read(source: ShardFiles, layout: Layout, rank: int, size: int) -> list[NewShard]:
-    shards = [NewShard(layout, spans, source.forms) for spans in layout.shards(rank, size)]
+    shards = [NewShard(layout, span, source.forms) for span in layout.shards(rank, size)]
     source.fill(shards)
     return shards
 

@@ -44,7 +44,7 @@ def divide(ranks: list[ShardedOptimizer], world_size: int) -> list[ShardedOptimi
     for rank in range(world_size):
         own = copy_of(ranks[rank % len(ranks)])
         held = layout.shards(rank, world_size)
-        own.replace([filled(spans, forms, ranks) for spans in held])
+        own.replace([filled(span, forms, ranks) for span in held])
         own.settle(rank, world_size)
         new.append(own)
     return new
@@ -120,7 +120,7 @@ def test_both_holders_of_a_shard_have_equal_state():
     make_step(ranks, 0)
     for rank, one in enumerate(ranks):
         own, copied = one.held[0], ranks[(rank - 1) % 3].held[1]
-        assert own.spans == copied.spans
+        assert own.span == copied.span
         for part, other in zip(own.parts, copied.parts, strict=True):
             mine, theirs = own.state_of(part), copied.state_of(other)
             assert mine.keys() == theirs.keys()
