@@ -41,7 +41,6 @@ from benchmarks import (
     squad,
     starts,
     steady,
-    strangers,
     stream,
     sums,
     uneven,
@@ -81,17 +80,15 @@ BENCHMARKS: dict[str, ModuleType] = {
     "accounting": accounting,
     "search": search,
     "uneven": uneven,
-    "strangers": strangers,
     "code": code_table,
     "squad": squad,
     "pretraining": pretraining,
     "vision": vision,
 }
 
-APART = frozenset({"strangers", "code", "gpu", "squad", "pretraining", "vision"})
-"""Excluded from ``all``: ``strangers`` attacks every listener on the machine, ``code`` measures no
-time, ``gpu`` belongs to ``make gpu``, and ``squad``, ``pretraining`` and ``vision`` need data sets.
-"""
+APART = frozenset({"code", "gpu", "squad", "pretraining", "vision"})
+"""Excluded from ``all``: ``code`` measures no time, ``gpu`` belongs to ``make gpu``, and ``squad``,
+``pretraining`` and ``vision`` need data sets."""
 
 
 def main() -> int:

@@ -2,9 +2,8 @@
 
 Rank processes form one generation after another. This process forwards what they publish, like the
 coordinator of a job. ``plain`` connects with gloo alone, without authentication. ``checked`` is the
-mode that a job normally uses. ``guarded`` is the mode that a job uses after a generation failed to
-form. The modes take turns, so that changes of the machine's load affect all of them. The benchmark
-reports the slowest rank of each generation.
+mode of every job. The modes take turns, so that changes of the machine's load affect both of them.
+The benchmark reports the slowest rank of each generation.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from typing import Any, cast
 
 from benchmarks import report
 from benchmarks.rank_pipes import rank_pipes
-from etrain_jupyter.rules.membership.forming import MAX_GUARDED_RANKS
 
-WAYS = ("plain", "checked", "guarded")
+WAYS = ("plain", "checked")
 WORLD_SIZES = (2, 4, 8)
 HOST = "127.0.0.1"
 
@@ -43,18 +41,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_size(world_size: int, count: int) -> dict[str, Any]:
     """Return the median and p95 of each mode at one world size."""
-    ways = WAYS if world_size <= MAX_GUARDED_RANKS else WAYS[:-1]
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
     with rank_pipes(serve, world_size) as pipes:
         for number in range(-2, count):  # the first two load libraries and are discarded
-            for way in ways:
+            for way in WAYS:
                 slowest = form_once(pipes, way)
                 if number >= 0:
                     times[way].append(slowest)
-    for way in ways:
+    for way in WAYS:
         median = statistics.median(times[way]) * 1e3
         print(f"forming {way}, {world_size} ranks: {median:.1f} ms", flush=True)
-    return {way: report.median_and_p95(times[way]) for way in ways}
+    return {way: report.median_and_p95(times[way]) for way in WAYS}
 
 
 def form_once(pipes: list[Connection], way: str) -> float:
@@ -117,7 +114,6 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
                 world_size=world_size,
                 store=store,
                 host=HOST,
-                is_guarded=value == "guarded",
             )
             threading.Thread(target=form, args=(group,), daemon=True).start()
         elif key == "close":
@@ -132,10 +128,7 @@ def table_of(result: dict[str, Any]) -> str:
     head = ("ranks", *(f"{way}: median, p95" for way in WAYS), "checked adds")
     rows = []
     for size, ways in result["sizes"].items():
-        times = [
-            f"{ways[w]['median_s'] * 1e3:.1f}, {ways[w]['p95_s'] * 1e3:.1f}" if w in ways else "-"
-            for w in WAYS
-        ]
+        times = [f"{ways[w]['median_s'] * 1e3:.1f}, {ways[w]['p95_s'] * 1e3:.1f}" for w in WAYS]
         added = (ways["checked"]["median_s"] - ways["plain"]["median_s"]) * 1e3
         rows.append((size, *times, f"{added:.1f}"))
     return "Milliseconds until the slowest rank has connected.\n\n" + report.table(head, rows)

@@ -242,7 +242,6 @@ class Trainer:
             store=self._store,
             host=self._launch.host,
             backend=message.backend,
-            is_guarded=message.is_guarded,
             secret=message.secret,
             progress=self._page,
         )

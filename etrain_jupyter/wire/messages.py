@@ -244,8 +244,6 @@ class JoinGeneration(TrainerMessage):
 
     rank: int
     world_size: int
-    is_guarded: bool = False
-    """True if ranks accept only announced connections, which takes a few milliseconds longer."""
     behind: tuple[int, ...]
     """Ranks that receive rank 0's state before the first step."""
     restore: bool

@@ -486,7 +486,6 @@ class HostedJob:
             generation=command.generation,
             rank=0,
             world_size=world_size,
-            is_guarded=command.is_guarded,
             behind=command.behind,
             restore=command.restore,
             logged_step=min(self.record.logged_step, command.step),

@@ -37,8 +37,6 @@ class FormGeneration:
 
     generation: int
     trainers: tuple[str, ...]
-    is_guarded: bool = False
-    """True if the ranks accept only announced connections, which takes longer."""
     behind: tuple[int, ...]
     """Ranks whose state is older than rank 0's: they receive rank 0's before the first step."""
     step: int

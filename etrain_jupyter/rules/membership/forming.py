@@ -13,16 +13,6 @@ from etrain_jupyter.rules.membership.membership import GenerationState, JobState
 from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.turn import Turn
 
-GUARDED_S = 600.0
-"""Seconds after a failed attempt to form during which ranks accept only announced connections. This
-costs a few milliseconds per generation, and lets a job form even if other processes connect to its
-ports."""
-
-MAX_GUARDED_RANKS = 32
-"""Maximum number of ranks of such a generation. Each rank announces its connections to all others
-while it makes them, which takes the third power of the number of ranks: with 64 on two cores, it
-exceeded its timeout (``benchmarks forming``), so that the job would never form again."""
-
 
 def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = False) -> None:
     """Form the next generation from these members.
@@ -63,7 +53,6 @@ def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = Fals
         FormGeneration(
             generation=current.number,
             trainers=tuple(m.trainer for m in ranks),
-            is_guarded=_is_guarded(turn, len(ranks)),
             behind=behind,
             step=current.first_step,
             restore=restore,
@@ -77,12 +66,6 @@ def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = Fals
     if slow and current.backend != previous.backend:
         turn.log(slow)
     turn.set_status("running", slow)
-
-
-def _is_guarded(turn: Turn, num_ranks: int) -> bool:
-    failed_at = turn.state.faults.form_at
-    has_failed = failed_at > 0.0 and turn.now < failed_at + GUARDED_S
-    return has_failed and num_ranks <= MAX_GUARDED_RANKS
 
 
 def _publish_formed(

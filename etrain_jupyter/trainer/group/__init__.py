@@ -1,7 +1,7 @@
 """Process group of one generation: forming it, its collectives, and aborting it.
 
 ``process_group`` is the interface. ``forming`` connects the ranks through the store in
-``rendezvous``; ``authentication`` and ``admission`` keep strangers out; ``backends``,
-``gloo_device`` and ``transports`` carry the data; ``exchange`` and ``pending`` end every wait when
-the generation is aborted.
+``rendezvous``; ``authentication`` refuses strangers; ``backends``, ``gloo_device`` and
+``transports`` carry the data; ``exchange`` and ``pending`` end every wait when the generation is
+aborted.
 """

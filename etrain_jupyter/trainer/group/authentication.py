@@ -132,7 +132,7 @@ def raise_if_flooded(device: GlooDevice) -> None:
     # Seal first, because listing the connections also uses descriptors.
     device.seal()
     waiting = [each.pair for each in device.connections() if not each.is_claimed]
-    described = list_ends(waiting)
+    described = _list_ends(waiting)
     raise UnknownPeerError(
         f"unknown processes have opened {num_waiting} connections to this rank's port ({described})"
     )
@@ -158,13 +158,13 @@ def _describe(device: GlooDevice, rank: int, unknown: Sequence[Pair]) -> str:
     went = [pair for pair in unknown if pair[0][1] != port]
     parts = []
     if came:
-        parts.append(f"rank {rank}, port {port}: a connection from {list_ends(came)}")
+        parts.append(f"rank {rank}, port {port}: a connection from {_list_ends(came)}")
     if went:
-        parts.append(f"rank {rank}: its connection to {list_ends(went)} does not reach a rank")
+        parts.append(f"rank {rank}: its connection to {_list_ends(went)} does not reach a rank")
     return "; ".join(parts)
 
 
-def list_ends(pairs: Sequence[Pair]) -> str:
+def _list_ends(pairs: Sequence[Pair]) -> str:
     """List the far ends of connections, with the user ID of processes on this machine."""
     named = []
     for pair in pairs[:MAX_DESCRIBED]:

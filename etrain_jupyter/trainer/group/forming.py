@@ -3,7 +3,7 @@
 ::
 
     builder thread   gloo connects | authentication | NCCL connects (if the ranks use it)
-    caller           counts strangers, admits ranks | waits until ready, timed out or aborted
+    caller           counts strangers               | waits until ready, timed out or aborted
 
 The caller returns as soon as the generation is aborted, even if the builder is stuck in torch.
 """
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from etrain_jupyter.trainer.group.admission import ADMIT_EVERY_S, Admission, make_held_device
 from etrain_jupyter.trainer.group.authentication import authenticate, give_up, raise_if_flooded
 from etrain_jupyter.trainer.group.backends import GLOO, NCCL, connect_gloo
 from etrain_jupyter.trainer.group.gloo_device import GlooDevice
@@ -52,7 +51,6 @@ class Forming:
         store: BroadcastStore,
         rank: int,
         world_size: int,
-        is_guarded: bool,
         secret: bytes,
         waiters: Waiters,
         connect_nccl: Callable[[], None] | None,
@@ -60,25 +58,11 @@ class Forming:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._is_guarded = is_guarded
         self._secret = secret
         self._waiters = waiters
         self._connect_nccl = connect_nccl
         self._building = _Building()
         self._ready = threading.Event()
-
-    def make_device(self, host: str) -> GlooDevice:
-        """Return a device that listens for the other ranks.
-
-        Raises:
-            CommunicationError: If strangers reach every listener of a guarded generation.
-        """
-        if not self._is_guarded:
-            return GlooDevice(host)
-        try:
-            return make_held_device(host)
-        except CommunicationError as exc:
-            raise self._waiters.fail(str(exc), backend=GLOO) from exc
 
     def connect(self, device: GlooDevice) -> Any:
         """Return the connected gloo backend.
@@ -108,20 +92,13 @@ class Forming:
         # terminates the process if ``accept`` fails because the descriptors are used up:
         #
         #     builder   gloo connects ───────────────── authenticate ─ sealed ─ NCCL connects
-        #     caller    count, admit, count, admit ...                 only wait
+        #     caller    count, count, count ...                        only wait
         deadline = time.monotonic() + FORM_TIMEOUT_S
-        every_s, admission = WATCH_EVERY_S, None
         try:
-            if self._is_guarded:
-                size = self._world_size
-                admission = Admission(device, self._store, rank=self._rank, world_size=size)
-                every_s = ADMIT_EVERY_S
-            while not (self._ready.wait(every_s) or self._building.is_authenticated):
+            while not (self._ready.wait(WATCH_EVERY_S) or self._building.is_authenticated):
                 if time.monotonic() > deadline:
                     break
                 raise_if_flooded(device)
-                if admission is not None:
-                    admission.admit()
         except CommunicationError as exc:
             raise self._waiters.fail(str(exc), backend=GLOO) from exc
         # Set by the builder, or by an abort.

@@ -8,20 +8,22 @@ number.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
+import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from etrain_jupyter.trainer.group.connections import Pair, pair_of
 from etrain_jupyter.trainer.group.rendezvous import CommunicationError
-from etrain_jupyter.trainer.group.socket_filters import drop_everything
 
 _DESCRIPTORS = "/proc/self/fd"
+_SO_ATTACH_FILTER = 26
 _ONESHOT = 1 << 30
 """``EPOLLONESHOT`` is set until gloo assigns a connection to a rank. Until then, gloo is waiting
 for the 8-byte number of a pair, or it has received a number that belongs to no pair. A test checks
@@ -31,13 +33,9 @@ this."""
 class Connection(NamedTuple):
     """A connection that a device has opened or accepted."""
 
-    fd: int
     pair: Pair
     is_claimed: bool
     """True if gloo uses the connection for a rank."""
-
-
-OnListening = Callable[[socket.socket], None]
 
 
 class GlooDevice:
@@ -45,23 +43,15 @@ class GlooDevice:
 
     _making = threading.Lock()
 
-    def __init__(self, host: str, *, on_listening: OnListening | None = None) -> None:
-        """Listen.
-
-        Args:
-            host: The address to listen on.
-            on_listening: Called with the listener as soon as possible. It is not called if the
-                listener's descriptor cannot be distinguished from those of other threads.
-        """
+    def __init__(self, host: str) -> None:
+        """Listen on this address."""
         # gloo does not expose its descriptors. They are found by comparing /proc/self/fd before and
         # after; the lock keeps two devices from being created at the same time.
         with self._making:
-            before, known = set(_links().values()), set(_descriptors())
+            before = set(_links().values())
             # Connections are not lazy, because all of them must exist before the ranks authenticate
             # each other.
             self.device = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
-            if on_listening is not None:
-                _call_with_listener(on_listening, set(_descriptors()) - known)
             self._epoll = _find_epoll(before)
 
     def connections(self) -> list[Connection]:
@@ -75,22 +65,12 @@ class GlooDevice:
             # OSError: the listener, gloo's own pipe and closed connections have no peer.
             with contextlib.suppress(OSError), _socket_of(fd) as connection:
                 is_claimed = not events & _ONESHOT
-                found.append(Connection(fd, pair_of(connection), is_claimed))
+                found.append(Connection(pair_of(connection), is_claimed))
         return found
 
     def num_unclaimed(self) -> int:
         """Return the number of connections that gloo has accepted but not assigned to a rank."""
         return sum(bool(events & _ONESHOT) for _, events in self._sockets())
-
-    @contextlib.contextmanager
-    def socket_at(self, fd: int, pair: Pair) -> Iterator[socket.socket]:
-        """Yield the socket of a connection. Raises ``OSError`` if the descriptor was reused."""
-        # gloo may have closed the connection since we listed it, and the descriptor may already
-        # have been reused.
-        with _socket_of(fd) as connection:
-            if pair_of(connection) != pair:
-                raise OSError(f"descriptor {fd} now belongs to another connection")
-            yield connection
 
     @contextlib.contextmanager
     def listener(self) -> Iterator[socket.socket]:
@@ -114,7 +94,7 @@ class GlooDevice:
         """
         # Do not close the listener, because gloo terminates the process if ``accept`` fails.
         with self.listener() as listener:
-            drop_everything(listener)
+            _drop_everything(listener)
 
     def shut_down(self) -> None:
         """Shut down the device's connections and seal its listener."""
@@ -130,7 +110,7 @@ class GlooDevice:
                 if _is_listening(connection):
                     # A thread stuck inside gloo keeps the listener open: seal it, so that it cannot
                     # be flooded with connections.
-                    drop_everything(connection)
+                    _drop_everything(connection)
                 else:
                     connection.shutdown(socket.SHUT_RD)
 
@@ -183,17 +163,11 @@ def _is_listening(connection: socket.socket) -> bool:
     return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _call_with_listener(act: OnListening, new: set[int]) -> None:
-    for fd in new:
-        with contextlib.suppress(OSError), _socket_of(fd) as connection:
-            if _is_listening(connection):
-                act(connection)
-
-
-def _descriptors() -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir(_DESCRIPTORS)]
-    return []
+def _drop_everything(listener: socket.socket) -> None:
+    # A classic BPF filter, which needs no privileges. It does not affect accepted connections.
+    code = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # ret #0
+    program = struct.pack("HP", 1, ctypes.addressof(code))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _links() -> dict[int, str]:

@@ -57,7 +57,6 @@ class RankGroup:
         host: Address at which other machines reach this one.
         backend: ``gloo``, or ``nccl`` for ranks with one GPU each: NCCL then carries the gradients
             on the GPU, and gloo all other data.
-        is_guarded: Keep strangers out, see ``admission``. The same on all ranks of a generation.
         secret: Secret of the generation, see ``authentication``; the same on all its ranks.
         progress: Progress page on which each collective is counted when it starts.
         connect_nccl: Replaces the function of this name in tests.
@@ -72,7 +71,6 @@ class RankGroup:
         store: BroadcastStore,
         host: str,
         backend: str = GLOO,
-        is_guarded: bool = False,
         secret: bytes = b"",
         progress: ProgressPage | None = None,
         connect_nccl: ConnectNccl = connect_nccl,
@@ -82,7 +80,6 @@ class RankGroup:
         self.world_size = world_size
         self._store = store
         self._host = host
-        self._is_guarded = is_guarded
         self._secret = secret
         self._progress = progress
         self._waiters = Waiters()
@@ -142,13 +139,12 @@ class RankGroup:
             store=self._store,
             rank=self.rank,
             world_size=self.world_size,
-            is_guarded=self._is_guarded,
             secret=self._secret,
             waiters=self._waiters,
             connect_nccl=self._connect_nccl,
         )
         # Set before connecting, so that an abort can shut the device down in the meantime.
-        self._device = forming.make_device(self._host)
+        self._device = GlooDevice(self._host)
         self._gloo = forming.connect(self._device)
         self.raise_if_failed()
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.admission import ADMISSION_GRACE_S, MAX_ADMISSION_WAIT_S
-from etrain_jupyter.rules.membership.forming import GUARDED_S, MAX_GUARDED_RANKS
 from tests.unit.rules.story import Story
 
 
@@ -570,32 +567,6 @@ def test_rank_that_failed_during_a_nan_step_logs_no_second_undone_step():
     story.send(s.TrainerReported(trainer=story.trainer("w2"), **failed))
     assert [e.step for e in story.found(events.LossNotFinite)] == [7]
     assert not story.found(events.StepUndone, ever=True)
-
-
-def test_generations_after_a_failed_one_are_guarded_for_a_while():
-    # Review S3. Guarding costs some ms, so it is not done without a reason.
-    story = Story().send(s.WorkersAssigned(workers=("w1", "w2"))).warm("w1", "w2")
-    story.report("w1", step=-1, why="failed").report("w2", step=-1, why="failed")
-    first, second = story.found(c.FormGeneration, ever=True)
-    assert (first.is_guarded, second.is_guarded) == (False, True)
-    story.formed().lose("w1").report("w2", step=3, why="failed")
-    assert story.found(c.FormGeneration, ever=True)[-1].is_guarded
-    story.warm("w1").wait(GUARDED_S).report("w2", step=9)
-    assert story.ranks() == ["w2", "w1"]
-    assert not story.found(c.FormGeneration)[0].is_guarded
-
-
-@pytest.mark.parametrize("num_ranks", [MAX_GUARDED_RANKS, MAX_GUARDED_RANKS + 1])
-def test_large_generations_are_not_guarded(num_ranks):
-    # With 64 ranks on two cores, the announcements took longer than the ranks' timeout.
-    workers = tuple(f"w{number}" for number in range(num_ranks))
-    story = Story(max_workers=num_ranks)
-    story.send(s.WorkersAssigned(workers=workers)).warm(*workers)
-    for worker in workers:
-        story.report(worker, step=-1, why="failed")
-    again = story.found(c.FormGeneration, ever=True)[-1]
-    assert len(again.trainers) == num_ranks
-    assert again.is_guarded == (num_ranks <= MAX_GUARDED_RANKS)
 
 
 # --- notices whose replacements run on other machines ---

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etrain_jupyter.trainer.group import admission, authentication
+from etrain_jupyter.trainer.group import authentication
 from etrain_jupyter.trainer.group.gloo_device import GlooDevice
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from tests.unit.trainer.group.strangers import Stranger, stranger, uid_of_stranger
@@ -221,69 +221,6 @@ def test_stranger_that_takes_a_place_and_ends_the_connection_breaks_the_group_at
         assert all(isinstance(error, CommunicationError) for error in errors)
         assert not any("in time" in str(error) for error in errors)
         assert attacker.num_received() == 0
-
-
-@pytest.mark.parametrize("then", ["hold", "fin", "rst"])
-@pytest.mark.parametrize("host", HOSTS)
-def test_guarded_group_forms_although_a_stranger_names_every_number_first(attacker, host, then):
-    with attacked(3, take_places(attacker, then=then), host=host, is_guarded=True) as ranks:
-        assert ranks.connect() == [None] * 3
-        assert ranks.sums() == [[6.0, 6.0]] * 3
-        assert attacker.num_received() == 0
-
-
-def test_guarded_group_refuses_a_relay_in_time(attacker, monkeypatch):
-    monkeypatch.setattr(admission, "TIMEOUT_S", 0.5)
-    relayed = Relayed(attacker)
-    with attacked(2, relayed, is_guarded=True) as ranks:
-        ranks.swapped = relayed.swapped
-        errors = ranks.connect()
-        assert any("an unknown process connects to this job's" in str(error) for error in errors)
-        assert attacker.num_received() <= len(NUMBERS[0])
-
-
-def test_guarded_rank_abandons_a_port_that_a_stranger_has_already_reached(attacker, monkeypatch):
-    made = []
-
-    class Reached(GlooDevice):
-        """The attacker knows the first two ports before they are held."""
-
-        def __init__(self, host: str, **_: Any) -> None:
-            super().__init__(host)
-            made.append(self)
-            if len(made) <= 2:
-                attacker.connect(end_of(self))
-                time.sleep(0.05)
-
-    monkeypatch.setattr(admission, "GlooDevice", Reached)
-    assert admission.make_held_device(HOST) is made[2]
-    monkeypatch.setattr(admission, "MAX_DEVICES", 2)
-    made.clear()
-    with pytest.raises(CommunicationError, match=r"it reached 2 new ports.*from 127\.0\.0\.1:"):
-        admission.make_held_device(HOST)
-
-
-def test_ports_that_a_flood_has_reached_do_not_use_up_the_descriptors(attacker, monkeypatch):
-    made = []
-
-    class Flooded(GlooDevice):
-        def __init__(self, host: str, **_: Any) -> None:
-            super().__init__(host)
-            made.append(self)
-            attacker.flood(end_of(self), 20)
-            time.sleep(0.05)
-
-    monkeypatch.setattr(admission, "GlooDevice", Flooded)
-    monkeypatch.setattr(admission, "MAX_UNCLAIMED", 30)
-    with pytest.raises(CommunicationError, match="it reached 2 new ports"):
-        admission.make_held_device(HOST)
-    assert len(made) == 2
-
-
-def test_stranger_that_connects_while_the_port_is_held_is_harmless(attacker):
-    device = GlooDevice(HOST, on_listening=admission._hold_back)
-    take_places(attacker)(0, device)
-    assert admission.hold(device)
 
 
 def test_connected_ranks_refuse_further_connections(attacker):
