@@ -781,6 +781,7 @@ class TrainConfig(Section):
     #   batch.split: auto  the shares depend on the speed of each machine
     #   compile            the order of sums depends on the machine
     #   compression        rounding does not commute with a sum whose order varies
+    #   sync_batchnorm     each shard has a pass of its own, in which BatchNorm sees only the shard
     #
     def _check_compression(self) -> None:
         path = ("compression",)
@@ -815,6 +816,14 @@ class TrainConfig(Section):
         if not self.sync_batchnorm:
             return
         path = ("sync_batchnorm",)
+        if self.reproducible is not None:
+            raise fault(
+                "sync_batchnorm cannot be used with reproducible, which normalizes over each shard "
+                "of a step by itself",
+                hint="write sync_batchnorm: false, or reproducible: false",
+                path=path,
+                at_key=True,
+            )
         if self.batch.micro_batch_size == "auto":
             raise fault(
                 "sync_batchnorm cannot be used with batch.micro: auto: all workers need the same "

@@ -46,32 +46,14 @@ class BatchSeeds(NamedTuple):
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the generators within the context, and restore their state afterwards."""
-    restore = save_generators()
+    state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     _seed_generators(seed)
     try:
         yield
     finally:
-        restore()
-
-
-def save_generators(device: torch.device | None = None) -> Callable[[], None]:
-    """Return a function that restores the current RNG state of torch, numpy and random.
-
-    Args:
-        device: An accelerator whose RNG state is saved, too.
-    """
-    state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    module = None if device is None else torch.get_device_module(device)
-    own = None if module is None else module.get_rng_state()
-
-    def restore() -> None:
         torch.set_rng_state(state[0])
         np.random.set_state(state[1])
         random.setstate(state[2])
-        if module is not None:
-            module.set_rng_state(own)
-
-    return restore
 
 
 @functools.cache

@@ -10,9 +10,6 @@ is one batch, so the result equals ``torch.nn.BatchNorm`` over the concatenated 
 Both exchanges block. All ranks therefore need the same layers in the same order, and the same
 number of passes; a rank without samples for a pass borrows some, which do not count.
 
-With ``reproducible``, the shards of a rank run in lockstep, and each sends a row of its own. All
-rows are added up in the order of the shards, so the sum has the same bits on any number of ranks.
-
 Shape: ``C`` channels.
 """
 
@@ -20,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
 import torch
@@ -28,7 +25,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from etrain_jupyter.trainer.gradients.lockstep import Lockstep
 from etrain_jupyter.trainer.group.peers import Peers
 from etrain_jupyter.trainer.references import WorkloadError
 
@@ -82,11 +78,7 @@ class SyncedNorms:
         self.counts = True
         """False while a pass uses borrowed samples: they get the same statistics, but add nothing
         to them."""
-        self.num_rows: Sequence[int] = ()
-        """Number of rows of each rank in the current pass: 1, or with ``reproducible`` the number
-        of its shards that have samples."""
         self._peers: StartingPeers | None = None
-        self._lockstep: Lockstep | None = None
         self._watch: Watch = NO_WATCH
         layers = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
         if not layers:
@@ -94,9 +86,9 @@ class SyncedNorms:
                 f"sync_batchnorm: true, but the model, a {type(model).__name__}, has no BatchNorm "
                 "layer. Remove the line."
             )
-        self._model, self._layers = model, layers
-        self._width = 0
-        """Maximum length of a row; a lazy layer knows its channels only after the warm-up."""
+        self._layers = layers
+        self._size = 0
+        """Maximum size of a message; a lazy layer knows its channels only after the warm-up."""
         for number, (name, layer) in enumerate(layers.items()):
             if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
                 raise WorkloadError(
@@ -116,51 +108,24 @@ class SyncedNorms:
         """Return True if ``layer`` must use the statistics of all ranks."""
         return self._peers is not None and layer.training
 
-    @property
-    def updates_statistics(self) -> bool:
-        """True if the pass must update the running statistics: with shards, the first one."""
-        return self._lockstep is None or self._lockstep.is_first
-
-    def check_shards(self, moving: Iterable[torch.Tensor]) -> None:
-        """Check that several shards can be in progress at the same time.
-
-        Args:
-            moving: The buffers that a forward pass changes.
-
-        Raises:
-            WorkloadError: If one of them belongs to no BatchNorm layer.
-        """
-        own = {id(buffer) for layer in self._layers.values() for buffer in layer.buffers()}
-        others = {id(buffer) for buffer in moving} - own
-        name = next((n for n, buffer in self._model.named_buffers() if id(buffer) in others), None)
-        if name is not None:
-            raise WorkloadError(
-                f"sync_batchnorm with reproducible: the forward pass changes the buffer {name!r}, "
-                "which belongs to no BatchNorm layer, so its value would depend on the number of "
-                "workers. Write sync_batchnorm: false, or reproducible: false."
-            )
-
     @contextlib.contextmanager
-    def over(
-        self, peers: StartingPeers, watch: Watch = NO_WATCH, lockstep: Lockstep | None = None
-    ) -> Iterator[None]:
+    def over(self, peers: StartingPeers, watch: Watch = NO_WATCH) -> Iterator[None]:
         """Synchronize the layers over these ranks within the context.
 
         Args:
             peers: The ranks.
             watch: Measures the time in the exchanges.
-            lockstep: Runs this rank's shards, with ``reproducible``.
         """
         self._watch = watch
-        if peers.world_size > 1 or lockstep is not None:
+        if peers.world_size > 1:
             self._peers = peers
-        self._lockstep, self.counts = lockstep, True
-        self.num_rows = (1,) * peers.world_size
-        self._width = 1 + 2 * max(layer.num_features for layer in self._layers.values())
+        self.counts = True
+        # A label, a count, and two values per channel.
+        self._size = 2 + 2 * max(layer.num_features for layer in self._layers.values())
         try:
             yield
         finally:
-            self._peers, self._lockstep, self.counts = None, None, True
+            self._peers, self.counts = None, True
 
     def sum(self, number: int, values: torch.Tensor, *, is_backward: bool) -> torch.Tensor:
         """Return the sum of a float64 vector over the ranks, on the device of ``values``.
@@ -174,60 +139,37 @@ class SyncedNorms:
             CommunicationError: A peer is lost.
             WorkloadError: Another rank is in another layer.
         """
-        label = float(2 * number + is_backward)
-        row = torch.cat([torch.tensor([label], dtype=torch.float64), values.cpu()])
-        total = (
-            self._add_up([row])
-            if self._lockstep is None
-            else self._lockstep.meet(row, self._add_up)
-        )
-        return total.to(values.device)
-
-    def _add_up(self, rows: list[torch.Tensor]) -> torch.Tensor:
         # Messages between pairs instead of a collective: collectives must start in the same order
-        # on all ranks, and DDP starts its own in the backward pass. Every rank adds up all rows in
-        # the order of the ranks and shards, so all ranks have the same bits.
+        # on all ranks, and DDP starts its own in the backward pass. Every rank adds up all values
+        # in the order of the ranks, so all ranks have the same bits.
         peers = self._peers
         assert peers is not None
-        self._check_labels([peers.rank] * len(rows), [row[0] for row in rows], rows[0][0])
-        size = rows[0].numel() - 1
-        label, own = rows[0][0], torch.cat([rows[0], *(row[1:] for row in rows[1:])])
+        label = float(2 * number + is_backward)
+        own = torch.cat([torch.tensor([label], dtype=torch.float64), values.cpu()])
+        others = [rank for rank in range(peers.world_size) if rank != peers.rank]
         # A rank in another layer sends another number of values, which must be received, too.
-        others = [r for r, n in enumerate(self.num_rows) if n and r != peers.rank]
-        found = {
-            r: torch.zeros(1 + self.num_rows[r] * self._width, dtype=torch.float64) for r in others
-        }
-        if others:
+        found = {rank: torch.zeros(self._size, dtype=torch.float64) for rank in others}
 
-            def exchange() -> None:
-                works = [peers.irecv(found[rank], rank, TAG) for rank in others]
-                works += [peers.isend(own, rank, TAG) for rank in others]
-                for work in works:
-                    work.wait()
+        def exchange() -> None:
+            works = [peers.irecv(found[rank], rank, TAG) for rank in others]
+            works += [peers.isend(own, rank, TAG) for rank in others]
+            for work in works:
+                work.wait()
 
-            with self._watch.exchanging():
-                peers.start(exchange).wait()
-        self._check_labels(others, [found[rank][0] for rank in others], label)
+        with self._watch.exchanging():
+            peers.start(exchange).wait()
         found[peers.rank] = own
-        total = torch.zeros(size, dtype=torch.float64)
-        for rank, values in sorted(found.items()):
-            for row in values[1 : 1 + self.num_rows[rank] * size].view(-1, size):
-                total += row
-        return total
-
-    def _check_labels(
-        self, ranks: Sequence[int], labels: Sequence[torch.Tensor], wanted: torch.Tensor
-    ) -> None:
-        assert self._peers is not None
-        for rank, label in zip(ranks, labels, strict=True):
-            if label != wanted:
+        total = torch.zeros(values.numel(), dtype=torch.float64)
+        for rank, message in sorted(found.items()):
+            if message[0] != label:
                 raise WorkloadError(
-                    f"sync_batchnorm: rank {self._peers.rank} computes "
-                    f"{self._describe(float(wanted))} while rank {rank} computes "
-                    f"{self._describe(float(label))}. All workers must compute the "
-                    "same BatchNorm layers in the same order. Change the model, or write "
-                    "sync_batchnorm: false."
+                    f"sync_batchnorm: rank {peers.rank} computes {self._describe(label)} while "
+                    f"rank {rank} computes {self._describe(float(message[0]))}. All workers must "
+                    "compute the same BatchNorm layers in the same order. Change the model, or "
+                    "write sync_batchnorm: false."
                 )
+            total += message[1 : 1 + values.numel()]
+        return total.to(values.device)
 
     def _describe(self, label: float) -> str:
         number, is_backward = divmod(int(label), 2)
@@ -245,8 +187,6 @@ def _forward(norms: SyncedNorms, number: int, layer: _BatchNorm, x: torch.Tensor
     y, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
         x, layer.weight, layer.bias, layer.running_mean, layer.eps, norms, number
     )
-    if not norms.updates_statistics:
-        return y  # type: ignore[no-any-return]
     factor = 0.0 if layer.momentum is None else layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)

@@ -183,32 +183,6 @@ def plan_passes(subtrees: Sequence[Subtree], *, adds_in_place: bool) -> tuple[Sh
     return tuple(passes)
 
 
-def plan_joint_passes(subtrees: Sequence[Subtree]) -> tuple[ShardPass, ...]:
-    """Return a rank's passes if all of them are in progress at the same time.
-
-    Each has a slot of its own. All merges come after the last one, and leave the sum of subtree
-    ``k`` in slot ``k``.
-
-    >>> for p in plan_joint_passes([Subtree(1, 2), Subtree(2, 4)]):
-    ...     print(p.shard, p.slot, p.merges)
-    1 0 ()
-    2 1 ()
-    3 2 ((1, 2),)
-    """
-    slots = {tree.first: number for number, tree in enumerate(subtrees)}
-    shards = [shard for tree in subtrees for shard in range(tree.first, tree.stop)]
-    for shard in shards:
-        slots.setdefault(shard, len(slots))
-    merges = tuple(
-        (slots[tree.first + left], slots[tree.first + right])
-        for tree in subtrees
-        for left, right in shard_merges(tree)
-    )
-    passes = [ShardPass(shard, slots[shard], True, ()) for shard in shards]
-    passes[-1] = passes[-1]._replace(merges=merges)
-    return tuple(passes)
-
-
 def num_slots(passes: Sequence[ShardPass]) -> int:
     """Return the number of sums to keep at once."""
     return 1 + max(p.slot for p in passes)

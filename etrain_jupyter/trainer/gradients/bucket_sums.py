@@ -39,7 +39,7 @@ class BucketSums:
         self._places: dict[torch.Tensor, tuple[int, int]] = {
             p: (i, j) for i, bucket in enumerate(buckets) for j, p in enumerate(bucket.parameters)
         }
-        self.slot = 0
+        self._slot = 0
         """Slot of the sum that gradients are added to."""
         self._touched: set[torch.Tensor] = set()
         self._missing: list[set[torch.Tensor]] = []
@@ -86,7 +86,7 @@ class BucketSums:
 
     def collect(self, p: ShardPass) -> None:
         """Direct the gradients of a shard's backward passes into its sum."""
-        self.slot = p.slot
+        self._slot = p.slot
         for bucket in self._buckets:
             bucket.begin(p.slot, is_fresh=p.is_fresh)
 
@@ -98,7 +98,7 @@ class BucketSums:
         """
         self._touched.add(parameter)
         index, place = self._places[parameter]
-        self._buckets[index].take(self.slot, place)
+        self._buckets[index].take(self._slot, place)
         if not self.is_open:
             return
         # The bucket is already being sent. With reentrant checkpointing, backward passes run within

@@ -74,7 +74,7 @@ class ShardedGradients:
         # With one micro-batch per shard, autograd may add to the previous shard's sum. With
         # several, (a + b1) + b2 would not be bit-identical to a + (b1 + b2).
         is_one_pass = num_passes == 1 and (micro_batch_size or largest) >= largest
-        self._passes = self._plan_passes(is_one_pass=is_one_pass)
+        self._passes = shard_plan.plan_passes(self._subtrees, adds_in_place=is_one_pass)
         trainable = [p for p in model.parameters() if p.requires_grad]
         # The buffers are allocated for each generation, because an aborted exchange may still write
         # into the old ones.
@@ -88,9 +88,6 @@ class ShardedGradients:
         self._moves = torch.zeros(len(self._passes), moving.num_values, dtype=torch.float64)
         self._move_sum = self._make_move_sum()
         self._moves_pending: Pending | None = None
-
-    def _plan_passes(self, *, is_one_pass: bool) -> tuple[ShardPass, ...]:
-        return shard_plan.plan_passes(self._subtrees, adds_in_place=is_one_pass)
 
     def _make_move_sum(self) -> TreeSum | None:
         if self._group.world_size == 1 or not self._moving.num_values:
@@ -152,9 +149,6 @@ class ShardedGradients:
             if not is_last:  # the last shard merges each bucket as soon as it is ready
                 for bucket in self._buckets:
                     bucket.merge(p.merges)
-        self._finish(step)
-
-    def _finish(self, step: Step) -> None:
         # From here on, time is spent waiting for sums.
         if self._group.world_size > 1:
             self._watch.bucket_is_ready()

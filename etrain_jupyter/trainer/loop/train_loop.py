@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ from etrain_jupyter.trainer.gradients.sharded import ShardedGradients
 from etrain_jupyter.trainer.gradients.step import Gradients, Step
 from etrain_jupyter.trainer.gradients.step_header import StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
-from etrain_jupyter.trainer.gradients.synced_shards import SyncedShardGradients
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.evaluations import Evaluations
 from etrain_jupyter.trainer.loop.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
@@ -183,9 +181,6 @@ class TrainLoop:
             beat=self.places.beat,
             is_first=is_first,
         ).run()
-        norms = self.workload.norms
-        if norms is not None and self.state.config.reproducible is not None:
-            norms.check_shards(self._effects.moving)
         if self.workload.average is not None:
             self.workload.average.follow_buffers(self._effects.moving)
         self._fingerprint = WeightFingerprint(self.workload.model, self._averages().values())
@@ -206,11 +201,7 @@ class TrainLoop:
         self.micro.free_failed_pass()
         config, num_shards = self.state.config, self.state.config.num_shards()
         if num_shards is not None:  # ``reproducible``
-            norms = self.workload.norms
-            kind: Callable[..., Gradients] = ShardedGradients
-            if norms is not None:
-                kind = partial(SyncedShardGradients, norms=norms)
-            return kind(
+            return ShardedGradients(
                 group,
                 self.workload.module,
                 moving=self._effects.moving,

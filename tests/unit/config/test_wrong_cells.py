@@ -433,6 +433,14 @@ etrain: line 5, column 14: ema.decay must be below 1, not 2
     5 | ema: {decay: 2, warmup: false}
       |              ^""",
     ),
+    "sync_batchnorm with shards": (
+        GOOD + "reproducible: true\nsync_batchnorm: true\n",
+        """\
+etrain: line 6, column 1: sync_batchnorm cannot be used with reproducible, which normalizes over each shard of a step by itself
+    6 | sync_batchnorm: true
+      | ^^^^^^^^^^^^^^
+  write sync_batchnorm: false, or reproducible: false""",
+    ),
     "sync_batchnorm with automatic passes": (
         GOOD + "batch: {micro: auto}\nsync_batchnorm: true\n",
         """\

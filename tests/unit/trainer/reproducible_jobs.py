@@ -95,47 +95,6 @@ def noisy() -> dict[str, Any]:
     return _names(**{"data.train": Noisy(), "data.eval": Noisy()})
 
 
-class Calm(Net):
-    """Without random numbers, and with the same layers for every sample."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        front = self.front[:-1](x)
-        return self.head(front)
-
-
-def calm() -> dict[str, Any]:
-    return _names(model=Calm)
-
-
-class Broken(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.front(x)
-        if self.training and (x == make_data()[0][NUM_SAMPLES // 2]).all(dim=1).any():
-            raise ValueError("this sample is broken")
-        return self.head(hidden)
-
-
-def broken() -> dict[str, Any]:
-    return _names(model=Broken)
-
-
-class Counting(Net):
-    """A buffer of its own, which every forward pass changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.calls += 1
-        return super().forward(x)
-
-
-def counting() -> dict[str, Any]:
-    return _names(model=Counting)
-
-
 class Matrices(nn.Module):
     """Only two-dimensional parameters, which some optimizers require."""
 

@@ -22,9 +22,6 @@ from tests.unit.trainer.reproducible_jobs import (
     SHARDS,
     STEPS,
     Net,
-    broken,
-    calm,
-    counting,
     deep,
     keys,
     make_data,
@@ -108,46 +105,6 @@ def test_every_kind_of_job_gives_the_same_weights_on_any_number_of_ranks(ranks, 
     [expected] = train(ranks, ALONE, names, **more)
     for name in ("2 ranks", "3 ranks", "losses"):
         assert_same(train(ranks, HISTORIES[name], names, **more), expected)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param({}, id="one pass"),
-        pytest.param({"batch": {"global": BATCH, "micro": 2}}, id="micro batches"),
-        pytest.param({"reproducible": {"shards": 7}}, id="shards that are no power of two"),
-        pytest.param({"reproducible": {"shards": 16}}, id="one sample a shard"),
-        pytest.param({"precision": "bf16", "clip_grad_norm": 0.5}, id="bf16"),
-        pytest.param({"ema": 0.9}, id="averages"),
-    ],
-)
-def test_synchronized_batchnorm_has_the_same_bits_on_any_number_of_ranks(ranks, more):
-    more = {"sync_batchnorm": True, **more}
-    [expected] = train(ranks, ALONE, **more)
-    for name in ("2 ranks", "3 ranks", "losses"):
-        assert_same(train(ranks, HISTORIES[name], **more), expected)
-
-
-def test_synchronized_batchnorm_normalizes_over_the_whole_batch(ranks):
-    # Adam would scale up the gradient of the bias before BatchNorm, which consists of rounding.
-    config = {"optimizer": {"name": "SGD", "lr": 0.1}}
-    synced = train(ranks, HISTORIES["2 ranks"], calm, sync_batchnorm=True, **config)[0]
-    [whole] = train(ranks, ALONE, calm, reproducible=False, **config)
-    [apart] = train(ranks, ALONE, calm, **config)
-
-    torch.testing.assert_close(synced.model, whole.model, rtol=1e-4, atol=1e-6)
-    variance = "front.1.running_var"
-    assert not torch.allclose(apart.model[variance], whole.model[variance], rtol=1e-3)
-
-
-def test_error_in_one_shard_is_raised_and_the_others_end(ranks):
-    with pytest.raises(AssertionError, match="this sample is broken"):
-        train(ranks, HISTORIES["2 ranks"], broken, sync_batchnorm=True)
-
-
-def test_buffer_that_is_no_statistic_of_batchnorm_is_refused(ranks):
-    with pytest.raises(AssertionError, match=r"changes the buffer 'calls'.*sync_batchnorm: false"):
-        train(ranks, ALONE, counting, sync_batchnorm=True)
 
 
 def test_seed_and_number_of_shards_do_change_the_weights(ranks):

@@ -228,9 +228,10 @@ def test_different_layers_are_an_error_on_both_ranks():
         assert "'second'" in message
 
 
-def test_layers_outside_training_use_their_own_samples():
-    norm = nn.BatchNorm1d(CHANNELS)
-    expected, x = copy.deepcopy(norm), torch.randn(4, CHANNELS)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_layers_outside_training_use_their_own_samples(kind):
+    norm, expected = kind(CHANNELS), nn.BatchNorm1d(CHANNELS)
+    x = torch.randn(4, CHANNELS)
     norms = SyncedNorms(norm)
 
     assert torch.equal(norm(x), expected(x))
