@@ -139,7 +139,8 @@ class Host:
             tell(e.StepCompleted, **step_values(step))
             value = self.curve(order.config["seed"], epoch)
             tell(e.EvalCompleted, **eval_values(step, value))
-            while self.driver is not None and self.driver._news:
+            # A study that ends takes no more news, but waits until this job has ended.
+            while self.driver and self.driver._news and order.job_id not in self.stopped:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.03)
             if order.job_id in self.stopped:
