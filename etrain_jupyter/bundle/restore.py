@@ -224,7 +224,9 @@ class _Content:
         self._path = bundle if isinstance(bundle, Path) else None
         self._data = b"" if isinstance(bundle, Path) else bundle
         if self._path is not None:
-            self._file = open_regular(self._path)
+            # A descriptor that this process has inherited is a link in /dev/fd.
+            is_descriptor = self._path.parent == Path("/dev/fd")
+            self._file = open_regular(self._path, follow=is_descriptor)
 
     def __del__(self) -> None:
         if self._file is not None:
