@@ -25,7 +25,7 @@ from etrain_jupyter.process.survivors import AdoptedProcess, Survivor
 
 logger = logging.getLogger(__name__)
 
-HEALTHY_S = 3.0
+HEALTHY_S = 10.0
 """A worker that ran for at least this many seconds has started successfully, which resets the
 back-off."""
 FIRST_BACK_OFF_S = 0.5
@@ -262,7 +262,7 @@ class LocalNodes:
         #     a worker died after    the next one starts
         #     0.4 s                  immediately: one early death may be a fluke
         #     0.4 s again            after 0.5 s; then 1, 2, 4 ... 30 s
-        #     5.0 s                  immediately: workers can start, so the count is reset
+        #     12 s                   immediately: workers can start, so the count is reset
         del self._processes[process.name]
         self._on_end(process.name)
         self._cancel(f"kill {process.name}")
