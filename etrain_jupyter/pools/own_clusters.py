@@ -142,7 +142,7 @@ def _noted(cluster_id: str) -> SchedulerAddress | None:
 
 
 def _is_own(folder: Path) -> bool:
-    # Whoever can write to the parent could replace the folder between this check and a read.
+    # Users who can write to the parent could replace the folder between this check and a read.
     return is_private_folder(folder.parent) and is_private_folder(folder)
 
 

@@ -263,6 +263,7 @@ async def test_ranks_lost_during_a_joint_write_leave_the_previous_checkpoint(
 
 
 @pytest.mark.slow
+@long
 async def test_twenty_random_kills_cost_no_step_from_a_checkpoint(
     zygote: Any, folder: Path, limits: None, make: MakeRig
 ) -> None:

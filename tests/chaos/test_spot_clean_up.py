@@ -218,6 +218,7 @@ def kill_all(spot: Spot) -> None:
 
 
 @pytest.mark.parametrize("stage", stages("fleet acknowledged"))
+@long
 def test_next_up_adopts_the_machines_of_a_head_and_kernel_killed_during_launch(
     spot: Spot, stage: str
 ) -> None:

@@ -70,6 +70,7 @@ def lose_a_machine(spot: Spot, job: TrainingJob) -> None:
     }
 
 
+@long
 def test_machine_lost_without_notice_undoes_at_most_one_step(spot: Spot) -> None:
     spot.configure()
     lose_a_machine(spot, spot.train())

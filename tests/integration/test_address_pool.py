@@ -153,6 +153,7 @@ def test_job_lost_by_a_restarted_scheduler_is_resumed_there(
     assert job.audit().ok
 
 
+@long
 def test_no_process_or_task_of_ours_runs_before_and_after_a_job(
     cluster: DaskCluster, runs: Path
 ) -> None:

@@ -166,6 +166,7 @@ asyncio.run(main())
 """Stand-in for ``aws ssm start-session`` with port forwarding."""
 
 
+@long
 def test_client_outside_the_network_reaches_the_head_through_an_ssm_tunnel(
     cloud: FakeAws, make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

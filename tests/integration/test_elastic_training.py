@@ -210,6 +210,7 @@ def test_weights_loaded_in_the_notebook_are_the_evaluated_ones(submit):
     assert len(digests) == 1
 
 
+@long
 def test_two_jobs_share_the_pool(submit):
     first = submit(**body(workers={"min": 1, "max": 2}, epochs=200))
     second = submit(**body(workers={"min": 1, "max": 2}, epochs=10))

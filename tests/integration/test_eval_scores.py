@@ -366,6 +366,7 @@ def no_predict(model: nn.Module, batch: Any) -> Any:
         ({"predict": no_predict}, "eval.predict returned a int", ""),
     ],
 )
+@long
 def test_error_in_predict_or_score_fails_the_job_with_a_clear_message(submit, keys, message, line):
     job = submit(**body(eval={**body()["eval"], **keys}, workers={"min": 2, "max": 2}))
     until(lambda: job.status in TERMINAL_STATUSES, "the end")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.capabilities import long
 from tests.integration.conftest import processes_of
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,7 @@ def can_mount() -> bool:
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not can_mount(), reason="no file system can be mounted in a name space here")
+@long
 def test_job_survives_a_temporarily_full_disk_without_losing_a_worker(
     tmp_path: Path,
 ) -> None:

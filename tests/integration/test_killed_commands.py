@@ -17,7 +17,7 @@ from benchmarks.account import STAGES, UPLOAD, Stage, killed_and_run_again
 from benchmarks.empty_account import User, user_of
 from etrain_jupyter.storage.objects import bucket_owners
 from etrain_jupyter.testing.fakeaws import FakeAws
-from tests.capabilities import LONG
+from tests.capabilities import LONG, long
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(400)]
 
@@ -44,6 +44,7 @@ def stages(command: str, *always: str) -> list[object]:
 
 
 @pytest.mark.parametrize("stage", stages("check", "booting"))
+@long
 def test_killed_check_is_run_again_and_leaves_nothing(user: User, stage: Stage) -> None:
     found = killed_and_run_again(user, "check", stage)
 
@@ -54,6 +55,7 @@ def test_killed_check_is_run_again_and_leaves_nothing(user: User, stage: Stage) 
 
 
 @pytest.mark.parametrize("stage", stages("cell", "booting"))
+@long
 def test_cell_of_a_killed_kernel_is_run_again_on_the_same_cluster(user: User, stage: Stage) -> None:
     found = killed_and_run_again(user, "cell", stage, finishes=False)
 

@@ -28,6 +28,7 @@ from etrain_jupyter.pools import SchedulerAddress
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.invariants import assert_invariants
 from etrain_jupyter.testing.s3_server import S3Server
+from tests.capabilities import long
 from tests.integration.conftest import until
 from tests.integration.node_machine import CLUSTER, ROOT, Machine
 
@@ -108,6 +109,7 @@ def submit(address: SchedulerAddress, store: RunStore) -> TrainingJob:
     return submit_job(plan.config, plan.bundle, address=address, store=store)
 
 
+@long
 def test_noticed_machine_is_replaced_without_losing_a_step(
     cluster: tuple[SchedulerAddress, Callable[[str], Machine]], tmp_path: Path
 ) -> None:

@@ -229,6 +229,7 @@ def test_kernel_environment_travels_and_its_phases_are_in_the_log(
     assert denied == []
 
 
+@long
 def test_check_finds_an_image_without_a_driver_and_terminates_the_node(
     cloud: FakeAws, account: Account, become: Become, run: Run, tmp_path: Path
 ) -> None:
@@ -241,6 +242,7 @@ def test_check_finds_an_image_without_a_driver_and_terminates_the_node(
     assert cloud.instances("pending", "running") == []
 
 
+@long
 def test_check_without_capacity_says_why_nothing_was_trained(
     cloud: FakeAws,
     account: Account,

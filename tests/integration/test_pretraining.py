@@ -17,6 +17,7 @@ from etrain_jupyter.data import Shards, batch_key
 from etrain_jupyter.log.events import WorkerLost
 from etrain_jupyter.recipes import language_modeling as lm
 from etrain_jupyter.testing.invariants import assert_invariants
+from tests.capabilities import long
 from tests.integration.conftest import PATIENCE_S, until
 from tests.unit.recipes.vocabularies import bert_tokenizer
 
@@ -107,6 +108,7 @@ def masks() -> dict[tuple[int, int], str]:
     return found
 
 
+@long
 def test_masks_are_the_same_for_one_worker_and_for_two_of_which_one_is_killed(
     submit: Any, corpus: Shards, tmp_path: Path
 ) -> None:

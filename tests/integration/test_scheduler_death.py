@@ -158,6 +158,7 @@ def test_trainers_keep_training_while_the_scheduler_is_dead(
     assert digest == undisturbed
 
 
+@long
 def test_divided_optimizer_state_survives_the_scheduler(submit: Submit, undisturbed: str) -> None:
     SLOW.touch()
     job = run(submit, shard="optimizer", checkpoint={"every": "1000 steps"})
