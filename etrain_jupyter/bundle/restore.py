@@ -31,7 +31,7 @@ READABLE_VERSIONS = (1, 2)
 HEADER = struct.Struct("!I")
 """Length of the JSON header, which follows."""
 
-Readable = bytes | bytearray | memoryview | Path
+Readable = bytes | bytearray | memoryview | Path | io.BufferedReader
 """A bundle, as its bytes or its file."""
 
 
@@ -172,7 +172,7 @@ def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
     and processes on one machine share the pages that they do not modify.
 
     Args:
-        bundle: The bytes, or the file, which stays open.
+        bundle: The bytes, or the file, or an open file. The file stays open.
         digest: Expected SHA-256; empty to skip the check.
 
     Raises:
@@ -222,11 +222,12 @@ class _Content:
     def __init__(self, bundle: Readable) -> None:
         self._file: BinaryIO | None = None
         self._path = bundle if isinstance(bundle, Path) else None
-        self._data = b"" if isinstance(bundle, Path) else bundle
-        if self._path is not None:
-            # A descriptor that this process has inherited is a link in /dev/fd.
-            is_descriptor = self._path.parent == Path("/dev/fd")
-            self._file = open_regular(self._path, follow=is_descriptor)
+        self._data: bytes | bytearray | memoryview = b""
+        content = open_regular(bundle) if isinstance(bundle, Path) else bundle
+        if isinstance(content, io.BufferedReader):
+            self._file = content
+        else:
+            self._data = content
 
     def __del__(self) -> None:
         if self._file is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -39,7 +38,7 @@ def run(bundle_fd: int, records_fd: int, num_bytes: int) -> dict[str, Any]:
     """Return ``{"scores", "exhibits"}``, or ``{"error", "traceback"}``, for msgpack."""
     bundle: OpenBundle | None = None
     try:
-        bundle = open_bundle(Path(f"/dev/fd/{bundle_fd}"))
+        bundle = open_bundle(os.fdopen(bundle_fd, "rb"))
         bundle.install_sources()
         score = bundle.evaluate("eval.score")
         with os.fdopen(records_fd, "rb") as file:
