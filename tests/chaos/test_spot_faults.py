@@ -191,7 +191,7 @@ def make_pool(cloud: FakeAws, folder: Path) -> dict[str, Any]:
         "capacity": {"types": ["g6.xlarge"], "zones": ["us-east-1a"]},
         "image": {"ami": account.image, "python": sys.executable},
         "environment": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        "lifetime": {"lease_ttl": "30 s", "boot": "120 min", "idle": "300 s", "linger": "5 s"},
+        "lifetime": {"lease_ttl": "120 s", "boot": "120 min", "idle": "300 s", "linger": "5 s"},
         "interruption": {"imds_poll": "1 s", "drain": "5 s"},
     }
     (folder / "pools.yaml").write_text(json.dumps({"spot": {"kind": "aws-spot", **keys}}))
