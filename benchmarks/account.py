@@ -28,8 +28,8 @@ from benchmarks.empty_account import (
     user_of,
     without_packages,
 )
-from etrain_jupyter.testing.fakeaws.cloud import Account, FakeAws
-from etrain_jupyter.testing.fakeaws.faults import ApiFault
+from etrain_jupyter.plugins.ec2.simulator.cloud import Account, FakeAws
+from etrain_jupyter.plugins.ec2.simulator.faults import ApiFault
 
 REACH_S = 300.0
 """Time for a killed command to reach a stage, in seconds."""

@@ -34,10 +34,10 @@ from benchmarks.empty_account import (
     without_packages,
 )
 from etrain_jupyter import cli
-from etrain_jupyter.notebook.commands import pool_accounts
-from etrain_jupyter.pools.ec2.environment.packages import read_packages, without
+from etrain_jupyter.plugins.ec2 import account_commands
+from etrain_jupyter.plugins.ec2.environment.packages import read_packages, without
+from etrain_jupyter.plugins.ec2.simulator.cloud import FakeAws
 from etrain_jupyter.pools.registry import get_pool
-from etrain_jupyter.testing.fakeaws.cloud import FakeAws
 
 CASES = ("cold", "cached", "snapshot")
 
@@ -78,7 +78,7 @@ def one_round(exclude: tuple[str, ...]) -> dict[str, Any]:
                 num_images = 1
             # The disk of the previous node is deleted meanwhile, which delays this one.
             await_deleted_disks(cloud, num_kept=num_images)
-            text = steps.run(f"check, {case}", lambda: pool_accounts.check(surface, "spot"))
+            text = steps.run(f"check, {case}", lambda: account_commands.check(surface, "spot"))
             print(f"{case}:\n{text}", flush=True)
             found[case] = phases_of(text)
         steps.run("quickstart cell", lambda: _train(surface))

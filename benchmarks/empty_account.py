@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import boto3
 
+from etrain_jupyter.plugins.ec2.simulator.cloud import Account, FakeAws
 from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.process.processes import kill_processes_of
-from etrain_jupyter.testing.fakeaws.cloud import Account, FakeAws
 
 if TYPE_CHECKING:
     from tests.integration.notebook import Notebook

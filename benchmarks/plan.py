@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from benchmarks import ours, report
-from etrain_jupyter.insight.planning.measured import MeasuredJob, read_measured
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.plugins.planner.planning.measured import MeasuredJob, read_measured
 from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.policy.step_time import Placement, StepPoint, fit_step_times
 

@@ -2,7 +2,7 @@
 
 Each case is a job of 8 hours (4 on the recordings of one hour) on all its workers, with a deadline
 that leaves a fifth of the time as slack. All policies start at the same random times. Spot machines
-cost 30 % of the on-demand price. ``etrain_jupyter.insight.simulation`` describes the simulation.
+cost 30 % of the on-demand price. ``plugins.planner.simulation`` describes the simulation.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from etrain_jupyter.insight.simulation.job import SimulatedJob, usual_deadline_s
-from etrain_jupyter.insight.simulation.policies import POLICIES, simulate
-from etrain_jupyter.insight.simulation.trace_files import Gaps, read_trace
+from etrain_jupyter.plugins.planner.simulation.job import SimulatedJob, usual_deadline_s
+from etrain_jupyter.plugins.planner.simulation.policies import POLICIES, simulate
+from etrain_jupyter.plugins.planner.simulation.trace_files import Gaps, read_trace
 
 HOUR_S = 3600.0
 TRACES = Path(__file__).parents[2] / "shared" / "data" / "traces"

@@ -33,6 +33,7 @@ from etrain_jupyter.log.events import (
     LogLine,
     StepCompleted,
 )
+from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.testing.s3_server import S3Server
 
 SAVED_BY = 3
@@ -107,7 +108,7 @@ def measure_place(place: str, sizes: list[int]) -> dict[str, Any]:
     return found
 
 
-def plan_of(world_size: int, num_steps: int, to: str | None) -> launch.Plan:
+def plan_of(world_size: int, num_steps: int, to: str | None) -> Plan:
     """Return the plan of the job on this many ranks, up to this step."""
     body = {
         "name": "bench-restore",

@@ -17,11 +17,11 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.policies import HOUR_S, TRACES
-from etrain_jupyter.insight.simulation.job import Outcome, SimulatedJob
-from etrain_jupyter.insight.simulation.policies import PolicyResult, simulate_sizes
-from etrain_jupyter.insight.simulation.sizing import SIZINGS
-from etrain_jupyter.insight.simulation.speeds import ring_rates
-from etrain_jupyter.insight.simulation.trace_files import read_trace
+from etrain_jupyter.plugins.planner.simulation.job import Outcome, SimulatedJob
+from etrain_jupyter.plugins.planner.simulation.policies import PolicyResult, simulate_sizes
+from etrain_jupyter.plugins.planner.simulation.sizing import SIZINGS
+from etrain_jupyter.plugins.planner.simulation.speeds import ring_rates
+from etrain_jupyter.plugins.planner.simulation.trace_files import read_trace
 
 FILES = {"p3": "bamboo/p3-trace.csv", "g4dn": "bamboo/g4dn-trace.csv"}
 WORKERS = 16

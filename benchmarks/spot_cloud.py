@@ -27,10 +27,10 @@ from benchmarks.spot_money import day_usd, money_of
 from benchmarks.spot_trace import Change
 from etrain_jupyter import TrainingJob
 from etrain_jupyter.log.events import WorkerWarmed
+from etrain_jupyter.plugins.ec2.fleet_state import STATE_FILE, FleetState
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from etrain_jupyter.pools import clusters
-from etrain_jupyter.pools.ec2.fleet_state import STATE_FILE, FleetState
 from etrain_jupyter.process.cluster_dir import cluster_dirs
-from etrain_jupyter.testing.fakeaws import FakeAws
 
 TYPE = "g6.xlarge"
 ON_DEMAND_USD = 0.8048

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from etrain_jupyter.testing.fakeaws.bill import LEAST_S, Bill, BillRow, is_waived
+from etrain_jupyter.plugins.ec2.simulator.bill import LEAST_S, Bill, BillRow, is_waived
 
 
 def day_usd(before: Bill, after: Bill, scale: float) -> tuple[float, float]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from benchmarks.spot_losses import Moment, split_losses
 from benchmarks.spot_trace import Change
-from etrain_jupyter.insight.simulation.fleet import VirtualFleet
-from etrain_jupyter.insight.simulation.job import Progress, SimulatedJob
-from etrain_jupyter.insight.simulation.market import INTERRUPTED, VirtualMarket
-from etrain_jupyter.insight.simulation.trace import Slot, SpotTrace
-from etrain_jupyter.pools.ec2.head.view import Rules
-from etrain_jupyter.pools.ec2.ledger import FIRST_HOUR_S
+from etrain_jupyter.plugins.ec2.head.view import Rules
+from etrain_jupyter.plugins.ec2.ledger import FIRST_HOUR_S
+from etrain_jupyter.plugins.planner.simulation.fleet import VirtualFleet
+from etrain_jupyter.plugins.planner.simulation.job import Progress, SimulatedJob
+from etrain_jupyter.plugins.planner.simulation.market import INTERRUPTED, VirtualMarket
+from etrain_jupyter.plugins.planner.simulation.trace import Slot, SpotTrace
 
 NUM_RUNS = 20
 """Simulated runs; they differ in their boot times."""

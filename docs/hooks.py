@@ -29,9 +29,10 @@ import yaml
 
 from etrain_jupyter.config import describe as cell
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND, distributed_parser
-from etrain_jupyter.notebook.commands.subcommands import MEMBERS, SUBCOMMANDS
-from etrain_jupyter.pools.ec2.client import describe as pool_keys
-from etrain_jupyter.pools.slurm.spec import SlurmSpec
+from etrain_jupyter.notebook.commands.subcommands import members, subcommands
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
+from etrain_jupyter.plugins.slurm.spec import SlurmSpec
+from etrain_jupyter.pools.describe import keys_as_table
 
 DOCS = Path(__file__).parent
 PART = re.compile(
@@ -43,7 +44,7 @@ PUBLIC = ["!^_"]
 
 def command_help() -> str:
     """Return a section with the ``--help`` text of every sub-command."""
-    commands = (*SUBCOMMANDS, *MEMBERS)
+    commands = (*subcommands(), *members())
     with mock.patch.dict(os.environ, COLUMNS="80"):  # not the width of this terminal
         texts = {CELL_COMMAND: distributed_parser().format_help()}
         texts |= {command.name: command.parser("%etrain").format_help() for command in commands}
@@ -55,8 +56,8 @@ def command_help() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "cell_keys": cell.keys_as_table,
     "command_help": command_help,
-    "ec2_pool_keys": pool_keys.keys_as_table,
-    "slurm_pool_keys": lambda: pool_keys.keys_as_table(SlurmSpec),
+    "ec2_pool_keys": lambda: keys_as_table(AwsSpotSpec),
+    "slurm_pool_keys": lambda: keys_as_table(SlurmSpec),
 }
 
 

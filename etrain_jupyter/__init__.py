@@ -1,90 +1,23 @@
 """Elastic data-parallel training from a notebook cell.
 
 Use ``%load_ext etrain_jupyter``, then ``%%etrain distributed``; from Python,
-``etrain_jupyter.distributed({...})``. The names below are loaded on first use, so importing the
-package does not load torch, IPython, distributed, boto3 or anywidget.
+``etrain_jupyter.distributed({...})``. The public names are those of ``etrain_jupyter.api`` and of
+the installed plug-ins. They are loaded on first use, so importing the package does not load torch,
+IPython, distributed or anywidget.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from etrain_jupyter.config.schema import TrainConfig
-    from etrain_jupyter.errors import (
-        BundleError,
-        CellError,
-        CheckpointError,
-        ConfigError,
-        EtrainError,
-        JobFailedError,
-        JobLostError,
-        JobNotFoundError,
-        PoolError,
-    )
-    from etrain_jupyter.launch import (
-        attach,
-        attach_study,
-        compare,
-        diagnose,
-        distributed,
-        jobs,
-        plan,
-        search,
-        studies,
-    )
-    from etrain_jupyter.notebook.job.training_job import TrainingJob
-    from etrain_jupyter.notebook.study.study import Study
-    from etrain_jupyter.pools.tasks import open_task_workers
+    from etrain_jupyter.api import *  # noqa: F403
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BundleError",
-    "CellError",
-    "CheckpointError",
-    "ConfigError",
-    "EtrainError",
-    "JobFailedError",
-    "JobLostError",
-    "JobNotFoundError",
-    "PoolError",
-    "Study",
-    "TrainConfig",
-    "TrainingJob",
-    "__version__",
-    "attach",
-    "attach_study",
-    "compare",
-    "diagnose",
-    "distributed",
-    "jobs",
-    "load_ipython_extension",
-    "open_task_workers",
-    "plan",
-    "search",
-    "studies",
-    "unload_ipython_extension",
-]
-
-_HOMES = {
-    "Study": "etrain_jupyter.notebook.study.study",
-    "TrainConfig": "etrain_jupyter.config.schema",
-    "TrainingJob": "etrain_jupyter.notebook.job.training_job",
-    "attach": "etrain_jupyter.launch",
-    "attach_study": "etrain_jupyter.launch",
-    "compare": "etrain_jupyter.launch",
-    "diagnose": "etrain_jupyter.launch",
-    "distributed": "etrain_jupyter.launch",
-    "jobs": "etrain_jupyter.launch",
-    "open_task_workers": "etrain_jupyter.pools.tasks",
-    "plan": "etrain_jupyter.launch",
-    "search": "etrain_jupyter.launch",
-    "studies": "etrain_jupyter.launch",
-} | {name: "etrain_jupyter.errors" for name in __all__ if name.endswith("Error")}
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
@@ -102,10 +35,21 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name == "__all__":
+        return __dir__()
+    # `from etrain_jupyter import launch` asks for an attribute before it imports the module, and
+    # tools ask for special names such as `__path__`. Neither may import the whole package.
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
+        api = import_module("etrain_jupyter.api")
+        if name in api.__all__:
+            return getattr(api, name)
+        plugin = import_module("etrain_jupyter.plugin")
+        if name in plugin.public_names():
+            return plugin.load(plugin.public_names()[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    own = ["__version__", "load_ipython_extension", "unload_ipython_extension"]
+    api, plugin = import_module("etrain_jupyter.api"), import_module("etrain_jupyter.plugin")
+    return sorted([*own, *api.__all__, *plugin.public_names()])

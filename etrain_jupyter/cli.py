@@ -19,6 +19,7 @@ from etrain_jupyter import __version__, launch
 from etrain_jupyter.config import parse_mapping
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.notebook.commands.subcommands import find_subcommand, run_line
+from etrain_jupyter.notebook.job.open_jobs import attach
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -33,7 +34,7 @@ class Terminal:
 
     def find(self, name_or_id: str | None) -> TrainingJob:
         """Return the job with that name or id; by default the latest."""
-        return launch.attach(name_or_id, store=self.store)
+        return attach(name_or_id, store=self.store)
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Reject a variable, because a terminal does not have variables."""
@@ -60,6 +61,10 @@ class Terminal:
     def submit(self, body: Mapping[str, Any]) -> TrainingJob:
         """Submit a job, given as the keys of a cell, without showing it."""
         return launch.submit(launch.plan_job(parse_mapping(body, {}), {}))
+
+    def profile(self, line: str, body: str) -> TrainingJob:
+        """Refuse, because a terminal has no cells."""
+        raise ConfigError("a terminal has no cell to profile", hint="%%etrain plan in a notebook")
 
     def open_tensorboard(self, folder: Path) -> str:
         """Return an empty string, because a terminal cannot show a page."""

@@ -14,7 +14,7 @@
     ├── ShardError (RuntimeError)        a data set in shards cannot be read or written
     ├── RecipeError (ValueError)         input that a recipe cannot use
     ├── TraceError (ValueError)          a recorded spot market cannot be simulated
-    ├── LoggerError (RuntimeError)       MLflow, W&B or another logger has failed
+    ├── LoggerError (RuntimeError)       a logger of `log.to` has failed
     ├── StoreError (RuntimeError)        an object store cannot be read or written
     ├── RunStoreError (RuntimeError)     the bucket with the jobs cannot be read or written
     │   └── FencedError                  ... because another process has taken over the job
@@ -184,7 +184,7 @@ class TraceError(EtrainError, ValueError):
 
 
 class LoggerError(EtrainError, RuntimeError):
-    """A logger, for example MLflow, cannot store the values of a job. Training is not affected."""
+    """A logger of ``log.to`` cannot store the values of a job. Training is not affected."""
 
 
 class StoreError(EtrainError, RuntimeError):

@@ -16,24 +16,18 @@ from etrain_jupyter.log.loggers.registry import with_loggers
 from etrain_jupyter.log.tensorboard import require_tensorboard
 from etrain_jupyter.notebook.dashboard.browser import cell_numbers, has_front_end
 from etrain_jupyter.notebook.display import show
-from etrain_jupyter.notebook.job.open_jobs import attach, compare, diagnose, jobs, plan, submit_job
+from etrain_jupyter.notebook.job.open_jobs import submit_job
 from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.profile import measure_steps, profile_config
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.same_cell import warn_of_earlier_jobs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.notebook.study.open_studies import attach_study, studies, submit_study
+from etrain_jupyter.notebook.study.open_studies import submit_study
 from etrain_jupyter.notebook.study.plan import StudyPlan, size_of
-from etrain_jupyter.notebook.study.screen import list_study, show_study
+from etrain_jupyter.notebook.study.screen import show_study
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.pools.for_job import find_pool, with_shared_checkpoints
-
-__all__ = [
-    "Plan", "StudyPlan", "attach", "attach_study", "compare", "diagnose", "distributed", "jobs",
-    "list_study", "plan", "plan_cell", "plan_job", "plan_search", "plan_study", "profile", "resume",
-    "search", "show", "show_study", "studies", "submit", "submit_study",
-]  # fmt: skip
 
 
 def plan_cell(body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], line: str) -> Plan:

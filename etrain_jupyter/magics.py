@@ -23,7 +23,6 @@ from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.log.tensorboard import OPTIONS
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
-    CELL_COMMANDS,
     SEARCH_COMMAND,
     HelpRequested,
     distributed_parser,
@@ -31,24 +30,28 @@ from etrain_jupyter.notebook.commands.arguments import (
     search_parser,
 )
 from etrain_jupyter.notebook.commands.subcommands import (
+    cell_commands,
     check_variable,
     find_subcommand,
     overview,
-    plan_values,
     run_line,
     wait_for,
 )
 from etrain_jupyter.notebook.dashboard.browser import has_front_end
-from etrain_jupyter.notebook.display import follow, open_panel
+from etrain_jupyter.notebook.display import follow, open_panel, show
 from etrain_jupyter.notebook.editor import hooks
 from etrain_jupyter.notebook.editor.help_texts import (
     help_on_cell,
     help_on_magic,
     help_on_search,
 )
+from etrain_jupyter.notebook.job.open_jobs import attach
+from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.notebook.study.open_studies import submit_study
+from etrain_jupyter.notebook.study.screen import list_study, show_study
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.untrusted import plain_text
 
@@ -82,7 +85,7 @@ class EtrainMagics(Magics):
 
     def find(self, name_or_id: str | None) -> TrainingJob:
         """Return the job with that name or id; by default the latest."""
-        return launch.attach(name_or_id, store=self.store)
+        return attach(name_or_id, store=self.store)
 
     def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
         """Assign the job to a notebook variable, if one is given.
@@ -95,13 +98,13 @@ class EtrainMagics(Magics):
 
     def show(self, job: TrainingJob) -> str:
         """Show a job's dashboard below the cell."""
-        launch.show(job)
+        show(job)
         return f"etrain: {job.note}" if job.note else ""
 
     def show_result(self, result: object) -> str:
         """Show a comparison, a diagnosis, a plan or a study below the cell."""
         if isinstance(result, Study):
-            launch.show_study(result)  # updates while it runs
+            show_study(result)  # updates while it runs
         else:
             display(result)  # type: ignore[no-untyped-call]
         return ""
@@ -113,6 +116,12 @@ class EtrainMagics(Magics):
     def submit(self, body: Mapping[str, Any]) -> TrainingJob:
         """Submit a job, given as the keys of a cell, without showing it."""
         return launch.submit(launch.plan_job(parse_mapping(body, {}), {}))
+
+    def profile(self, line: str, body: str) -> TrainingJob:
+        """Train a cell for at most a minute on one and two workers; return the stopped job."""
+        plan = launch.plan_cell(body, self._names(), {}, f"%%etrain {line}".rstrip())
+        self.say(f"etrain: profiling the cell on pool {plan.config.pool} for at most a minute")
+        return launch.profile(plan)
 
     def open_tensorboard(self, folder: Path) -> str:
         """Open TensorBoard below the cell, using its own magic."""
@@ -151,12 +160,10 @@ class EtrainMagics(Magics):
 
     def _run_cell(self, line: str, body: str) -> str:
         words = question_as_help(split_line(line))
-        if words[:1] == ["plan"] and not {"-h", "--help"} & set(words):
-            return self._plan_cell(words, line, body)
         if words[:1] == [SEARCH_COMMAND]:
             return self._search_cell(words, line, body)
         if not words or words[0] != CELL_COMMAND:
-            return self._refuse_cell(words)
+            return self._run_other(words, line, body)
         try:
             options = distributed_parser().parse_args(words[1:])
         except HelpRequested:
@@ -179,7 +186,7 @@ class EtrainMagics(Magics):
         # continues.
         self.bind(options.out, job)
         if not options.quiet:
-            launch.show(job)
+            show(job)
         elif has_front_end():
             follow(job)  # --quiet suppresses the output below the cell, not the side panel
         if options.wait:
@@ -200,46 +207,36 @@ class EtrainMagics(Magics):
         plan = launch.plan_search(body, self._names(), flags, f"%%etrain {line}".rstrip())
         if options.dry_run:
             return str(plan)
-        study = launch.submit_study(plan)
+        study = submit_study(plan)
         if options.out:
             self._names()[options.out] = study
         if not options.quiet:
-            launch.show_study(study)
+            show_study(study)
         else:
-            launch.list_study(study)  # --quiet suppresses the output below the cell only
+            list_study(study)  # --quiet suppresses the output below the cell only
         if options.wait:
             study.wait()
             return str(study)
         return ""
 
-    def _plan_cell(self, words: list[str], line: str, body: str) -> str:
-        """Profile the cell, and display the options for the whole job."""
-        values = vars(
-            find_subcommand("plan", prog="%%etrain").parser("%%etrain").parse_args(words[1:])
-        )
-        named = values.pop("job")
-        if named is not None:
-            raise ConfigError(
-                f"%%etrain plan {named}: the body and the name are two jobs",
-                hint=f"type %etrain plan {named} for the job, or leave out its name for the cell",
-            )
-        plan = launch.plan_cell(body, self._names(), {}, f"%%etrain {line}".rstrip())
-        self.say(f"etrain: profiling the cell on pool {plan.config.pool} for at most a minute")
-        job = launch.profile(plan)
-        return self.show_result(launch.plan(job, **plan_values(**values), is_profile=True))
-
-    def _resume(self, plan: launch.Plan, options: argparse.Namespace) -> TrainingJob:
+    def _resume(self, plan: Plan, options: argparse.Namespace) -> TrainingJob:
         job = self.find(options.resume)
         print(launch.resume(job, plan, is_forced=options.force, is_trusted=options.trust))
         return job
 
-    def _refuse_cell(self, words: list[str]) -> str:
+    def _run_other(self, words: list[str], line: str, body: str) -> str:
+        """Run a sub-command of a plug-in on the cell's body."""
         if not words or words[0] in ("-h", "--help", "help"):
             return overview("%etrain")
-        name = find_subcommand(words[0], prog="%%etrain", others=CELL_COMMANDS).name
+        command = find_subcommand(words[0], prog="%%etrain", others=cell_commands())
         if {"-h", "--help"} & set(words):
             return run_line(self, words, prog="%etrain")
-        raise ConfigError(f"{name} does not accept a body", hint=f"type %etrain {' '.join(words)}")
+        if command.cell is None:
+            raise ConfigError(
+                f"{command.name} does not accept a body", hint=f"type %etrain {' '.join(words)}"
+            )
+        arguments = vars(command.parser("%%etrain").parse_args(words[1:]))
+        return command.cell(self, line, body, **arguments)
 
     def _names(self) -> dict[str, Any]:
         assert self.shell is not None, "magics are registered with a shell"

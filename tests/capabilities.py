@@ -59,7 +59,7 @@ def _why_no_node() -> str:
 
 
 def _why_no_namespaces() -> str:
-    from etrain_jupyter.testing.fakeaws.networks import why_no_namespaces
+    from etrain_jupyter.plugins.ec2.simulator.networks import why_no_namespaces
 
     return why_no_namespaces()
 

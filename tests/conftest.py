@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import settings
 
-from etrain_jupyter.testing.fakeaws.fixtures import *  # noqa: F403
+from etrain_jupyter.plugins.ec2.simulator.fixtures import *  # noqa: F403
 from etrain_jupyter.testing.s3_server import S3Server
 
 settings.register_profile("random", deadline=None)  # a shared machine is sometimes slow

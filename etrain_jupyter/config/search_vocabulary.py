@@ -29,7 +29,7 @@ _ANSWERS = {
     "max_slots resources_per_trial": "use 'workers: {min: 1, max: 2}' at the top level, per trial",
 }
 KNOWN_SEARCH_KEYS = {key: text for keys, text in _ANSWERS.items() for key in keys.split()}
-"""Key of Determined, Ray Tune or Optuna -> hint about ours."""
+"""Key of another tool for searches -> hint about ours."""
 
 _CALL = re.compile(r"(?:\w+\.)*(\w+)\((.*)\)", re.DOTALL)
 _KINDS = {

@@ -237,7 +237,7 @@ class WorkerJoined(Event):
     """Type of its machine, for example ``g5.xlarge``; empty if the pool has no types."""
     zone: str = ""
     lifecycle: str = ""
-    """``spot``, ``on-demand`` or ``slurm``; empty if the pool has no machines of its own."""
+    """``spot``, ``on-demand`` or a batch system; empty if the pool has no machines of its own."""
     usd_per_h: float | None = None
     """The worker's share of the machine's hourly price when it joined; None if unknown."""
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from etrain_jupyter.pools.base import CostReport, Leftovers, Node, Pool
-from etrain_jupyter.pools.registry import KINDS, get_pool
+from etrain_jupyter.pools.registry import get_pool
 from etrain_jupyter.process.address import SchedulerAddress
 
 __all__ = [
-    "KINDS",
     "CostReport",
     "Leftovers",
     "Node",

@@ -22,8 +22,8 @@ class Node:
     zone: str = ""
     """Availability zone; empty if the pool has no zones."""
     lifecycle: str = "local"
-    """``local``, ``on-demand``, ``spot``, ``slurm``, or ``existing`` for a worker of another Dask
-    cluster."""
+    """``local``, ``on-demand``, ``spot``, a batch system, or ``existing`` for a worker of another
+    Dask cluster."""
     price_usd_per_h: float = 0.0
     """Price per hour in US dollars; 0.0 if the pool has no prices."""
     pid: int = 0

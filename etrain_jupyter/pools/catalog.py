@@ -2,15 +2,6 @@
 
 ::
 
-    spot-p3:
-      kind: aws-spot
-      region: us-east-1
-      bucket: my-bucket
-    hpc:
-      kind: slurm
-      queue: gpu
-      cores: 8
-      memory: 32 GiB
     lab:
       kind: address
       address: tls://10.0.3.7:8786
@@ -33,6 +24,7 @@ from etrain_jupyter.config.fields import Section
 from etrain_jupyter.config.source_map import NOWHERE, SourceMap, did_you_mean, in_words
 from etrain_jupyter.config.yaml_nodes import load_file
 from etrain_jupyter.errors import CellError, ConfigError
+from etrain_jupyter.plugin import pool_kinds
 from etrain_jupyter.untrusted import read_regular
 
 FILE = "pools.yaml"
@@ -164,7 +156,7 @@ def _read(file: Path) -> list[PoolEntry]:
 def _entry(name: str, value: Any, source: SourceMap, file: Path) -> PoolEntry:
     if not isinstance(value, Mapping):
         message = f"pool '{name}' must be a group of keys, but it is {in_words(value)}"
-        raise _at_place(source, (), message, f"write '{name}: {{kind: aws-spot, ...}}'", file)
+        raise _at_place(source, (), message, f"write '{name}: {{kind: address, ...}}'", file)
     # In a cell, these names always mean the local pool or an address, so a file must not define
     # them.
     if "://" in name or name == "local":
@@ -174,7 +166,8 @@ def _entry(name: str, value: Any, source: SourceMap, file: Path) -> PoolEntry:
     # used, so an error in one entry does not disable the other pools.
     if "kind" not in value:
         message = f"pool '{name}' has no kind"
-        raise _at_place(source, (), message, "add kind: aws-spot, slurm or address", file)
+        hint = f"add kind: {', '.join(pool_kinds())} or address"
+        raise _at_place(source, (), message, hint, file)
     values = {key: inner for key, inner in value.items() if key != "kind"}
     return PoolEntry(name=name, kind=str(value["kind"]), values=values, file=file, source=source)
 

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import time
-from typing import TYPE_CHECKING
-
-from etrain_jupyter.errors import ConfigError, PoolError
+from etrain_jupyter.errors import PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
-from etrain_jupyter.pools.base import Leftovers, Pool
+from etrain_jupyter.plugin import load, pool_kinds
+from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
-from etrain_jupyter.pools.local.pool import LocalPool, describe_load, list_cluster_ids
+from etrain_jupyter.pools.local.pool import describe_load, list_cluster_ids
 from etrain_jupyter.pools.own_clusters import (
     address_of,
     forget_scheduler,
     note_scheduler,
     noted_schedulers,
 )
-from etrain_jupyter.pools.registry import get_pool, pool_names
+from etrain_jupyter.pools.registry import get_pool, kind_of, pool_names, pool_of
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
 from etrain_jupyter.process.start_lock import start_lock
 from etrain_jupyter.process.state_root import local_prefix
 from etrain_jupyter.wire.requests import DescribeCluster, ListCosts, ListJobs, ListNodes
-
-if TYPE_CHECKING:
-    from etrain_jupyter.pools.ec2.reaping import Tagged
-    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-
-AWS = "aws-spot"
-AWS_DOWN_S = 240.0
-"""Minimum timeout for EC2 in seconds.
-
-Machines take one or two minutes to terminate, and only then can their security group be deleted.
-"""
 
 
 def describe_pools() -> str:
@@ -50,7 +36,7 @@ def describe_pools() -> str:
         if record.is_alive:
             state = f"at {record.address}: {_state_of(cluster, record)}"
         elif record.is_here and not cluster.cluster_id.startswith("local-"):
-            # Unlike local workers, machines and SLURM jobs outlive the keeper and keep costing
+            # Unlike local workers, machines and batch jobs outlive the keeper and keep costing
             # money.
             state = (
                 "scheduler has died. The pool's next job takes over its machines; `%etrain down` "
@@ -106,7 +92,8 @@ def down(cluster: str | None = None, *, all_clusters: bool = False, timeout_s: f
         all_clusters: Without ``cluster``, shut down all clusters of this user on this machine,
             with their jobs, and remove our plugins from all Dask schedulers to which this user
             submitted a job.
-        timeout_s: Timeout per cluster for processes. EC2 gets at least ``AWS_DOWN_S``.
+        timeout_s: Timeout per cluster for processes. Kinds with machines get at least the
+            ``down_s`` of their ``PoolKind``.
 
     Returns:
         One line per cluster that has ended, and why the others were kept.
@@ -116,14 +103,15 @@ def down(cluster: str | None = None, *, all_clusters: bool = False, timeout_s: f
     """
     # A pool's own `down` also uses tags to find clusters started from other machines.
     if cluster is not None and ("://" in cluster or cluster in pool_names()):
-        return _report({cluster: get_pool(cluster).down(timeout_s=max(AWS_DOWN_S, timeout_s))}, "")
+        limit_s = max(timeout_s, *(kind.down_s for kind in pool_kinds().values()))
+        return report_ended({cluster: get_pool(cluster).down(timeout_s=limit_s)}, "")
     # Includes clusters that are starting or dead: `down` must clean up after those, too.
     ids = list_cluster_ids()
     if cluster is not None and cluster not in ids:
         raise PoolError(
             f"no cluster {cluster!r} is up. Nothing was stopped. Running clusters: "
-            f"{', '.join(ids) or 'none'}. `%etrain reap` removes EC2 resources of clusters that "
-            "were started on other machines."
+            f"{', '.join(ids) or 'none'}. `%etrain ls --all` lists those that were started "
+            "on other machines, and `%etrain reap` removes what they have left."
         )
     # Bind each pool to one cluster, so that the cluster's own settings apply, not the current
     # pools.yaml.
@@ -135,10 +123,9 @@ def down(cluster: str | None = None, *, all_clusters: bool = False, timeout_s: f
         if keeps_busy and (why := _why_kept(here[cluster_id])):
             kept.append(f"{cluster_id} was kept: {why}")
             continue
-        pool = _pool_of(here[cluster_id])
         # The default of a few seconds is for processes; machines need minutes.
-        limit_s = timeout_s if isinstance(pool, LocalPool) else max(AWS_DOWN_S, timeout_s)
-        leftovers[cluster_id] = pool.down(timeout_s=limit_s)
+        limit_s = max(timeout_s, kind_of(here[cluster_id]).down_s)
+        leftovers[cluster_id] = pool_of(here[cluster_id]).down(timeout_s=limit_s)
     for address in noted_schedulers() if cluster is None else []:
         try:
             end = _uninstall_from(address, keeps_busy=keeps_busy)
@@ -149,7 +136,7 @@ def down(cluster: str | None = None, *, all_clusters: bool = False, timeout_s: f
             # None means that our plugins were not installed, so there is nothing to report.
             if end is not None:
                 leftovers[f"etrain on {address.address}"] = end
-    text = _report(leftovers, "" if kept else "No cluster is up.")
+    text = report_ended(leftovers, "" if kept else "No cluster is up.")
     return "\n".join([text] * bool(text) + kept)
 
 
@@ -215,19 +202,7 @@ def _uninstall_from(address: SchedulerAddress, *, keeps_busy: bool) -> Leftovers
     return end
 
 
-def _pool_of(cluster: ClusterDir) -> Pool:
-    if cluster.cluster_id.startswith("local-"):
-        return LocalPool(cluster_id=cluster.cluster_id)
-    if cluster.cluster_id.startswith("slurm-"):
-        from etrain_jupyter.pools.slurm.pool import SlurmPool
-
-        return SlurmPool.of_cluster(cluster)
-    from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
-
-    return AwsSpotPool.of_cluster(cluster)
-
-
-def _report(leftovers: dict[str, Leftovers], if_none: str) -> str:
+def report_ended(leftovers: dict[str, Leftovers], if_none: str) -> str:
     """Return one line per cluster, or ``if_none``; raise ``PoolError`` if anything remains."""
     remaining = {cluster_id: left for cluster_id, left in leftovers.items() if left}
     if remaining:
@@ -235,157 +210,19 @@ def _report(leftovers: dict[str, Leftovers], if_none: str) -> str:
             "could not remove everything: "
             + "; ".join(f"{cluster_id}: {left}" for cluster_id, left in remaining.items())
             + ". Everything else was stopped. Retry; if that fails, kill the processes by hand, "
-            "or remove EC2 resources in the AWS console."
+            "or remove the machines in the console of their provider."
         )
     return "\n".join(f"{cluster_id} has ended" for cluster_id in leftovers) or if_none
 
 
-# --- EC2 resources, found by their tags from any machine ---
-
-
-def describe_aws(*, region: str | None = None) -> str:
-    """Return all EC2 resources of etrain clusters, one per line with age and price."""
-    specs = aws_specs(region)
-    if not specs:
-        return "No pool of kind aws-spot is configured. Use --region NAME to search a region."
-    lines = []
-    for spec in specs:
-        try:
-            found = _find(spec)
-        except PoolError as exc:
-            lines.append(f"{spec.region}: {exc}")
-            continue
-        lines += [_line_of(resource) for resource in found]
-        if not found:
-            lines.append(f"{spec.region}: nothing")
-    return "\n".join(lines)
-
-
-def _find(spec: AwsSpotSpec) -> list[Tagged]:
-    from etrain_jupyter.pools.ec2.ec2_api import Clients
-    from etrain_jupyter.pools.ec2.reaping import find_tagged
-
-    return find_tagged(Clients(spec), spec.region)
-
-
-def _line_of(tagged: Tagged) -> str:
-    # Security groups have no creation time.
-    age_h = (time.time() - tagged.since) / 3600 if tagged.since else 0.0
-    price = "" if tagged.usd_per_h is None else f", ${tagged.usd_per_h:.4g}/h"
-    facts = "".join(f" {fact}" for fact in (tagged.type, tagged.lifecycle, tagged.state) if fact)
-    expired = ", has expired" if tagged.is_expired else ""
-    age = f", {age_h:.1f} h old" if tagged.since else ""
-    name = f"{tagged.region}  {tagged.cluster_id}  {tagged.kind} {tagged.id}"
-    return f"{name}{facts}{age}{price}{expired}"
-
-
-def reap(
-    cluster: str | None = None,
-    *,
-    all_clusters: bool = False,
-    region: str | None = None,
-    timeout_s: float = 120.0,
-) -> str:
-    """Remove EC2 resources of one cluster, of expired clusters, or of all clusters.
+def describe_machines(*, region: str | None = None) -> str:
+    """Return the machines of all clusters in the user's accounts, one per line.
 
     Args:
-        cluster: Cluster id; None for all expired clusters.
-        all_clusters: Include clusters that have not expired. Their users lose their machines.
         region: Region to search in addition to those of ``pools.yaml``.
-        timeout_s: Timeout per cluster.
-
-    Returns:
-        One line per removed cluster, and the ids of the clusters that were kept.
-
-    Raises:
-        ConfigError: If no region is configured.
-        PoolError: If resources remain, or if AWS does not respond.
     """
-    from etrain_jupyter.pools.ec2.reaping import by_cluster, remove_found, should_remove
-
-    specs = aws_specs(region)
-    if not specs:
-        raise ConfigError(
-            "no pool of kind aws-spot is configured, so no region is known. Nothing was removed",
-            hint="run reap in the folder of a pools.yaml, or name a region: --region us-east-1",
-        )
-    leftovers: dict[str, Leftovers] = {}
-    kept: set[str] = set()
-    for spec in specs:
-        # Two specs may use the same region with different credentials; each sees its own account.
-        for cluster_id, own in by_cluster(_find(spec)).items():
-            if should_remove(own, cluster_id=cluster or "", all_clusters=all_clusters):
-                leftovers[cluster_id] = remove_found(spec, own, timeout_s=timeout_s)
-            else:
-                kept.add(cluster_id)
-    # A cluster id that does not exist is an error: a typo must not look like success.
-    if cluster is not None and not leftovers:
-        known = ", ".join(sorted(kept)) or "none"
-        raise PoolError(
-            f"cluster {cluster!r} has no resources on EC2. Nothing was removed. "
-            f"Clusters on EC2: {known}."
-        )
-    report = _report(leftovers, "Nothing on EC2 has expired.")
-    if kept and cluster is None:
-        report += f"\nkept, not expired: {', '.join(sorted(kept))} (--all removes them too)"
-    return report
-
-
-def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
-    """Return one spec per region and profile, from ``pools.yaml`` and running clusters."""
-    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-
-    found: dict[tuple[str, str | None, str | None], AwsSpotSpec] = {}
-    for entry in read_catalog().values():
-        if entry.kind == AWS:
-            spec = entry.read_as(AwsSpotSpec)
-            found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
-    # The pools.yaml of a running cluster may have been changed or removed since the cluster was
-    # started.
-    for cluster in cluster_dirs():
-        if cluster.cluster_id.startswith("aws-"):
-            spec = AwsSpotSpec.model_validate(cluster.settings().spec)
-            found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
-    if region and all(known[0] != region for known in found):
-        # The spec requires a bucket name, so use a placeholder: the actual bucket is in each
-        # cluster's tags.
-        found[region, None, None] = AwsSpotSpec(region=region, bucket="not-known")
-    return list(found.values())
-
-
-def policies(name: str | None = None) -> str:
-    """Return the IAM policies that a pool needs, as JSON documents with headings.
-
-    Args:
-        name: Pool name; may be omitted if there is only one pool of kind aws-spot.
-
-    Raises:
-        ConfigError: If there is no pool of kind aws-spot with this name.
-    """
-    from etrain_jupyter.pools.ec2.client import policy
-    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-
-    entries = {e.name: e for e in read_catalog().values() if e.kind == AWS}
-    if name is None and len(entries) == 1:
-        [name] = entries
-    if name not in entries:
-        known = ", ".join(entries) or f"none in {' or '.join(map(str, files()))}"
-        raise ConfigError(
-            "no pool name was given" if name is None else f"no pool '{name}' has the kind {AWS}",
-            hint=f"write pools policy NAME, with one of these names: {known}",
-        )
-    spec = entries[name].read_as(AwsSpotSpec)
-    parts = {
-        "For your user, or the role of the machine that starts clusters": policy.launcher_policy(
-            spec, head_role=spec.iam.head_profile if spec.head == "on-demand" else ""
-        ),
-        f"For the role of instance profile {spec.iam.instance_profile}": policy.node_policy(spec),
-        "Trust policy of that role": policy.trust_policy(),
-    }
-    if spec.head == "on-demand":
-        title = f"For the role of instance profile {spec.iam.head_profile}, of an on-demand head"
-        parts[title] = policy.head_policy(spec)
-    return "\n\n".join(f"# {title}\n{json.dumps(part, indent=2)}" for title, part in parts.items())
+    found = [load(kind.find)(region) for kind in pool_kinds().values() if kind.find]
+    return "\n".join(found) or "No installed kind of pool has machines."
 
 
 def bring_up(name: str, *, num_workers: int | None = None) -> str:

@@ -17,6 +17,7 @@ import secrets
 from pathlib import Path
 
 from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.plugin import load, pool_kinds
 from etrain_jupyter.pools.catalog import read_own_catalog
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir
@@ -28,7 +29,7 @@ NOTES = "schedulers"
 """Folder with the addresses of existing schedulers to which this user submitted a job."""
 MAX_NOTES = 500
 _MAX_BYTES = 100_000
-_CLUSTER_ID = re.compile(r"(local|aws|slurm)-[A-Za-z0-9_-]{1,80}")
+_CLUSTER_ID = re.compile(r"[a-z]{1,20}-[A-Za-z0-9_-]{1,80}")
 
 
 def state_roots() -> list[Path]:
@@ -54,16 +55,17 @@ def find_cluster_dir(cluster_id: str) -> ClusterDir | None:
 def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
     """Return the address of a cluster's scheduler; None while it starts or after it has ended.
 
-    A scheduler that runs on its own EC2 machine has no record here; its address is in another file.
+    The plug-in of its pool knows the address of a scheduler on another machine.
     """
     record = cluster.record()
     if record is not None:
         # A record from another machine cannot be checked here; only an attempt to connect shows
         # whether its scheduler runs.
         return None if record.is_here and not record.is_alive else cluster.address(record)
-    from etrain_jupyter.pools.ec2.client.head_link import head_address_of
-
-    return head_address_of(cluster)
+    prefix = cluster.cluster_id.partition("-")[0]
+    kinds = [kind for kind in pool_kinds().values() if kind.prefix == prefix and kind.address_of]
+    address: SchedulerAddress | None = load(kinds[0].address_of)(cluster) if kinds else None
+    return address
 
 
 def is_out_of_reach(cluster: ClusterDir) -> bool:

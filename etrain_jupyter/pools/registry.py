@@ -1,37 +1,27 @@
-"""Look up pools by name. A new kind of pool needs one file and one line in ``KINDS``."""
+"""Look up pools by name. A plug-in adds a new kind of pool, see ``etrain_jupyter.plugin``."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.plugin import PoolKind, load, pool_kinds
 from etrain_jupyter.pools.base import Pool
 from etrain_jupyter.pools.catalog import PoolEntry, advice_on, read_catalog
 from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.process.cluster_dir import ClusterDir
 
-KINDS: Mapping[str, str] = {
-    "local": "etrain_jupyter.pools.local.pool:LocalPool",
-    "address": "etrain_jupyter.pools.external.pool:AddressPool",
-    "aws-spot": "etrain_jupyter.pools.ec2.client.kinds:AwsSpotKinds",
-    "slurm": "etrain_jupyter.pools.slurm.pool:SlurmPool",
+POOLS = "etrain_jupyter.pools"
+CORE_KINDS: Mapping[str, PoolKind] = {
+    # Without keys, so no file can define another local pool.
+    "local": PoolKind(
+        make="", prefix="local", of_cluster=f"{POOLS}.local.pool:LocalPool.of_cluster"
+    ),
+    "address": PoolKind(make=f"{POOLS}.external.pool:AddressPool.from_entry"),
 }
-"""The class of each kind, imported on first use."""
-
-
-class PoolClass(Protocol):
-    """Class of a pool that ``pools.yaml`` can configure."""
-
-    def from_entry(self, entry: PoolEntry) -> Pool:
-        """Create the pool from its entry, without starting anything.
-
-        Raises:
-            ConfigError: If a key is invalid, with its position in the file.
-        """
-        ...
+"""The kinds that need no plug-in."""
 
 
 def pool_names() -> list[str]:
@@ -54,7 +44,8 @@ def get_pool(name: str) -> Pool:
         return LocalPool()
     # An address needs no entry, but then it has no certificates either.
     if "://" in name:
-        return _class_of("address").from_entry(_entry_of_address(name))
+        entry = PoolEntry(name=name, kind="address", values={"address": name}, file=Path())
+        return make_pool(entry)
     catalog = read_catalog()
     if name not in catalog:
         known = ["local", *catalog]
@@ -71,23 +62,39 @@ def make_pool(entry: PoolEntry) -> Pool:
     Raises:
         ConfigError: If the entry is invalid, with its position in the file.
     """
-    # The local pool has no keys, so a file cannot define another one.
-    known = [kind for kind in KINDS if kind != "local"]
+    kinds = {**CORE_KINDS, **pool_kinds()}
+    known = [name for name, kind in kinds.items() if kind.make]
     if entry.kind not in known:
         hint = did_you_mean(entry.kind, known) or f"write kind: {' or kind: '.join(known)}"
         raise entry.error(f"pool '{entry.name}' has the unknown kind '{entry.kind}'", hint=hint)
-    return _class_of(entry.kind).from_entry(entry)
+    pool: Pool = load(kinds[entry.kind].make)(entry)
+    return pool
 
 
-def _class_of(kind: str) -> PoolClass:
-    module, _, name = KINDS[kind].partition(":")
-    # Import the class only now: a kind may need boto3 or other packages that are not installed.
-    found: PoolClass = getattr(importlib.import_module(module), name)
-    return found
+def kind_of(cluster: ClusterDir) -> PoolKind:
+    """Return the kind of the pool of a cluster in the user's state directory.
+
+    Raises:
+        PoolError: If the plug-in of its kind is not installed.
+    """
+    prefix = cluster.cluster_id.partition("-")[0]
+    for kind in (*CORE_KINDS.values(), *pool_kinds().values()):
+        if kind.prefix == prefix:
+            return kind
+    raise PoolError(
+        f"cluster {cluster.cluster_id} belongs to a kind of pool that is not installed. Nothing "
+        "was changed. Install the package with its plug-in, and try again."
+    )
 
 
-def _entry_of_address(address: str) -> PoolEntry:
-    return PoolEntry(name=address, kind="address", values={"address": address}, file=Path())
+def pool_of(cluster: ClusterDir) -> Pool:
+    """Return the pool of a cluster, with the settings with which the cluster was started.
+
+    Raises:
+        PoolError: If the plug-in of its kind is not installed.
+    """
+    pool: Pool = load(kind_of(cluster).of_cluster)(cluster)
+    return pool
 
 
 def _as_sentence(hint: str) -> str:

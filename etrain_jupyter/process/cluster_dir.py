@@ -4,8 +4,8 @@
 
     $ETRAIN_STATE, or $XDG_RUNTIME_DIR/etrain, or ~/.local/state/etrain       0700
     ├── start-4f0c21.lock        held while a cluster of this Python environment starts or stops
-    └── local-4f0c21-9ab2c3/     0700; removed by the keeper at shutdown; aws-... or slurm-...
-        │                        for the head of a cluster of such a pool
+    └── local-4f0c21-9ab2c3/     0700; removed by the keeper at shutdown; other kinds of pools have
+        │                        other prefixes
         ├── settings.json        the cluster's settings
         ├── cluster.json         written last, when the scheduler listens; removed first
         ├── slots.json           worker slots, as detected by the first scheduler
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import platform
@@ -46,9 +45,6 @@ READY = b"ready\n"
 error."""
 START_FAILED = 3
 """Exit code of a head that never started serving."""
-
-KINDS = ("local", "aws", "slurm")
-"""Id prefixes of clusters whose head runs on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,12 +231,13 @@ def cluster_dirs(root: Path | None = None) -> list[ClusterDir]:
     """Return the folders of all of this user's clusters, newest first."""
     root = root or state_root()
     found = []
-    for path in itertools.chain.from_iterable(root.glob(f"{kind}-*-*") for kind in KINDS):
+    for path in root.glob("[a-z]*-*-*"):
         # A folder may vanish at any time. ETRAIN_STATE may be in a shared place, where another
         # user's folder or symbolic link could make us connect to that user's scheduler.
         with contextlib.suppress(OSError):
             status = path.lstat()
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own and (path / "settings.json").exists():
                 found.append((status.st_mtime, path))
     return [ClusterDir(path) for _, path in sorted(found, reverse=True)]
 

@@ -8,24 +8,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-FORMER_NAMES = {
-    "etrain_jupyter.cluster.coordinator:Coordinator": (
-        "etrain_jupyter.head.coordinator.coordinator:Coordinator"
-    ),
-    "etrain_jupyter.cluster.supervisor:Supervisor": "etrain_jupyter.worker.supervisor:Supervisor",
-    "etrain_jupyter.pools.local_head_nodes:LocalHeadNodes": (
-        "etrain_jupyter.head.local_node_source:LocalHeadNodes"
-    ),
-    "etrain_jupyter.pools.aws_spot.head:make_nodes": (
-        "etrain_jupyter.pools.ec2.head.main:make_nodes"
-    ),
-}
-"""Names in the settings of clusters started by an earlier version, and their current locations."""
-
 
 def load_factory(reference: str) -> Callable[..., Any]:
     """Import and return ``package.module:attribute``."""
-    module, _, attribute = FORMER_NAMES.get(reference, reference).partition(":")
+    module, _, attribute = reference.partition(":")
     factory: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return factory
 

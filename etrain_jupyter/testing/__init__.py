@@ -1,4 +1,4 @@
-"""Helpers for tests: contract suites, faults described as data, a simulated AWS and SLURM.
+"""Helpers for tests: contract suites, faults described as data, and servers that simulate others.
 
 The rest of the package does not import this subpackage.
 """

@@ -90,7 +90,7 @@ class MemoryLogger:
 
     Args:
         stored: The destination.
-        can_drop: False for a logger like that of MLflow, which cannot remove records.
+        can_drop: False for a logger that cannot remove records.
     """
 
     def __init__(self, stored: MemoryRuns, *, can_drop: bool = False) -> None:

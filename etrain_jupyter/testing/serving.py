@@ -1,4 +1,4 @@
-"""Start and stop the HTTP servers that simulate AWS."""
+"""Start and stop HTTP servers that simulate a cloud or a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch for preemption of this machine, by EC2 or by a signal from the batch system."""
+"""Watch for preemption of this machine: a signal from the batch system, and plug-ins' notices."""
 
 from __future__ import annotations
 
@@ -8,17 +8,39 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
+from etrain_jupyter import plugin
 from etrain_jupyter.wire.messages import MachineNotice
 from etrain_jupyter.wire.notices import INTERRUPTION
-from etrain_jupyter.worker.imds import Imds, is_ec2
-from etrain_jupyter.worker.notices import POLL_S, Notice, NoticeWatch
 
 logger = logging.getLogger("etrain.supervisor")
 
 SIGNALLED_S = 120.0
-"""Seconds from SIGUSR1 until the machine is reclaimed, unless ``ETRAIN_NOTICE_S`` is set; SLURM
-sends the signal with ``--signal=B:USR1@120``."""
+"""Seconds from SIGUSR1 until the machine is reclaimed, unless ``ETRAIN_NOTICE_S`` is set. Batch
+systems can send the signal before they end a job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """Notice that this machine will or may be reclaimed."""
+
+    kind: str
+    """``interruption`` (it is reclaimed at ``deadline``) or ``rebalance`` (likely to happen)."""
+    deadline: float = 0.0
+    """In seconds since the epoch, on this machine's clock; 0.0 if unknown."""
+
+    def left_s(self) -> float:
+        """Return the seconds until the deadline; 0.0 if it has passed."""
+        return max(0.0, self.deadline - time.time())
+
+
+class Watch(Protocol):
+    """A plug-in's running watch for notices, on its own thread."""
+
+    def stop(self) -> None:
+        """Stop watching; may block for seconds."""
 
 
 class PreemptionWatch:
@@ -33,7 +55,7 @@ class PreemptionWatch:
     def __init__(self, send: Callable[[MachineNotice], None]) -> None:
         self._send = send
         self._known: dict[str, Notice] = {}  # the newest notice of each kind
-        self._watch: NoticeWatch | None = None
+        self._watches: list[Watch] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # None unless started
         self._has_signal = False
 
@@ -49,10 +71,10 @@ class PreemptionWatch:
             self._has_signal = True
         except (ValueError, RuntimeError, NotImplementedError):
             logger.info("SIGUSR1 is not handled: the event loop is not in the main thread")
-        if is_ec2():
-            poll_s = seconds_from_environment("ETRAIN_NOTICE_POLL_S", POLL_S)
-            self._watch = NoticeWatch(Imds(), self._on_watch, poll_s=poll_s)
-            self._watch.start()
+        for one in plugin.installed().values():
+            watch: Watch | None = plugin.load(one.notices)(self._on_watch) if one.notices else None
+            if watch is not None:
+                self._watches.append(watch)
 
     async def stop(self) -> None:
         """Stop watching."""
@@ -60,8 +82,8 @@ class PreemptionWatch:
         if self._has_signal and loop is not None:
             loop.remove_signal_handler(signal.SIGUSR1)
             self._has_signal = False
-        watch, self._watch = self._watch, None
-        if watch is not None:
+        watches, self._watches = self._watches, []
+        for watch in watches:
             await asyncio.to_thread(watch.stop)
 
     def send_again(self) -> None:

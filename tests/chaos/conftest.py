@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from etrain_jupyter.head.fork_server import ForkServerProcess
-from etrain_jupyter.testing.fakeaws import FakeAws
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from tests.chaos.forks import THREADS, Zygote
 from tests.chaos.rig import MakeRig, Rig, make_rig
 from tests.chaos.spot import Spot, open_cloud, open_spot

@@ -28,6 +28,7 @@ from etrain_jupyter.head.coordinator.coordinator import Coordinator
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import Event
+from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.rules.membership import stalls
 from etrain_jupyter.testing import FaultPlan
 from etrain_jupyter.testing.invariants import assert_invariants
@@ -453,10 +454,10 @@ async def _wait_for_readers() -> None:
         await asyncio.wait(reading, timeout=10)
 
 
-_plans: dict[str, launch.Plan] = {}
+_plans: dict[str, Plan] = {}
 
 
-def plan_of(keys: Mapping[str, Any]) -> launch.Plan:
+def plan_of(keys: Mapping[str, Any]) -> Plan:
     """Validate and bundle a job; the result is cached by its keys."""
     text = repr(sorted(keys.items(), key=lambda item: item[0]))
     if text not in _plans:

@@ -27,16 +27,16 @@ from torch import nn
 import etrain_jupyter
 from etrain_jupyter.log.events import Event, GenerationFormed
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.plugins.ec2.client.pool import AwsSpotPool
+from etrain_jupyter.plugins.ec2.ec2_api import Clients
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
+from etrain_jupyter.plugins.ec2.simulator.fixtures import point_boto_at
+from etrain_jupyter.plugins.ec2.simulator.records import InstanceRecord
 from etrain_jupyter.pools import get_pool
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
-from etrain_jupyter.pools.ec2.ec2_api import Clients
 from etrain_jupyter.pools.local.pool import LocalPool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.process.processes import processes_of, stamp_of
-from etrain_jupyter.testing.fakeaws import FakeAws
-from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
-from etrain_jupyter.testing.fakeaws.records import InstanceRecord
 from etrain_jupyter.testing.invariants import assert_invariants
 
 PATIENCE_S = 100.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import etrain_jupyter
-from etrain_jupyter.testing.fakeaws import ApiFault
+from etrain_jupyter.plugins.ec2.simulator import ApiFault
 from etrain_jupyter.testing.s3_faults import S3Fault
 from tests.capabilities import LONG, long
 from tests.chaos.spot import Spot

@@ -25,11 +25,11 @@ import etrain_jupyter
 from etrain_jupyter import TrainingJob
 from etrain_jupyter.log import events
 from etrain_jupyter.notebook.audit.report import AuditReport
+from etrain_jupyter.plugins.ec2.client.policy import launcher_policy, node_policy
+from etrain_jupyter.plugins.ec2.simulator import ApiFault, FakeAws
+from etrain_jupyter.plugins.ec2.simulator.fixtures import point_boto_at
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools import clusters, get_pool
-from etrain_jupyter.pools.ec2.client.policy import launcher_policy, node_policy
-from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
-from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(400)]
 

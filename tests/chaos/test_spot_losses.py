@@ -19,8 +19,8 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.plugins.ec2.simulator import ApiFault, FakeAws
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
 from tests.capabilities import long
 from tests.chaos.spot import PATIENCE_S, SLOW, Spot, check, events, trainers
 

@@ -19,7 +19,7 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.testing.fakeaws import FakeAws
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from etrain_jupyter.testing.s3_faults import S3Fault
 from tests.capabilities import long
 from tests.chaos.spot import PATIENCE_S, Spot, events, open_spot, trainers

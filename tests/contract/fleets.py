@@ -11,8 +11,8 @@ from typing import Any
 import boto3
 from botocore.config import Config
 
-from etrain_jupyter.testing.fakeaws import FakeAws
-from etrain_jupyter.testing.fakeaws.networks import CABLE, PREFIX
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
+from etrain_jupyter.plugins.ec2.simulator.networks import CABLE, PREFIX
 
 HELLO = "#!/bin/bash\necho hello\nexec sleep 1000\n"
 TAGS = [{"Key": "etrain:cluster", "Value": "c-1"}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, ConnectionClosedError
 
-from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
+from etrain_jupyter.plugins.ec2.simulator import ApiFault, FakeAws
 from etrain_jupyter.testing.s3_faults import S3Fault
 from tests.contract.fleets import (
     client,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.testing.fakeaws import FakeAws
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from tests.contract.fleets import create_fleet, described, ec2, ids_of, make_template
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.testing.fakeaws import FakeAws
-from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
+from etrain_jupyter.plugins.ec2.simulator.fixtures import point_boto_at
 from tests.capabilities import needs
 from tests.contract.fleets import (
     client,

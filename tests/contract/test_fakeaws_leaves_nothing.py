@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from etrain_jupyter.testing.fakeaws import FakeAws, networks
-from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
+from etrain_jupyter.plugins.ec2.simulator import FakeAws, networks
+from etrain_jupyter.plugins.ec2.simulator.fixtures import point_boto_at
 from tests.capabilities import needs
 from tests.contract.fleets import launch, links_of, wait_for_text
 
@@ -22,7 +22,7 @@ needs_namespaces = needs("namespaces")
 # The fork inherits all pipes, like a process pool in a notebook.
 HOLDER = """
 import os, sys, time
-from etrain_jupyter.testing.fakeaws import FakeAws
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
 cloud = FakeAws(sys.argv[1])
 fork = os.fork()
 if fork:

@@ -18,14 +18,14 @@ from unittest.mock import MagicMock
 import pytest
 
 from etrain_jupyter.errors import LoggerError
-from etrain_jupyter.log.loggers import mlflow_logger
 from etrain_jupyter.log.loggers.base import Exhibit, LoggerEntry, RunInfo
 from etrain_jupyter.log.loggers.feed import export_log
-from etrain_jupyter.log.loggers.mlflow_logger import JOB_TAG, MlflowLogger
 from etrain_jupyter.log.loggers.process import follow_elsewhere
 from etrain_jupyter.log.loggers.registry import make_logger
-from etrain_jupyter.log.loggers.wandb_logger import WandbLogger, WandbOptions
 from etrain_jupyter.log.tensorboard import TensorBoardFiles
+from etrain_jupyter.plugins.trackers import mlflow_logger
+from etrain_jupyter.plugins.trackers.mlflow_logger import JOB_TAG, MlflowLogger
+from etrain_jupyter.plugins.trackers.wandb_logger import WandbLogger, WandbOptions
 from etrain_jupyter.testing.logger_contract import (
     JOB_ID,
     Job,

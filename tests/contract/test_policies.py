@@ -1,6 +1,6 @@
 """The generated policies against what boto3 and our code really ask for, conditions included.
 
-Each call is turned into all that AWS would ask IAM (``testing.fakeaws.permissions``). Review S5.
+Each call is turned into all that AWS would ask IAM (``ec2.simulator.permissions``). Review S5.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import pytest
 from botocore.exceptions import ClientError
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.ec2.bootstrap import config_of
-from etrain_jupyter.pools.ec2.client.check import check_account
-from etrain_jupyter.pools.ec2.client.policy import head_policy, launcher_policy
-from etrain_jupyter.pools.ec2.ec2_api import Clients, list_instances, tag_list
-from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
-from etrain_jupyter.pools.ec2.fleet_state import LaunchRequest
-from etrain_jupyter.pools.ec2.launch_context import LaunchContext, set_up
-from etrain_jupyter.pools.ec2.reaping import remove
-from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.plugins.ec2.bootstrap import config_of
+from etrain_jupyter.plugins.ec2.client.check import check_account
+from etrain_jupyter.plugins.ec2.client.policy import head_policy, launcher_policy
+from etrain_jupyter.plugins.ec2.ec2_api import Clients, list_instances, tag_list
+from etrain_jupyter.plugins.ec2.fleet_launch import create_fleet
+from etrain_jupyter.plugins.ec2.fleet_state import LaunchRequest
+from etrain_jupyter.plugins.ec2.launch_context import LaunchContext, set_up
+from etrain_jupyter.plugins.ec2.reaping import remove
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.storage.objects import bucket_owners
-from etrain_jupyter.testing.fakeaws import FakeAws
 
 pytestmark = pytest.mark.aws
 ID = "aws-0a1b2c-000001"

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from etrain_jupyter.plugins.ec2.client.pool import AwsSpotPool
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
+from etrain_jupyter.plugins.slurm.pool import SlurmPool
+from etrain_jupyter.plugins.slurm.simulator import FakeSlurm
+from etrain_jupyter.plugins.slurm.spec import SlurmSpec
 from etrain_jupyter.pools.base import Pool
-from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
-from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.pools.local.pool import LocalPool
-from etrain_jupyter.pools.slurm.pool import SlurmPool
-from etrain_jupyter.pools.slurm.spec import SlurmSpec
 from etrain_jupyter.process.cluster_settings import ClusterSettings
-from etrain_jupyter.testing.fakeaws import FakeAws
-from etrain_jupyter.testing.fakeslurm import FakeSlurm
 from etrain_jupyter.testing.pool_contract import PoolContract
 from tests.capabilities import needs_module
 from tests.integration.dask_cluster import DaskCluster

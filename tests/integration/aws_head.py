@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from etrain_jupyter.pools.ec2.head.nodes import AwsNodes
-from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.plugins.ec2.head.nodes import AwsNodes
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
+from etrain_jupyter.plugins.ec2.simulator.fixtures import point_boto_at
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
-from etrain_jupyter.testing.fakeaws import FakeAws
-from etrain_jupyter.testing.fakeaws.fixtures import point_boto_at
 
 __all__ = ["Head", "cloud", "cluster_dir", "machines", "make_head", "make_spec", "open_head"]
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from etrain_jupyter.pools.ec2.node_config import NodeConfig
+from etrain_jupyter.plugins.ec2.node_config import NodeConfig
+from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer, instance_pages
 from etrain_jupyter.process.tls import mint_certificates
-from etrain_jupyter.testing.fakeaws.imds import ImdsServer, instance_pages
 from etrain_jupyter.testing.s3_faults import OWNER
 from etrain_jupyter.testing.s3_server import S3Server
 from etrain_jupyter.wire.versions import read_fingerprint
@@ -175,7 +175,7 @@ class Machine:
         with open(self.folder / "console", "wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "etrain_jupyter.pools.ec2.machine.agent"),
+                    *(sys.executable, "-m", "etrain_jupyter.plugins.ec2.machine.agent"),
                     *(f"s3://{self._bucket}/{FOLDER}", "--keys", KEYS, "--owner", OWNER),
                 ],
                 env={

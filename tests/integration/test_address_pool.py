@@ -18,6 +18,7 @@ from etrain_jupyter import launch
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.log.events import LogLine, WorkerLost
 from etrain_jupyter.notebook.job.open_jobs import attach
+from etrain_jupyter.notebook.study.open_studies import attach_study
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.external import pool as address_module
 from etrain_jupyter.pools.external.pool import AddressPool
@@ -335,7 +336,7 @@ def test_study_of_a_killed_scheduler_is_lost_and_another_scheduler_continues_it(
     assert study.status == "running"
 
     cluster.kill("scheduler")
-    assert study.status == launch.attach_study("net").status == "lost"
+    assert study.status == attach_study("net").status == "lost"
     cluster.end_workers()
     cluster.start_scheduler()
     for _ in range(2):

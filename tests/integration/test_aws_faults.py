@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
-from etrain_jupyter.pools.ec2.fleet_launch import create_fleet
-from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
+from etrain_jupyter.plugins.ec2.client.pool import AwsSpotPool
+from etrain_jupyter.plugins.ec2.fleet_launch import create_fleet
+from etrain_jupyter.plugins.ec2.simulator import ApiFault, FakeAws
 from tests.capabilities import LONG
 from tests.integration.aws_head import *  # noqa: F403
 from tests.integration.aws_head import PATIENCE_S, make_spec
@@ -177,7 +177,7 @@ async def test_wake_up_does_not_shorten_the_pauses_between_attempts(
 
         return create_fleet(*args, pause=pause_awake, **kwargs)
 
-    monkeypatch.setattr("etrain_jupyter.pools.ec2.head.reconciler.create_fleet", launch_awake)
+    monkeypatch.setattr("etrain_jupyter.plugins.ec2.head.reconciler.create_fleet", launch_awake)
     cloud.set_faults(ApiFault(action="CreateFleet", code="RequestLimitExceeded"))
     head.nodes.want(1, reason="test")
     await head.until(lambda: head.warnings)
@@ -189,7 +189,7 @@ async def test_wake_up_does_not_shorten_the_pauses_between_attempts(
 async def test_new_capacity_is_used(
     open_head: Any, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etrain_jupyter.pools.ec2.fleet_state.FIRST_BACK_OFF_S", 0.5)
+    monkeypatch.setattr("etrain_jupyter.plugins.ec2.fleet_state.FIRST_BACK_OFF_S", 0.5)
     cloud.set_capacity(0)
     head = await open_head(capacity={"types": ["g5.xlarge"], "zones": ["us-east-1a"]})
     head.nodes.want(1, reason="test")
@@ -225,7 +225,7 @@ async def test_refused_launch_warns_with_the_remedy(
 async def test_repeatedly_denied_launches_halt_the_pool(
     open_head: Any, cloud: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etrain_jupyter.pools.ec2.fleet_state.FIRST_BACK_OFF_S", 0.1)
+    monkeypatch.setattr("etrain_jupyter.plugins.ec2.fleet_state.FIRST_BACK_OFF_S", 0.1)
     head = await open_head()
     cloud.set_faults(ApiFault(action="CreateFleet", code="UnauthorizedOperation"))
     head.nodes.want(1, reason="test")

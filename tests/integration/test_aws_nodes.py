@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.head.coordinator.nodes import JobProgress
-from etrain_jupyter.pools.ec2.ec2_api import Clients
+from etrain_jupyter.plugins.ec2.ec2_api import Clients
+from etrain_jupyter.plugins.ec2.simulator import ApiFault, FakeAws
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
-from etrain_jupyter.testing.fakeaws import ApiFault, FakeAws
 from tests.integration.aws_head import *  # noqa: F403
 from tests.integration.aws_head import make_head, make_spec
 

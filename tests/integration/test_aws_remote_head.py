@@ -17,10 +17,10 @@ from etrain_jupyter import launch
 from etrain_jupyter.config import parse_mapping
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.pools.ec2.client.pool import AwsSpotPool
+from etrain_jupyter.plugins.ec2.client.pool import AwsSpotPool
+from etrain_jupyter.plugins.ec2.simulator import Account, FakeAws
 from etrain_jupyter.pools.registry import get_pool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
-from etrain_jupyter.testing.fakeaws import Account, FakeAws
 from tests.capabilities import long
 from tests.chaos.workload import body
 
@@ -190,7 +190,7 @@ def test_client_outside_the_network_reaches_the_head_through_an_ssm_tunnel(
 def test_tunnel_without_the_aws_command_line_names_the_missing_program(
     cloud: FakeAws, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etrain_jupyter.pools.ec2.client.tunnel.shutil.which", lambda _: None)
+    monkeypatch.setattr("etrain_jupyter.plugins.ec2.client.tunnel.shutil.which", lambda _: None)
     pool = make_pool(head_tunnel="ssm")
 
     with pytest.raises(PoolError, match="needs the AWS command line"):

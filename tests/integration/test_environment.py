@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import StoreError
-from etrain_jupyter.pools.ec2.bootstrap import ROOT, BootFacts, user_data
-from etrain_jupyter.pools.ec2.environment import torch_builds
-from etrain_jupyter.pools.ec2.environment.manifest import Manifest, key_of
-from etrain_jupyter.pools.ec2.environment.packages import Package, read_packages
-from etrain_jupyter.pools.ec2.environment.prepare import NodeNeeds, Prepared, prepare
-from etrain_jupyter.pools.ec2.environment.sources import MissingWheelsError, find_uv
-from etrain_jupyter.pools.ec2.machine.node_bucket import LIMITS
-from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
+from etrain_jupyter.plugins.ec2.bootstrap import ROOT, BootFacts, user_data
+from etrain_jupyter.plugins.ec2.environment import torch_builds
+from etrain_jupyter.plugins.ec2.environment.manifest import Manifest, key_of
+from etrain_jupyter.plugins.ec2.environment.packages import Package, read_packages
+from etrain_jupyter.plugins.ec2.environment.prepare import NodeNeeds, Prepared, prepare
+from etrain_jupyter.plugins.ec2.environment.sources import MissingWheelsError, find_uv
+from etrain_jupyter.plugins.ec2.machine.node_bucket import LIMITS
+from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer, instance_pages
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
-from etrain_jupyter.testing.fakeaws.imds import ImdsServer, instance_pages
 from etrain_jupyter.testing.s3_faults import OWNER
 from etrain_jupyter.testing.s3_server import S3Server
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from threading import Event
 %load_ext etrain_jupyter
-from etrain_jupyter import launch
+from etrain_jupyter.notebook.display import show
 from etrain_jupyter.wire.requests import ControlJob, Outcome
 from tests.unit.notebook.dashboard.scripted_job import Script
 from tests.unit.notebook.job.fakes import FakeLink, new_job, status
@@ -51,7 +51,7 @@ def make(name):
 
 idle_job, idle_link = make("idle")
 shown_job, shown_link = make("shown")
-launch.show(shown_job)
+show(shown_job)
 """
 ANSWER_ON_SCREEN = {"kind": "notice", "request": "stop", "level": "info", "text": "done"}
 

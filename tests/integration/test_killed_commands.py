@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.account import STAGES, UPLOAD, Stage, killed_and_run_again
 from benchmarks.empty_account import User, user_of
+from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from etrain_jupyter.storage.objects import bucket_owners
-from etrain_jupyter.testing.fakeaws import FakeAws
 from tests.capabilities import LONG, long
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(400)]

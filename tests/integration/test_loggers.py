@@ -22,10 +22,7 @@ pytestmark = pytest.mark.timeout(400)  # real processes on a machine that may be
 @pytest.fixture(autouse=True)
 def acme(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a package with a logger before the cluster starts."""
-    site = runs.parent / "site"
-    install_acme(site)
-    monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+    install_acme(runs.parent / "site", monkeypatch)
 
 
 def found(job: TrainingJob, kind: type) -> list[Any]:

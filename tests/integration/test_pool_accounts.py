@@ -20,15 +20,15 @@ import pytest
 
 from etrain_jupyter import cli
 from etrain_jupyter.log.events import LogLine
-from etrain_jupyter.notebook.commands import pool_accounts
 from etrain_jupyter.notebook.commands.subcommands import run_line
+from etrain_jupyter.plugins.ec2 import account_commands
+from etrain_jupyter.plugins.ec2.account import proof
+from etrain_jupyter.plugins.ec2.account.proof import prove
+from etrain_jupyter.plugins.ec2.ec2_api import Clients
+from etrain_jupyter.plugins.ec2.simulator import Account, ApiFault, FakeAws
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.catalog import read_catalog
-from etrain_jupyter.pools.ec2.account import proof
-from etrain_jupyter.pools.ec2.account.proof import prove
-from etrain_jupyter.pools.ec2.ec2_api import Clients
-from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects import bucket_owners
-from etrain_jupyter.testing.fakeaws import Account, ApiFault, FakeAws
 from tests.capabilities import long
 
 pytestmark = [pytest.mark.aws, pytest.mark.timeout(300)]
@@ -254,8 +254,8 @@ def test_check_without_capacity_says_why_nothing_was_trained(
     init(run, account)
     shorten(cloud, tmp_path)
     cloud.set_capacity(0)
-    wait = pool_accounts._wait_for_step
-    monkeypatch.setattr(pool_accounts, "_wait_for_step", lambda job, **_: wait(job, timeout_s=6))
+    wait = account_commands._wait_for_step
+    monkeypatch.setattr(account_commands, "_wait_for_step", lambda job, **_: wait(job, timeout_s=6))
     status, text = run("pools", "check", "spot")
     assert status == 1
     assert "the check of pool spot failed: job check-spot" in text

@@ -27,6 +27,7 @@ from etrain_jupyter.log.events import (
     SchedulerRestarted,
     WorkerLost,
 )
+from etrain_jupyter.notebook.study.open_studies import attach_study
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.local.pool import LocalPool
@@ -164,7 +165,7 @@ def test_study_finds_the_best_values_and_its_trials_are_jobs(runs: Path) -> None
     for trial in view.trials:
         assert_invariants(study.job(trial.number).events())
     # Another kernel finds the same, and Optuna opens it.
-    other = launch.attach_study("net")
+    other = attach_study("net")
     assert other.view() == view
     assert other.optuna.best_params == study.best_params
 
@@ -216,12 +217,12 @@ def test_study_of_a_killed_kernel_continues_and_another_kernel_finds_it(runs: Pa
 
     assert study.wait(timeout=PATIENCE_S) == "finished"
     assert_each_trial_ran_once(study, runs)
-    assert launch.attach_study(study.id).best_params["lr"] == 0.5
+    assert attach_study(study.id).best_params["lr"] == 0.5
 
 
 def find_study_of_kernel() -> Study | None:
     try:
-        return launch.attach_study("kernel")
+        return attach_study("kernel")
     except JobNotFoundError:
         return None
 

@@ -19,11 +19,11 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.job.open_jobs import attach
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.plugins.slurm.pool import SlurmPool
+from etrain_jupyter.plugins.slurm.simulator import FakeSlurm
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.registry import get_pool
-from etrain_jupyter.pools.slurm.pool import SlurmPool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
-from etrain_jupyter.testing.fakeslurm import FakeSlurm
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.capabilities import long, needs_module
 from tests.integration.slow_jobs import PATIENCE_S, await_steps, submit, until

@@ -7,6 +7,7 @@ dependency from the start-up time, not from the reader.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,18 +22,19 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # The floors of the README's picture. A package imports from lower floors, never from a higher
 # one; from its own floor only where it says so below.
 FLOORS = (
-    {"magics", "cli", "__main__", "__init__"},
+    {"magics", "cli", "api", "__main__", "__init__"},
     {"launch"},
+    {"plugins"},
     {"notebook", "recipes"},
     {"insight"},
     {"pools"},
     {"head", "worker", "trainer"},
     {"rules", "wire", "storage", "log", "config", "bundle", "data", "process"},
-    {"errors", "untrusted"},
+    {"errors", "untrusted", "plugin"},
 )
 # The processes never import each other: they exchange messages, which `wire` defines.
 # The ground floor's packages may use each other, as long as none of them closes a circle.
-SHARE_A_FLOOR = FLOORS[6]
+SHARE_A_FLOOR = FLOORS[7]
 # For tests only: nothing of the package imports it, and it imports what it needs.
 SHIPPED_TEST_HELPERS = "testing"
 
@@ -40,14 +42,33 @@ SHIPPED_TEST_HELPERS = "testing"
 CONFINED: dict[str, tuple[str, ...]] = {
     "torch": ("trainer", "recipes"),
     "pyarrow": ("data",),
-    "boto3": ("pools.ec2", "storage.objects"),
-    "botocore": ("pools.ec2", "storage.objects"),
+    "boto3": ("plugins.ec2", "storage.objects"),
+    "botocore": ("plugins.ec2", "storage.objects"),
     "IPython": ("magics", "launch", "__init__", "notebook.editor"),
     "anywidget": ("notebook.dashboard",),
     "ipywidgets": ("notebook.dashboard",),
-    "distributed": ("head", "worker", "pools", "notebook.job", "process"),
+    "distributed": ("head", "worker", "pools", "plugins", "notebook.job", "process"),
     "optuna": ("storage.study_folder", "head.studies", "notebook.study"),
+    "mlflow": ("plugins.trackers",),
+    "wandb": ("plugins.trackers",),
 }
+
+# The core knows no plug-in, not even by name. A plug-in may use another one only as listed here.
+PLUGINS = "plugins"
+USES = {"plugins.planner": "plugins.ec2"}
+PLUGIN_WORDS = re.compile(r"ec2|(?<!r)aws(?!k)|slurm|boto3|optuna|mlflow|wandb", re.IGNORECASE)
+# Modules of the core that still contain such words; the list only becomes shorter.
+STILL_NAMED = (
+    # S3, until another client replaces boto3
+    "storage.objects", "storage.bucket_log.objects", "storage.checkpoints", "config.store_url",
+    "data.places", "testing.s3_server",
+    # the search, which is not a plug-in yet
+    "storage.study_folder", "head.studies", "notebook.study", "rules.search",
+    # keys and hints for users who know these tools
+    "config.schema", "config.vocabulary",
+    "process.state_root",  # environment variables that a local pool's workers inherit
+    "testing.fakeaws",  # for notebooks, which import the simulator from here
+)  # fmt: skip
 
 # What may be imported without loading the heavy libraries named here.
 HEAVY = ("torch", "IPython", "distributed", "boto3", "anywidget", "optuna", "pandas", "pyarrow")
@@ -120,6 +141,12 @@ def broken_rules(name: str, imported: str) -> Iterator[str]:
     if head in CONFINED and not name.startswith(CONFINED[head]):
         yield f"{name} imports {imported}: {head} belongs to {', '.join(CONFINED[head])}"
     # A name that is no module is public, as in `from etrain_jupyter import __version__`.
+    if imported.startswith(f"{PACKAGE}.{PLUGINS}."):
+        mine = ".".join(name.split(".")[:2])
+        theirs = ".".join(imported.split(".")[1:3])
+        if name != "testing.fakeaws" and theirs not in (mine, USES.get(mine)):
+            yield f"{name} imports {imported}: only the plug-in itself may"
+        return
     if head != PACKAGE or own == SHIPPED_TEST_HELPERS or not rest or rest[0] not in TOP:
         return
     package = rest[0]
@@ -143,9 +170,31 @@ def test_module_imports_only_from_lower_layers(path: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_core_contains_no_word_of_a_plug_in(path: Path) -> None:
+    name = module_name(path)
+    is_plugin = name.split(".")[0] == PLUGINS
+
+    words = set() if is_plugin else set(PLUGIN_WORDS.findall(path.read_text(encoding="utf-8")))
+
+    assert not words or name.startswith(STILL_NAMED)
+
+
+def test_list_of_modules_with_words_of_plug_ins_is_not_too_long() -> None:
+    texts = {module_name(path): path.read_text(encoding="utf-8") for path in MODULES}
+
+    assert [
+        prefix
+        for prefix in STILL_NAMED
+        if not any(n.startswith(prefix) and PLUGIN_WORDS.search(t) for n, t in texts.items())
+    ] == []
+
+
 @pytest.mark.parametrize(
     ("name", "imported"),
     [
+        ("pools.registry", f"{PACKAGE}.plugins.slurm.pool"),
+        ("plugins.slurm.pool", f"{PACKAGE}.plugins.ec2.spec"),
         ("rules.samples.ledger", f"{PACKAGE}.head.coordinator.coordinator"),
         ("head.main", f"{PACKAGE}.worker.supervisor"),
         ("worker.supervisor", f"{PACKAGE}.trainer.main"),

@@ -10,10 +10,10 @@ from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import ExhibitStored, JobStatusChanged, JobSubmitted, StepCompleted
 from etrain_jupyter.log.exhibit_files import write_exhibit
 from etrain_jupyter.log.exhibits import digest_of
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
+from etrain_jupyter.notebook.commands.subcommands import subcommands
 from etrain_jupyter.notebook.job.run_store import RunStore
-from tests.unit.insight.planning.measured_jobs import measured_job
-from tests.unit.insight.planning.models import CPU
+from tests.unit.plugins.planner.planning.measured_jobs import measured_job
+from tests.unit.plugins.planner.planning.models import CPU
 
 
 @pytest.fixture(autouse=True)
@@ -264,7 +264,7 @@ def test_usage_error_has_exit_status_2(
     assert capsys.readouterr().err.startswith("etrain: ")
 
 
-@pytest.mark.parametrize("name", [c.name for c in SUBCOMMANDS if not c.is_for_notebooks_only])
+@pytest.mark.parametrize("name", [c.name for c in subcommands() if not c.is_for_notebooks_only])
 def test_each_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
 

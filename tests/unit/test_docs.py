@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from etrain_jupyter.config.cell import parse_cell
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
+from etrain_jupyter.notebook.commands.subcommands import subcommands
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -93,7 +93,7 @@ def test_commands_page_lists_every_sub_command() -> None:
     page = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"`%etrain ([a-z]+)", page))
 
-    assert shown == {command.name for command in SUBCOMMANDS}
+    assert shown == {command.name for command in subcommands()}
 
 
 def load_hooks() -> ModuleType:

@@ -28,11 +28,12 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.magics import give_empty_body, split_line
 from etrain_jupyter.notebook import display
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, Subcommand
+from etrain_jupyter.notebook.commands.subcommands import Subcommand, subcommands
 from etrain_jupyter.notebook.dashboard import widget
 from etrain_jupyter.notebook.dashboard.link import PanelComm
 from etrain_jupyter.notebook.job import open_jobs, plan
 from etrain_jupyter.notebook.job.job_record import RunRecord
+from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 
@@ -87,16 +88,16 @@ Run = Callable[[str], tuple[bool, str]]
 
 
 @pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch) -> list[launch.Plan]:
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Let nothing be submitted; return what would have been."""
-    plans: list[launch.Plan] = []
+    plans: list[Plan] = []
 
-    def submit(plan: launch.Plan) -> TrainingJob:
+    def submit(plan: Plan) -> TrainingJob:
         plans.append(plan)
         return make_job(name=plan.config.name or "net")
 
     monkeypatch.setattr(launch, "submit", submit)
-    monkeypatch.setattr(launch, "show", lambda job: print(f"dashboard of {job.name}"))
+    monkeypatch.setattr(magics, "show", lambda job: print(f"dashboard of {job.name}"))
     return plans
 
 
@@ -183,7 +184,7 @@ def test_job_attached_from_the_side_panel_is_listed_but_not_the_latest(
 
 
 def test_a_quiet_cell_lists_its_job_and_shows_nothing(
-    posted: tuple[PanelComm, list[dict[str, Any]]], run: Run, submitted: list[launch.Plan]
+    posted: tuple[PanelComm, list[dict[str, Any]]], run: Run, submitted: list[Plan]
 ) -> None:
     made, _ = posted
     run(NOTEBOOK)
@@ -197,11 +198,11 @@ def test_overview_names_every_subcommand(run: Run, line: str) -> None:
     is_ok, shown = run(f"%etrain{line}")
 
     assert is_ok
-    assert [c.name for c in SUBCOMMANDS if c.name not in shown] == []
+    assert [c.name for c in subcommands() if c.name not in shown] == []
     assert "%%etrain distributed" in shown
 
 
-@pytest.mark.parametrize("name", [c.name for c in SUBCOMMANDS])
+@pytest.mark.parametrize("name", [c.name for c in subcommands()])
 def test_each_subcommand_has_help(run: Run, name: str) -> None:
     is_ok, shown = run(f"%etrain {name} --help")
 
@@ -217,7 +218,7 @@ def test_help_of_a_subcommand_has_several_forms_and_starts_nothing(run: Run, lin
     assert shown.startswith("usage: %etrain show [-h] [-o VAR] [job]")
 
 
-@pytest.mark.parametrize("command", [c for c in SUBCOMMANDS if c.example], ids=lambda c: c.name)
+@pytest.mark.parametrize("command", [c for c in subcommands() if c.example], ids=lambda c: c.name)
 def test_example_in_the_help_of_a_subcommand_is_valid(command: Subcommand) -> None:
     name, *words = command.example.split()
     parser = command.parser("%etrain")
@@ -239,7 +240,7 @@ def test_example_in_the_help_of_a_subcommand_is_valid(command: Subcommand) -> No
     ],
 )
 def test_help_of_the_cell_has_flags_keys_and_an_example_and_starts_nothing(
-    run: Run, submitted: list[launch.Plan], line: str
+    run: Run, submitted: list[Plan], line: str
 ) -> None:
     is_ok, shown = run(line)
 
@@ -251,9 +252,7 @@ def test_help_of_the_cell_has_flags_keys_and_an_example_and_starts_nothing(
     assert submitted == []
 
 
-def test_a_name_that_ends_in_a_question_mark_is_a_name(
-    run: Run, submitted: list[launch.Plan]
-) -> None:
+def test_a_name_that_ends_in_a_question_mark_is_a_name(run: Run, submitted: list[Plan]) -> None:
     run(NOTEBOOK)
 
     run("%%etrain distributed --name really?\n" + BODY)
@@ -266,7 +265,7 @@ def test_a_question_mark_shows_every_subcommand_and_an_example(run: Run, line: s
     is_ok, shown = run(line)
 
     assert is_ok
-    assert [c.name for c in SUBCOMMANDS if f"  {c.name} " not in shown] == []
+    assert [c.name for c in subcommands() if f"  {c.name} " not in shown] == []
     assert "%%etrain distributed --name digits -o job" in shown
 
 
@@ -413,7 +412,7 @@ def test_unexpected_exception_keeps_its_traceback(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(launch, "attach", fail)
+    monkeypatch.setattr(magics, "attach", fail)
 
     is_ok, shown = run("%etrain show")
 
@@ -423,7 +422,7 @@ def test_unexpected_exception_keeps_its_traceback(
 
 
 def test_cell_submits_shows_and_binds(
-    run: Run, shell: InteractiveShell, submitted: list[launch.Plan]
+    run: Run, shell: InteractiveShell, submitted: list[Plan]
 ) -> None:
     run(NOTEBOOK)
 
@@ -436,7 +435,7 @@ def test_cell_submits_shows_and_binds(
 
 
 def test_cell_without_out_binds_nothing(
-    run: Run, shell: InteractiveShell, submitted: list[launch.Plan]
+    run: Run, shell: InteractiveShell, submitted: list[Plan]
 ) -> None:
     run(NOTEBOOK)
     run(f"%%etrain distributed --quiet\n{BODY}")
@@ -445,14 +444,14 @@ def test_cell_without_out_binds_nothing(
     assert "job" not in shell.user_ns
 
 
-def test_line_is_taken_literally(run: Run, submitted: list[launch.Plan]) -> None:
+def test_line_is_taken_literally(run: Run, submitted: list[Plan]) -> None:
     run(NOTEBOOK)
     run(f"%%etrain distributed --quiet --name '{{x}} $x'\n{BODY}")
 
     assert submitted[0].config.name == "{x} $x"
 
 
-def test_dry_run_shows_the_plan_and_submits_nothing(run: Run, submitted: list[launch.Plan]) -> None:
+def test_dry_run_shows_the_plan_and_submits_nothing(run: Run, submitted: list[Plan]) -> None:
     run(NOTEBOOK)
 
     is_ok, shown = run(f"%%etrain distributed --dry-run\n{BODY}")
@@ -491,7 +490,7 @@ def test_dry_run_says_why_fewer_workers_than_asked_for_can_train(
 
 
 def test_waiting_cell_of_a_failed_job_shows_the_users_traceback(
-    run: Run, submitted: list[launch.Plan], monkeypatch: pytest.MonkeyPatch
+    run: Run, submitted: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(job: TrainingJob) -> None:
         raise JobFailedError("job digits failed", traceback="Cell In[1], line 4\nValueError: no")
@@ -667,7 +666,7 @@ def test_cell_that_resumes_a_strangers_job_needs_trust(
         "resume",
         lambda job, plan, *, is_forced, is_trusted: asked.append((is_forced, is_trusted)) or "",
     )
-    monkeypatch.setattr(launch, "show", lambda job: None)
+    monkeypatch.setattr(magics, "show", lambda job: None)
     make_job(name="digits")
     run(NOTEBOOK)
 
@@ -696,7 +695,7 @@ def test_flag_without_resume_is_refused_before_the_cell_is_checked(run: Run, fla
     ],
 )
 def test_variable_names_a_job_that_has_no_name(
-    run: Run, submitted: list[launch.Plan], flags: str, body: str, name: str | None
+    run: Run, submitted: list[Plan], flags: str, body: str, name: str | None
 ) -> None:
     run(NOTEBOOK)
 
@@ -933,7 +932,7 @@ def test_plan_of_a_cell_is_for_the_whole_job(run: Run, monkeypatch: pytest.Monke
     profiled = make_job(planned("net"), *steps("net", 1), name="net-profile")
     seen = []
 
-    def submit_and_measure(plan: launch.Plan) -> TrainingJob:
+    def submit_and_measure(plan: Plan) -> TrainingJob:
         seen.append(plan.config.model)
         return profiled
 

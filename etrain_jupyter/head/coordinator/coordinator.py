@@ -366,7 +366,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         #     coordinator       10 s: evict, kill; the jobs      ResetSupervisor ──▶
         #                       continue without it
         #
-        # The kill works only if the pool can reach the machine, for example through EC2's API.
+        # The kill works only if the pool can reach the machine, for example through a cloud's API.
         for facts, silence_s in self._workers.evict_silent(now):
             with self._defects.watch(None, f"killing {facts.name}"):
                 self._nodes.kill(facts.name)

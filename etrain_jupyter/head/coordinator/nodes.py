@@ -15,9 +15,9 @@ class NodeCost:
     workers: tuple[str, ...]
     """Its current and former workers."""
     lifecycle: str
-    """``spot``, ``on-demand`` or ``slurm``."""
+    """``spot``, ``on-demand`` or a batch system."""
     spent_usd: float
-    """May decrease: EC2 waives the first hour of a spot machine that it interrupts."""
+    """May decrease: a cloud may waive the first hour of a spot machine that it interrupts."""
     on_demand_usd: float
     """Cost of the same machine hours at on-demand prices."""
     is_alive: bool

@@ -63,7 +63,7 @@ class Notices:
 
     def _note_risk(self, worker: WorkerFacts) -> None:
         """Request a replacement and a checkpoint; the worker keeps training."""
-        # EC2's rebalance recommendation: an interruption is likely, but may come with two minutes'
+        # A rebalance recommendation: an interruption is likely, but may come with two minutes'
         # notice or never. A checkpoint now bounds the loss if the machine disappears without
         # notice.
         if worker.at_risk or worker.leaves_at:

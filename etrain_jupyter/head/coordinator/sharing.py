@@ -23,7 +23,7 @@ HAND_BACK_S = 2.0
 
 TAKEN_S = 60.0
 """A remote machine that still runs this many seconds after its deadline is terminated. Not earlier:
-EC2 waives the first hour only for machines that it reclaims, not for those that we terminate."""
+Clouds waive the first hour only for machines that they reclaim, not for those that we terminate."""
 
 SOON_S = 2.0
 """A stopped job frees its workers soon if its steps take less than this many seconds."""

@@ -1,36 +1,25 @@
-"""Look up loggers by name. A new logger needs one file and one line in ``KINDS``.
-
-Another package adds one with an entry point in the group ``etrain_jupyter.loggers``.
-"""
+"""Look up loggers by name. Plug-ins add loggers, see ``etrain_jupyter.plugin``."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from etrain_jupyter import plugin
 from etrain_jupyter.config.cell import ParsedJob
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.config.source_map import NOWHERE, SourceMap, did_you_mean
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.log.loggers.base import Logger, LoggerClass, LoggerEntry
 
-KINDS: Mapping[str, str] = {
-    "tensorboard": "etrain_jupyter.log.tensorboard:TensorBoardFiles",
-    "mlflow": "etrain_jupyter.log.loggers.mlflow_logger:MlflowLogger",
-    "wandb": "etrain_jupyter.log.loggers.wandb_logger:WandbLogger",
-}
-"""The class of each logger, imported on first use."""
-GROUP = "etrain_jupyter.loggers"
-"""Group of the entry points of other packages: ``name = "package.module:Class"``."""
+TENSORBOARD = {"tensorboard": "etrain_jupyter.log.tensorboard:TensorBoardFiles"}
 KEY = ("log", "to")
 
 
 def logger_names() -> list[str]:
     """Return the names that ``log.to`` accepts on this machine."""
-    return [*KINDS, *sorted(set(_others()) - set(KINDS))]
+    return list({**TENSORBOARD, **plugin.loggers()})
 
 
 def make_logger(name: str, values: Mapping[str, Any], source: SourceMap = NOWHERE) -> Logger:
@@ -79,42 +68,30 @@ def _source_of(name: str, source: SourceMap) -> SourceMap:
     below = source.below((*KEY, name))
     if below.keys or not source.lines:
         return below
-    # 'to: mlflow' and 'to: [mlflow]' have no key of the logger: point at the value of 'to'.
+    # 'to: NAME' and 'to: [NAME]' have no key of the logger: point at the value of 'to'.
     return dataclasses.replace(below, keys={(): source.span_of(KEY)})
 
 
 def _class_of(name: str, source: SourceMap) -> LoggerClass:
-    if name in KINDS:
-        # Import the class only now: it may need a library that is not installed.
-        module, _, attribute = KINDS[name].partition(":")
-        found: LoggerClass = getattr(importlib.import_module(module), attribute)
-        return found
-    known = logger_names()
-    point = _others().get(name)
-    if point is None:
-        hint = did_you_mean(name, known)
+    known = {**TENSORBOARD, **plugin.loggers()}
+    if name not in known:
         raise source.error(
             (),
             f"log.to: unknown logger '{name}'",
-            hint=hint
+            hint=did_you_mean(name, list(known))
             or f"known loggers: {', '.join(known)}; a package that adds '{name}' must be "
             "installed here and where the scheduler runs",
             at_key=True,
         )
     try:
-        loaded: LoggerClass = point.load()
-    # The module belongs to another package, so importing it may raise any exception.
+        loaded: LoggerClass = plugin.load(known[name])
+    # The module may belong to another package, so importing it may raise any exception.
     except Exception as exc:
         raise source.error(
             (),
-            f"log.to: the logger '{name}' ({point.value}) cannot be imported: "
+            f"log.to: the logger '{name}' ({known[name]}) cannot be imported: "
             f"{type(exc).__name__}: {exc}",
             hint="update or reinstall the package that provides it",
             at_key=True,
         ) from exc
     return loaded
-
-
-def _others() -> dict[str, EntryPoint]:
-    # Reads metadata only: no code of the packages runs.
-    return {point.name: point for point in entry_points(group=GROUP)}

@@ -11,46 +11,42 @@ import difflib
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from etrain_jupyter import plugin
 from etrain_jupyter.config.cell import EXAMPLES, keys_of
 from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.config.vocabulary import known_elsewhere
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.insight.simulation.policies import POLICIES
-from etrain_jupyter.insight.simulation.trace_files import GAPS
 from etrain_jupyter.notebook.job.export import FORMATS
-from etrain_jupyter.pools.ec2.type_table import MACHINE_TYPES
 from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, MODES
 
 CELL_COMMAND = "distributed"
 """The sub-command that submits a body."""
 SEARCH_COMMAND = "search"
 """The sub-command that submits a body with a search."""
-CELL_COMMANDS = (CELL_COMMAND, SEARCH_COMMAND, "plan")
-"""The sub-commands that take a body."""
-
 TRAINER_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in ("notice", "worker"))
 """Faults that ``kill --how`` can inject into a trainer."""
 
 FORCE_HELP = "resume even if a difference changes the rest of the curve"
 TRUST_HELP = "run the job although another user may have submitted it"
 
-WORDS: dict[str, tuple[str, ...]] = {
+WORDS: Mapping[str, Sequence[str]] = {
     "how": ("worker", *TRAINER_FAULTS),
     "mode": MODES,
     "format": FORMATS,
-    "policy": POLICIES,
-    "gaps": GAPS,
-    "types": tuple(MACHINE_TYPES),
-    "action": ("check", "init", "policy", "remove"),
-    "head": ("notebook", "on-demand"),
 }
 """Accepted words by the name of the argument, for completion; ``one_of`` checks them."""
+
+
+def words_of(name: str) -> Sequence[str]:
+    """Return the accepted words of an argument; empty if it accepts any."""
+    of_plugins = [plugin.load(one.words) for one in plugin.installed().values() if one.words]
+    return next((words[name] for words in (WORDS, *of_plugins) if name in words), ())
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,7 +1,7 @@
 """Diagnose problems of this machine and suggest fixes: ``%etrain doctor``.
 
 All checks are read-only. None of them imports torch, which would increase the memory use of a
-kernel that does not need it. EC2 is queried only on request, with a short timeout.
+kernel that does not need it. Accounts are queried only on request, with a short timeout.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import shutil
 import ssl
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from etrain_jupyter import __version__
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.notebook.job.link import open_link
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
+from etrain_jupyter.plugin import load, pool_kinds
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
-from etrain_jupyter.pools.clusters import AWS, aws_specs, location_of
+from etrain_jupyter.pools.clusters import location_of
 from etrain_jupyter.pools.registry import make_pool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.process.gpus import finish_gpu_query, start_gpu_query, torch_has_cuda
@@ -32,17 +31,11 @@ from etrain_jupyter.process.state_root import state_root
 from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates
 from etrain_jupyter.wire.requests import DescribeCluster
 
-if TYPE_CHECKING:
-    from etrain_jupyter.pools.ec2.reaping import Tagged
-    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-
 NEEDED = ("torch", "distributed", "cloudpickle", "safetensors", "pydantic", "ipykernel")
 FOR_THE_SCREEN = ("jupyterlab", "anywidget")
 EXTENSION = "etrain-jupyter"
 WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
 GUIDE = "docs/how-to/troubleshoot.md"
-EC2_S = 15.0
-"""Timeout for querying EC2 in one region, in seconds."""
 MARKS = {"ok": "  ok ", "note": "note ", "wrong": "WRONG"}
 
 
@@ -64,13 +57,13 @@ class Finding:
         return f"{line}\n      -> {self.remedy}{more}" if self.remedy else line
 
 
-def examine(store: RunStore, *, with_ec2: bool = False, region: str | None = None) -> list[Finding]:
+def examine(store: RunStore, *, with_all: bool = False, region: str | None = None) -> list[Finding]:
     """Check everything that a job needs on this machine; report an exception as a finding.
 
     Args:
         store: The run store.
-        with_ec2: True to list this package's clusters on EC2 too.
-        region: An EC2 region to query in addition to those in ``pools.yaml``.
+        with_all: True to check all clusters in the user's accounts too, which sends requests.
+        region: A region to query in addition to those in ``pools.yaml``.
     """
     checks: dict[str, Callable[[], list[Finding]]] = {
         "python": _check_python,
@@ -80,7 +73,7 @@ def examine(store: RunStore, *, with_ec2: bool = False, region: str | None = Non
         "tls": _check_tls,
         "state-directory": lambda: [_check_folder("state directory", state_root(), "ETRAIN_STATE")],
         "run-store": lambda: [_check_run_store(store)],
-        "pools": lambda: _check_pools() + (_check_ec2(region) if with_ec2 else []),
+        "pools": lambda: _check_pools() + (_check_all_clusters(region) if with_all else []),
         "clusters": _check_clusters,
     }
     findings = []
@@ -190,124 +183,46 @@ def _check_run_store(store: RunStore) -> Finding:
 
 
 def _check_pools() -> list[Finding]:
-    from etrain_jupyter.pools.slurm.pool import SlurmPool
-
     try:
         entries = list(read_catalog().values())
     except ConfigError as exc:
-        return [_fault_of(exc)]
+        return [fault_of(exc)]
     if not entries:
         names = " or ".join(map(str, files()))
         return [Finding(state="ok", what=f"pool local; define others in {names}")]
     findings = []
-    specs: dict[str | None, AwsSpotSpec] = {}
+    valid: dict[str, list[PoolEntry]] = {}
     for entry in entries:
         try:
-            pool = make_pool(entry)
-            if isinstance(pool, SlurmPool):
-                pool.check_machine()
+            make_pool(entry)
         except EtrainError as exc:
-            findings.append(_fault_of(exc))
+            findings.append(fault_of(exc))
             continue
         what = f"pool {entry.name}: {entry.kind}{location_of(entry)} ({entry.file})"
         findings.append(Finding(state="ok", what=what))
-        if entry.kind == AWS:
-            spec = _spec_of(entry)
-            # Credentials belong to a profile, so check each profile only once, even if several
-            # pools use it.
-            specs.setdefault(spec.profile, spec)
-    return findings + (_check_aws(list(specs.values())) if specs else [])
+        valid.setdefault(entry.kind, []).append(entry)
+    kinds = pool_kinds()
+    for name, known in valid.items():
+        if name in kinds and kinds[name].check:
+            findings += load(kinds[name].check)(known)
+    return findings
 
 
-def _fault_of(exc: EtrainError) -> Finding:
+def _check_all_clusters(region: str | None) -> list[Finding]:
+    checks = [kind.check_all for kind in pool_kinds().values() if kind.check_all]
+    return [finding for check in checks for finding in load(check)(region)]
+
+
+def fault_of(exc: EtrainError) -> Finding:
+    """Return the finding for an error."""
     what = exc.render()[0].removeprefix("etrain: ")
     # Only a ConfigError has a hint.
     hint = getattr(exc, "hint", "") or "correct it, or remove the pool"
     return Finding(state="wrong", what=what, remedy=hint)
 
 
-def _spec_of(entry: PoolEntry) -> AwsSpotSpec:
-    from etrain_jupyter.pools.ec2.spec import AwsSpotSpec
-
-    return entry.read_as(AwsSpotSpec)
-
-
-def _check_aws(specs: list[AwsSpotSpec]) -> list[Finding]:
-    """Check for boto3 and credentials, without a request to AWS."""
-    version = version_of("boto3")
-    if not version:
-        remedy = "pip install 'etrain-jupyter[aws]'"
-        return [Finding(state="wrong", what="boto3 missing: EC2 cannot be used", remedy=remedy)]
-    from etrain_jupyter.pools.ec2.client.credentials import find_credentials
-
-    findings = []
-    for spec in specs:
-        whose = f" of profile {spec.profile}" if spec.profile else ""
-        try:
-            place, trouble = find_credentials(spec), "none were found on this machine"
-        except EtrainError as exc:
-            place, trouble = "", str(exc)
-        if place:
-            what = f"boto3 {version}, credentials{whose} from {place}"
-            findings.append(Finding(state="ok", what=what))
-        else:
-            remedy = "aws sso login, aws configure, or attach a role to this machine"
-            what = f"no AWS credentials{whose}: {trouble}"
-            findings.append(Finding(state="wrong", what=what, remedy=remedy))
-    return findings
-
-
-def _check_ec2(region: str | None) -> list[Finding]:
-    # All clusters created by this package in the account, including those of other users.
-    return [found for spec in aws_specs(region) for found in _query_ec2(spec)]
-
-
-def _query_ec2(spec: AwsSpotSpec) -> list[Finding]:
-    from etrain_jupyter.pools.ec2.ec2_api import Clients
-    from etrain_jupyter.pools.ec2.reaping import find_tagged
-
-    results: list[Tagged | Exception] = []
-    has_responded = threading.Event()
-
-    def query() -> None:
-        try:
-            results.extend(find_tagged(Clients(spec), spec.region))
-        except Exception as exc:
-            results.append(exc)
-        has_responded.set()
-
-    # Use a daemon thread, so that a hanging request blocks neither the cell nor the kernel's exit.
-    threading.Thread(target=query, name="etrain-doctor", daemon=True).start()
-    # The thread continues if the timeout expires; its result is then ignored.
-    if not has_responded.wait(EC2_S):
-        what = f"EC2 in {spec.region} has not responded within {EC2_S:g} s"
-        return [Finding(state="wrong", what=what, remedy="check the network and the proxy")]
-    if results and isinstance(results[0], Exception):
-        return [Finding(state="wrong", what=str(results[0]), remedy="%etrain pools policy")]
-    resources = [one for one in results if not isinstance(one, Exception)]
-    ids = sorted({one.cluster_id for one in resources})
-    findings = [
-        _describe_cluster(
-            spec.region, cluster, [one for one in resources if one.cluster_id == cluster]
-        )
-        for cluster in ids
-    ]
-    return findings or [Finding(state="ok", what=f"no clusters on EC2 in {spec.region}")]
-
-
-def _describe_cluster(region: str, cluster: str, resources: list[Tagged]) -> Finding:
-    num_machines = sum(one.kind == "instance" for one in resources)
-    usd = sum(one.usd_per_h or 0.0 for one in resources)
-    rest = len(resources) - num_machines
-    what = f"cluster {cluster} on EC2 in {region}: {_number_of(num_machines, 'machine')}, "
-    what += f"{_number_of(rest, 'other resource')}, ${usd:.3g}/h"
-    # An expired cluster should have shut itself down; until it does, it wastes money.
-    if all(one.is_expired for one in resources):
-        return Finding(state="wrong", what=f"{what}; has expired", remedy="%etrain reap ends it")
-    return Finding(state="ok", what=what)
-
-
-def _number_of(count: int, word: str) -> str:
+def number_of(count: int, word: str) -> str:
+    """Return a count with its noun, in the plural if necessary."""
     return f"{count} {word}" + ("" if count == 1 else "s")
 
 
@@ -323,8 +238,8 @@ def _check_clusters() -> list[Finding]:
         link = open_link(cluster.address(record))
         try:
             facts = link.call(DescribeCluster(), timeout=5.0)
-            workers = _number_of(facts.workers, "worker")
-            jobs = _number_of(facts.jobs, "job")
+            workers = number_of(facts.workers, "worker")
+            jobs = number_of(facts.jobs, "job")
             what = f"cluster {cluster.cluster_id}: {workers}, {jobs}"
             findings.append(Finding(state="ok", what=what))
         except EtrainError as exc:

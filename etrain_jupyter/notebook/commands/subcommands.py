@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from pydantic import ValidationError
 
+from etrain_jupyter import plugin
 from etrain_jupyter.config import template as make_template
 from etrain_jupyter.config.schema import LogConfig
 from etrain_jupyter.errors import (
@@ -25,19 +27,11 @@ from etrain_jupyter.errors import (
     EtrainError,
     PoolError,
 )
-from etrain_jupyter.insight.planning.line import types_of
-from etrain_jupyter.insight.simulation.line import (
-    SimulateOptions,
-    efficiencies_of,
-    gaps_of,
-    policies_of,
-    simulate_text,
-    sizings_of,
-)
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.tensorboard import OPTIONS, convert, require_tensorboard
-from etrain_jupyter.notebook.commands import pool_accounts
 from etrain_jupyter.notebook.commands.arguments import (
+    CELL_COMMAND,
+    SEARCH_COMMAND,
     TRAINER_FAULTS,
     HelpRequested,
     JobNames,
@@ -76,10 +70,6 @@ IN_DOUBT_S = 60.0
 
 Count = Annotated[int, Spelling(flags=("-n",), metavar="N", action=StoreCount)]
 Workers = Annotated[int | None, Spelling(flags=("--workers",), metavar="N")]
-CountOf = Annotated[int, Spelling(metavar="N", action=StoreCount)]
-Share = Annotated[float | None, Spelling(metavar="SHARE")]
-Usd = Annotated[float | None, Spelling(metavar="USD")]
-File = Annotated[str | None, Spelling(metavar="FILE")]
 
 
 class Surface(Protocol):
@@ -107,6 +97,9 @@ class Surface(Protocol):
     def submit(self, body: Mapping[str, Any]) -> TrainingJob:
         """Submit a job, given as the keys of a cell, without showing it."""
 
+    def profile(self, line: str, body: str) -> TrainingJob:
+        """Train a cell for at most a minute on one and two workers; return the stopped job."""
+
     def open_tensorboard(self, folder: Path) -> str:
         """Open TensorBoard on a folder if possible; return the text to print."""
 
@@ -119,6 +112,8 @@ class Subcommand:
     is_for_notebooks_only: bool = False
     group: str = ""
     """Sub-command that it belongs to, such as ``pools`` for ``pools init``; usually empty."""
+    cell: Callable[..., str] | None = None
+    """Runs it on the body of a cell; None if it does not accept a body. See ``plugin.Command``."""
 
     @property
     def name(self) -> str:
@@ -170,19 +165,25 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
     Raises:
         ConfigError: If the sub-command is unknown; the message suggests the nearest word.
     """
-    for command in SUBCOMMANDS:
+    for command in subcommands():
         if command.name == name:
             return command
-    known = [*others, *(c.name for c in SUBCOMMANDS)]
+    known = [*others, *(c.name for c in subcommands())]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {prog} {near[0]}?" if near else f"{prog} --help lists all sub-commands"
     raise ConfigError(f"unknown sub-command: {prog} {name}", hint=hint)
 
 
+def cell_commands() -> list[str]:
+    """Return the names of the sub-commands that accept a body."""
+    accepting = [command.name for command in subcommands() if command.cell]
+    return [CELL_COMMAND, SEARCH_COMMAND, *accepting]
+
+
 def find_member(words: Sequence[str]) -> Subcommand | None:
     """Return the sub-command of two words, such as ``pools init``, that a line starts with."""
     named = " ".join(words[:2])
-    return next((command for command in MEMBERS if command.name == named), None)
+    return next((command for command in members() if command.name == named), None)
 
 
 def overview(prog: str) -> str:
@@ -198,7 +199,7 @@ def overview(prog: str) -> str:
         )
     lines += [
         f"  {c.name:<13}{c.summary}"
-        for c in SUBCOMMANDS
+        for c in subcommands()
         if is_notebook or not c.is_for_notebooks_only
     ]
     return "\n".join(lines)
@@ -224,13 +225,13 @@ def ls(
 
     Args:
         number: At most N jobs, 1 or more (50).
-        all: Also list all clusters on EC2, with age and price.
+        all: Also list the machines of all clusters in your accounts, with age and price.
 
     Example:
         ls -n 10
     """
-    # Only on request: this queries EC2, which takes seconds and needs credentials.
-    machines = f"\n\n{clusters.describe_aws(region=region)}" if all else ""
+    # Only on request: this sends requests that take seconds and need credentials.
+    machines = f"\n\n{clusters.describe_machines(region=region)}" if all else ""
     listing = surface.store.scan()
     end = _describe_problems(listing) + machines
     if not listing.jobs:
@@ -643,40 +644,6 @@ def diagnose(surface: Surface, job: str | None = None) -> str:
     return surface.show_result(open_jobs.diagnose(surface.find(job)))
 
 
-def plan(
-    surface: Surface,
-    job: str | None = None,
-    *,
-    deadline: Seconds | None = None,
-    budget: Usd = None,
-    types: Annotated[str | None, Spelling(metavar="TYPES")] = None,
-    workers: Annotated[int | None, Spelling(metavar="N", action=StoreCount)] = None,
-    pool: str | None = None,
-    trace: File = None,
-) -> str:
-    """Predict time and cost on other numbers and types of workers, and recommend one.
-
-    Args:
-        deadline: Time until the job must have finished, for example 2h.
-        budget: Most that the job may cost, in US dollars.
-        types: Machine types with commas, for example g5.xlarge,g6.xlarge (those of the pool).
-        workers: Maximum number of workers (the pool's workers.max, or 16).
-        pool: Pool in pools.yaml whose types, prices and limits apply (the job's pool).
-        trace: Also simulate the spot options on this recorded market.
-
-    Example:
-        plan digits --deadline 2h --budget 20
-    """
-    made = open_jobs.plan(
-        job,
-        **plan_values(
-            deadline=deadline, budget=budget, types=types, workers=workers, pool=pool, trace=trace
-        ),
-        store=surface.store,
-    )
-    return surface.show_result(made)
-
-
 def study(
     surface: Surface,
     name: str | None = None,
@@ -708,18 +675,6 @@ def study(
         return found.resume(trials=trials)
     found.view()  # a damaged folder is an error of the command, not a traceback of the display
     return surface.show_result(found)
-
-
-def plan_values(
-    *,
-    deadline: float | None,
-    budget: float | None,
-    types: str | None,
-    **others: Any,
-) -> dict[str, Any]:
-    """Return the arguments of ``open_jobs.plan`` for the values of a line."""
-    deadline_h = None if deadline is None else deadline / 3600
-    return {"deadline_h": deadline_h, "budget_usd": budget, "types": types_of(types), **others}
 
 
 def logs(
@@ -786,15 +741,15 @@ def track(
     to: Annotated[str | None, Spelling(metavar="LOGGER")] = None,
     options: Annotated[Sequence[str], Spelling(metavar="KEY=VALUE", nargs="*")] = (),
 ) -> str:
-    """Write the values of a job to MLflow, W&B or another logger.
+    """Write the values of a job to a logger, for example an experiment tracker.
 
     Args:
-        to: One of mlflow, wandb, tensorboard, or one that another package has registered; by
-            default the loggers in the job's log.to.
+        to: tensorboard, or the name of a plug-in's logger; by default the loggers in the job's
+            log.to.
         options: Options of the logger, as in log.to.
 
     Example:
-        track digits --to mlflow --options experiment=digits
+        track digits --to tensorboard --options folder=boards
     """
     return surface.find(job).track(to, **parse_options(options))
 
@@ -809,22 +764,21 @@ def pools(
     action: Annotated[str | None, Spelling(metavar="ACTION")] = None,
     pool: str | None = None,
 ) -> str:
-    """List the pools and their clusters, or set up a pool in AWS.
+    """List the pools and their clusters, or set up a pool.
 
     Args:
-        action: "init", "check" or "remove", which have their own help, or "policy" to print the
-            IAM policies of a pool.
-        pool: Pool to act on; for policy, by default the only one.
+        action: "init", "check", "remove" or "policy", which have their own help.
+        pool: Pool to act on.
 
     Example:
         pools init spot
     """
     if action is None:
         return clusters.describe_pools()
-    # The other actions reach this function only if they were mistyped.
-    known = [command.run.__name__ for command in MEMBERS]
-    one_of("pools", action, (*known, "policy"))
-    return clusters.policies(pool)
+    # The actions reach this function only if they were mistyped.
+    known = [command.run.__name__ for command in members() if command.group == "pools"]
+    one_of("pools", action, known)
+    raise AssertionError("members run their own functions")
 
 
 def up(
@@ -859,125 +813,44 @@ def down(surface: Surface, cluster: str | None = None, *, all: bool = False) -> 
     return clusters.down(cluster, all_clusters=all)
 
 
-def reap(
-    surface: Surface, cluster: str | None = None, *, all: bool = False, region: str | None = None
-) -> str:
-    """Remove leftover resources of dead clusters on EC2, found by their tags.
-
-    Args:
-        cluster: Id of a cluster; by default all clusters that have expired.
-        all: Also clusters that have not expired; their users lose the machines.
-
-    Example:
-        reap --all
-    """
-    return clusters.reap(cluster, all_clusters=all, region=region)
-
-
-def simulate(
-    surface: Surface,
-    *,
-    trace: File = None,
-    workers: Annotated[int | None, Spelling(metavar="N", action=StoreCount)] = None,
-    work: Seconds = 28800.0,
-    deadline: Seconds | None = None,
-    policy: Annotated[str | None, Spelling(metavar="NAME")] = None,
-    size: Annotated[str | None, Spelling(metavar="NAME")] = None,
-    jobs: Annotated[str | None, Spelling(metavar="SHARES")] = None,
-    keep: Share = None,
-    pool: str | None = None,
-    on_demand_usd: Usd = None,
-    spot_usd: Usd = None,
-    efficiency: Share = 1.0,
-    boot: Seconds = 300.0,
-    shortage: Share = 0.0,
-    scale: CountOf = 1,
-    gaps: Annotated[str, Spelling(metavar="KIND")] = "error",
-    starts: CountOf = 50,
-    seed: Number = None,
-    json: File = None,
-) -> str:
-    """Compare capacity policies in virtual time on a recorded spot market.
-
-    Args:
-        trace: The recorded market.
-        workers: Maximum number of workers, up to 1000 (the pool's workers.max, or 16).
-        work: Time of the whole job on all workers, undisturbed (8h).
-        deadline: Time until the job must have finished (the pool's finish_by, or the work and a
-            quarter of it).
-        policy: One policy, or several with commas; by default all, with --size or --jobs spot.
-        size: Compare ways to size a job: fixed, greedy, goodput, several with commas, or all.
-        jobs: Scaling efficiencies of several jobs that share the pool, for example 0.9,0.5.
-        keep: Part of the spare time that the policy deadline keeps for the end (0.5).
-        pool: Pool in pools.yaml whose rules and prices apply.
-        on_demand_usd: US dollars an hour for a machine on demand.
-        spot_usd: US dollars an hour for a spot machine, if the trace has no prices.
-        efficiency: Scaling efficiency of all workers, for example 0.8 (1).
-        boot: Longest time from a launch until a worker trains (5min).
-        shortage: Share of on-demand requests that are refused (0).
-        scale: Count each machine of the trace N times (1).
-        gaps: Gaps in the trace: error (default), hold the last capacity, or cut them out.
-        starts: Number of random start times, the same for each policy (50).
-        seed: Random seed (0).
-        json: Also write all runs to this file.
-
-    Example:
-        simulate --trace p3-trace.csv --workers 32 --work 8h --deadline 10h
-    """
-    if trace is None:
-        raise ConfigError(
-            "simulate needs a recorded spot market",
-            hint="%etrain simulate --trace FILE; docs: how-to/simulate-a-policy",
-        )
-    options = SimulateOptions(
-        trace=trace,
-        workers=workers,
-        work_s=work,
-        deadline_s=deadline,
-        policies=policies_of(policy),
-        sizings=sizings_of(size),
-        jobs=efficiencies_of(jobs),
-        keep=keep,
-        pool=pool,
-        on_demand_usd=on_demand_usd,
-        spot_usd=spot_usd,
-        efficiency=1.0 if efficiency is None else efficiency,
-        boot_s=boot,
-        shortage=shortage or 0.0,
-        scale=scale,
-        gaps=gaps_of(gaps),
-        starts=starts,
-        seed=seed or 0,
-    )
-    return simulate_text(options, json_path=json)
-
-
 def doctor(surface: Surface, *, all: bool = False, region: str | None = None) -> str:
     """Check this installation and suggest fixes.
 
     Args:
-        all: Also check the clusters on EC2.
+        all: Also check the clusters in your accounts.
 
     Example:
         doctor --all
     """
-    return "\n".join(map(str, examine(surface.store, with_ec2=all, region=region)))
+    return "\n".join(map(str, examine(surface.store, with_all=all, region=region)))
 
 
 # Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
-    kill, chaos, cost, compare, diagnose, plan, study, audit, logs, tensorboard, track, template,
-    simulate, pools, up, down, reap, doctor,
+    kill, chaos, cost, compare, diagnose, study, audit, logs, tensorboard, track, template, pools,
+    up, down, doctor,
 )  # fmt: skip
 
-SUBCOMMANDS = tuple(
-    Subcommand(run=function, is_for_notebooks_only=function is attach) for function in _IN_ORDER
-)
-"""All sub-commands, in the order of the help."""
 
-MEMBERS = tuple(
-    Subcommand(run=function, group="pools")
-    for function in (pool_accounts.init, pool_accounts.check, pool_accounts.remove)
-)
-"""Sub-commands of two words."""
+@cache
+def subcommands() -> tuple[Subcommand, ...]:
+    """Return all sub-commands, including those of plug-ins, in the order of the help."""
+    found = [Subcommand(run=run, is_for_notebooks_only=run is attach) for run in _IN_ORDER]
+    for command in plugin.commands():
+        if not command.group:
+            names = [one.name for one in found]
+            place = names.index(command.after) + 1 if command.after in names else len(names)
+            found.insert(place, _load(command))
+    return tuple(found)
+
+
+@cache
+def members() -> tuple[Subcommand, ...]:
+    """Return the sub-commands of two words."""
+    return tuple(_load(command) for command in plugin.commands() if command.group)
+
+
+def _load(command: plugin.Command) -> Subcommand:
+    cell = plugin.load(command.cell) if command.cell else None
+    return Subcommand(run=plugin.load(command.run), group=command.group, cell=cell)

@@ -9,13 +9,17 @@ from etrain_jupyter.config.fields import Section
 from etrain_jupyter.config.search_schema import Budget, Parameter, SearchConfig
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
-    CELL_COMMANDS,
     SEARCH_COMMAND,
     Parser,
     distributed_parser,
     search_parser,
 )
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, find_member, overview
+from etrain_jupyter.notebook.commands.subcommands import (
+    cell_commands,
+    find_member,
+    overview,
+    subcommands,
+)
 
 CELL_PROG = f"%%etrain {CELL_COMMAND}"
 
@@ -90,12 +94,12 @@ def find_parser(words: list[str], *, is_cell: bool) -> Parser | None:
         return distributed_parser()
     if is_cell and words[0] == SEARCH_COMMAND:
         return search_parser()
-    if is_cell and words[0] not in CELL_COMMANDS:
+    if is_cell and words[0] not in cell_commands():
         return None
     prog = "%%etrain" if is_cell else "%etrain"
     if member := find_member(words):
         return member.parser(prog)
-    return next((c.parser(prog) for c in SUBCOMMANDS if c.name == words[0]), None)
+    return next((c.parser(prog) for c in subcommands() if c.name == words[0]), None)
 
 
 def usage_of(argument: argparse.Action) -> str:

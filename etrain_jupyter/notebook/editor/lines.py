@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etrain_jupyter.notebook.commands.arguments import CELL_COMMANDS, WORDS, Parser
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS, find_member
+from etrain_jupyter.notebook.commands.arguments import Parser, words_of
+from etrain_jupyter.notebook.commands.subcommands import cell_commands, find_member, subcommands
 from etrain_jupyter.notebook.editor.help_texts import find_parser
 from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
 
@@ -98,7 +98,7 @@ def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
         return Offers(cursor)
     start = cursor - len(place.begun)
     if not place.words:
-        names = list(CELL_COMMANDS) if magic.is_cell else [command.name for command in SUBCOMMANDS]
+        names = cell_commands() if magic.is_cell else [one.name for one in subcommands()]
         return Offers(start, tuple(matching(names, place.begun, "command")))
     parser = find_parser(list(place.words), is_cell=magic.is_cell)
     if parser is None:
@@ -178,8 +178,8 @@ def _values(argument: argparse.Action, begun: str, facts: Facts) -> list[Complet
     if name == "types":
         # Complete the last type of a list with commas.
         before = begun[: begun.rfind(",") + 1]
-        return matching([before + known for known in WORDS[name]], begun, "value")
-    return matching(WORDS.get(name, ()), begun, "value")
+        return matching([before + known for known in words_of(name)], begun, "value")
+    return matching(words_of(name), begun, "value")
 
 
 def _variables(facts: Facts) -> list[str]:

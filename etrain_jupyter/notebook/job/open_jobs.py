@@ -15,8 +15,6 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, PoolError, RunStoreError
 from etrain_jupyter.insight.comparison import Comparison, compare_jobs
 from etrain_jupyter.insight.diagnosis.report import Diagnosis, diagnose_job
-from etrain_jupyter.insight.planning.line import PlanOptions, plan_job, types_of
-from etrain_jupyter.insight.planning.plan import TrainingPlan
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
 from etrain_jupyter.notebook.job.job_record import RunRecord, safe_name
@@ -205,57 +203,9 @@ def diagnose(
         ConfigError: If the job has no steps, or no worker has reported its times yet.
         JobNotFoundError: If no job matches the name; the message has the closest names.
     """
-    found = _find_or_latest(job, store, "diagnose(job)")
+    found = find_or_latest(job, store, "diagnose(job)")
     is_running = found.status == "running"
     return diagnose_job(found, is_running=is_running, cores=num_usable_cores())
-
-
-def plan(
-    job: TrainingJob | str | None = None,
-    *,
-    deadline_h: float | None = None,
-    budget_usd: float | None = None,
-    types: Iterable[str] = (),
-    workers: int | None = None,
-    pool: str | None = None,
-    trace: str | None = None,
-    is_profile: bool = False,
-    store: RunStore | None = None,
-) -> TrainingPlan:
-    """Predict time and cost of a job on other numbers and types of workers, and recommend one.
-
-    Args:
-        job: A job, or its name, id or prefix of its id; by default the most recently used one.
-        deadline_h: Hours until the job must have finished.
-        budget_usd: Most that the job may cost, in US dollars.
-        types: Machine types; by default those of the pool.
-        workers: Maximum number of workers; by default the pool's ``workers.max``, or 16.
-        pool: Pool in ``pools.yaml`` whose types, prices and limits apply; by default the job's.
-        trace: File of a recorded spot market, on which to simulate the spot options as well.
-        is_profile: True if the job is the profile of a cell, so that the plan is for all samples.
-        store: The run store; by default that of the working folder.
-
-    Returns:
-        A plan that a notebook displays as HTML. It has ``options``, ``recommended``, ``advice``,
-        ``to_frame()`` and ``plot()``; ``str`` returns the text.
-
-    Raises:
-        ConfigError: If the job has no steps, or a value is out of range.
-        JobNotFoundError: If no job matches; the message has the closest names.
-        PoolError: If the pool does not exist, or has no prices.
-        TraceError: If the trace cannot be read.
-    """
-    found = _find_or_latest(job, store, "plan('digits-1a2b3c4d', deadline_h=2)")
-    options = PlanOptions(
-        deadline_h=deadline_h,
-        budget_usd=budget_usd,
-        types=types_of(types) if isinstance(types, str) else tuple(types),
-        workers=workers,
-        pool=pool,
-        trace=trace,
-        is_profile=is_profile,
-    )
-    return plan_job(found, options, pool=found.record.pool, cores=num_usable_cores())
 
 
 def newest_runs(store: RunStore) -> list[RunRecord]:
@@ -282,7 +232,7 @@ def _find_or_return(job: object, store: RunStore, usage: str) -> TrainingJob:
     )
 
 
-def _find_or_latest(job: object, store: RunStore | None, usage: str) -> TrainingJob:
+def find_or_latest(job: object, store: RunStore | None, usage: str) -> TrainingJob:
     """Return a job, or the most recently used one for None."""
     store = store or open_runs()
     if job is None:

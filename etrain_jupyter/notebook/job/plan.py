@@ -45,8 +45,7 @@ class Plan:
             PoolError: If the pool does not come up.
         """
         # Do both checks first, because starting a pool takes time and may cost money. A bucket is
-        # reachable from everywhere; a folder only from machines that mount it, which a scheduler on
-        # EC2 does not.
+        # reachable from everywhere; a folder only from machines that mount it.
         self.runs.check_writable()
         if self.pool.is_head_elsewhere and not self.runs.is_remote:
             raise ConfigError(

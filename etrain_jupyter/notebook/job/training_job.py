@@ -299,14 +299,14 @@ class TrainingJob(JobRequests):
         return plot_job(self, over)
 
     def track(self, to: str | None = None, **options: Any) -> str:
-        """Write the values of the job so far to MLflow, W&B or another logger.
+        """Write the values of the job so far to a logger.
 
         Works for a running and for an ended job, and can be repeated: a value appears once. For a
         job that logs while it trains, use ``log.to`` in the cell.
 
         Args:
-            to: ``mlflow``, ``wandb``, ``tensorboard`` or the name that another package has
-                registered; by default the loggers in the job's ``log.to``.
+            to: ``tensorboard`` or the name of a logger of a plug-in; by default the loggers in the
+                job's ``log.to``.
             **options: Options of the logger, as in ``log.to``.
 
         Raises:

@@ -283,7 +283,7 @@ class GuestCoordinator(Coordinator):
         facts = self._workers.get(worker)
         jobs = [job for job in self._active() if job.state.of_worker(worker) is not None]
         if jobs:
-            # Treat the release like an interruption notice from EC2, so that the ranks leave at a
+            # Treat the release like an interruption notice, so that the ranks leave at a
             # step boundary and the state is copied.
             self._injector.give_notice(worker, drain_s)
             return q.Done()

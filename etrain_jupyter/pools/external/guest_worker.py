@@ -65,7 +65,7 @@ def find_device() -> str:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        # Spellings of "no GPU": by users, by CUDA's convention, and by SLURM.
+        # Spellings of "no GPU": by users, by CUDA's convention, and by batch systems.
         has_gpu = visible.strip() not in ("", "-1", "NoDevFiles")
     else:
         has_gpu = any(DEVICES.glob("nvidia[0-9]*"))

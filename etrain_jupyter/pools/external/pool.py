@@ -348,7 +348,7 @@ class AddressPool:
             raise PoolError(unfit_scheduler(address, exc, here)) from exc
         if found["etrain-jupyter"] != __version__:
             raise PoolError(of_other_version(address, found, here))
-        # Any other coordinator class of ours belongs to a local or EC2 cluster.
+        # Any other coordinator class of ours belongs to a cluster of ours.
         if found["coordinator"] not in ("", "GuestCoordinator"):
             raise PoolError(
                 f"{address} is a cluster that etrain started itself. Nothing was done. Remove the "

@@ -31,6 +31,11 @@ class LocalPool(DetachedPool):
         super().__init__(name="local", prefix=local_prefix(), cluster_id=cluster_id)
         self._settings = settings
 
+    @classmethod
+    def of_cluster(cls, cluster: ClusterDir) -> LocalPool:
+        """Return the pool of a cluster that has a folder on this machine."""
+        return cls(cluster_id=cluster.cluster_id)
+
     def settings(self) -> ClusterSettings:
         """Return the settings for a new cluster."""
         settings = self._settings or ClusterSettings.from_environment()

@@ -2,7 +2,7 @@
 
 While a node's workers are ranks of jobs, these jobs pay for it. While it boots, warms up, drains
 or waits to be terminated, all active jobs share its cost; for a job that has trained before,
-this share counts as wasted. A refund from EC2 goes to the jobs that paid.
+this share counts as wasted. A refund goes to the jobs that paid.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class JobCosts:
         for node in nodes:
             spent, on_demand = previous.get(node.node_id, (0.0, 0.0))
             spent, on_demand = node.spent_usd - spent, node.on_demand_usd - on_demand
-            if spent < 0:  # EC2 does not charge the first hour of an instance that it reclaims
+            if spent < 0:  # the first hour of an instance that the cloud reclaims is free
                 self._refund(node.node_id, -spent)
                 spent = 0.0
             self._charge(node, spent, on_demand, ranks, active)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from benchmarks import plan
-from etrain_jupyter.insight.planning.measured import read_measured
+from etrain_jupyter.plugins.planner.planning.measured import read_measured
 from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.policy.step_time import Placement, StepPoint
-from tests.unit.insight.planning.measured_jobs import measured_job
-from tests.unit.insight.planning.models import model_of
+from tests.unit.plugins.planner.planning.measured_jobs import measured_job
+from tests.unit.plugins.planner.planning.models import model_of
 
 
 def test_errors_are_those_of_the_points_that_are_not_fitted() -> None:

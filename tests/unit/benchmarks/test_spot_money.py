@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.spot_money import day_usd
-from etrain_jupyter.testing.fakeaws.bill import Bill, BillRow
+from etrain_jupyter.plugins.ec2.simulator.bill import Bill, BillRow
 
 
 def row(name: str, seconds: float, **values: Any) -> BillRow:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.spot_simulated import MINUTES, Pace, simulate_day, trace_of
 from benchmarks.spot_trace import Change, make_day
-from etrain_jupyter.insight.simulation.trace import SpotTrace
+from etrain_jupyter.plugins.planner.simulation.trace import SpotTrace
 
 DAY = (
     Change(at_s=6000.0, zone="a", capacity=1, way="rebalance"),

@@ -25,11 +25,11 @@ import pytest
 from etrain_jupyter.config.schema import BatchConfig
 from etrain_jupyter.insight.comparison import compare_jobs
 from etrain_jupyter.insight.curves import curves_of
-from etrain_jupyter.insight.planning.line import PlanOptions, plan_job
-from etrain_jupyter.insight.planning.measured import read_measured
-from etrain_jupyter.insight.planning.offers import MachineOffer, Market
-from etrain_jupyter.insight.planning.options import Option, estimates_of, options_of
 from etrain_jupyter.log import events as t
+from etrain_jupyter.plugins.planner.planning.line import PlanOptions, plan_job
+from etrain_jupyter.plugins.planner.planning.measured import read_measured
+from etrain_jupyter.plugins.planner.planning.offers import MachineOffer, Market
+from etrain_jupyter.plugins.planner.planning.options import Option, estimates_of, options_of
 from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
 from tests.unit.insight.logged_jobs import CONFIG, START, LoggedJob, logged_job, steps_of
 

@@ -13,7 +13,6 @@ import pytest
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.pools import (
-    KINDS,
     Leftovers,
     SchedulerAddress,
     clusters,
@@ -44,7 +43,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_local_is_a_pool() -> None:
     assert isinstance(get_pool("local"), LocalPool)
-    assert "local" in KINDS
 
 
 def test_error_for_an_unknown_pool_suggests_the_nearest_name() -> None:

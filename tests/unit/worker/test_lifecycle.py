@@ -11,7 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from etrain_jupyter.pools.ec2.machine.node_worker import SCHEDULER_FILE, FileFinder, parse_arguments
+from etrain_jupyter.plugins.ec2.machine.node_worker import (
+    SCHEDULER_FILE,
+    FileFinder,
+    parse_arguments,
+)
 from etrain_jupyter.worker import lifecycle
 from etrain_jupyter.worker.lifecycle import WorkerLifecycle, WorkerOptions, noting_its_end
 from tests.unit.pools.standins import SUPERVISOR

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from etrain_jupyter.testing.fakeaws.imds import ImdsServer
+from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer
 from etrain_jupyter.worker import preemption_watch as module
 from etrain_jupyter.worker.preemption_watch import PreemptionWatch, seconds_from_environment
 

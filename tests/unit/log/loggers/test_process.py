@@ -19,9 +19,7 @@ pytestmark = pytest.mark.usefixtures("acme")
 
 @pytest.fixture
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_acme(tmp_path / "site")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=":")
+    install_acme(tmp_path / "site", monkeypatch)
 
 
 @pytest.fixture

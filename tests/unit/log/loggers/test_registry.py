@@ -11,9 +11,9 @@ import pytest
 from etrain_jupyter.config import parse_cell, parse_mapping
 from etrain_jupyter.errors import CellError, ConfigError
 from etrain_jupyter.log.loggers.base import LoggerEntry
-from etrain_jupyter.log.loggers.mlflow_logger import MlflowLogger, metric_key, params_of
 from etrain_jupyter.log.loggers.registry import logger_names, make_logger, with_loggers
-from etrain_jupyter.log.loggers.wandb_logger import WandbLogger
+from etrain_jupyter.plugins.trackers.mlflow_logger import MlflowLogger, metric_key, params_of
+from etrain_jupyter.plugins.trackers.wandb_logger import WandbLogger
 from tests.acme_package import install_acme
 
 CELL = "model: Net()\ndata: {train: train_set}\nloss: loss\n"
@@ -206,8 +206,7 @@ def test_missing_library_is_an_error_with_the_extra(
 def test_package_adds_a_logger_with_an_entry_point(
     environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_acme(environment / "site")
-    monkeypatch.syspath_prepend(str(environment / "site"))
+    install_acme(environment / "site", monkeypatch)
 
     assert logger_names() == ["tensorboard", "mlflow", "wandb", "acme", "broken"]
     assert loggers_of("log: {to: {acme: {folder: boards}}}") == {"acme": {"folder": "boards"}}

@@ -18,7 +18,7 @@ from etrain_jupyter.notebook.commands.arguments import (
     make_parser,
     read_docstring,
 )
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
+from etrain_jupyter.notebook.commands.subcommands import subcommands
 
 
 def train(
@@ -118,7 +118,7 @@ def test_a_docstring_has_a_summary_and_an_example() -> None:
     assert (found.summary, found.example) == ("Train a job on a file", "train data.bin --now")
 
 
-@pytest.mark.parametrize("command", SUBCOMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", subcommands(), ids=lambda command: command.name)
 def test_each_argument_of_a_subcommand_has_a_help_text(command: object) -> None:
     for action in command.parser("%etrain").arguments:  # type: ignore[attr-defined]
         assert action.help

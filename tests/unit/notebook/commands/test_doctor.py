@@ -12,8 +12,8 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.notebook.commands import doctor
 from etrain_jupyter.notebook.commands.doctor import GUIDE, Finding, examine
 from etrain_jupyter.notebook.job.run_store import RunStore
-from etrain_jupyter.pools.ec2 import reaping
-from etrain_jupyter.pools.ec2.reaping import Tagged
+from etrain_jupyter.plugins.ec2 import reaping
+from etrain_jupyter.plugins.ec2.reaping import Tagged
 
 SECTION = "## "
 
@@ -163,7 +163,7 @@ def test_ec2_is_queried_only_on_request_and_expired_resources_are_wrong(
 
     assert len(of_pools(store)) == 2
     assert asked == []
-    told = examine(store, with_ec2=True, region="eu-west-1")
+    told = examine(store, with_all=True, region="eu-west-1")
     up, expired, refused = [finding for finding in told if finding.topic == "pools"][2:]
     assert (up.state, up.what) == (
         "ok",

@@ -9,7 +9,7 @@ from etrain_jupyter.config import parse_cell, template
 from etrain_jupyter.config.describe import describe
 from etrain_jupyter.config.keys import keys_at
 from etrain_jupyter.errors import CellError
-from etrain_jupyter.notebook.commands.subcommands import SUBCOMMANDS
+from etrain_jupyter.notebook.commands.subcommands import subcommands
 from etrain_jupyter.notebook.editor.completion import complete
 from etrain_jupyter.notebook.editor.lines import MAX_JOBS
 from tests.unit.notebook.editor.notebook_facts import NAMES, NotebookFacts, offered
@@ -30,7 +30,7 @@ def test_other_text_is_not_completed(marked: str) -> None:
 
 @pytest.mark.parametrize("marked", ["%etrain |", "x = 1\n  %etrain |\ny = 2", "x = %etrain |"])
 def test_line_offers_every_subcommand(marked: str) -> None:
-    assert offered(marked) == [command.name for command in SUBCOMMANDS]
+    assert offered(marked) == [command.name for command in subcommands()]
 
 
 def test_cell_offers_the_subcommands_with_a_body() -> None:

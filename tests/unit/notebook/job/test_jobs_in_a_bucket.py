@@ -30,6 +30,7 @@ from etrain_jupyter.notebook.commands.log_lines import follow_lines
 from etrain_jupyter.notebook.job import open_jobs, store_link
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import UnreachableError
+from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.resume import resume_job
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.run_store import RunStore, absolute_paths
@@ -159,7 +160,7 @@ def test_unwritable_store_is_reported_before_anything_is_started(
     monkeypatch.setattr(LocalPool, "up", lambda self: pytest.fail("the pool was started"))
     config = TrainConfig.model_validate({"model": "f", "data": {"train": "d"}, "loss": "f"})
     bundle = Bundle(digest="d", parts=(), sizes={})
-    plan = launch.Plan(config=config, bundle=bundle, pool=LocalPool(), runs=open_runs())
+    plan = Plan(config=config, bundle=bundle, pool=LocalPool(), runs=open_runs())
     s3_server.set_faults(S3Fault(kind=fault))
     with pytest.raises(RunStoreError) as caught:
         launch.submit(plan)

@@ -24,8 +24,7 @@ OWN = {"to": {"acme": {"folder": "boards"}}}
 
 @pytest.fixture(autouse=True)
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_acme(tmp_path / "site")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    install_acme(tmp_path / "site", monkeypatch)
     monkeypatch.chdir(tmp_path)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter import launch
 from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.notebook.study.open_studies import attach_study
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.storage import study_folder
 from etrain_jupyter.storage.study_folder import JOURNAL_FILE, STUDY_FILE
@@ -56,7 +56,7 @@ def test_study_of_another_user_is_read_without_writing_to_its_folder(tmp_path: P
     write_journal(journal, status="finished", num_trials=1)
     names = sorted(os.listdir(journal.parent))
 
-    assert "1 of 1 trials" in read(launch.attach_study(ID))
+    assert "1 of 1 trials" in read(attach_study(ID))
     assert sorted(os.listdir(journal.parent)) == names
 
 
@@ -65,7 +65,7 @@ def test_line_that_is_being_written_is_read_once_it_is_complete(tmp_path: Path) 
     write_journal(journal, status="finished", num_trials=1)
     whole = journal.read_bytes()
     journal.write_bytes(whole[:-20])
-    study = launch.attach_study(ID)
+    study = attach_study(ID)
     assert study.view().num_trials == 0
 
     journal.write_bytes(whole)
@@ -105,7 +105,7 @@ def test_journal_that_no_scheduler_wrote_is_an_error(
     plant_journal(plant(tmp_path))
 
     with pytest.raises(EtrainError, match=f"study {ID} cannot be read"):
-        read(launch.attach_study(ID))
+        read(attach_study(ID))
 
 
 @pytest.mark.parametrize("config", [{}, {"search": 7, "space": {}}, {"search": {"metric": "a"}}])
@@ -113,7 +113,7 @@ def test_record_without_the_search_is_an_error(tmp_path: Path, config: Any) -> N
     write_journal(plant(tmp_path, config))
 
     with pytest.raises(EtrainError, match=f"study {ID} cannot be read"):
-        read(launch.attach_study(ID))
+        read(attach_study(ID))
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_attributes_of_wrong_types_are_an_error(tmp_path: Path, attributes: Any)
     write_journal(plant(tmp_path), **attributes)
 
     with pytest.raises(EtrainError, match=f"study {ID} cannot be read"):
-        read(launch.attach_study(ID))
+        read(attach_study(ID))
 
 
 def test_control_characters_of_a_study_are_escaped(tmp_path: Path) -> None:
     journal = plant(tmp_path)
     write_journal(journal, status="failed", reason="\x1b]0;pwn\x07 \u202e", num_trials=1)
 
-    shown = read(launch.attach_study(ID))
+    shown = read(attach_study(ID))
 
     assert "pwn" in shown
     assert not {"\x1b", "\x07", "\u202e"} & set(shown)

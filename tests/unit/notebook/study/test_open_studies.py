@@ -14,6 +14,7 @@ from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import NoAnswerError
 from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.study import open_studies
+from etrain_jupyter.notebook.study.open_studies import studies
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.storage.study_folder import StudyLease
@@ -43,7 +44,7 @@ def test_folder_is_removed_only_if_the_study_cannot_be_running(
     with pytest.raises(PoolError, match="no "):
         launch.submit_study(plan)
 
-    assert len(launch.studies()) == num_kept
+    assert len(studies()) == num_kept
 
 
 def test_study_that_cannot_write_its_journal_says_so_in_its_status(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.policy.deadline import (
+from etrain_jupyter.plugins.ec2.deadline import (
     DeadlineTerms,
     DeadlineView,
     derate_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etrain_jupyter.rules.policy.placement_scores import raise_score, zone_wait_s
+from etrain_jupyter.plugins.ec2.placement_scores import raise_score, zone_wait_s
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.policy.spares import loss_rate_per_h, mean_missing, spare_workers
+from etrain_jupyter.plugins.ec2.spares import loss_rate_per_h, mean_missing, spare_workers
 
 MISSING = st.floats(0.0, 20.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.policy.zone_traffic import pays_to_spread, traffic_usd_per_h
+from etrain_jupyter.plugins.ec2.zone_traffic import pays_to_spread, traffic_usd_per_h
 
 USD = st.floats(0.0, 100.0)
 TERMS = {"state_bytes": 1e8, "changes_per_h": 1.0, "spot_usd": 0.3, "on_demand_usd": 1.0}

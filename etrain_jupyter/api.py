@@ -1,0 +1,46 @@
+"""The public names of the package. ``etrain_jupyter`` loads them on first use."""
+
+from __future__ import annotations
+
+from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.errors import (
+    BundleError,
+    CellError,
+    CheckpointError,
+    ConfigError,
+    EtrainError,
+    JobFailedError,
+    JobLostError,
+    JobNotFoundError,
+    PoolError,
+)
+from etrain_jupyter.launch import distributed, search
+from etrain_jupyter.notebook.job.open_jobs import attach, compare, diagnose, jobs
+from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.notebook.study.open_studies import attach_study, studies
+from etrain_jupyter.notebook.study.study import Study
+from etrain_jupyter.pools.tasks import open_task_workers
+
+__all__ = [
+    "BundleError",
+    "CellError",
+    "CheckpointError",
+    "ConfigError",
+    "EtrainError",
+    "JobFailedError",
+    "JobLostError",
+    "JobNotFoundError",
+    "PoolError",
+    "Study",
+    "TrainConfig",
+    "TrainingJob",
+    "attach",
+    "attach_study",
+    "compare",
+    "diagnose",
+    "distributed",
+    "jobs",
+    "open_task_workers",
+    "search",
+    "studies",
+]

@@ -1,0 +1,395 @@
+"""Create everything that a pool needs in an account: ``%etrain pools init``.
+
+The account itself is the record of the progress. Each resource is looked up first, and created
+only if it is missing, so the command can be repeated after an interruption at any point. The entry
+in ``pools.yaml`` is written last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.exceptions import BotoCoreError, NoCredentialsError
+
+from etrain_jupyter.errors import ConfigError, PoolError
+from etrain_jupyter.plugins.ec2.account.bucket import BucketPiece
+from etrain_jupyter.plugins.ec2.account.cloudformation import template_of
+from etrain_jupyter.plugins.ec2.account.group import GroupPiece
+from etrain_jupyter.plugins.ec2.account.machines import check_machines
+from etrain_jupyter.plugins.ec2.account.options import (
+    Ask,
+    InitOptions,
+    default_bucket,
+    head_name,
+    lines_of,
+    node_name,
+    questions,
+    spec_of,
+    values_of,
+)
+from etrain_jupyter.plugins.ec2.account.pools_file import (
+    add_entry,
+    differing_keys,
+    entry_text,
+    has_entry,
+)
+from etrain_jupyter.plugins.ec2.account.roles import (
+    SESSIONS,
+    WITHOUT_IAM,
+    LauncherPieces,
+    RolePiece,
+)
+from etrain_jupyter.plugins.ec2.account.site import (
+    Piece,
+    Site,
+    Step,
+    View,
+    check_name,
+    reason_of,
+    run_steps,
+)
+from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
+from etrain_jupyter.plugins.ec2.client.policy import head_policy, node_policy
+from etrain_jupyter.plugins.ec2.client.worst_case import describe_price
+from etrain_jupyter.plugins.ec2.ec2_api import Clients
+from etrain_jupyter.plugins.ec2.network import find_subnets
+from etrain_jupyter.plugins.ec2.spec import KIND, AwsSpotSpec
+from etrain_jupyter.pools.catalog import own_file, read_catalog
+
+NOTHING = "Nothing was created."
+SIGN_IN = (
+    "Sign in with `aws configure` or `aws sso login`, or name a profile of ~/.aws with --profile"
+)
+GIB_MONTH_USD = 0.023
+"""Price of S3 in US dollars for a GB and a month, in most regions."""
+
+
+def init(
+    name: str,
+    options: InitOptions,
+    *,
+    ask: Ask,
+    say: Callable[[str], object],
+    is_confirmed: bool = False,
+    is_dry_run: bool = False,
+    template: Path | None = None,
+) -> str:
+    """Create the resources of a pool, and its entry in ``pools.yaml``.
+
+    Args:
+        name: The pool.
+        options: The known properties of the pool.
+        ask: Asks a question, and returns the answer.
+        say: Shows a line.
+        is_confirmed: Ask nothing.
+        is_dry_run: Show the steps only.
+        template: Write a CloudFormation template to this file instead.
+
+    Returns:
+        The result, and the next command.
+
+    Raises:
+        ConfigError: If a value is invalid.
+        PoolError: If AWS refuses a request; the message lists the completed steps.
+    """
+    check_name(name)
+    known = read_catalog().get(name)
+    # Nothing is asked about a pool that pools.yaml describes.
+    is_asked = known is None and not is_confirmed and not is_dry_run
+    region = str(known.values.get("region") or "") if known is not None else ""
+    options = _complete(options, ask=ask if is_asked else None, region=region)
+    file = options.file or own_file()
+    site, is_new = open_site(name, options)
+    subnets = _find_subnets(site, options)
+    try:
+        check_machines(site.clients, site.spec)
+    except AwsErrors as exc:
+        raise PoolError(
+            f"the machine types cannot be looked up: {reason_of(exc)}. {NOTHING}"
+        ) from exc
+    if template is not None:
+        return _write_template(site, options, subnets, template)
+    if not is_new:
+        options = _as_entered(site, options)
+    pieces = pieces_of(site, vpc=subnets[0], options=options)
+    entry = FilePiece(site, options, file, is_new=is_new)
+    try:
+        views = [*(piece.to_make() for piece in pieces), entry.to_make()]
+    except AwsErrors as exc:
+        raise PoolError(
+            f"the account cannot be examined: {reason_of(exc, WITHOUT_IAM)}. {NOTHING}"
+        ) from exc
+    steps = [step for view in views for step in view.steps]
+    for line in _describe(site, views, steps):
+        say(line)
+    if not steps:
+        return f"pool {name} is complete. Next: %etrain pools check {name}"
+    if is_dry_run:
+        return f"{NOTHING} Run the command without --dry-run to create them."
+    if not is_confirmed and ask("Create them? [y/N] ").strip().lower() not in ("y", "yes"):
+        return NOTHING
+    advice = WITHOUT_IAM
+    run_steps(steps, say=say, again=f"%etrain pools init {name}", advice=advice)
+    return _next_steps(site, options, file)
+
+
+def pieces_of(site: Site, *, vpc: str, options: InitOptions) -> list[Piece]:
+    """Return the resources that ``init`` creates, in the order in which it creates them."""
+    pieces: list[Piece] = []
+    if not options.security_group:
+        pieces.append(GroupPiece(site, vpc))
+    pieces.append(BucketPiece(site))
+    if not options.role:
+        pieces += role_pieces(site)
+    return pieces
+
+
+def role_pieces(site: Site) -> list[Piece]:
+    """Return the roles and policies."""
+    pieces: list[Piece] = [
+        RolePiece(site, node_name(site.name), lambda: node_policy(site.spec)),
+    ]
+    head_role = ""
+    if site.spec.head == "on-demand":
+        head_role = head_name(site.name)
+        pieces.append(
+            RolePiece(
+                site,
+                head_role,
+                lambda: head_policy(
+                    site.spec, node_role=node_name(site.name), account=site.account
+                ),
+                managed=SESSIONS if site.spec.head_tunnel == "ssm" else "",
+            )
+        )
+    return [*pieces, LauncherPieces(site, node_role=node_name(site.name), head_role=head_role)]
+
+
+class FilePiece:
+    """The pool's entry in ``pools.yaml``."""
+
+    def __init__(self, site: Site, options: InitOptions, file: Path, *, is_new: bool) -> None:
+        self._site = site
+        self._options = options
+        self._file = file
+        self._is_new = is_new
+
+    def to_make(self) -> View:
+        """Return the step that writes the entry."""
+        if not self._is_new or has_entry(self._file, self._site.name):
+            return View()
+        text = f"add pool {self._site.name} to {self._file}"
+        return View(steps=[Step(text=text, run=self._write)])
+
+    def _write(self) -> None:
+        add_entry(self._file, self._site.name, self.text())
+
+    def text(self) -> str:
+        """Return the entry, with the security group."""
+        spec = self._site.spec
+        values = values_of(self._site.name, self._options, bucket=spec.bucket, region=spec.region)
+        values.setdefault("network", {})["security_group"] = spec.network.security_group
+        return entry_text(self._site.name, lines_of(values))
+
+
+# --- the account ---
+
+
+def _complete(options: InitOptions, *, ask: Ask | None, region: str) -> InitOptions:
+    """Return the options with the answers to questions, and the region."""
+    try:
+        region = options.region or region or _default_region(options.profile)
+    except BotoCoreError as exc:
+        raise PoolError(f"{reason_of(exc)}. {NOTHING}") from exc
+    if ask is not None:
+        answers = questions(options, region=region or "us-east-1", ask=ask)
+        options = dataclasses.replace(options, **answers)
+        region = options.region or region
+    if not region:
+        raise ConfigError(f"no region is configured. {NOTHING}", hint="add --region us-east-1")
+    return dataclasses.replace(options, region=region)
+
+
+def _default_region(profile: str | None) -> str:
+    return boto3.session.Session(profile_name=profile).region_name or ""
+
+
+def open_site(name: str, options: InitOptions) -> tuple[Site, bool]:
+    """Return the pool's place in the account, and whether it is not in ``pools.yaml`` yet.
+
+    Raises:
+        ConfigError: If ``pools.yaml`` defines the pool with other values.
+        PoolError: If the credentials are missing or not valid.
+    """
+    region = options.region or ""
+    known = read_catalog().get(name)
+    # The spec of a new pool needs a bucket, whose name may need the account.
+    values = values_of(name, options, bucket=options.bucket or "not-known", region=region)
+    spec = known.read_as(AwsSpotSpec) if known and known.kind == KIND else spec_of(values)
+    clients = Clients(spec)
+    try:
+        account, _ = clients.caller()
+    except NoCredentialsError as exc:
+        raise PoolError(f"this machine has no AWS credentials. {NOTHING} {SIGN_IN}.") from exc
+    except AwsErrors as exc:
+        raise PoolError(f"{reason_of(exc)}. {NOTHING}") from exc
+    if known is not None:
+        if known.kind != KIND:
+            raise ConfigError(
+                f"{known.file} defines pool '{name}' with kind {known.kind}. {NOTHING}",
+                hint="choose another name",
+            )
+        given = _given_keys(name, options)
+        if other := differing_keys(dict(known.values), given):
+            raise ConfigError(
+                f"{known.file} defines pool '{name}' with another {' and '.join(other)}. {NOTHING}",
+                hint=f"change the file and run `%etrain pools init {name}` without these flags, "
+                "or choose another name",
+            )
+        return Site(name=name, spec=spec, clients=clients, account=account), False
+    bucket = options.bucket or default_bucket(name, account, region)
+    spec = spec_of({**values, "bucket": bucket})
+    return Site(name=name, spec=spec, clients=Clients(spec), account=account), True
+
+
+def _given_keys(name: str, options: InitOptions) -> dict[str, Any]:
+    """Return the keys of the entry that the flags state."""
+    all_values = values_of(name, options, bucket=options.bucket or "", region=options.region or "")
+    stated: dict[str, Any] = {
+        "region": options.region,
+        "bucket": options.bucket,
+        "profile": options.profile,
+        "workers": options.workers,
+        "capacity": options.types,
+        "budget": options.budget,
+        "head": options.head,
+        "network": options.subnets or options.security_group,
+        "iam": options.role,
+        "image": options.ami or options.python,
+    }
+    return {key: all_values[key] for key, given in stated.items() if given and key in all_values}
+
+
+def _as_entered(site: Site, options: InitOptions) -> InitOptions:
+    """Return the options with the role and the group of an existing entry, if they are not ours.
+
+    Raises:
+        PoolError: If the groups cannot be listed.
+    """
+    profile, group = site.spec.iam.instance_profile, site.spec.network.security_group
+    try:
+        # With auto, each cluster creates its own group.
+        is_ours = group in GroupPiece(site, vpc="").ids()
+    except AwsErrors as exc:
+        raise PoolError(f"the groups cannot be listed: {reason_of(exc)}. {NOTHING}") from exc
+    return dataclasses.replace(
+        options,
+        role=None if profile == node_name(site.name) else profile,
+        security_group=None if is_ours else group,
+    )
+
+
+def _find_subnets(site: Site, options: InitOptions) -> tuple[str, tuple[str, ...]]:
+    """Return the VPC and the subnets.
+
+    Raises:
+        PoolError: If the region lacks a default VPC, and no subnet was named.
+    """
+    try:
+        if site.spec.network.subnets == "auto":
+            filters = [{"Name": "default-for-az", "Values": ["true"]}]
+            if not site.clients.ec2.describe_subnets(Filters=filters)["Subnets"]:
+                raise _no_default_vpc(site)
+        vpc, subnets = find_subnets(site.clients.ec2, site.spec)
+    except AwsErrors as exc:
+        raise PoolError(
+            f"the subnets of {site.spec.region} cannot be used: {reason_of(exc)}. {NOTHING}"
+        ) from exc
+    return vpc, tuple(options.subnets) and tuple(sorted(subnets.values()))
+
+
+def _no_default_vpc(site: Site) -> PoolError:
+    region = site.spec.region
+    known = site.clients.ec2.describe_subnets()["Subnets"]
+    if not known:
+        return PoolError(
+            f"{region} has no default VPC, and no subnets at all. {NOTHING} Run `aws ec2 "
+            f"create-default-vpc --region {region}`, or choose another --region."
+        )
+    shown = "; ".join(
+        f"{one['SubnetId']} in {one['AvailabilityZone']}, {one['VpcId']} ({one['CidrBlock']})"
+        for one in known[:10]
+    )
+    return PoolError(
+        f"{region} has no default VPC. {NOTHING} Name subnets of one VPC, which need a route to "
+        f"S3: --subnet {known[0]['SubnetId']}. Subnets: {shown}."
+    )
+
+
+# --- texts ---
+
+
+def _describe(site: Site, views: Sequence[View], steps: Sequence[Step]) -> list[str]:
+    lines = [f"pool {site.name} in {site.spec.region}, AWS account {site.account}"]
+    lines += [f"  {note}" for view in views for note in view.notes]
+    if steps:
+        lines += ["to do:", *(f"  {step.text}" for step in steps), *_describe_costs(site)]
+    return lines
+
+
+def _describe_costs(site: Site) -> list[str]:
+    """Return what the resources cost, and the most that machines can cost later."""
+    try:
+        machines = describe_price(site.clients, site.spec, site.spec.workers.max)
+    except (PoolError, *AwsErrors) as exc:
+        machines = f"unknown ({reason_of(exc) if isinstance(exc, AwsErrors) else exc})"
+    return [
+        "costs:",
+        f"  bucket: ${GIB_MONTH_USD} per GB and month; roles, policies and security group: free",
+        f"  machines, only while jobs run: {machines}",
+    ]
+
+
+def _next_steps(site: Site, options: InitOptions, file: Path) -> str:
+    lines = [f"pool {site.name} is in {file}"]
+    if not options.role:
+        policies = LauncherPieces(site).documents()
+        lines.append(
+            "users without administrator rights need "
+            + " and ".join(policies)
+            + f": aws iam attach-user-policy --user-name USER --policy-arn "
+            f"arn:aws:iam::{site.account}:policy/{site.launcher_policy}"
+        )
+    group = site.spec.network.security_group
+    if site.spec.head == "notebook":
+        lines.append(
+            f"the notebook's machine must be an EC2 instance in the security group {group}; for "
+            "any other machine, use --head on-demand"
+        )
+    lines.append(f"next: %etrain pools check {site.name}")
+    return "\n".join(lines)
+
+
+def _write_template(
+    site: Site, options: InitOptions, subnets: tuple[str, tuple[str, ...]], file: Path
+) -> str:
+    text = template_of(site, vpc=subnets[0], subnets=subnets[1])
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(
+            f"{file} cannot be written ({exc}). {NOTHING}", hint="--template FILE"
+        ) from exc
+    stack = f"etrain-{site.name}"
+    return (
+        f"{file} contains the resources of pool {site.name}. {NOTHING} An administrator deploys it "
+        f"with:\n  aws cloudformation deploy --region {site.spec.region} --stack-name {stack} "
+        f"--template-file {file} --capabilities CAPABILITY_NAMED_IAM\n"
+        f"The stack's output Command then writes the entry in {options.file or own_file()}:\n"
+        f"  aws cloudformation describe-stacks --region {site.spec.region} --stack-name {stack} "
+        "--query 'Stacks[0].Outputs'"
+    )

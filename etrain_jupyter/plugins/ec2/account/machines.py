@@ -1,0 +1,110 @@
+"""Check that a pool's types, image and quota fit together, before anything is launched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from etrain_jupyter.config.source_map import did_you_mean
+from etrain_jupyter.errors import PoolError
+from etrain_jupyter.plugins.ec2.account.site import DENIED
+from etrain_jupyter.plugins.ec2.ec2_api import Clients
+from etrain_jupyter.plugins.ec2.price_table import ON_DEMAND_USD
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
+from etrain_jupyter.plugins.ec2.type_table import MACHINE_TYPES
+from etrain_jupyter.storage.objects.s3_messages import code_of
+
+SPOT_QUOTAS: Mapping[str, tuple[str, str]] = {
+    "g": ("L-3819A6DF", "All G and VT Spot Instance Requests"),
+    "vt": ("L-3819A6DF", "All G and VT Spot Instance Requests"),
+    "p2": ("L-7212CCBC", "All P4, P3 and P2 Spot Instance Requests"),
+    "p3": ("L-7212CCBC", "All P4, P3 and P2 Spot Instance Requests"),
+    "p4": ("L-7212CCBC", "All P4, P3 and P2 Spot Instance Requests"),
+    "p5": ("L-C4BD4855", "All P5 Spot Instance Requests"),
+    **{
+        letter: ("L-34B43A08", "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests")
+        for letter in "acdhimrtz"
+    },
+}
+"""Quota of spot vCPUs: its code and name, by family or by family and generation."""
+
+
+def check_machines(clients: Clients, spec: AwsSpotSpec) -> None:
+    """Check that the types exist, and that the image runs on them.
+
+    Raises:
+        PoolError: If not.
+        ClientError: If EC2 refuses a request.
+    """
+    if spec.capacity.gpu is not None:
+        return
+    types = describe(clients, spec.capacity.types)
+    if unknown := [name for name in spec.capacity.types if name not in types]:
+        hint = did_you_mean(unknown[0], [*MACHINE_TYPES, *ON_DEMAND_USD])
+        raise PoolError(
+            f"{spec.region} does not have the machine type {', '.join(unknown)}. Nothing was "
+            f"created. {hint.capitalize() or 'Correct --types or capacity.types.'}"
+        )
+    image = find_architecture(clients, spec)
+    for name, facts in types.items():
+        known = facts.get("ProcessorInfo", {}).get("SupportedArchitectures", [])
+        if image and known and image not in known:
+            raise PoolError(
+                f"the image {spec.image.ami} is for {image}, but {name} is a machine for "
+                f"{', '.join(known)}. Nothing was created. Choose an image with --ami (image.ami), "
+                "or other types with --types (capacity.types)."
+            )
+
+
+def describe(clients: Clients, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return EC2's descriptions of types; unknown types are left out."""
+    filters = [{"Name": "instance-type", "Values": sorted(set(names))}]
+    pages = clients.ec2.get_paginator("describe_instance_types").paginate(Filters=filters)
+    return {one["InstanceType"]: one for page in pages for one in page["InstanceTypes"]}
+
+
+def find_architecture(clients: Clients, spec: AwsSpotSpec) -> str:
+    """Return the architecture of the pool's image, such as ``x86_64``.
+
+    Empty if these credentials may not look it up.
+
+    Raises:
+        PoolError: If the image does not exist.
+    """
+    ami = spec.image.ami
+    try:
+        if ami.startswith("ssm:"):
+            name = ami.removeprefix("ssm:")
+            ami = clients.ssm.get_parameter(Name=name)["Parameter"]["Value"]
+        found = clients.ec2.describe_images(ImageIds=[ami])["Images"]
+    except ClientError as exc:
+        code = code_of(exc)
+        if code.startswith("InvalidAMIID") or code == "ParameterNotFound":
+            raise PoolError(
+                f"{spec.region} does not have the image {spec.image.ami} ({code}). Nothing was "
+                "created. Images belong to one region: name another one with --ami (image.ami)."
+            ) from exc
+        if code in DENIED:
+            return ""
+        raise
+    if not found:
+        raise PoolError(
+            f"{spec.region} does not have the image {spec.image.ami}. Nothing was created. Images "
+            "belong to one region: name another one with --ami (image.ami)."
+        )
+    return str(found[0].get("Architecture", ""))
+
+
+def quota_of(name: str) -> tuple[str, str] | None:
+    """Return code and name of the spot quota that a type counts towards.
+
+    >>> quota_of("g5.xlarge")[0], quota_of("p4d.24xlarge")[0], quota_of("trn1.2xlarge")
+    ('L-3819A6DF', 'L-7212CCBC', None)
+    """
+    found = re.match(r"([a-z]+)(\d*)", name)
+    if found is None:
+        return None
+    return SPOT_QUOTAS.get(found[0]) or SPOT_QUOTAS.get(found[1])

@@ -1,0 +1,100 @@
+"""Checks of ``%etrain doctor`` for EC2. Only ``check_all`` sends requests, with a short timeout."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.notebook.commands.doctor import Finding, number_of, version_of
+from etrain_jupyter.plugins.ec2.clusters import aws_specs
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
+from etrain_jupyter.pools.catalog import PoolEntry
+
+if TYPE_CHECKING:
+    from etrain_jupyter.plugins.ec2.reaping import Tagged
+
+EC2_S = 15.0
+"""Timeout for querying EC2 in one region, in seconds."""
+
+
+def check(entries: Sequence[PoolEntry]) -> list[Finding]:
+    """Check for boto3 and credentials, without a request to AWS."""
+    # Credentials belong to a profile, so check each profile only once, even if several pools use
+    # it.
+    specs: dict[str | None, AwsSpotSpec] = {}
+    for entry in entries:
+        spec = entry.read_as(AwsSpotSpec)
+        specs.setdefault(spec.profile, spec)
+    version = version_of("boto3")
+    if not version:
+        remedy = "pip install 'etrain-jupyter[aws]'"
+        return [Finding(state="wrong", what="boto3 missing: EC2 cannot be used", remedy=remedy)]
+    from etrain_jupyter.plugins.ec2.client.credentials import find_credentials
+
+    findings = []
+    for spec in specs.values():
+        whose = f" of profile {spec.profile}" if spec.profile else ""
+        try:
+            place, trouble = find_credentials(spec), "none were found on this machine"
+        except EtrainError as exc:
+            place, trouble = "", str(exc)
+        if place:
+            what = f"boto3 {version}, credentials{whose} from {place}"
+            findings.append(Finding(state="ok", what=what))
+        else:
+            remedy = "aws sso login, aws configure, or attach a role to this machine"
+            what = f"no AWS credentials{whose}: {trouble}"
+            findings.append(Finding(state="wrong", what=what, remedy=remedy))
+    return findings
+
+
+def check_all(region: str | None) -> list[Finding]:
+    """Check all clusters created by this package in the account, also those of other users."""
+    return [found for spec in aws_specs(region) for found in _query_ec2(spec)]
+
+
+def _query_ec2(spec: AwsSpotSpec) -> list[Finding]:
+    from etrain_jupyter.plugins.ec2.ec2_api import Clients
+    from etrain_jupyter.plugins.ec2.reaping import find_tagged
+
+    results: list[Tagged | Exception] = []
+    has_responded = threading.Event()
+
+    def query() -> None:
+        try:
+            results.extend(find_tagged(Clients(spec), spec.region))
+        except Exception as exc:
+            results.append(exc)
+        has_responded.set()
+
+    # Use a daemon thread, so that a hanging request blocks neither the cell nor the kernel's exit.
+    threading.Thread(target=query, name="etrain-doctor", daemon=True).start()
+    # The thread continues if the timeout expires; its result is then ignored.
+    if not has_responded.wait(EC2_S):
+        what = f"EC2 in {spec.region} has not responded within {EC2_S:g} s"
+        return [Finding(state="wrong", what=what, remedy="check the network and the proxy")]
+    if results and isinstance(results[0], Exception):
+        return [Finding(state="wrong", what=str(results[0]), remedy="%etrain pools policy")]
+    resources = [one for one in results if not isinstance(one, Exception)]
+    ids = sorted({one.cluster_id for one in resources})
+    findings = [
+        _describe_cluster(
+            spec.region, cluster, [one for one in resources if one.cluster_id == cluster]
+        )
+        for cluster in ids
+    ]
+    return findings or [Finding(state="ok", what=f"no clusters on EC2 in {spec.region}")]
+
+
+def _describe_cluster(region: str, cluster: str, resources: list[Tagged]) -> Finding:
+    num_machines = sum(one.kind == "instance" for one in resources)
+    usd = sum(one.usd_per_h or 0.0 for one in resources)
+    rest = len(resources) - num_machines
+    what = f"cluster {cluster} on EC2 in {region}: {number_of(num_machines, 'machine')}, "
+    what += f"{number_of(rest, 'other resource')}, ${usd:.3g}/h"
+    # An expired cluster should have shut itself down; until it does, it wastes money.
+    if all(one.is_expired for one in resources):
+        return Finding(state="wrong", what=f"{what}; has expired", remedy="%etrain reap ends it")
+    return Finding(state="ok", what=what)

@@ -1,0 +1,306 @@
+"""Requests to IAM for one API call, each with its action, resource and condition keys.
+
+This code has no side effects. It makes only two lookups: tags of existing resources, and launch
+templates. A launch needs about ten permissions: for the fleet, each machine with its type, disk,
+interface, image, subnet, group and template, for the tags, and for the role that is passed. All of
+them must be allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+from etrain_jupyter.plugins.ec2.simulator.condition_keys import is_supported, kind_of
+from etrain_jupyter.plugins.ec2.simulator.fleets import read_tags
+from etrain_jupyter.plugins.ec2.simulator.iam import Request
+from etrain_jupyter.plugins.ec2.simulator.wire import Call, listed, nested
+
+IDS = {
+    "TerminateInstances": ("instance", "InstanceId"),
+    "StopInstances": ("instance", "InstanceId"),
+    "GetConsoleOutput": ("instance", "InstanceId"),
+    "DeleteLaunchTemplate": ("launch-template", "LaunchTemplateId"),
+    "DeleteVolume": ("volume", "VolumeId"),
+    "DeleteSecurityGroup": ("security-group", "GroupId"),
+    "AuthorizeSecurityGroupIngress": ("security-group", "GroupId"),
+}
+"""Actions on existing resources: resource type, and the parameter with its id."""
+SUBRESOURCES = {
+    "tagging": "BucketTagging",
+    "publicAccessBlock": "BucketPublicAccessBlock",
+    "encryption": "EncryptionConfiguration",
+    "lifecycle": "LifecycleConfiguration",
+}
+"""Settings of a bucket: the parameter that names one, and the name of its permission."""
+KINDS = {"i": "instance", "lt": "launch-template", "sg": "security-group", "vol": "volume"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The parts of an account that permissions depend on."""
+
+    account: str
+    tags_of: Callable[[str], Mapping[str, str]]
+    """Returns a resource's tags, by id."""
+    template: Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any]]]
+    """Returns the id and data of the launch template in a request."""
+    role_of: Callable[[str], str]
+    """Returns the role of an instance profile."""
+    owner_of: Callable[[str], str]
+    """Returns an image's owner: ``amazon`` or an account."""
+
+
+def requests_of(call: Call, world: World) -> list[Request]:
+    """Return the permissions that a call needs."""
+    if call.service == "s3":
+        found = [_of_s3(call)]
+    elif call.service == "ec2":
+        found = list(_Ec2Call(call, world).requests())
+    elif (call.service, call.action) == ("ssm", "GetParameter"):
+        found = [Request("ssm:GetParameter", _parameter(call, world))]
+    elif (call.service, call.action) == ("iam", "GetInstanceProfile"):
+        name = nested(call.body).get("InstanceProfileName", "")
+        arn = f"arn:aws:iam::{world.account}:instance-profile/{name}"
+        found = [Request("iam:GetInstanceProfile", arn)]
+    elif (call.service, call.action) == ("iam", "SimulatePrincipalPolicy"):
+        arn = str(nested(call.body).get("PolicySourceArn", ""))
+        found = [Request("iam:SimulatePrincipalPolicy", arn)]
+    elif call.service == "sts":
+        found = []  # GetCallerIdentity needs no permission
+    else:
+        found = [Request(f"{call.service}:{call.action}", "*")]
+    return [_with_supported_keys(one) for one in found]
+
+
+def _with_supported_keys(request: Request) -> Request:
+    # Drop condition keys that AWS does not support for that action and resource: a policy that
+    # relies on one would work here and fail there.
+    kind = kind_of(request.resource)
+    known = {k: v for k, v in request.context.items() if is_supported(request.action, kind, k)}
+    return Request(request.action, request.resource, known)
+
+
+def _parameter(call: Call, world: World) -> str:
+    # AWS's public parameters, such as the ids of its images, belong to no account.
+    name = str(json_of(call).get("Name", "")).lstrip("/")
+    account = "" if name.startswith("aws/") else world.account
+    return f"arn:aws:ssm:{call.region}:{account}:parameter/{name}"
+
+
+def json_of(call: Call) -> dict[str, Any]:
+    """Return the body of a call to a service that uses JSON requests."""
+    parsed: dict[str, Any] = json.loads(call.body or b"{}")
+    return parsed
+
+
+# ------------------------------------------------------------------------------------------- S3
+
+
+def _of_s3(call: Call) -> Request:
+    path = unquote(str(call.environ.get("PATH_INFO", ""))).lstrip("/")
+    bucket, _, key = path.partition("/")
+    query = dict(parse_qsl(str(call.environ.get("QUERY_STRING", "")), keep_blank_values=True))
+    arn = f"arn:aws:s3:::{bucket}"
+    method = str(call.environ["REQUEST_METHOD"])
+    if not bucket:
+        return Request("s3:ListAllMyBuckets", "*")
+    if not key:
+        return _of_bucket(method, arn, query)
+    match method:
+        case "GET" if "uploadId" in query:
+            action = "s3:ListMultipartUploadParts"
+        case "GET" | "HEAD":
+            action = "s3:GetObject"
+        case "DELETE":
+            action = "s3:AbortMultipartUpload" if "uploadId" in query else "s3:DeleteObject"
+        case _:
+            action = "s3:PutObject"
+    return Request(action, f"{arn}/{key}")
+
+
+def _of_bucket(method: str, arn: str, query: Mapping[str, str]) -> Request:
+    for subresource, what in SUBRESOURCES.items():
+        if subresource in query:
+            return Request(f"s3:{'Put' if method == 'PUT' else 'Get'}{what}", arn)
+    if method == "PUT":
+        return Request("s3:CreateBucket", arn)
+    if method == "DELETE":
+        return Request("s3:DeleteBucket", arn)
+    if method == "POST" and "delete" in query:
+        # The keys are in the body; each of them needs the permission.
+        return Request("s3:DeleteObject", f"{arn}/*")
+    if "versions" in query:
+        return Request("s3:ListBucketVersions", arn)
+    if "uploads" in query:
+        return Request("s3:ListBucketMultipartUploads", arn, {"s3:prefix": query.get("prefix", "")})
+    if method not in ("GET", "HEAD"):
+        return Request(f"s3:{method}Bucket", arn)
+    names = ("prefix", "delimiter", "max-keys")
+    return Request("s3:ListBucket", arn, {f"s3:{k}": query[k] for k in names if k in query})
+
+
+# ------------------------------------------------------------------------------------------ EC2
+
+
+class _Ec2Call:
+    def __init__(self, call: Call, world: World) -> None:
+        self._call, self._world = call, world
+        self._query = nested(call.body)
+        self._tags = read_tags(self._query)
+
+    def requests(self) -> Iterator[Request]:
+        action = self._call.action
+        if action == "CreateFleet":
+            yield from self._fleet()
+        elif action == "RunInstances":
+            yield from self._run(self._query, self._query.get("LaunchTemplate"), self._tags)
+        elif action in ("CreateLaunchTemplate", "CreateSecurityGroup"):
+            yield from self._create()
+        elif action == "CreateTags":
+            yield from self._create_tags()
+        elif action in IDS:
+            kind, parameter = IDS[action]
+            for id in listed(self._query, parameter) or ["unknown"]:
+                yield self._request(action, kind, id, self._resource_tags(id))
+        else:
+            yield Request(f"ec2:{action}", "*")
+
+    def _request(self, action: str, kind: str, id: str, context: Mapping[str, Any]) -> Request:
+        # ARNs of images and snapshots have no account. A resource that the call creates has no id
+        # yet: "new" is used instead, so a policy must match it with a wildcard.
+        account = "" if kind in ("image", "snapshot") else self._world.account
+        arn = f"arn:aws:ec2:{self._call.region}:{account}:{kind}/{id}"
+        return Request(f"ec2:{action}", arn, {k: v for k, v in context.items() if v})
+
+    def _resource_tags(self, id: str) -> dict[str, Any]:
+        return {f"aws:ResourceTag/{k}": v for k, v in self._world.tags_of(id).items()}
+
+    def _create(self) -> Iterator[Request]:
+        action = self._call.action
+        kind = "launch-template" if action == "CreateLaunchTemplate" else "security-group"
+        tags = self._tags.get(kind, {})
+        yield self._request(action, kind, "new", _request_tags(tags))
+        if kind == "security-group":
+            vpc = str(self._query.get("VpcId", "vpc-default"))
+            yield self._request(action, "vpc", vpc, self._resource_tags(vpc))
+        yield from self._tag_on_create(action, kind, tags)
+
+    def _tag_on_create(self, action: str, kind: str, tags: Mapping[str, str]) -> Iterator[Request]:
+        # Setting tags while a resource is created needs a separate permission.
+        if tags:
+            yield self._request(
+                "CreateTags", kind, "new", {**_request_tags(tags), "ec2:CreateAction": action}
+            )
+
+    def _create_tags(self) -> Iterator[Request]:
+        tags = {one["Key"]: one.get("Value", "") for one in listed(self._query, "Tag")}
+        for id in listed(self._query, "ResourceId"):
+            kind = KINDS.get(id.partition("-")[0], "unknown")
+            yield self._request(
+                "CreateTags", kind, id, {**_request_tags(tags), **self._resource_tags(id)}
+            )
+
+    def _fleet(self) -> Iterator[Request]:
+        yield self._request(
+            "CreateFleet", "fleet", "new", _request_tags(self._tags.get("fleet", {}))
+        )
+        yield from self._tag_on_create("CreateFleet", "fleet", self._tags.get("fleet", {}))
+        for config in listed(self._query, "LaunchTemplateConfigs"):
+            named = config["LaunchTemplateSpecification"]
+            id, data = self._world.template(named)
+            yield self._request("CreateFleet", "launch-template", id, self._resource_tags(id))
+            for override in config.get("Overrides") or [{}]:
+                type = override.get("InstanceType") or data.get("InstanceType", "")
+                for kind in ("instance", "volume"):
+                    context = {**_request_tags(self._tags.get(kind, {})), "ec2:InstanceType": type}
+                    yield self._request("CreateFleet", kind, "new", context)
+                subnet = str(override.get("SubnetId", "subnet-default"))
+                yield self._request("CreateFleet", "subnet", subnet, {"ec2:SubnetID": subnet})
+                # EC2 launches with the caller's permissions.
+                yield from self._run(override, named, self._tags)
+        capacity = self._query.get("TargetCapacitySpecification") or {}
+        if capacity.get("DefaultTargetCapacityType") == "spot":
+            yield self._request("RunInstances", "spot-instances-request", "new", {})
+
+    def _run(
+        self,
+        parameters: Mapping[str, Any],
+        named: Mapping[str, Any] | None,
+        tags: Mapping[str, Mapping[str, str]],
+    ) -> Iterator[Request]:
+        # The requests for one kind of machine, in a fleet or ``RunInstances``. Values of the
+        # request take precedence over those of the launch template.
+        id, data = self._world.template(named) if named else ("", {})
+        region, account = self._call.region, self._world.account
+        # Set on every resource of the launch, so that a policy can require a certain template.
+        frame = {
+            "ec2:LaunchTemplate": id and f"arn:aws:ec2:{region}:{account}:launch-template/{id}"
+        }
+        of_template = _tags_of_template(data)
+        tags = {kind: {**of_template.get(kind, {}), **tags.get(kind, {})} for kind in _LAUNCHED}
+        profile = str(
+            (parameters.get("IamInstanceProfile") or data.get("IamInstanceProfile") or {}).get(
+                "Name", ""
+            )
+        )
+        metadata = {
+            **(data.get("MetadataOptions") or {}),
+            **(parameters.get("MetadataOptions") or {}),
+        }
+        machine = {
+            **frame,
+            **_request_tags(tags["instance"]),
+            "ec2:InstanceType": parameters.get("InstanceType") or data.get("InstanceType", ""),
+            "ec2:MetadataHttpTokens": metadata.get("HttpTokens", "optional"),
+            "ec2:InstanceProfile": profile and f"arn:aws:iam::{account}:instance-profile/{profile}",
+        }
+        yield self._request("RunInstances", "instance", "new", machine)
+        yield self._request(
+            "RunInstances", "volume", "new", {**frame, **_request_tags(tags["volume"])}
+        )
+        yield self._request("RunInstances", "network-interface", "new", frame)
+        image = str(parameters.get("ImageId") or data.get("ImageId", ""))
+        facts = {"ec2:Owner": self._world.owner_of(image), "ec2:ImageID": image}
+        yield self._request("RunInstances", "image", image, {**frame, **facts})
+        yield self._request("RunInstances", "snapshot", "snap-of-image", frame)
+        subnet = str(parameters.get("SubnetId", "subnet-default"))
+        yield self._request("RunInstances", "subnet", subnet, {**frame, "ec2:SubnetID": subnet})
+        for group in _groups(parameters) or _groups(data):
+            yield self._request(
+                "RunInstances", "security-group", group, {**frame, **self._resource_tags(group)}
+            )
+        if id:
+            yield self._request(
+                "RunInstances", "launch-template", id, {**frame, **self._resource_tags(id)}
+            )
+        for kind in _LAUNCHED:
+            yield from self._tag_on_create("RunInstances", kind, tags[kind])
+        if profile:
+            role = f"arn:aws:iam::{account}:role/{self._world.role_of(profile)}"
+            yield Request("iam:PassRole", role, {"iam:PassedToService": "ec2.amazonaws.com"})
+
+
+_LAUNCHED = ("instance", "volume")
+
+
+def _request_tags(tags: Mapping[str, str]) -> dict[str, Any]:
+    return {f"aws:RequestTag/{k}": v for k, v in tags.items()} | {"aws:TagKeys": list(tags)}
+
+
+def _tags_of_template(data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for one in data.get("TagSpecifications") or []:
+        tags = {tag["Key"]: tag["Value"] for tag in one.get("Tags") or one.get("Tag") or []}
+        found.setdefault(str(one.get("ResourceType")), {}).update(tags)
+    return found
+
+
+def _groups(data: Mapping[str, Any]) -> list[str]:
+    interfaces = data.get("NetworkInterfaces") or data.get("NetworkInterface") or []
+    of_interfaces = [group for one in interfaces for group in one.get("Groups") or []]
+    own = data.get("SecurityGroupIds") or data.get("SecurityGroupId") or []
+    return [str(group) for group in [*own, *of_interfaces]]

@@ -1,0 +1,31 @@
+"""Simulate capacity policies in virtual time on recorded spot markets.
+
+``policies`` runs a job, ``sizing`` one or several that choose their size, ``fleet`` applies the
+pool's own rules to the ``market``, and ``trace_files`` reads recorded markets.
+"""
+
+from __future__ import annotations
+
+from etrain_jupyter.plugins.planner.simulation.job import SimulatedJob
+from etrain_jupyter.plugins.planner.simulation.policies import (
+    POLICIES,
+    Simulation,
+    simulate,
+    simulate_sizes,
+)
+from etrain_jupyter.plugins.planner.simulation.speeds import ring_rates
+from etrain_jupyter.plugins.planner.simulation.table import rows_of, table_of, to_dict
+from etrain_jupyter.plugins.planner.simulation.trace_files import read_trace
+
+__all__ = [
+    "POLICIES",
+    "SimulatedJob",
+    "Simulation",
+    "read_trace",
+    "ring_rates",
+    "rows_of",
+    "simulate",
+    "simulate_sizes",
+    "table_of",
+    "to_dict",
+]

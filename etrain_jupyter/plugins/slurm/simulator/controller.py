@@ -1,0 +1,222 @@
+"""Process that queues and runs jobs: ``python -m ...slurm.simulator.controller``.
+
+One thread serves a Unix socket and advances the jobs every ``TICK_S`` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import select
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etrain_jupyter.plugins.slurm.script import format_walltime
+from etrain_jupyter.plugins.slurm.simulator.jobs import Job
+from etrain_jupyter.plugins.slurm.simulator.options import (
+    RefusedError,
+    parse_sbatch,
+    parse_scancel,
+    parse_squeue,
+)
+from etrain_jupyter.process.parent_pipe import die_with_keeper
+
+TICK_S = 0.02
+FAILED = "sbatch: error: Batch job submission failed: "
+
+
+class Controller:
+    """The queue.
+
+    Args:
+        folder: Folder for the socket and the scripts of running jobs.
+        num_nodes: Jobs that run at the same time; more are pending.
+        partitions: Names of the partitions; the first is the default.
+        kill_wait_s: Seconds between SIGTERM and SIGKILL.
+    """
+
+    def __init__(
+        self, folder: Path, *, num_nodes: int, partitions: Sequence[str], kill_wait_s: float
+    ) -> None:
+        self._folder = folder
+        self._num_nodes = num_nodes
+        self._partitions = partitions
+        self._kill_wait_s = kill_wait_s
+        self._jobs: dict[str, Job] = {}
+        self._num_submitted = 0
+        self._refusal = ""
+        self._is_down = False
+
+    def advance(self) -> None:
+        """Start pending jobs on free nodes, and advance the others."""
+        for job in self._jobs.values():
+            if job.process is not None:
+                job.advance(self._kill_wait_s)
+        names = {f"node{number}" for number in range(1, self._num_nodes + 1)}
+        free = sorted(names - {job.node for job in self._jobs.values() if job.process is not None})
+        for job in self._jobs.values():
+            if job.state == "PD":
+                if free:
+                    job.run(free.pop(0))
+                else:
+                    job.reason = "Resources"
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run a command of SLURM, or a request of ``FakeSlurm``."""
+        command = request["command"]
+        try:
+            if self._is_down and command in ("sbatch", "squeue", "scancel"):
+                raise RefusedError(
+                    f"{command}: error: Unable to contact slurm controller (connect failure)"
+                )
+            out = getattr(self, f"_{command}")(request)
+            return {"out": out, "err": "", "code": 0}
+        except RefusedError as exc:
+            return {"out": "", "err": f"{exc}\n", "code": 1}
+
+    def close(self) -> None:
+        """Kill all jobs."""
+        for job in self._jobs.values():
+            job.kill()
+
+    # --- SLURM's commands ---
+
+    def _sbatch(self, request: dict[str, Any]) -> str:
+        if self._refusal:
+            raise RefusedError(FAILED + self._refusal)
+        options, text = parse_sbatch(request["arguments"])
+        partition = options.partition or self._partitions[0]
+        if partition not in self._partitions:
+            raise RefusedError(FAILED + "Invalid partition name specified")
+        self._num_submitted += 1
+        id = str(self._num_submitted)
+        output = options.output or f"slurm-{id}.out"
+        self._jobs[id] = Job(
+            id=id,
+            name=options.job_name or "sbatch",
+            script=text,
+            folder=request["folder"],
+            environment=request["environment"]
+            | ({"SLURM_CPUS_PER_TASK": options.cpus_per_task} if options.cpus_per_task else {}),
+            partition=partition,
+            limit_s=options.time,
+            warning=options.signal,
+            output=output,
+            error=options.error or output,
+            requeues=options.requeue,
+            controller=str(self._folder),
+        )
+        return f"Submitted batch job {id}\n"
+
+    def _squeue(self, request: dict[str, Any]) -> str:
+        layout = parse_squeue(request["arguments"]).format
+        now = time.monotonic()
+        lines = []
+        for job in self._jobs.values():
+            if job.state not in ("PD", "R", "CG"):
+                continue
+            used_s = now - job.started_at if job.state != "PD" else 0.0
+            left_s = job.ends_at - now if job.state != "PD" else job.limit_s
+            line = layout
+            for code, text in {
+                "%i": job.id,
+                "%j": job.name,
+                "%t": job.state,
+                "%L": "UNLIMITED" if left_s == float("inf") else format_walltime(max(0.0, left_s)),
+                "%M": format_walltime(used_s),
+                "%N": job.node,
+                "%r": job.reason,
+            }.items():
+                line = line.replace(code, text)
+            lines.append(line + "\n")
+        return "".join(lines)
+
+    def _scancel(self, request: dict[str, Any]) -> str:
+        options = parse_scancel(request["arguments"])
+        for id in options.jobs:
+            job = self._jobs.get(id)
+            if job is None:
+                raise RefusedError(
+                    f"scancel: error: Kill job error on job id {id}: Invalid job id specified"
+                )
+            if job.state not in ("PD", "R", "CG"):
+                continue
+            if options.signal in (None, "TERM") and job.state != "CG":
+                job.terminate(self._kill_wait_s)
+            elif options.signal == "KILL":
+                job.terminate(0.0)
+            elif options.signal and options.batch:
+                job.send(options.signal)
+        return ""
+
+    # --- what tests request ---
+
+    def _jobs_as_json(self, request: dict[str, Any]) -> str:
+        return json.dumps(
+            [
+                {
+                    "id": job.id,
+                    "name": job.name,
+                    "state": job.state,
+                    "script": job.script,
+                    "pid": job.process.pid if job.process is not None else 0,
+                    "num_restarts": job.num_restarts,
+                }
+                for job in self._jobs.values()
+            ]
+        )
+
+    def _preempt(self, request: dict[str, Any]) -> str:
+        id, grace_s, sends_signal = request["arguments"]
+        self._jobs[id].preempt(float(grace_s), sends_signal=sends_signal == "True")
+        return ""
+
+    def _set_time_left(self, request: dict[str, Any]) -> str:
+        id, left_s = request["arguments"]
+        self._jobs[id].ends_at = time.monotonic() + float(left_s)
+        return ""
+
+    def _configure(self, request: dict[str, Any]) -> str:
+        changes = json.loads(request["arguments"][0])
+        self._refusal = changes.get("refusal", self._refusal)
+        self._is_down = changes.get("is_down", self._is_down)
+        self._num_nodes = changes.get("num_nodes", self._num_nodes)
+        return ""
+
+
+def serve(controller: Controller, path: Path) -> None:
+    """Serve requests until the parent exits."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        while True:
+            if select.select([listener], [], [], TICK_S)[0]:
+                connection, _ = listener.accept()
+                with connection, connection.makefile("rw") as file:
+                    file.write(json.dumps(controller.answer(json.loads(file.readline()))))
+            controller.advance()
+
+
+def main() -> None:
+    """Run until standard input ends, with the process that started this one."""
+    parser = argparse.ArgumentParser(prog="fake-slurm")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--partitions", required=True)
+    parser.add_argument("--kill-wait-s", type=float, required=True)
+    arguments = parser.parse_args()
+    die_with_keeper()
+    controller = Controller(
+        arguments.folder,
+        num_nodes=arguments.nodes,
+        partitions=arguments.partitions.split(","),
+        kill_wait_s=arguments.kill_wait_s,
+    )
+    serve(controller, arguments.folder / "socket")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Start and control the simulated SLURM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from etrain_jupyter.plugins.slurm.simulator.jobs import processes_of
+from etrain_jupyter.testing.serving import Closing
+
+COMMANDS = ("sbatch", "squeue", "scancel")
+START_S = 120.0
+
+
+class FakeSlurm(Closing):
+    """A SLURM whose jobs are processes on this machine.
+
+    Put ``bin`` into PATH, for example with ``monkeypatch.setenv("PATH", slurm.path)``. A job ends
+    when its script does, at its time limit, which has a resolution of 1 s here, or when it is
+    preempted or cancelled; then all its processes are killed.
+
+    Args:
+        num_nodes: Jobs that run at the same time; more are pending.
+        partitions: Names of the partitions; the first is the default.
+        kill_wait_s: Seconds between SIGTERM and SIGKILL (KillWait).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_nodes: int = 4,
+        partitions: Sequence[str] = ("cpu", "gpu"),
+        kill_wait_s: float = 10.0,
+    ) -> None:
+        # The path of a Unix socket has at most 107 bytes, so pytest's folders are too long.
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+        self.bin = self.folder / "bin"
+        self.bin.mkdir()
+        client = Path(__file__).with_name("command.py")
+        for name in COMMANDS:
+            script = self.bin / name
+            line = f'exec "{sys.executable}" -IS "{client}" "{self.folder}/socket" {name} "$@"'
+            script.write_text(f"#!/bin/sh\n{line}\n")
+            script.chmod(0o755)
+        with (self.folder / "controller.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "etrain_jupyter.plugins.slurm.simulator.controller"),
+                    *(str(self.folder), "--nodes", str(num_nodes)),
+                    *("--partitions", ",".join(partitions), "--kill-wait-s", str(kill_wait_s)),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + START_S
+        while not (self.folder / "socket").exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError((self.folder / "controller.log").read_text())
+            time.sleep(0.02)
+
+    @property
+    def path(self) -> str:
+        """Value of PATH with the commands first."""
+        return f"{self.bin}{os.pathsep}{os.environ['PATH']}"
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Return all jobs, oldest first: id, name, state, script, pid and number of restarts."""
+        found: list[dict[str, Any]] = json.loads(self._ask("jobs_as_json"))
+        return found
+
+    def running(self) -> list[dict[str, Any]]:
+        """Return the running jobs, oldest first."""
+        return [job for job in self.jobs() if job["state"] == "R"]
+
+    def preempt(self, job_id: str, *, grace_s: float, sends_signal: bool = False) -> None:
+        """Preempt a job: it gets SIGTERM after ``grace_s`` seconds, and SIGKILL after KillWait.
+
+        Args:
+            job_id: The job.
+            grace_s: GraceTime of its partition.
+            sends_signal: True for a SLURM with ``SlurmctldParameters=preempt_send_user_signal``,
+                which sends the signal of ``--signal`` at the beginning.
+        """
+        self._ask("preempt", job_id, str(grace_s), str(sends_signal))
+
+    def set_time_left(self, job_id: str, left_s: float) -> None:
+        """Change a running job's time limit, as ``scontrol update`` can."""
+        self._ask("set_time_left", job_id, str(left_s))
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job, as its user can."""
+        subprocess.run([self.bin / "scancel", job_id], check=True)
+
+    def refuse(self, message: str) -> None:
+        """Refuse new jobs with SLURM's message, for example ``Invalid account``; empty to stop."""
+        self._configure(refusal=message)
+
+    def set_down(self, is_down: bool) -> None:
+        """Let every command fail, as if the controller did not run; jobs keep running."""
+        self._configure(is_down=is_down)
+
+    def set_nodes(self, num_nodes: int) -> None:
+        """Change the number of jobs that run at the same time; running jobs keep running."""
+        self._configure(num_nodes=num_nodes)
+
+    def close(self) -> None:
+        """Kill the controller and all jobs, and remove the folder."""
+        assert self._process.stdin is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        for process in processes_of(str(self.folder)):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _configure(self, **changes: Any) -> None:
+        self._ask("configure", json.dumps(changes))
+
+    def _ask(self, command: str, *arguments: str) -> str:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(self.folder / "socket"))
+            request = {"command": command, "arguments": list(arguments)}
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            with connection.makefile() as file:
+                answer = json.loads(file.read())
+        if answer["code"]:
+            raise RuntimeError(answer["err"])
+        return str(answer["out"])
