@@ -27,8 +27,9 @@ from typing import Any
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.head.head_coordinator import HeadCoordinator
 from etrain_jupyter.head.node_source import HeadFacts, HeadNodes
+from etrain_jupyter.plugin import load
 from etrain_jupyter.process.cluster_dir import READY, START_FAILED, ClusterDir
-from etrain_jupyter.process.entry import collect_garbage_rarely, load_factory, log_to_stderr
+from etrain_jupyter.process.entry import collect_garbage_rarely, log_to_stderr
 from etrain_jupyter.process.machine_load import Load, write_load
 from etrain_jupyter.process.parent_pipe import die_with_parent
 from etrain_jupyter.process.peers import WORKER_REQUESTS, restricted
@@ -84,7 +85,7 @@ class Head:
         self._tasks: set[asyncio.Task[Any]] = set()
         # Nodes, coordinator and scheduler depend on each other. The lambdas look up the coordinator
         # and the scheduler when called, after this constructor has returned.
-        self.nodes: HeadNodes = load_factory(self._settings.nodes)(
+        self.nodes: HeadNodes = load(self._settings.nodes)(
             HeadFacts(
                 cluster=cluster,
                 settings=self._settings,
@@ -100,7 +101,7 @@ class Head:
                 on_halt=lambda why: self.coordinator.halt(why),
             )
         )
-        self.coordinator: HeadCoordinator = load_factory(self._settings.coordinator)(
+        self.coordinator: HeadCoordinator = load(self._settings.coordinator)(
             self.nodes, cluster_id=cluster.cluster_id, on_shutdown=self._stop.set
         )
         self.scheduler = self._make_scheduler()

@@ -1,19 +1,9 @@
-"""Process start-up: logging, and factories named in a settings file."""
+"""Process start-up: logging and garbage collection."""
 
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
-from collections.abc import Callable
-from typing import Any
-
-
-def load_factory(reference: str) -> Callable[..., Any]:
-    """Import and return ``package.module:attribute``."""
-    module, _, attribute = reference.partition(":")
-    factory: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return factory
 
 
 def log_to_stderr() -> None:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from etrain_jupyter.process.entry import load_factory
+from etrain_jupyter.plugin import load
 from etrain_jupyter.process.parent_pipe import die_with_keeper
 from etrain_jupyter.process.peers import restricted
 from etrain_jupyter.process.tls import configure_dask, read_security, without_http
@@ -139,7 +139,7 @@ class WorkerLifecycle:
         self._options = options
         self._finder = finder
         self._on_serving = on_serving
-        self._supervisor = load_factory(options.supervisor)(device=options.device)
+        self._supervisor = load(options.supervisor)(device=options.device)
         # Until this is reset, the supervisor keeps its trainers when a connection ends.
         self._supervisor.outlives_scheduler = True
         if options.fork_server >= 0:

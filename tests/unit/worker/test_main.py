@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
-from etrain_jupyter.process.entry import load_factory
 from etrain_jupyter.process.processes import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -55,9 +53,3 @@ def test_closed_pipe_kills_the_worker_and_its_process_group() -> None:
 def test_worker_exits_immediately_if_its_parent_is_already_dead() -> None:
     with start(parent=1) as worker:
         assert worker.wait(10) == 1
-
-
-def test_factory_of_a_worker_is_named_by_module_and_attribute() -> None:
-    assert load_factory("pathlib:Path") is Path
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        load_factory("no_such_module:Thing")
