@@ -188,7 +188,7 @@ def _uninstall_from(address: SchedulerAddress, *, keeps_busy: bool) -> Leftovers
     Raises:
         PoolError: If the scheduler cannot be reached, or if ``keeps_busy`` and it has jobs.
     """
-    from etrain_jupyter.pools.external.pool import AddressPool
+    from etrain_jupyter.pools.address.pool import AddressPool
 
     pool = AddressPool.at(address)
     end = None

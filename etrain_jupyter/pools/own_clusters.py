@@ -162,7 +162,7 @@ def _note_path(cluster_id: str) -> Path:
 
 
 def _in_own_pools(address: str) -> SchedulerAddress | None:
-    from etrain_jupyter.pools.external.pool import AddressPool
+    from etrain_jupyter.pools.address.pool import AddressPool
 
     with contextlib.suppress(EtrainError):
         for entry in read_own_catalog().values():

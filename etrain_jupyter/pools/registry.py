@@ -19,7 +19,7 @@ CORE_KINDS: Mapping[str, PoolKind] = {
     "local": PoolKind(
         make="", prefix="local", of_cluster=f"{POOLS}.local.pool:LocalPool.of_cluster"
     ),
-    "address": PoolKind(make=f"{POOLS}.external.pool:AddressPool.from_entry"),
+    "address": PoolKind(make=f"{POOLS}.address.pool:AddressPool.from_entry"),
 }
 """The kinds that need no plug-in."""
 

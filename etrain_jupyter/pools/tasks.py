@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from etrain_jupyter.data.workers import Workers
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.external.pool import AddressPool
+from etrain_jupyter.pools.address.pool import AddressPool
 from etrain_jupyter.pools.registry import get_pool
 
 

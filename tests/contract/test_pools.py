@@ -12,11 +12,11 @@ import pytest
 from etrain_jupyter.plugins.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
-from etrain_jupyter.plugins.slurm.pool import SlurmPool
+from etrain_jupyter.plugins.slurm.client.pool import SlurmPool
 from etrain_jupyter.plugins.slurm.simulator import FakeSlurm
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
+from etrain_jupyter.pools.address.pool import AddressPool
 from etrain_jupyter.pools.base import Pool
-from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.pools.local.pool import LocalPool
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.testing.pool_contract import PoolContract

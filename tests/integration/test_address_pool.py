@@ -19,9 +19,9 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.log.events import LogLine, WorkerLost
 from etrain_jupyter.notebook.job.open_jobs import attach
 from etrain_jupyter.notebook.study.open_studies import attach_study
+from etrain_jupyter.pools.address import pool as address_module
+from etrain_jupyter.pools.address.pool import AddressPool
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.external import pool as address_module
-from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.capabilities import long
@@ -78,7 +78,7 @@ def test_job_survives_a_lost_worker_and_a_second_kernel_attaches_to_it(
     # A second kernel that has only the run store, and then opens the pool itself.
     code = (
         "import etrain_jupyter\n"
-        "from etrain_jupyter.pools.external.pool import AddressPool\n"
+        "from etrain_jupyter.pools.address.pool import AddressPool\n"
         f"job = etrain_jupyter.attach({job.id!r})\n"
         f"up = AddressPool({cluster.address!r}).up()\n"
         "print(job.status, up.cluster_id == job.record.cluster['cluster_id'],\n"
@@ -256,8 +256,8 @@ def test_cluster_with_another_version_is_refused(
     cluster.start_worker()
     pool = AddressPool(cluster.address)
     pool.up()
-    monkeypatch.setattr("etrain_jupyter.pools.external.pool.__version__", "9.9.9")
-    monkeypatch.setattr("etrain_jupyter.pools.external.messages.__version__", "9.9.9")
+    monkeypatch.setattr("etrain_jupyter.pools.address.pool.__version__", "9.9.9")
+    monkeypatch.setattr("etrain_jupyter.pools.address.messages.__version__", "9.9.9")
     with pytest.raises(
         PoolError, match=r"has etrain-jupyter 0\.\S+ and runs a coordinator .* 9\.9\.9"
     ):
@@ -299,7 +299,7 @@ def test_cluster_with_its_own_certificates_trains_and_rejects_all_others(
         assert (address.state_dir, address.tls_dir) == ("", "")
         assert address.tls_key == str(certificates / "client.key")
 
-        monkeypatch.setattr("etrain_jupyter.pools.external.pool.CONNECT_S", 3.0)
+        monkeypatch.setattr("etrain_jupyter.pools.address.pool.CONNECT_S", 3.0)
         mixed = files_of(tmp_path / "strangers") | {"ca": str(certificates / "ca.pem")}
         wrong: list[tuple[AddressPool, str]] = [
             (AddressPool(cluster.address, tls=files_of(tmp_path / "strangers")), "not signed by"),
@@ -364,7 +364,7 @@ def test_unreachable_addresses_are_distinguished_and_need_no_clean_up(
         f"{cluster.address} has no workers yet. Jobs wait until you start some, for example with "
         "`dask worker`."
     ]
-    monkeypatch.setattr("etrain_jupyter.pools.external.pool.CONNECT_S", 1.0)
+    monkeypatch.setattr("etrain_jupyter.pools.address.pool.CONNECT_S", 1.0)
     tls = AddressPool(
         cluster.address.replace("tcp", "tls"),
         tls=files_of(make_certificates(runs.parent / "ours")),

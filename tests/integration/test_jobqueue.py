@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.log.events import WorkerLost
+from etrain_jupyter.pools.address.pool import AddressPool
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.capabilities import long
 from tests.integration.dask_cluster import ROOT

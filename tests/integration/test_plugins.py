@@ -9,9 +9,9 @@ import pytest
 
 import etrain_jupyter
 from etrain_jupyter.pools import clusters
-from tests.acme_package import install_acme, losses_of, rows_of
+from tests.acme_package import install_acme, losses_of, status_of
 from tests.integration.conftest import processes_of
-from tests.integration.slow_jobs import make_data, make_model, slow_loss
+from tests.integration.slow_jobs import make_data, make_model, slow_loss, until
 
 
 @pytest.fixture
@@ -43,5 +43,6 @@ def test_job_trains_on_the_pool_of_another_package(folder: Path) -> None:
     assert job.audit().ok
     assert job.record.cluster["cluster_id"].startswith("acme-pool-")
     assert job.record.cluster["cluster_id"] in clusters.describe_pools()
-    assert losses_of(rows_of(folder / "boards")) == job.history()["loss"]
+    until(lambda: status_of(folder / "boards"), "the end of the logger")
+    assert [loss for _, loss in losses_of(folder / "boards")] == list(job.history()["loss"])
     assert clusters.down("gpus").endswith("has ended")

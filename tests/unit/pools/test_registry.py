@@ -20,7 +20,7 @@ from etrain_jupyter.pools import (
     get_pool,
     own_clusters,
 )
-from etrain_jupyter.pools.external.pool import AddressPool
+from etrain_jupyter.pools.address.pool import AddressPool
 from etrain_jupyter.pools.local.pool import LocalPool
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings

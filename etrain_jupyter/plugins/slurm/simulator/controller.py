@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.plugins.slurm.script import format_walltime
+from etrain_jupyter.plugins.slurm.head.script import format_walltime
 from etrain_jupyter.plugins.slurm.simulator.jobs import Job
 from etrain_jupyter.plugins.slurm.simulator.options import (
     RefusedError,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.plugins.slurm import job_worker
+from etrain_jupyter.plugins.slurm.machine import job_worker
 from etrain_jupyter.plugins.slurm.site import Site
 
 

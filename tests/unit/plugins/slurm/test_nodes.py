@@ -15,7 +15,7 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.head.node_source import HeadFacts
 from etrain_jupyter.plugins.slurm import commands
 from etrain_jupyter.plugins.slurm.commands import QueuedJob, SlurmError
-from etrain_jupyter.plugins.slurm.nodes import SlurmNodes
+from etrain_jupyter.plugins.slurm.head.nodes import SlurmNodes
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.tls import write_certificates

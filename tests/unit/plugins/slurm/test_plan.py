@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.plugins.slurm.plan import Limits, Plan, Slot, decide
+from etrain_jupyter.plugins.slurm.head.plan import Limits, Plan, Slot, decide
 
 LIMITS = Limits(max_workers=4, notice_s=120.0, ahead_s=600.0)
 

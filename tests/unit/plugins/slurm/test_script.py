@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.plugins.slurm.job_worker import parse_arguments
-from etrain_jupyter.plugins.slurm.script import job_class, job_script
+from etrain_jupyter.plugins.slurm.head.script import job_class, job_script
+from etrain_jupyter.plugins.slurm.machine.job_worker import parse_arguments
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
 from tests.capabilities import needs_module
 
@@ -58,7 +58,7 @@ def test_last_command_becomes_the_worker(make_script: Any, tmp_path: Path) -> No
     *_, command = make_script(local_directory="/scratch").strip().splitlines()
 
     words = shlex.split(command)
-    module = words.index("etrain_jupyter.plugins.slurm.job_worker")
+    module = words.index("etrain_jupyter.plugins.slurm.machine.job_worker")
     assert words[:3] == ["exec", sys.executable, "-m"]
     arguments = parse_arguments(words[module + 1 :])
     assert (arguments.name, arguments.device, arguments.supervisor) == ("w1", "cpu", "m:S")

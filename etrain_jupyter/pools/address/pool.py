@@ -20,8 +20,7 @@ from etrain_jupyter import __version__
 from etrain_jupyter.config.fields import Section
 from etrain_jupyter.data.workers import Workers
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.base import CostReport, Leftovers, Node
-from etrain_jupyter.pools.external.messages import (
+from etrain_jupyter.pools.address.messages import (
     NotListeningError,
     installed_here,
     of_other_version,
@@ -30,7 +29,8 @@ from etrain_jupyter.pools.external.messages import (
     unfit_workers,
     unreachable,
 )
-from etrain_jupyter.pools.external.tasks import find_fit_workers, open_tasks
+from etrain_jupyter.pools.address.tasks import find_fit_workers, open_tasks
+from etrain_jupyter.pools.base import CostReport, Leftovers, Node
 from etrain_jupyter.pools.rpc import ask, describe_caller
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.wire.requests import (
@@ -314,8 +314,8 @@ class AddressPool:
 
     async def _install(self, client: Any) -> SchedulerAddress:
         """Check the installed versions and register the two plugins."""
-        from etrain_jupyter.pools.external.coordinator import GuestCoordinator
-        from etrain_jupyter.pools.external.guest import GuestSupervisor, sent_as_code
+        from etrain_jupyter.pools.address.coordinator import GuestCoordinator
+        from etrain_jupyter.pools.address.guest import GuestSupervisor, sent_as_code
 
         address = self._address.address
         here = installed_here()
@@ -337,7 +337,7 @@ class AddressPool:
         return SchedulerAddress.from_dict(values)
 
     async def _check_scheduler(self, client: Any, here: Mapping[str, str]) -> None:
-        from etrain_jupyter.pools.external.guest_worker import look_here
+        from etrain_jupyter.pools.address.guest_worker import look_here
 
         address = self._address.address
         try:
@@ -357,7 +357,7 @@ class AddressPool:
 
     async def _check_workers(self, client: Any, here: Mapping[str, str]) -> None:
         """Reject a cluster with no usable worker; notify the user of unusable workers."""
-        from etrain_jupyter.pools.external.guest_worker import look_here
+        from etrain_jupyter.pools.address.guest_worker import look_here
 
         # on_error="return": one broken worker must not hide the responses of the others.
         found = await client.run(look_here, on_error="return")
@@ -376,7 +376,7 @@ class AddressPool:
         )
 
     async def _is_installed(self, client: Any) -> bool:
-        from etrain_jupyter.pools.external.guest_worker import look_here
+        from etrain_jupyter.pools.address.guest_worker import look_here
 
         try:
             found = await client.run_on_scheduler(look_here)

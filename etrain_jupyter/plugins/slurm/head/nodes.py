@@ -25,10 +25,10 @@ from typing import Any
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.head.node_source import HeadFacts
 from etrain_jupyter.plugins.slurm import commands
-from etrain_jupyter.plugins.slurm.accounts import LIFECYCLE, Accounts
 from etrain_jupyter.plugins.slurm.commands import QueuedJob, SlurmError
-from etrain_jupyter.plugins.slurm.plan import Limits, Plan, Slot, decide
-from etrain_jupyter.plugins.slurm.script import job_class, job_script
+from etrain_jupyter.plugins.slurm.head.accounts import LIFECYCLE, Accounts
+from etrain_jupyter.plugins.slurm.head.plan import Limits, Plan, Slot, decide
+from etrain_jupyter.plugins.slurm.head.script import job_class, job_script
 from etrain_jupyter.plugins.slurm.site import Site
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
 from etrain_jupyter.pools.warning_limit import RateLimitedWarnings

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.notebook.commands.doctor import Finding, fault_of
-from etrain_jupyter.plugins.slurm.pool import SlurmPool
+from etrain_jupyter.plugins.slurm.client.pool import SlurmPool
 from etrain_jupyter.pools.catalog import PoolEntry
 
 

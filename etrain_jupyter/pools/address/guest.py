@@ -38,7 +38,7 @@ class GuestSupervisor(WorkerPlugin):
         """Start the supervisor, or log why it cannot start."""
         try:
             # Do not import this at the top: this module is sent as code, see its docstring.
-            from etrain_jupyter.pools.external.guest_worker import make_supervisor
+            from etrain_jupyter.pools.address.guest_worker import make_supervisor
 
             self._supervisor = make_supervisor(self._version)
         except Exception as exc:

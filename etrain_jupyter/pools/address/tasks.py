@@ -14,7 +14,7 @@ from typing import Any
 
 from etrain_jupyter.data.workers import Workers
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.external.messages import installed_here, unfit_workers
+from etrain_jupyter.pools.address.messages import installed_here, unfit_workers
 from etrain_jupyter.process.address import SchedulerAddress
 
 CONNECT_S = 10.0
@@ -42,7 +42,7 @@ async def find_fit_workers(address: str, client: Any) -> FitWorkers:
     Raises:
         PoolError: If there are none.
     """
-    from etrain_jupyter.pools.external.guest_worker import look_here
+    from etrain_jupyter.pools.address.guest_worker import look_here
 
     here = installed_here()
     found = await client.run(look_here, on_error="return")

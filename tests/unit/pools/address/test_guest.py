@@ -18,10 +18,10 @@ from etrain_jupyter import __version__
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.studies.optuna_study import OptunaStudy
 from etrain_jupyter.log import events
-from etrain_jupyter.pools.external import guest_worker
-from etrain_jupyter.pools.external.coordinator import GuestCoordinator
-from etrain_jupyter.pools.external.guest import UNFIT, GuestSupervisor, sent_as_code
-from etrain_jupyter.pools.external.guest_worker import find_device, look_here, make_supervisor
+from etrain_jupyter.pools.address import guest_worker
+from etrain_jupyter.pools.address.coordinator import GuestCoordinator
+from etrain_jupyter.pools.address.guest import UNFIT, GuestSupervisor, sent_as_code
+from etrain_jupyter.pools.address.guest_worker import find_device, look_here, make_supervisor
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.storage.study_folder import StudyLease
 from etrain_jupyter.wire import messages as m

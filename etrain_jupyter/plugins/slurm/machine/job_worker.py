@@ -1,4 +1,4 @@
-"""The worker of a SLURM job: ``python -m etrain_jupyter.plugins.slurm.job_worker``.
+"""The worker of a SLURM job: ``python -m etrain_jupyter.plugins.slurm.machine.job_worker``.
 
 The job script replaces its shell by this process, which therefore gets SLURM's signals:
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.plugins.slurm import commands
-from etrain_jupyter.plugins.slurm.nodes import site_of
-from etrain_jupyter.plugins.slurm.script import MISSING
+from etrain_jupyter.plugins.slurm.head.nodes import site_of
+from etrain_jupyter.plugins.slurm.head.script import MISSING
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
 from etrain_jupyter.pools.base import CostReport, Leftovers
 from etrain_jupyter.pools.catalog import PoolEntry
@@ -23,7 +23,7 @@ from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.state_root import environment_key, state_root
 from etrain_jupyter.wire.requests import ListCosts
 
-NODES = "etrain_jupyter.plugins.slurm.nodes:SlurmNodes"
+NODES = "etrain_jupyter.plugins.slurm.head.nodes:SlurmNodes"
 HEAD_DOWN_S = 20.0
 """Timeout for a head to shut down, in seconds."""
 

@@ -30,7 +30,7 @@ from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log.events import LogLine
-from etrain_jupyter.pools.external.guest import UNFIT
+from etrain_jupyter.pools.address.guest import UNFIT
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
 

@@ -13,7 +13,7 @@ from typing import Any
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
 
-WORKER = "etrain_jupyter.plugins.slurm.job_worker"
+WORKER = "etrain_jupyter.plugins.slurm.machine.job_worker"
 MISSING = (
     "dask-jobqueue is not installed ({why}). Nothing was started. "
     "%pip install 'etrain-jupyter[slurm]' and restart the kernel."

@@ -9,10 +9,10 @@ import pytest
 
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.pools import SchedulerAddress
+from etrain_jupyter.pools.address import pool as address_module
+from etrain_jupyter.pools.address.messages import unfit_workers
+from etrain_jupyter.pools.address.pool import AddressPool
 from etrain_jupyter.pools.catalog import PoolEntry
-from etrain_jupyter.pools.external import pool as address_module
-from etrain_jupyter.pools.external.messages import unfit_workers
-from etrain_jupyter.pools.external.pool import AddressPool
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 
 

@@ -1,0 +1,1 @@
+"""Pool of SLURM jobs, as seen from a kernel or a terminal."""

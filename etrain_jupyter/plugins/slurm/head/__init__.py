@@ -1,0 +1,1 @@
+"""Source of a SLURM cluster's workers, in the scheduler process."""

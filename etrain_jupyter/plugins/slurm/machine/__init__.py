@@ -1,0 +1,1 @@
+"""Worker process of a SLURM job."""
