@@ -41,6 +41,7 @@ from etrain_jupyter import launch
 from etrain_jupyter.head.studies.optuna_study import make_pruner
 from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import Event
+from etrain_jupyter.notebook.study.open_studies import submit_study
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.notebook.study.view import StudyView
 from etrain_jupyter.storage.study_folder import import_optuna
@@ -234,7 +235,7 @@ def run(
         "accuracy": search_work.accuracy,
     }
     plan = launch.plan_search(body, names, {"name": f"{model}-{method}"}, "%%etrain search")
-    study = launch.submit_study(plan)
+    study = submit_study(plan)
     status = study.wait(timeout=TIMEOUT_S)
     assert status == "finished", study.view().reason
     print(f"{study!r}", file=sys.stderr, flush=True)

@@ -90,7 +90,7 @@ class Plugin:
 @cache
 def installed() -> Mapping[str, Plugin]:
     """Return the installed plug-ins by name, those of this package first."""
-    found = {}
+    found: dict[str, Plugin] = {}
     for point in sorted(entry_points(group=GROUP), key=_is_foreign):
         # A plug-in of another package must not break training for all others.
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -14,8 +15,13 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import settings
 
-from etrain_jupyter.plugins.ec2.simulator.fixtures import *  # noqa: F403
+from etrain_jupyter import plugin
 from etrain_jupyter.testing.s3_server import S3Server
+
+HAS_PLUGINS = bool(plugin.installed())
+"""False in the run of the core's tests, which hides the plug-ins, see ``core_only``."""
+if HAS_PLUGINS:
+    from etrain_jupyter.plugins.ec2.simulator.fixtures import *  # noqa: F403
 
 settings.register_profile("random", deadline=None)  # a shared machine is sometimes slow
 # The same examples in each run: a change must not fail for a defect that it has not made.
@@ -36,7 +42,37 @@ CONCURRENT = ("asyncio", "multiprocessing", "psutil", "subprocess", "threading")
 """Modules whose importers among the unit tests run threads or processes."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that leaves out the tests of the core, which have a run of their own."""
+    parser.addoption("--plugins", action="store_true", help="run only tests that need plug-ins")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Ignore the files that import plug-ins where these are hidden."""
+    return True if not HAS_PLUGINS and _imports_plugins(collection_path) else None
+
+
+@functools.cache
+def _imports_plugins(path: Path) -> bool:
+    is_test = path.suffix == ".py" and path.name.startswith("test_")
+    return is_test and "etrain_jupyter.plugins" in path.read_text(encoding="utf-8")
+
+
+def _needs_plugins(item: pytest.Item) -> bool:
+    return item.get_closest_marker("plugins") is not None or _imports_plugins(item.path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select and sort the tests, and let some of them be rerun."""
+    is_other_run = config.getoption("--plugins") or not HAS_PLUGINS
+    kept = [item for item in items if not is_other_run or _needs_plugins(item) == HAS_PLUGINS]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+    _sort_and_mark(items)
+
+
+def _sort_and_mark(items: list[pytest.Item]) -> None:
     """Rerun a failed test once if it depends on how processes and threads are scheduled.
 
     These are the tests of the folders above, and unit tests that run threads or processes. The end
