@@ -16,7 +16,7 @@ TYPED := etrain_jupyter benchmarks notebooks
 # would start with the files that have the most tests; tests/conftest.py starts with the longest ones. The first run
 # hides the plug-ins, so that it shows that the core works without them; the second one has the other tests.
 PYTEST_ALL = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 10
-ALL_TESTS = core=0; PYTHONPATH=$(CURDIR)/tests/core_only $(PYTEST_ALL) || core=$$?; $(PYTEST_ALL) --plugins && exit $$core
+ALL_TESTS = core=0; PYTHONPATH=$(CURDIR)/tests/core_only $(PYTEST_ALL) || core=$$?; $(PYTEST_ALL) --only-plugins && exit $$core
 
 # Images of build machines often set this. Each of the hundreds of processes of a test run would compile the package
 # again, and pytest would rewrite every test file in each of its processes.

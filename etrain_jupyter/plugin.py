@@ -137,7 +137,8 @@ def _merge(part: str) -> dict[str, Any]:
     # The first plug-in with a name wins, so that another package cannot replace one of ours.
     merged: dict[str, Any] = {}
     for plugin in installed().values():
-        merged = {**getattr(plugin, part), **merged}
+        for name, value in getattr(plugin, part).items():
+            merged.setdefault(name, value)
     return merged
 
 

@@ -44,7 +44,9 @@ CONCURRENT = ("asyncio", "multiprocessing", "psutil", "subprocess", "threading")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that leaves out the tests of the core, which have a run of their own."""
-    parser.addoption("--plugins", action="store_true", help="run only tests that need plug-ins")
+    parser.addoption(
+        "--only-plugins", action="store_true", help="run only tests that need plug-ins"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -65,7 +67,7 @@ def _needs_plugins(item: pytest.Item) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select and sort the tests, and let some of them be rerun."""
-    is_other_run = config.getoption("--plugins") or not HAS_PLUGINS
+    is_other_run = config.getoption("--only-plugins") or not HAS_PLUGINS
     kept = [item for item in items if not is_other_run or _needs_plugins(item) == HAS_PLUGINS]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept

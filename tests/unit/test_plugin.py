@@ -34,7 +34,7 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def etrain(*words: str) -> str:
-    command = [sys.executable, "-m", "etrain_jupyter", *words]
+    command = [sys.executable, "-c", "from etrain_jupyter.cli import main; main()", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import etrain_jupyter
+from etrain_jupyter import api, plugin
 
 HEAVY = ("torch", "IPython", "distributed", "dask", "boto3", "anywidget", "pydantic", "numpy")
 
@@ -47,7 +48,7 @@ def test_each_public_name_exists(name: str) -> None:
 
 def test_all_is_sorted_and_complete() -> None:
     assert etrain_jupyter.__all__ == sorted(etrain_jupyter.__all__)
-    assert set(etrain_jupyter._HOMES) <= set(etrain_jupyter.__all__)
+    assert set(api.__all__) | set(plugin.public_names()) < set(etrain_jupyter.__all__)
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
