@@ -1,15 +1,15 @@
-"""A supervisor hears of its machine's end from EC2 and by signal, and tells every coordinator."""
+"""A supervisor reports notices of plug-ins and of a signal to every coordinator."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import time
+import threading
 
 import pytest
 
-from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer
+from etrain_jupyter import plugin
 from etrain_jupyter.worker import preemption_watch as module
 from etrain_jupyter.worker.preemption_watch import PreemptionWatch, seconds_from_environment
 
@@ -18,8 +18,7 @@ from etrain_jupyter.worker.preemption_watch import PreemptionWatch, seconds_from
 def no_cloud(monkeypatch):
     """Wherever the tests run."""
     monkeypatch.setenv("ETRAIN_NOTICES", "off")
-    for name in ("ETRAIN_NOTICE_S", "AWS_EC2_METADATA_DISABLED"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("ETRAIN_NOTICE_S", raising=False)
 
 
 async def until(condition) -> None:
@@ -43,32 +42,44 @@ async def test_signal_of_the_batch_system_is_an_interruption(monkeypatch):
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-async def test_machine_that_is_not_an_ec2_instance_does_not_poll():
-    notices = PreemptionWatch(lambda message: None)
+class StandInWatch:
+    """A watch of a plug-in that reports notices when the test says so."""
+
+    def __init__(self, report):
+        self.report = report
+        self.is_stopped = False
+
+    def stop(self):
+        self.is_stopped = True
+
+
+async def test_notices_of_plug_ins_are_reported_to_each_coordinator(monkeypatch):
+    watches = []
+
+    def start(report):
+        watches.append(StandInWatch(report))
+        return watches[0]
+
+    plugins = {
+        "cloud": plugin.Plugin(notices="cloud:start"),
+        "elsewhere": plugin.Plugin(notices="elsewhere:start"),
+        "without": plugin.Plugin(),
+    }
+    starts = {"cloud:start": start, "elsewhere:start": lambda report: None}
+    monkeypatch.setattr(plugin, "installed", lambda: plugins)
+    monkeypatch.setattr(plugin, "load", starts.__getitem__)
+    told = []
+    notices = PreemptionWatch(told.append)
     notices.start()
-    assert notices._watch is None
+    [watch] = watches
+    thread = threading.Thread(target=watch.report, args=[module.Notice(kind="rebalance")])
+    thread.start()
+    await until(lambda: told)
+    thread.join()
+    notices.send_again()
+    assert [message.notice for message in told] == ["rebalance", "rebalance"]
     await notices.stop()
-
-
-async def test_ec2_notices_are_reported_to_each_coordinator(monkeypatch):
-    with ImdsServer() as server:
-        monkeypatch.delenv("ETRAIN_NOTICES")
-        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", server.url)
-        monkeypatch.setenv("ETRAIN_NOTICE_POLL_S", "0.01")
-        told = []
-        notices = PreemptionWatch(told.append)
-        notices.start()
-        server.recommend_rebalance()
-        await until(lambda: told)
-        server.interrupt(time.time() + 100)
-        await until(lambda: len(told) == 2)
-        assert [message.notice for message in told] == ["rebalance", "interruption"]
-        notices.send_again()
-        assert [message.notice for message in told[2:]] == ["rebalance", "interruption"]
-        assert told[3].left_s <= told[1].left_s
-        watch = notices._watch
-        await notices.stop()
-        assert not watch._thread.is_alive()
+    assert watch.is_stopped
 
 
 async def test_no_signal_handler_is_installed_outside_of_the_main_thread(caplog):

@@ -14,7 +14,7 @@ from etrain_jupyter.plugins.slurm import commands
 from etrain_jupyter.plugins.slurm.client.pool import SlurmPool
 from etrain_jupyter.pools import clusters
 from etrain_jupyter.pools.own_clusters import find_cluster_dir
-from etrain_jupyter.pools.registry import get_pool
+from etrain_jupyter.pools.registry import get_pool, pool_of
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from tests.capabilities import needs_module
@@ -96,7 +96,7 @@ def test_cluster_is_found_and_bound_to_the_spec_of_its_start(
 
     found = find_cluster_dir("slurm-abc123-def456")
     assert found == cluster
-    pool = clusters._pool_of(cluster)
+    pool = pool_of(cluster)
     assert isinstance(pool, SlurmPool)
     assert (pool.name, pool.spec.queue) == ("hpc", "gpu")
 

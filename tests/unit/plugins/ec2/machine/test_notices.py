@@ -135,6 +135,7 @@ def test_clock_of_this_machine_does_not_move_the_deadline(monkeypatch):
         # The service's pages and its Date header are of the same process here, so that only the
         # watch's own clock may be shifted: it reads it to turn what is left into an instant.
         from etrain_jupyter.plugins.ec2.machine import notices
+        from etrain_jupyter.worker import preemption_watch
 
         class Clock:
             @staticmethod
@@ -142,6 +143,7 @@ def test_clock_of_this_machine_does_not_move_the_deadline(monkeypatch):
                 return real() + 5000
 
         monkeypatch.setattr(notices, "time", Clock)
+        monkeypatch.setattr(preemption_watch, "time", Clock)
         watch = NoticeWatch(Imds(server.url), told.put, poll_s=0.01)
         watch.start()
         notice = told.get(timeout=PATIENCE_S)
