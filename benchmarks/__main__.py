@@ -116,7 +116,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True)
     for name, module in BENCHMARKS.items():
-        summary = (module.__doc__ or "").splitlines()[0]
+        summary = (module.__doc__ or "").splitlines()[0].replace("%", "%%")
         module.add_arguments(commands.add_parser(name, parents=[common], help=summary))
     every = f"All benchmarks except {', '.join(sorted(APART))}."
     commands.add_parser("all", parents=[common], help=every)
