@@ -79,6 +79,7 @@ def test_compare_prints_a_table_and_writes_a_page(
     assert page.exists()
 
 
+@pytest.mark.plugins
 def test_plan_prints_options_and_a_recommendation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,7 @@ def test_plan_prints_options_and_a_recommendation(
     assert "no price is known" in said
 
 
+@pytest.mark.plugins
 def test_plan_of_a_job_whose_log_lacks_its_size_has_exit_status_2(
     runs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +199,7 @@ def test_messages_in_the_terminal_name_terminal_commands(
     assert "(1 job there)" in shown
 
 
+@pytest.mark.plugins
 def test_simulate_prints_a_table_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +218,7 @@ def test_simulate_prints_a_table_and_writes_json(
     assert len(json.loads(written.read_text())["runs"]) == 4
 
 
+@pytest.mark.plugins
 def test_simulate_without_the_trace_has_exit_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

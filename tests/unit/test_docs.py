@@ -89,6 +89,7 @@ def test_every_page_named_in_code_exists() -> None:
     assert [found for found in named if not (ROOT / found[1]).is_file()] == []
 
 
+@pytest.mark.plugins
 def test_commands_page_lists_every_sub_command() -> None:
     page = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"`%etrain ([a-z]+)", page))
@@ -106,6 +107,7 @@ def load_hooks() -> ModuleType:
     return module
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="platform: argparse has another format")
 def test_generated_parts_of_a_page_are_up_to_date(page: Path) -> None:
@@ -131,6 +133,7 @@ def test_reference_can_be_read_without_building_the_site(page: str, expected: st
     assert expected in (DOCS / "reference" / page).read_text(encoding="utf-8")
 
 
+@pytest.mark.plugins
 def test_site_shows_the_api_with_its_own_layout() -> None:
     page = "<!-- ::: a.b\n    options:\n      members: [c]\n-->\n\ntext\n\n<!-- end -->\n\nrest"
 
@@ -139,6 +142,7 @@ def test_site_shows_the_api_with_its_own_layout() -> None:
     assert shown == "::: a.b\n    options:\n      members: [c]\n\nrest"
 
 
+@pytest.mark.plugins
 def test_names_in_the_first_column_stay_on_one_line() -> None:
     html = load_hooks().on_page_content("<td><code>data.num_workers</code></td><td><code>a</code>")
 
@@ -146,6 +150,7 @@ def test_names_in_the_first_column_stay_on_one_line() -> None:
     assert html.endswith("<td><code>a</code>")
 
 
+@pytest.mark.plugins
 def test_markers_of_literal_blocks_are_removed() -> None:
     hooks = load_hooks()
 

@@ -896,6 +896,7 @@ def test_compare_from_python_takes_jobs_and_names(run: Run, wrong: Any) -> None:
         etrain_jupyter.compare(wrong)
 
 
+@pytest.mark.plugins
 def test_plan_displays_its_options(run: Run) -> None:
     make_job(planned("net"), *steps("net", 2), name="net")
 
@@ -914,6 +915,7 @@ def planned(job_id: str) -> Event:
     )  # fmt: skip
 
 
+@pytest.mark.plugins
 def test_plan_of_a_cell_refuses_the_name_of_a_job(run: Run) -> None:
     is_ok, shown = run("%%etrain plan digits --deadline 1h\nmodel: Net\n")
 
@@ -921,6 +923,7 @@ def test_plan_of_a_cell_refuses_the_name_of_a_job(run: Run) -> None:
     assert "%%etrain plan digits: the body and the name are two jobs" in shown
 
 
+@pytest.mark.plugins
 def test_plan_of_a_cell_checks_its_body_first(run: Run) -> None:
     is_ok, shown = run("%%etrain plan --deadline 1h\nmodle: Net\n")
 
@@ -928,6 +931,7 @@ def test_plan_of_a_cell_checks_its_body_first(run: Run) -> None:
     assert "'model'" in shown
 
 
+@pytest.mark.plugins
 def test_plan_of_a_cell_is_for_the_whole_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     profiled = make_job(planned("net"), *steps("net", 1), name="net-profile")
     seen = []
@@ -960,6 +964,7 @@ def test_plan_does_not_change_the_latest_job(run: Run) -> None:
     assert "new" in run("%etrain cost")[1]
 
 
+@pytest.mark.plugins
 def test_plan_from_python_takes_a_job_or_its_name(run: Run) -> None:
     job = make_job(planned("net"), *steps("net", 1), name="net")
 
@@ -971,6 +976,7 @@ def test_plan_from_python_takes_a_job_or_its_name(run: Run) -> None:
         etrain_jupyter.plan(job, types="g5.xlarge,g6.xlarge")
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -60,6 +60,7 @@ def test_every_reference_of_our_plug_ins_can_be_loaded() -> None:
         assert plugin.load(reference) is not None
 
 
+@pytest.mark.plugins
 def test_looking_for_plug_ins_loads_no_library_of_theirs() -> None:
     code = (
         "import sys; from etrain_jupyter import plugin; print(len(plugin.installed()));"
@@ -104,6 +105,7 @@ def test_cluster_belongs_to_the_kind_of_its_prefix(acme: Path) -> None:
         pool_of(unknown)
 
 
+@pytest.mark.plugins
 def test_broken_plug_in_is_left_out_with_a_warning(
     acme: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,6 +116,7 @@ def test_broken_plug_in_is_left_out_with_a_warning(
     assert "the plug-in 'missing' (acme_etrain:NOTHING) is not used" in caplog.text
 
 
+@pytest.mark.plugins
 def test_another_package_cannot_replace_a_logger_of_ours(
     acme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

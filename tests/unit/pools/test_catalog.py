@@ -146,6 +146,7 @@ def test_tags_of_a_file_are_not_evaluated(tag: str) -> None:
         assert lines[-1] == "  write the value itself; !py works in cells only"
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize(
     "command", ["pools", "pools policy a", "doctor", "ls --all", "down a", "up a", "reap"]
 )
@@ -200,6 +201,7 @@ def test_file_may_be_a_symbolic_link(tmp_path: Path) -> None:
     assert pool_names() == ["local", "a"]
 
 
+@pytest.mark.plugins
 def test_error_for_an_unknown_kind_suggests_the_nearest() -> None:
     write("a: {kind: aws_spot}\n")
 
@@ -235,6 +237,7 @@ def checkpoints_of(body: str) -> str | None:
     return shared.checkpoint.to
 
 
+@pytest.mark.plugins
 def test_remote_machines_get_a_shared_checkpoint_location(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -217,6 +217,7 @@ def test_kernel_with_other_credentials_gets_its_own_local_cluster(
     )
 
 
+@pytest.mark.plugins
 def test_pool_is_stopped_by_its_name() -> None:
     assert clusters.down("local") == "local has ended"
 

@@ -33,6 +33,7 @@ def test_line_offers_every_subcommand(marked: str) -> None:
     assert offered(marked) == [command.name for command in subcommands()]
 
 
+@pytest.mark.plugins
 def test_cell_offers_the_subcommands_with_a_body() -> None:
     assert offered("%%etrain |") == ["distributed", "search", "plan"]
 
@@ -46,10 +47,6 @@ def test_cell_offers_the_subcommands_with_a_body() -> None:
             ["digits", "faces", "digits-0a1b2c3d", "faces-4e5f6a7b", "--out", "--help"],
         ),
         ("%etrain show dig|", ["digits", "digits-0a1b2c3d"]),
-        ("%etrain pools |", ["check", "init", "policy", "remove", "--help"]),
-        ("%etrain pools check |", ["local", "moon", "--no-boot", "--help"]),
-        ("%etrain pools init new --head |", ["notebook", "on-demand"]),
-        ("%etrain pools init new --types g5.x|", ["g5.xlarge"]),
         ("%etrain logs digits |", ["--number", "--follow", "--help"]),
         ("%etrain logs -n 5 |", ["digits", "faces", "digits-0a1b2c3d", "faces-4e5f6a7b"]),
         ("%etrain logs digits -f --|", ["--number", "--help"]),
@@ -62,14 +59,9 @@ def test_cell_offers_the_subcommands_with_a_body() -> None:
         ("%etrain compare digits f|", ["faces", "faces-4e5f6a7b"]),
         ("%etrain diagnose dig|", ["digits", "digits-0a1b2c3d"]),
         ("%etrain compare digits faces --|", ["--html", "--help"]),
-        ("%etrain plan digits --d|", ["--deadline"]),
-        ("%etrain plan --types p3.|", ["p3.2xlarge", "p3.8xlarge", "p3.16xlarge"]),
-        ("%etrain plan --types g5.xlarge,p3dn|", ["g5.xlarge,p3dn.24xlarge"]),
-        ("%etrain plan --pool |", ["local", "moon"]),
         ("%etrain export w --format |", ["safetensors", "transformers"]),
         ("%etrain down |", ["c1", "c2", "--all", "--help"]),
         ("%%etrain distributed --p|", ["--pool"]),
-        ("%%etrain plan --b|\nmodel: x", ["--budget"]),
         ("%%etrain distributed --pool |", ["local", "moon"]),
         ("%%etrain distributed --pool=m|", ["--pool=moon"]),
         ("%%etrain distributed --resume f|", ["faces", "faces-4e5f6a7b"]),
@@ -87,6 +79,25 @@ def test_words_of_a_line(marked: str, expected: list[str]) -> None:
     assert found is not None
     assert found[: len(expected)] == expected
     assert len(found) == len(expected) or expected[-1] == "faces-4e5f6a7b"
+
+
+@pytest.mark.plugins
+@pytest.mark.parametrize(
+    ("marked", "expected"),
+    [
+        ("%etrain pools |", ["check", "init", "policy", "remove", "--help"]),
+        ("%etrain pools check |", ["local", "moon", "--no-boot", "--help"]),
+        ("%etrain pools init new --head |", ["notebook", "on-demand"]),
+        ("%etrain pools init new --types g5.x|", ["g5.xlarge"]),
+        ("%etrain plan digits --d|", ["--deadline"]),
+        ("%etrain plan --types p3.|", ["p3.2xlarge", "p3.8xlarge", "p3.16xlarge"]),
+        ("%etrain plan --types g5.xlarge,p3dn|", ["g5.xlarge,p3dn.24xlarge"]),
+        ("%etrain plan --pool |", ["local", "moon"]),
+        ("%%etrain plan --b|\nmodel: x", ["--budget"]),
+    ],
+)
+def test_words_of_a_line_of_a_plug_in(marked: str, expected: list[str]) -> None:
+    assert offered(marked) == expected
 
 
 def test_old_job_among_many_is_found_by_its_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

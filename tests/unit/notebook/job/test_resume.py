@@ -216,6 +216,7 @@ def test_refused_resume_leaves_the_job_unchanged(make: Make, coordinator: Coordi
     assert job.status == "stopped"
 
 
+@pytest.mark.plugins
 def test_job_is_not_resumed_on_a_pool_that_cannot_read_its_checkpoints(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

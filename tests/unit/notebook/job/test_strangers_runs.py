@@ -245,6 +245,7 @@ def test_own_cluster_is_found_in_a_state_folder_that_the_user_has_linked(
     assert isinstance(link, ClusterLink)
 
 
+@pytest.mark.plugins
 def test_remote_head_is_found_by_its_id(store: RunStore) -> None:
     """Review S2: what this machine has of such a cluster is its keys and where it is reached."""
     root = state_root()

@@ -110,6 +110,7 @@ def test_record_of_another_user_does_not_choose_the_destination() -> None:
     assert job.track("acme", folder="mine") == "digits-1 (finished) is in acme (folder: mine)"
 
 
+@pytest.mark.plugins
 def test_bad_requests_are_errors() -> None:
     job = make_job(step(1, 0.5), status("finished"))
 
