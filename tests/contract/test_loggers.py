@@ -55,8 +55,9 @@ class DocumentedPlace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        [code] = re.findall(r"(?ms)^```python$(.*?)^```$", GUIDE.read_text(encoding="utf-8"))
+        plugin, code = re.findall(r"(?ms)^```python$(.*?)^```$", GUIDE.read_text(encoding="utf-8"))
         self.names: dict[str, Any] = {}
+        exec(compile(plugin, str(GUIDE), "exec"), self.names)
         exec(compile(code, str(GUIDE), "exec"), self.names)
 
     def make(self) -> Any:
