@@ -20,8 +20,7 @@ from etrain_jupyter.data.batch_key import EVALUATION, fetching
 from etrain_jupyter.data.kinds import is_frame
 from etrain_jupyter.data.shards import Shards
 from etrain_jupyter.rules.samples.block_order import BlockLayout
-from etrain_jupyter.trainer.ahead import Ahead
-from etrain_jupyter.trainer.batch_memory import pin
+from etrain_jupyter.trainer.prefetch import Ahead, pin
 from etrain_jupyter.trainer.references import DataError
 from etrain_jupyter.trainer.row_sets import FrameRows, RowSet, row_set_of
 from etrain_jupyter.trainer.seeds import seed_of, seeded

@@ -1,4 +1,4 @@
-"""Choose this worker's device, and set up NCCL's environment for it."""
+"""Choose this worker's device, and configure NCCL and deterministic kernels for it."""
 
 from __future__ import annotations
 
@@ -62,3 +62,22 @@ def facts_of(device: torch.device) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(device)
     uuid = f"GPU-{properties.uuid}" if dist.is_nccl_available() else ""
     return DeviceFacts(name=str(device), gpu=uuid, memory_bytes=properties.total_memory)
+
+
+def compute_deterministically(device: torch.device) -> None:
+    """Make torch's kernels deterministic, for the rest of this process.
+
+    On a CPU, torch is limited to one thread, because a kernel splits a sum into as many parts as
+    there are threads. An operation without a deterministic kernel raises an error, in which torch
+    names the operation. The result still depends on the hardware: different CPUs or GPUs may use
+    different kernels, so equal digests are guaranteed only for machines of the same type.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    # cuBLAS reads this when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling every new tensor takes time, and matters only to code that reads uninitialized memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False

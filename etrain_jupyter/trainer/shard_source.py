@@ -23,8 +23,7 @@ from etrain_jupyter.data.batch_key import fetching
 from etrain_jupyter.data.columns import Column
 from etrain_jupyter.data.shards import Shards, Warn
 from etrain_jupyter.rules.samples.block_order import BlockLayout
-from etrain_jupyter.trainer.ahead import Ahead
-from etrain_jupyter.trainer.batch_memory import pin
+from etrain_jupyter.trainer.prefetch import Ahead, pin
 from etrain_jupyter.trainer.row_sets import tensors_of
 from etrain_jupyter.trainer.seeds import BatchSeeds, seeded
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from etrain_jupyter.trainer.group.peers import Peers
+from etrain_jupyter.trainer.group.small_sum import Peers
 from etrain_jupyter.trainer.references import WorkloadError
 
 TAG = 1 << 20

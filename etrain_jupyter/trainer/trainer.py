@@ -20,15 +20,17 @@ from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.rules.membership.stimuli import NO_PROGRESS
 from etrain_jupyter.storage.checkpoints import open_store
-from etrain_jupyter.trainer.control.device_errors import (
+from etrain_jupyter.trainer.control.error_origin import (
+    HINT_FOR_HUB,
     code_of_pass,
     device_error_in,
     hint_for_device,
+    is_broken_exchange,
+    is_hub_unreachable,
     is_of_machine,
+    is_our_defect,
 )
-from etrain_jupyter.trainer.control.error_origin import is_broken_exchange, is_our_defect
 from etrain_jupyter.trainer.control.faults import FaultInjector
-from etrain_jupyter.trainer.control.hub_errors import HINT_FOR_HUB, is_hub_unreachable
 from etrain_jupyter.trainer.control.reporter import Reporter
 from etrain_jupyter.trainer.devices import choose_device, facts_of
 from etrain_jupyter.trainer.group.backends import GLOO, NCCL
@@ -39,7 +41,7 @@ from etrain_jupyter.trainer.group.process_group import (
     CommunicationError,
     RankGroup,
 )
-from etrain_jupyter.trainer.group.rank_keys import keys_of, message_of
+from etrain_jupyter.trainer.group.rendezvous import keys_of, message_of
 from etrain_jupyter.trainer.imports import ImportRecord
 from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY, TrainLoop
 from etrain_jupyter.trainer.micro_batch import (

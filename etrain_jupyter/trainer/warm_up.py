@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.batch_memory import to_device
 from etrain_jupyter.trainer.compiled import (
     compile_in_place,
     freeze_compiled,
@@ -23,7 +22,7 @@ from etrain_jupyter.trainer.compiled import (
     reason_of,
     undo_compile,
 )
-from etrain_jupyter.trainer.control.device_errors import device_error_in
+from etrain_jupyter.trainer.control.error_origin import device_error_in
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Indices, SampleSource, Share
 from etrain_jupyter.trainer.micro_batch import (
@@ -37,6 +36,7 @@ from etrain_jupyter.trainer.micro_batch import (
     memory_of,
 )
 from etrain_jupyter.trainer.objective.one_pass import eval_mode
+from etrain_jupyter.trainer.prefetch import to_device
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.scoring.records import pack

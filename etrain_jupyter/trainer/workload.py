@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.batch_memory import to_device, uses_pinned_memory
 from etrain_jupyter.trainer.data import SampleSource, open_samples
-from etrain_jupyter.trainer.determinism import compute_deterministically
+from etrain_jupyter.trainer.devices import compute_deterministically
 from etrain_jupyter.trainer.objective.measures import Measures, Portion, share_of_loss
 from etrain_jupyter.trainer.objective.one_pass import (
     LossOfOutput,
@@ -27,6 +26,7 @@ from etrain_jupyter.trainer.objective.weight import Weight
 from etrain_jupyter.trainer.objective.whole_set import WholeSetMetric, is_torchmetric
 from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.precision import Precision
+from etrain_jupyter.trainer.prefetch import to_device, uses_pinned_memory
 from etrain_jupyter.trainer.references import References, WorkloadError, check_fit
 from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer

@@ -39,6 +39,12 @@ Progress = tuple[int, int]
 """Committed steps and evaluations in a trainer's state; (-1, 0) if it has none."""
 
 
+REBALANCE = "rebalance"
+"""The machine is at elevated risk of an interruption."""
+INTERRUPTION = "interruption"
+"""The machine will be reclaimed at a known time."""
+
+
 class Fence(enum.Enum):
     """Condition under which a message about a trainer is accepted."""
 
@@ -634,7 +640,7 @@ class MachineNotice(Message):
     """The worker's machine will or may be reclaimed."""
 
     notice: str
-    """One of the kinds in ``wire.notices``."""
+    """``INTERRUPTION`` or ``REBALANCE``."""
     left_s: float
     """Seconds until the machine is reclaimed. A duration rather than an instant, because the
     machines' clocks differ."""

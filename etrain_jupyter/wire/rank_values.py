@@ -12,7 +12,7 @@ CONNECTIONS = "connections"
 """Topic of the digests of the ranks' connections, see ``trainer.group.authentication``."""
 
 WHOLE = b"\x00"
-"""First byte of a value that is complete, see ``trainer.group.rank_keys``."""
+"""First byte of a value that is complete, see ``trainer.group.rendezvous``."""
 
 DIGEST_BYTES = 16
 DIGEST_MODULUS = 1 << 8 * DIGEST_BYTES

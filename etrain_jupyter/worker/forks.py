@@ -22,10 +22,10 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from etrain_jupyter.process.installed import read_installed
-from etrain_jupyter.wire.fork_records import RECORD, Kind
+from etrain_jupyter.wire.fork_records import MAX_MODULES_BYTES, RECORD, Kind
 
 FORK_S = 10.0
 """Timeout of a fork in seconds. It takes milliseconds unless the parent is stopped or swapped."""
@@ -268,3 +268,31 @@ class ForkServer(ForkClient):
             self.begin()
         payload = json.dumps(dict(environment)).encode()
         return await self.fork(fds, payload, timeout_s=SERVER_FORK_S)
+
+
+class SpareModules:
+    """The modules of future spares, and whether a spare that has imported them can fork."""
+
+    def __init__(self) -> None:
+        self.current: tuple[str, ...] = ()
+        """Modules that each new spare imports, in order."""
+        self._refused: set[str] = set()
+        self._previous: tuple[str, ...] = ()
+
+    def learn(self, modules: Iterable[str]) -> bool:
+        """Add modules, in order; return False if all are known, or if they do not fit.
+
+        Modules that have prevented forks before are not added.
+        """
+        known = {*self.current, *self._refused}
+        added = tuple(name for name in modules if name not in known)
+        size = sum(len(name) + 1 for name in (*self.current, *added))
+        if not added or size > MAX_MODULES_BYTES:
+            return False
+        self._previous, self.current = self.current, (*self.current, *added)
+        return True
+
+    def refuse_newest(self) -> None:
+        """Remove the modules added last: a spare that has imported them cannot fork."""
+        self._refused |= set(self.current) - set(self._previous)
+        self.current = self._previous

@@ -20,6 +20,7 @@ otherwise                                                   wait for the next on
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -293,24 +294,65 @@ def noting_its_end(server: type[Any]) -> type[Any]:
     return type(server.__name__, (server,), {"close": close, "close_reason": ""})
 
 
-async def _run(make: Callable[[], WorkerLifecycle]) -> None:
-    await make().run()  # the constructor needs a running event loop
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """Return a parser for the options common to all workers."""
+    parser = argparse.ArgumentParser(prog=prog)
+    for name in ("name", "device", "supervisor"):
+        parser.add_argument(f"--{name}", required=True)
+    return parser
 
 
-def run_process(make: Callable[[], WorkerLifecycle], *, scratch: Path) -> None:
-    """Run a worker process until it exits; leftover threads do not keep it alive.
+def run_worker(
+    arguments: argparse.Namespace,
+    finder: SchedulerFinder,
+    *,
+    scheduler: str,
+    num_lives: int,
+    tls: Path,
+    scratch: Path,
+    host: str = "127.0.0.1",
+    fork_server: int = -1,
+    kill_wait_s: float = 0.0,
+    on_serving: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a worker process until it shuts down; leftover threads do not keep it alive.
 
-    The process exits when its parent exits, which closes the pipe on standard input.
+    Logging must already be set up. The process exits when its parent exits, which closes the pipe
+    on standard input.
 
     Args:
-        make: Creates the worker's lifecycle.
-        scratch: Dask's local directory.
+        arguments: From ``make_parser``.
+        finder: Finds the scheduler, even if it was restarted at another address.
+        scheduler: Address of the first scheduler.
+        num_lives: Its incarnation number, starting at 1.
+        tls: Folder with the certificates.
+        scratch: Folder for Dask.
+        host: This machine's address to listen on.
+        fork_server: Descriptor of the connection to this machine's fork server; -1 if it has none.
+        kill_wait_s: Seconds between SIGTERM and SIGKILL; 0.0 to shut down on SIGTERM immediately.
+        on_serving: Called after each connection to a scheduler.
     """
+    options = WorkerOptions(
+        name=arguments.name,
+        device=arguments.device,
+        supervisor=arguments.supervisor,
+        scheduler=scheduler,
+        num_lives=num_lives,
+        host=host,
+        tls=tls,
+        scratch=scratch,
+        fork_server=fork_server,
+        kill_wait_s=kill_wait_s,
+    )
+
+    async def run() -> None:  # the constructor needs a running event loop
+        await WorkerLifecycle(options, finder, on_serving=on_serving).run()
+
     die_with_keeper()
     configure_dask(scratch)
     code = 0
     try:
-        asyncio.run(_run(make))
+        asyncio.run(run())
     except Exception:
         logger.exception("this worker failed")
         code = 1

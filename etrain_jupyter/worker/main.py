@@ -10,7 +10,7 @@ from pathlib import Path
 
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord
 from etrain_jupyter.process.entry import log_to_stderr
-from etrain_jupyter.worker.entry import make_parser, run_worker
+from etrain_jupyter.worker.lifecycle import make_parser, run_worker
 
 AWAY_S = 60.0
 """Reconnect timeout in seconds; after that, the worker and its trainers exit."""

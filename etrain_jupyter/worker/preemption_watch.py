@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from etrain_jupyter import plugin
-from etrain_jupyter.wire.messages import MachineNotice
-from etrain_jupyter.wire.notices import INTERRUPTION
+from etrain_jupyter.wire.messages import INTERRUPTION, MachineNotice
 
 logger = logging.getLogger("etrain.supervisor")
 

@@ -20,10 +20,9 @@ from etrain_jupyter.wire.requests import FetchBundle, RefusedRequestError, call_
 from etrain_jupyter.wire.stream import MessageStream
 from etrain_jupyter.wire.versions import read_fingerprint
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
-from etrain_jupyter.worker.forks import ForkServer
+from etrain_jupyter.worker.forks import ForkServer, SpareModules
 from etrain_jupyter.worker.outbox import Outbox, TrainerStatus
 from etrain_jupyter.worker.preemption_watch import PreemptionWatch
-from etrain_jupyter.worker.spare_modules import SpareModules
 from etrain_jupyter.worker.trainer_process import TrainerProcess
 
 logger = logging.getLogger("etrain.supervisor")

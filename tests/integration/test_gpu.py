@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from etrain_jupyter.trainer.batch_memory import to_device
 from etrain_jupyter.trainer.data import Share, open_samples
 from etrain_jupyter.trainer.devices import choose_device, facts_of
 from etrain_jupyter.trainer.group.backends import GLOO, NCCL, connect_nccl, end_nccl
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
+from etrain_jupyter.trainer.prefetch import to_device
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
 from etrain_jupyter.trainer.state.transfer import Transferred, receive_state, send_state
 from etrain_jupyter.trainer.state.transfer_plan import CHUNK_BYTES

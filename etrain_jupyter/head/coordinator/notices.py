@@ -11,8 +11,7 @@ from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.wire.messages import MachineNotice, RequestCheckpoint
-from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
+from etrain_jupyter.wire.messages import INTERRUPTION, REBALANCE, MachineNotice, RequestCheckpoint
 
 SAME_S = 1.0
 """Deadlines that differ by less than this are treated as equal: repeated notices vary slightly."""

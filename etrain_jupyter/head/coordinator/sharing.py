@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from etrain_jupyter.head.coordinator import clock
-from etrain_jupyter.head.coordinator.compatibility import Fitness
 from etrain_jupyter.head.coordinator.nodes import NodeSource
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.log import events
 from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.policy.allocation import Claim, allocate
 from etrain_jupyter.rules.policy.step_time import Placement
 from etrain_jupyter.rules.replay.speed_evidence import SizingView
 from etrain_jupyter.rules.search.shares import StudyShare, share_studies
+from etrain_jupyter.wire.versions import PROTOCOL_KEY, WIRE_VERSION, Comparison, compare
 
 HAND_BACK_S = 2.0
 """An unused worker with a notice is released at least this many seconds before its deadline."""
@@ -201,3 +202,44 @@ def _is_short(job: HostedJob) -> bool:
     members = job.state.members.values()
     stays = [m for m in members if not m.leaving and m.phase != "starting"]
     return len(stays) < max(1, job.state.min_workers)
+
+
+class Fitness:
+    """Compare fingerprints, and log each incompatibility with a job once."""
+
+    def __init__(self) -> None:
+        # Pairs of a job id and worker versions that the job's log already mentions. Without them,
+        # each message would repeat, because ``fits`` is called for each worker and job whenever
+        # workers are assigned.
+        self._told: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+
+    def fits(self, worker: WorkerFacts, job: HostedJob) -> bool:
+        """Return whether a worker may run a job."""
+        # A job's workers need the notebook's versions, and our wire version.
+        theirs = worker.fingerprint
+        ours = {**job.order.fingerprint, PROTOCOL_KEY: str(WIRE_VERSION)}
+        # A worker that reports no versions is accepted, since there is nothing to compare.
+        if theirs == ours or not theirs:
+            return True
+        found = compare(theirs, ours, at=worker.name, here="this notebook")
+        key = (job.order.job_id, tuple(sorted(theirs.items())))
+        if (found.wrong or found.notes) and key not in self._told:
+            self._told.add(key)
+            text = _describe(found, worker.name)
+            job.log(events.LogLine, level="warning", worker=worker.name, text=text)
+        return found.fits
+
+
+def _describe(found: Comparison, worker: str) -> str:
+    """Describe how a worker's versions differ, the effect and the remedy."""
+    if found.fits:
+        return (
+            f"{'; '.join(found.notes)}: {worker} is used anyway. If its results or errors differ, "
+            "install the same versions there"
+        )
+    return (
+        f"{'; '.join(found.wrong)}: this job cannot run there, so it does not use {worker} and "
+        f"other workers with these versions. Install {' and '.join(found.remedies)} on the "
+        "workers, or start the notebook with their versions. If they are in a local cluster, run "
+        "%etrain down: the next cluster starts with the installed versions"
+    )

@@ -16,12 +16,11 @@ from etrain_jupyter.bundle.restore import read_cells
 from etrain_jupyter.bundle.sources import CellSource
 from etrain_jupyter.errors import BundleError
 from etrain_jupyter.head.coordinator import clock
-from etrain_jupyter.head.jobs.crash_output import last_words
 from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.head.jobs.planned_faults import FATAL, PlannedFaults
-from etrain_jupyter.head.jobs.printed_lines import BURST, PER_S, PrintedLines
 from etrain_jupyter.head.jobs.rendezvous import Rendezvous
 from etrain_jupyter.head.jobs.steps import StepClock
+from etrain_jupyter.head.jobs.trainer_output import BURST, PER_S, PrintedLines, last_words
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.membership import stimuli as s

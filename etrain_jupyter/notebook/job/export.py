@@ -67,7 +67,7 @@ def export_source(saved: Saved, weights: str) -> Iterator[Saved]:
     if not uses_average(saved, weights):
         yield saved
         return
-    from etrain_jupyter.trainer.state.averaged_weights import write_averaged_file
+    from etrain_jupyter.trainer.state.weight_average import write_averaged_file
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / MODEL_PART
@@ -143,7 +143,7 @@ def config_text(record: RunRecord, saved: Saved, model: Any) -> bytes:
             hint="pass model= with a transformers model that has the same weights, or use "
             "format='safetensors'",
         )
-    from etrain_jupyter.trainer.state.model_config import config_of
+    from etrain_jupyter.trainer.state.parts import config_of
 
     text = config_of(model)
     if text is None:

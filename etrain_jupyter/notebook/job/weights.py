@@ -103,7 +103,7 @@ def load_weights(saved: Saved, weights: str = "auto") -> dict[str, Any]:
 
     if not uses_average(saved, weights):
         return load_model_state(saved.files[MODEL_PART])
-    from etrain_jupyter.trainer.state.averaged_weights import load_averaged_state
+    from etrain_jupyter.trainer.state.weight_average import load_averaged_state
 
     return load_averaged_state(saved.files)
 

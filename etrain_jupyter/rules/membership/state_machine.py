@@ -22,7 +22,6 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.adoption import take_found
 from etrain_jupyter.rules.membership.commands import Command
 from etrain_jupyter.rules.membership.connecting import why_not_with_nccl
-from etrain_jupyter.rules.membership.departure import last_step_lead_s
 from etrain_jupyter.rules.membership.failed_forms import Break
 from etrain_jupyter.rules.membership.formation import advance
 from etrain_jupyter.rules.membership.losses import (
@@ -31,8 +30,7 @@ from etrain_jupyter.rules.membership.losses import (
     take_worker_gone,
 )
 from etrain_jupyter.rules.membership.members import Member
-from etrain_jupyter.rules.membership.membership import Failing, JobState, UserError
-from etrain_jupyter.rules.membership.nan_loss import NanLoss
+from etrain_jupyter.rules.membership.membership import Failing, JobState, NanLoss, UserError
 from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.saving import take_saved
 from etrain_jupyter.rules.membership.stalls import check_stalls, excuse_sleep, take_progress
@@ -50,6 +48,14 @@ it. At most half of the notice period, unless checkpoints are known to take long
 
 SAVES_PER_LEAD = 1.5
 """Time reserved for the last checkpoint, as a multiple of the duration of recent checkpoints."""
+
+LAST_STEP_S = 10.0
+"""Time before the interruption at which a worker leaves at the latest, in seconds. At most a
+quarter of the notice period, unless its last step may take longer."""
+
+STEPS_PER_LEAD = 2.0
+"""Time reserved for the last step, as a multiple of the duration of recent steps: one in progress,
+and the one after which all ranks leave."""
 
 
 def handle(
@@ -344,3 +350,16 @@ def _take_tick(turn: Turn, stimulus: s.Tick) -> None:
     check_stalls(turn)
     if not turn.state.ending:
         start_missing(turn)
+
+
+def last_step_lead_s(left_s: float, *, step_s: float = 0.0) -> float:
+    """Return the time before the interruption at which a worker leaves without a replacement.
+
+    Args:
+        left_s: Notice period, in seconds.
+        step_s: Duration of recent steps, in seconds.
+
+    >>> last_step_lead_s(120.0), last_step_lead_s(8.0), last_step_lead_s(120.0, step_s=30.0)
+    (10.0, 2.0, 60.0)
+    """
+    return max(min(LAST_STEP_S, left_s / 4), min(left_s, STEPS_PER_LEAD * step_s))

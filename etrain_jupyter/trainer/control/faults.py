@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from etrain_jupyter.wire.messages import Fault, FaultFired
+from etrain_jupyter.wire.progress_page import ProgressPage
 
 Send = Callable[[FaultFired], None]
 
@@ -107,7 +108,7 @@ class FaultInjector:
                 next(model.parameters()).data.view(-1)[0] += DIVERGENCE
 
     def corrupts_loss(self, *, rank: int, step: int) -> bool:
-        """Return True if this rank's share of the loss should become NaN (``nan_loss``)."""
+        """Return True if this rank's share of the loss should become NaN (``check_loss``)."""
         if not self._planned:
             return False
         due = [f for f in self._planned if f["kind"] == "nan_loss"]
@@ -194,3 +195,29 @@ _AT_A_PLACE = frozenset({*_INJECT, "disconnect"})
 _CORRUPTIONS = frozenset({"lose_sample", "repeat_sample", "diverge", "nan_loss"})
 NO_FAULTS = FaultInjector([], lambda _: None)
 """No planned faults."""
+
+
+class Places:
+    """Report where the main thread is."""
+
+    def __init__(self, faults: FaultInjector = NO_FAULTS, page: ProgressPage | None = None) -> None:
+        self.faults = faults
+        self.page = page
+
+    def reach(self, place: str, *, rank: int, step: int, phase: str = "computing") -> None:
+        """Report that ``rank`` has reached a place, and inject the faults planned for it.
+
+        Args:
+            place: One of the places that ``FaultInjector.at`` lists.
+            rank: This rank.
+            step: The step in progress; between steps, the last committed one.
+            phase: One of ``progress_page.PHASES``.
+        """
+        if self.page is not None:
+            self.page.beat(step=step, phase=phase)
+        self.faults.at(place, rank=rank, step=step)
+
+    def beat(self) -> None:
+        """Send a heartbeat from the same place."""
+        if self.page is not None:
+            self.page.beat()

@@ -43,7 +43,7 @@ class AveragedGradients:
         global_batch_size: Samples of a full step.
         micro_batch_size: Maximum number of samples per pass; None for no limit.
         num_passes: Minimum number of passes per share, with one exchange after the last pass.
-        compression: Compression of the gradients, see ``compression.compressed``.
+        compression: Compression of the gradients, see ``comm_hook.compressed``.
         measures_noise: Set ``mean_of_squares`` in each full step.
         by_speed: Share the samples by the measured speeds of the ranks.
         norms: The BatchNorm layers to synchronize; None without ``sync_batchnorm``.

@@ -12,11 +12,11 @@ from torch import nn
 from etrain_jupyter.rules.samples import batch_plan
 from etrain_jupyter.rules.samples.ledger import StepRange
 from etrain_jupyter.rules.samples.shard_plan import Merge
+from etrain_jupyter.trainer.control.faults import Places
 from etrain_jupyter.trainer.data import Delivered
 from etrain_jupyter.trainer.gradients.step_header import RequestFlags, StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import RankGroup
-from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.workload import Workload
 
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from etrain_jupyter.rules.samples import ledger
 from etrain_jupyter.rules.samples.balance import SampleCost
 from etrain_jupyter.rules.samples.shard_plan import Merge
-from etrain_jupyter.trainer.gradients.host_copies import HostCopies
 from etrain_jupyter.trainer.gradients.tree_sum import merge
+from etrain_jupyter.trainer.group.cuda_buckets import HostCopies
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.state.weight_fingerprint import ranks_agree
 

@@ -19,7 +19,7 @@ import torch
 
 from etrain_jupyter.rules.samples.batch_plan import share_range
 from etrain_jupyter.rules.samples.shard_plan import Merge, ShardPlan
-from etrain_jupyter.trainer.group.peers import Peers
+from etrain_jupyter.trainer.group.small_sum import Peers
 
 DIRECT_BYTES = 1 << 20
 """If each rank receives at most this number of bytes, all ranks send everything to each other, and

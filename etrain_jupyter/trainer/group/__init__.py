@@ -2,6 +2,5 @@
 
 ``process_group`` is the interface. ``forming`` connects the ranks through the store in
 ``rendezvous``; ``authentication`` refuses strangers; ``backends``, ``gloo_device`` and
-``transports`` carry the data; ``exchange`` and ``pending`` end every wait when the generation is
-aborted.
+``transports`` carry the data; ``pending`` ends every wait when the generation is aborted.
 """

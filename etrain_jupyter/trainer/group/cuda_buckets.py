@@ -1,7 +1,8 @@
-"""Sum gradients on a GPU through gloo, for example if two ranks share a GPU.
+"""Copies between a GPU and the host: sums through gloo, and small tensors for the step header.
 
-gloo accepts CUDA tensors, but its futures do not synchronize the device's streams. So the bucket
-goes through host memory, in the exchange thread, which can be abandoned.
+gloo sums gradients on a GPU, for example if two ranks share it. It accepts CUDA tensors, but its
+futures do not synchronize the device's streams. So the bucket goes through host memory, in the
+exchange thread, which can be abandoned.
 """
 
 from __future__ import annotations
@@ -78,3 +79,34 @@ def moment_of_device() -> Callable[[], None]:
     event.record()
     wait: Callable[[], None] = event.synchronize
     return wait
+
+
+class HostCopies:
+    """Starts copies of small tensors in the training thread; another thread waits for them.
+
+    A ``.cpu()`` between the forward and the backward pass waits until the device has completed the
+    forward pass. The device is then idle until the backward pass is queued.
+
+    Example::
+
+        copy = copies.start(loss)      # the training thread continues
+        wait = copies.moment()
+        ...
+        wait(); loss = float(copy)     # in the exchange thread
+    """
+
+    def start(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Start copying a tensor; return the copy, whose values are valid after ``moment``."""
+        # A copy to memory that is not pinned would wait for the device.
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copy.copy_(tensor.detach(), non_blocking=True)
+        return copy
+
+    def moment(self) -> Callable[[], None]:
+        """Return a function that waits until all copies started so far are complete."""
+        return moment_of_device()
+
+
+def copies_for(device: torch.device | str) -> HostCopies | None:
+    """Return the copies for a device; None if its tensors are in host memory."""
+    return HostCopies() if torch.device(device).type == "cuda" else None

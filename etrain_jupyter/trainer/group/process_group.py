@@ -34,10 +34,9 @@ from etrain_jupyter.trainer.group.backends import (
     connect_nccl,
     make_default_group,
 )
-from etrain_jupyter.trainer.group.exchange import Exchange
 from etrain_jupyter.trainer.group.forming import Forming
 from etrain_jupyter.trainer.group.gloo_device import GlooDevice
-from etrain_jupyter.trainer.group.pending import Pending, Waiters, text_of
+from etrain_jupyter.trainer.group.pending import Exchange, Pending, Waiters, text_of
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore, CommunicationError
 from etrain_jupyter.trainer.group.small_sum import is_small, sum_small
 from etrain_jupyter.trainer.group.transports import GlooTransport, NcclTransport, Transport

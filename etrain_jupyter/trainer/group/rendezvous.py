@@ -1,18 +1,36 @@
-"""Rendezvous of the ranks of a generation: a key-value store without a server."""
+"""Rendezvous of the ranks of a generation: a key-value store without a server.
+
+A key travels to all ranks on its own, or with all others of its topic. gloo and ``authentication``
+set one key per rank and topic, ``TOPIC/RANK``, and every rank reads them all. Relayed one by one to
+each other rank, they would take W^2 messages, and W^3 bytes because gloo's key grows with W: 8 GB
+for 1,000 ranks. Instead, the coordinator collects the W keys of a topic, and sends them to each
+rank in one message.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
+from etrain_jupyter.wire.messages import RankKey, RankKeys, StoreEntry
+from etrain_jupyter.wire.rank_values import CONNECTIONS, WHOLE, unpack_values
+
 FORM_TIMEOUT_S = 120.0
 """Timeout of last resort: normally, the coordinator detects a rank that does not connect much
 earlier."""
+
+GLOO_TOPIC = "0"
+"""Prefix of gloo's keys: the number of its device, and a generation has one."""
+
+TOPICS = frozenset({GLOO_TOPIC, CONNECTIONS})
+"""Topics under which every rank sets exactly one key, and needs those of all ranks."""
+
+_SHORTENED = b"\x01"
 
 
 class CommunicationError(RuntimeError):
@@ -22,7 +40,7 @@ class CommunicationError(RuntimeError):
 class BroadcastStore(c10d.Store):
     """A rendezvous store without a server: the coordinator forwards every key that a rank sets.
 
-    Keys that every rank sets arrive together, see ``rank_keys``.
+    Keys that every rank sets arrive together, see ``message_of``.
 
     It uses the authenticated control channel, so it needs no open port, and it survives the loss of
     any rank. Keys from other generations are dropped before they reach it.
@@ -98,3 +116,37 @@ class BroadcastStore(c10d.Store):
                     why = "the generation was aborted" if self._aborted else "timed out"
                     missing = [key for key in keys if key not in self._values]
                     raise CommunicationError(f"no value for {missing}: {why}")
+
+
+def message_of(
+    key: str, value: bytes, *, generation: int, rank: int, world_size: int
+) -> StoreEntry | RankKey:
+    """Return the message that publishes a key which this rank has set."""
+    topic, _, name = key.rpartition("/")
+    if topic not in TOPICS or name != str(rank):
+        return StoreEntry(generation=generation, key=key, value=value)
+    return RankKey(generation=generation, topic=topic, value=_shorten(value, world_size))
+
+
+def keys_of(message: RankKeys) -> Iterator[tuple[str, bytes]]:
+    """Yield the keys of all ranks with their values."""
+    values = unpack_values(message.values)
+    numbers = _numbers(len(values))
+    for rank, value in enumerate(values):
+        tail = numbers if value[:1] == _SHORTENED else b""
+        yield f"{message.topic}/{rank}", value[1:] + tail
+
+
+def _shorten(value: bytes, world_size: int) -> bytes:
+    # gloo's key ends with the number of this rank's connection to each rank, which it counts from 0
+    # on a new device. So the other ranks know that part:
+    #
+    #     address, 154 bytes | 0 | 1 | 2 | ... | W - 1, 8 bytes each
+    numbers = _numbers(world_size)
+    if value.endswith(numbers):
+        return _SHORTENED + value[: -len(numbers)]
+    return WHOLE + value
+
+
+def _numbers(world_size: int) -> bytes:
+    return b"".join(number.to_bytes(8, "little") for number in range(world_size))

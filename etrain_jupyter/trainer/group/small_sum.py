@@ -11,13 +11,33 @@ Shapes: ``W`` ranks.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 
 from etrain_jupyter.rules.policy import small_sums
-from etrain_jupyter.trainer.group.peers import Peers
 
 TAG = 1 << 22
 """Message tag; no other exchange of a rank uses it."""
+
+
+class Peers(Protocol):
+    """The part of the process group that sends messages, see ``process_group.RankGroup``."""
+
+    rank: int
+    world_size: int
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
+        """Start sending a contiguous CPU tensor; return an object with ``wait``."""
+        ...
+
+    def raise_if_failed(self) -> None:
+        """Raise if the generation has failed, so that its tensors may belong to the next one."""
+        ...
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
+        """Start receiving into a contiguous CPU tensor; return an object with ``wait``."""
+        ...
 
 
 def is_small(tensor: torch.Tensor, world_size: int) -> bool:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from etrain_jupyter.trainer.control.faults import Places
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.group.gathering import gather_json
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.loop.evaluation import Evaluation, EvaluationResult
 from etrain_jupyter.trainer.micro_batch import MicroBatch
-from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.schedule import Every
 from etrain_jupyter.trainer.scoring.score_process import Scorer
 from etrain_jupyter.trainer.scoring.set_scores import IsPending, SetScores

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from etrain_jupyter.rules.samples import ledger
 from etrain_jupyter.rules.samples.block_order import BlockOrder
 from etrain_jupyter.rules.samples.ledger import StepRange
+from etrain_jupyter.trainer.control.faults import Places
 from etrain_jupyter.trainer.data import Indices, Share
 from etrain_jupyter.trainer.gradients.step import Gradients
 from etrain_jupyter.trainer.group.process_group import RankGroup
-from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.seeds import seed_of
 from etrain_jupyter.trainer.state.train_state import TrainState
 

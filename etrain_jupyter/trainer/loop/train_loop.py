@@ -20,19 +20,18 @@ import torch
 from etrain_jupyter.rules.membership.stimuli import Progress
 from etrain_jupyter.rules.samples.balance import SampleCost
 from etrain_jupyter.trainer.boundary import NO_HOOKS, Boundary, BoundaryHooks
-from etrain_jupyter.trainer.control.device_errors import device_error_in
-from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector
+from etrain_jupyter.trainer.control.error_origin import device_error_in
+from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector, Places
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import Delivered
 from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
-from etrain_jupyter.trainer.gradients.host_copies import copies_for
 from etrain_jupyter.trainer.gradients.sharded import ShardedGradients
 from etrain_jupyter.trainer.gradients.step import Gradients, Step
 from etrain_jupyter.trainer.gradients.step_header import StepHeader
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
+from etrain_jupyter.trainer.group.cuda_buckets import copies_for
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.evaluations import Evaluations
-from etrain_jupyter.trainer.loop.nan_loss import NonFiniteLoss, NonFiniteLossError, check_loss
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.trainer.loop.sample_shares import SampleShares
 from etrain_jupyter.trainer.loop.step_records import (
@@ -42,10 +41,9 @@ from etrain_jupyter.trainer.loop.step_records import (
     step_record,
 )
 from etrain_jupyter.trainer.loop.step_requests import StepRequests
-from etrain_jupyter.trainer.loop.update import Update
+from etrain_jupyter.trainer.loop.update import NonFiniteLoss, NonFiniteLossError, Update, check_loss
 from etrain_jupyter.trainer.micro_batch import MicroBatch, largest_pass
 from etrain_jupyter.trainer.objective.measures import Means
-from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.scoring.score_process import Scorer
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
 from etrain_jupyter.trainer.state.capture import named_tensors

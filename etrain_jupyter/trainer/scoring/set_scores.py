@@ -31,24 +31,19 @@ from etrain_jupyter.rules.samples.eval_parts import (
     cut_parts,
     plan_parts,
 )
+from etrain_jupyter.trainer.control.faults import Places
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.data import evaluation_share
 from etrain_jupyter.trainer.group.gathering import gather_json, stream
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import MicroBatch
-from etrain_jupyter.trainer.places import Places
 from etrain_jupyter.trainer.scoring.exhibits import Exhibit
 from etrain_jupyter.trainer.scoring.records import pack
 from etrain_jupyter.trainer.scoring.score_process import ScoreError, Scorer, Scoring
 from etrain_jupyter.trainer.scoring.spool import RecordFile, Spool
 from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.state.train_state import ScorePass, TrainState
-from etrain_jupyter.wire.messages import (
-    EvalScoreFound,
-    EvalScoreLost,
-    ExhibitFound,
-    TextLogged,
-)
+from etrain_jupyter.wire.messages import EvalScoreFound, EvalScoreLost, ExhibitFound, TextLogged
 
 POLL_S = 0.02
 """Interval at which ranks that wait for scores exchange their state."""

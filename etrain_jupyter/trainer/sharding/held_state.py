@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from etrain_jupyter.rules.sharding.optimizer_shards import Range, overlap, shards_of
+from etrain_jupyter.rules.optimizer_shards import Range, overlap, shards_of
 from etrain_jupyter.trainer.state.packing import StateError, Tensors
 from etrain_jupyter.trainer.state.transfer_plan import name_of
 

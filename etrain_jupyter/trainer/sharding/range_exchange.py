@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from etrain_jupyter.rules.sharding.optimizer_shards import Move, Range
+from etrain_jupyter.rules.optimizer_shards import Move, Range
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.state.transfer_plan import Buffers, bytes_of, plan_messages
 

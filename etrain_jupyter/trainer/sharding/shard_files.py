@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from etrain_jupyter.errors import CheckpointError
-from etrain_jupyter.rules.sharding.optimizer_shards import Range, overlap
+from etrain_jupyter.rules.optimizer_shards import Range, overlap
 from etrain_jupyter.storage.checkpoints.blocks import Overlap, PartBlocks, read_blocks
 from etrain_jupyter.trainer.sharding.held_state import (
     SCALARS,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from etrain_jupyter.rules.sharding.optimizer_shards import (
+from etrain_jupyter.rules.optimizer_shards import (
     Move,
     Range,
     find_lost,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from etrain_jupyter.config.vocabulary import ELEMENTWISE
-from etrain_jupyter.rules.sharding.optimizer_shards import Range
+from etrain_jupyter.rules.optimizer_shards import Range
 from etrain_jupyter.trainer.group.process_group import CommunicationError, Pending, RankGroup
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.sharding.held_state import (

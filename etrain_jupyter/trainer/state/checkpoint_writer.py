@@ -26,8 +26,7 @@ from etrain_jupyter.storage.checkpoints import Manifest, Part, manifest_key
 from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.job_checkpoints import JobCheckpoints, Writers
-from etrain_jupyter.trainer.state.model_config import config_of
-from etrain_jupyter.trainer.state.parts import CONFIG_PART, STATE_PART
+from etrain_jupyter.trainer.state.parts import CONFIG_PART, STATE_PART, config_of
 from etrain_jupyter.trainer.state.sharded_write import MIN_TIMEOUT_S
 from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.state_copy import StateCopy

@@ -20,7 +20,6 @@ from etrain_jupyter.trainer.group.gathering import gather_json
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
 from etrain_jupyter.trainer.schedule import Mark
-from etrain_jupyter.trainer.sharding.shard_restore import ReadReport, read_shards
 from etrain_jupyter.trainer.state.capture import take_state
 from etrain_jupyter.trainer.state.checkpoint_metadata import is_of_optimizer
 from etrain_jupyter.trainer.state.checkpoint_policy import CheckpointPace, CheckpointPolicy
@@ -33,7 +32,7 @@ from etrain_jupyter.trainer.state.checkpoint_writer import (
 )
 from etrain_jupyter.trainer.state.job_checkpoints import JobCheckpoints, Writers
 from etrain_jupyter.trainer.state.parts import header_of, optimizer_parts
-from etrain_jupyter.trainer.state.restoring import restore
+from etrain_jupyter.trainer.state.restoring import ReadReport, read_shards, restore
 from etrain_jupyter.trainer.state.sharded_write import ShardedWrite, ShardWriter, is_worth_it
 from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.staging import StagedFile

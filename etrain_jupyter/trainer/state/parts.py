@@ -137,3 +137,19 @@ def header_of(files: dict[str, Path]) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise CheckpointError(f"its {STATE_PART} is not a JSON object")
     return header
+
+
+def config_of(model: Any) -> bytes | None:
+    """Return the config that ``from_pretrained`` of a ``transformers`` model needs; otherwise None.
+
+    ``architectures`` names the class of the model, as ``save_pretrained`` would write it.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string"):
+        return None
+    try:
+        values = json.loads(config.to_json_string())
+        values["architectures"] = [type(model).__name__]
+        return json.dumps(values, indent=2, sort_keys=True).encode()
+    except (TypeError, ValueError, AttributeError):
+        return None  # JSON cannot represent this config; the weights are saved without it

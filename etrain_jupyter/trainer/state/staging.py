@@ -9,7 +9,9 @@ header, the header, and the bytes of the tensors one after another.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +21,6 @@ import torch
 from etrain_jupyter.trainer.compiled import heartbeats
 from etrain_jupyter.trainer.state.packing import StateError, Tensors
 from etrain_jupyter.trainer.state.pieces import copy_in_pieces
-from etrain_jupyter.trainer.state.pinned import pin
 
 _ALIGNMENT = 8
 """Alignment of the first tensor. Larger element types come first, so that all are aligned."""
@@ -44,6 +45,8 @@ DTYPES = {
 }
 """Names of the element types in safetensors files, by torch's names."""
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
+
+logger = logging.getLogger(__name__)
 
 
 class StagedFile:
@@ -160,3 +163,37 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
             "function that builds the model."
         )
     return type_name
+
+
+def pin(buffer: torch.Tensor, *, owner: object) -> bool:
+    """Register the memory of ``buffer`` with CUDA, so that copies from a GPU are asynchronous.
+
+    torch's own pinned allocator rounds each block up to a power of two and keeps freed blocks: the
+    copy of a state of 9 GB would hold 16 GB, and a copy with another layout would add its own
+    blocks. The memory stays registered until ``owner`` is freed.
+
+    Args:
+        buffer: A tensor in host memory, shape ``(B,)``.
+        owner: An object that holds the only lasting reference to ``buffer``.
+
+    Returns:
+        True if the memory is pinned. If not, for example because the user's limit for locked memory
+        is reached, copies still work, but are synchronous.
+    """
+    if buffer.numel() == 0:
+        return False
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    start = buffer.data_ptr()
+    error = cuda.cudaHostRegister(start, buffer.nbytes, 0)
+    if int(error) != 0:
+        logger.warning(
+            "cannot pin %d bytes of host memory (CUDA error %d): checkpoints stall training "
+            "longer. Raise the limit of locked memory (ulimit -l).",
+            buffer.nbytes,
+            int(error),
+        )
+        return False
+    # The finalizer runs before the attributes of ``owner`` are freed, and not at exit: the process
+    # then has no CUDA context.
+    weakref.finalize(owner, cuda.cudaHostUnregister, start).atexit = False
+    return True

@@ -3,18 +3,23 @@
 After each update, each averaged tensor moves towards the current one: ``average += (1 - decay) *
 (weights - average)``. The average depends only on the weights, so every rank computes the same one
 without communication. It is part of the state: it is saved in checkpoints and sent to new ranks.
+``load_into`` and ``export`` read it from a checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from etrain_jupyter.trainer.state.packing import StateError, Tensors
+from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.trainer.state.packing import StateError, Tensors, unpack
+from etrain_jupyter.trainer.state.parts import AVERAGE, EXTRA_PART, MODEL_PART, header_of
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 
 
@@ -129,3 +134,33 @@ class WeightAverage:
         for name, place in self._index.items():
             self._averages[place].copy_(given[name])
         self._num_updates = int(state_dict["num_updates"])
+
+
+@torch.no_grad()
+def load_averaged_state(files: Mapping[str, Path]) -> Tensors:
+    """Return a checkpoint's weights by name, averaged where there is an average.
+
+    ``model.safetensors`` contains the weights that are trained; their averages are in the file of
+    the other components. Reading them never runs code from the files.
+
+    Raises:
+        CheckpointError: If the averages do not fit the weights.
+    """
+    state = load_file(files[MODEL_PART])
+    extra = load_file(files[EXTRA_PART])
+    try:
+        packed = header_of(dict(files))["extras"][AVERAGE]
+        averages: Tensors = unpack(packed, extra.__getitem__)["average"]
+        unfit = [name for name, value in averages.items() if state[name].shape != value.shape]
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"its averaged weights do not fit its weights ({exc!r})") from exc
+    if unfit:
+        raise CheckpointError(f"its averaged weights differ in shape: {', '.join(unfit[:3])}")
+    for name, value in averages.items():
+        state[name].copy_(value)  # in the type of the weights
+    return state
+
+
+def write_averaged_file(files: Mapping[str, Path], target: Path) -> None:
+    """Write the averaged weights as a safetensors file."""
+    save_file(load_averaged_state(files), target, metadata={"format": "pt"})

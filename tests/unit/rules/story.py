@@ -6,7 +6,7 @@ from typing import Any
 
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.admission import ADMISSION_GRACE_S
+from etrain_jupyter.rules.membership.formation import ADMISSION_GRACE_S
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 STEPS = """
 import json, resource, sys
 import torch
-from etrain_jupyter.trainer.allocator import keep_freed_memory
+from etrain_jupyter.trainer.main import keep_freed_memory
 
 is_kept = sys.argv[1] == "kept" and keep_freed_memory()
 def step():

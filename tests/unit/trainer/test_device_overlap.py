@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.trainer.gradients.host_copies import copies_for
 from etrain_jupyter.trainer.gradients.step_header import NUM_COUNTS, RequestFlags, StepHeader
+from etrain_jupyter.trainer.group.cuda_buckets import copies_for
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop import train_loop
 from tests.unit.trainer.peers import connected

@@ -20,7 +20,7 @@ from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.bundle.files import write_bundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, RankGroup
-from etrain_jupyter.trainer.group.rank_keys import keys_of
+from etrain_jupyter.trainer.group.rendezvous import keys_of
 from etrain_jupyter.trainer.trainer import Trainer
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.channel import Channel, FrameDecoder, frame

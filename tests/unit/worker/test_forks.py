@@ -15,11 +15,11 @@ import pytest
 
 from etrain_jupyter.process import installed
 from etrain_jupyter.wire.codec import Encoded, encode
-from etrain_jupyter.wire.fork_records import RECORD, Kind
+from etrain_jupyter.wire.fork_records import MAX_MODULES_BYTES, RECORD, Kind
 from etrain_jupyter.wire.messages import ShutDownTrainer
 from etrain_jupyter.worker import forks as forks_module
 from etrain_jupyter.worker import trainer_process
-from etrain_jupyter.worker.forks import Forks
+from etrain_jupyter.worker.forks import Forks, SpareModules
 from etrain_jupyter.worker.trainer_process import TrainerProcess
 
 SPARE = """
@@ -212,3 +212,35 @@ def test_installation_of_a_package_is_detected(monkeypatch, tmp_path) -> None:
     (tmp_path / "timm-1.0.dist-info").mkdir()
     os.utime(tmp_path, ns=(1, 1))  # some file systems have a coarse clock
     assert installed.read_installed() != before
+
+
+def test_modules_of_several_jobs_add_up_in_order_and_each_is_imported_once() -> None:
+    modules = SpareModules()
+
+    assert modules.learn(["b", "a"])
+    assert modules.learn(["a", "c"])
+    assert not modules.learn(["c", "b"])
+
+    assert modules.current == ("b", "a", "c")
+
+
+def test_refused_modules_are_not_learned_again_and_the_others_remain() -> None:
+    modules = SpareModules()
+    modules.learn(["a"])
+    modules.learn(["threads", "a"])
+
+    modules.refuse_newest()
+
+    assert modules.current == ("a",)
+    assert not modules.learn(["threads"])
+    assert modules.learn(["threads", "b"])
+    assert modules.current == ("a", "b")
+
+
+def test_more_modules_than_fit_into_a_variable_are_not_learned() -> None:
+    modules = SpareModules()
+    modules.learn(["a"])
+
+    assert not modules.learn(["x" * MAX_MODULES_BYTES])
+
+    assert modules.current == ("a",)

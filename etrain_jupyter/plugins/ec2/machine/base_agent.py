@@ -35,7 +35,7 @@ from etrain_jupyter.plugins.ec2.node_config import NodeConfig
 from etrain_jupyter.storage.objects.bucket_owners import VARIABLE as OWNERS
 from etrain_jupyter.storage.objects.bucket_owners import with_owner
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
-from etrain_jupyter.wire.notices import INTERRUPTION
+from etrain_jupyter.wire.messages import INTERRUPTION
 from etrain_jupyter.wire.versions import compare, read_fingerprint
 from etrain_jupyter.worker.preemption_watch import Notice
 

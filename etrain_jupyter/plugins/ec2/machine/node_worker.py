@@ -13,7 +13,7 @@ from pathlib import Path
 
 from etrain_jupyter.plugins.ec2.machine.redaction import redact_logs
 from etrain_jupyter.process.entry import log_to_stderr
-from etrain_jupyter.worker.entry import make_parser, run_worker
+from etrain_jupyter.worker.lifecycle import make_parser, run_worker
 
 TLS = "tls"
 SCRATCH = "scratch"

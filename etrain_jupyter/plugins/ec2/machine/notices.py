@@ -19,7 +19,7 @@ from etrain_jupyter.plugins.ec2.machine.imds import (
     instant_of_iso,
     is_ec2,
 )
-from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
+from etrain_jupyter.wire.messages import INTERRUPTION, REBALANCE
 from etrain_jupyter.worker.preemption_watch import Notice, seconds_from_environment
 
 logger = logging.getLogger("etrain.notices")

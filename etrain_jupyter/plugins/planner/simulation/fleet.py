@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from etrain_jupyter.plugins.ec2.fleet_state import Ack, FleetResult, FleetState, LaunchFailure
-from etrain_jupyter.plugins.ec2.fleet_state import LaunchRequest as Request
+from etrain_jupyter.plugins.ec2.fleet_state import (
+    Ack,
+    FleetResult,
+    FleetState,
+    LaunchFailure,
+)
+from etrain_jupyter.plugins.ec2.fleet_state import (
+    LaunchRequest as Request,
+)
 from etrain_jupyter.plugins.ec2.head.fleet import decide
 from etrain_jupyter.plugins.ec2.head.view import Machine, Rules, View
 from etrain_jupyter.plugins.ec2.ledger import FIRST_HOUR_S, PriceBook
 from etrain_jupyter.plugins.ec2.placement import Offer
 from etrain_jupyter.plugins.ec2.placement_scores import WAIT_S
 from etrain_jupyter.plugins.planner.simulation.market import TYPE, VirtualMarket, VirtualNode
-from etrain_jupyter.rules.membership.departure import last_step_lead_s
+from etrain_jupyter.rules.membership.state_machine import last_step_lead_s
 
 MAX_ROUNDS = 20
 """Limit of decisions at the same time: each grants machines, or backs off from a pool."""

@@ -30,7 +30,7 @@ from typing import Any
 from etrain_jupyter.plugins.slurm.site import SchedulerRecord, Site
 from etrain_jupyter.process.entry import log_to_stderr
 from etrain_jupyter.untrusted import make_private
-from etrain_jupyter.worker.entry import make_parser, run_worker
+from etrain_jupyter.worker.lifecycle import make_parser, run_worker
 
 logger = logging.getLogger("etrain.slurm")
 

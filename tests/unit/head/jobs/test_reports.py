@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.head.jobs.printed_lines import PrintedLines
+from etrain_jupyter.head.jobs.exhibits import choose_removed
 from etrain_jupyter.head.jobs.reports import _are_same_shards
+from etrain_jupyter.head.jobs.trainer_output import PrintedLines
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import NOT_BEGUN
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.membership import Finishing
-from etrain_jupyter.rules.policy.exhibit_retention import choose_removed
 from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import PLAN, Rig
 from tests.unit.log.pictures import png

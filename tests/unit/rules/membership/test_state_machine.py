@@ -7,7 +7,7 @@ from dataclasses import replace
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.admission import ADMISSION_GRACE_S, MAX_ADMISSION_WAIT_S
+from etrain_jupyter.rules.membership.formation import ADMISSION_GRACE_S, MAX_ADMISSION_WAIT_S
 from tests.unit.rules.story import Story
 
 

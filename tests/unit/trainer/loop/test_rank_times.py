@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from etrain_jupyter.config.schema import ScalingConfig
 from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
-from etrain_jupyter.trainer.loop import core_wait, rank_times
+from etrain_jupyter.trainer.loop import rank_times
 from etrain_jupyter.trainer.loop.learning_rate import LearningRate
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.wire import messages
@@ -295,7 +295,7 @@ def test_report_sums_waits_and_metrics_and_has_none_if_one_step_did_not_measure_
 def test_report_has_the_wait_for_a_core_since_the_previous_report(monkeypatch, tmp_path):
     thread = tmp_path / str(threading.get_native_id())
     thread.mkdir()
-    monkeypatch.setattr(core_wait, "_TASKS", tmp_path)
+    monkeypatch.setattr(rank_times, "_TASKS", tmp_path)
     sent: list[messages.RankTimesMeasured] = []
     # Nanoseconds on a core, waiting for one, and the number of times on a core.
     (thread / "schedstat").write_text("5000000000 1000000000 7\n")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from etrain_jupyter.config.schema import OptimizerConfig
-from etrain_jupyter.rules.sharding.optimizer_shards import Range, overlap
+from etrain_jupyter.rules.optimizer_shards import Range, overlap
 from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.sharding.held_state import Form, NewShard
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer

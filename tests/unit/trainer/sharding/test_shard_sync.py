@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from etrain_jupyter.rules.sharding.optimizer_shards import shards_of
+from etrain_jupyter.rules.optimizer_shards import shards_of
 from etrain_jupyter.trainer.sharding.shard_sync import NO_STEP, RankReport, plan_sync
 
 SIZE = 640

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etrain_jupyter.errors import CheckpointError
-from etrain_jupyter.rules.sharding.optimizer_shards import shards_of
+from etrain_jupyter.rules.optimizer_shards import shards_of
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.storage.checkpoints.base import open_newest
 from etrain_jupyter.storage.checkpoints.s3 import S3Store

@@ -15,7 +15,7 @@ from etrain_jupyter.plugins.ec2.machine.base_agent import AgentError, StopReques
 from etrain_jupyter.plugins.ec2.machine.imds import Identity
 from etrain_jupyter.plugins.ec2.machine.node_agent import NodeAgent
 from etrain_jupyter.plugins.ec2.node_config import NodeConfig
-from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
+from etrain_jupyter.wire.messages import INTERRUPTION, REBALANCE
 from etrain_jupyter.worker.preemption_watch import Notice
 
 ME = Identity(

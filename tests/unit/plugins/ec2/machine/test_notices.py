@@ -10,7 +10,7 @@ import pytest
 from etrain_jupyter.plugins.ec2.machine.imds import Imds
 from etrain_jupyter.plugins.ec2.machine.notices import NoticeWatch
 from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer
-from etrain_jupyter.wire.notices import INTERRUPTION, REBALANCE
+from etrain_jupyter.wire.messages import INTERRUPTION, REBALANCE
 
 PATIENCE_S = 60.0
 

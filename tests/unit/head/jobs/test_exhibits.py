@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.policy.exhibit_retention import choose_removed
+from etrain_jupyter.head.jobs.exhibits import choose_removed
 
 all_sizes = st.dictionaries(st.integers(0, 99), st.integers(0, 50), max_size=12)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import etrain_jupyter
 from etrain_jupyter.bundle.sources import CellSource
-from etrain_jupyter.head.jobs.crash_output import last_words
+from etrain_jupyter.head.jobs.trainer_output import last_words
 from etrain_jupyter.log.events import STACKS_HEADER
 
 CELLS = {"/tmp/cell_1.py": CellSource(label="Cell In[3]", text="")}

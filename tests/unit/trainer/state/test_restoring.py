@@ -15,8 +15,8 @@ from etrain_jupyter.storage.checkpoints import CheckpointStore, LocalStore, Part
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
-from etrain_jupyter.trainer.sharding.shard_restore import ReadReport, read_shards
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
+from etrain_jupyter.trainer.state.restoring import ReadReport, read_shards
 from tests.unit.trainer.sharding.test_shard_files import OPTIONS, trained, write
 from tests.unit.trainer.sharding.test_sharded_optimizer import Model, divide, sharded
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.head.jobs.rendezvous import Rendezvous
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, RankGroup
-from etrain_jupyter.trainer.group.rank_keys import keys_of, message_of
+from etrain_jupyter.trainer.group.rendezvous import keys_of, message_of
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.rank_values import pack_values
 from tests.unit.trainer.peers import HOST

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from etrain_jupyter.rules.sharding.optimizer_shards import (
+from etrain_jupyter.rules.optimizer_shards import (
     ALIGN,
     choose_leavers,
     find_lost,
